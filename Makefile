@@ -1,0 +1,55 @@
+# make serve   serves the bundled model on 127.0.0.1:8000
+# make test    runs the tests
+# Both make .venv and install what they need the first time, and not again until the pins change.
+
+PYTHON := $(shell for p in python3.12 python3 python3.13 python3.14 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+MODEL ?=
+ARGS ?=
+
+.PHONY: serve test soak lint format docs train-forge-tiny clean
+
+serve: .venv/.serve
+	@exec $(BIN)/forge-jax serve $(MODEL) $(ARGS)
+
+test: .venv/.dev
+	$(BIN)/python -m pytest -m "not soak"
+
+soak: .venv/.dev
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: .venv/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: .venv/.dev
+	$(BIN)/python -m forge_serve.config_docs
+
+train-forge-tiny: .venv/.dev
+	$(BIN)/python -m training.forge_tiny
+
+clean:
+	rm -rf .venv
+
+.venv/.python:
+	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer, and none was found: install it (Debian: apt install python3.12 python3.12-venv; or: uv python install 3.12) and run make again." >&2; exit 1; }
+	@echo "making .venv with $(PYTHON)"
+	@$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/.serve: .venv/.python pyproject.toml constraints.txt
+	@echo "installing forge-jax and what it needs into .venv (about a minute)"
+	@$(PIP) -e .
+	@touch $@
+
+.venv/.dev: .venv/.serve pyproject.toml constraints.txt
+	@echo "installing what the tests need into .venv"
+	@$(PIP) -e ".[dev]"
+	@touch $@

@@ -1,0 +1,297 @@
+"""Puts an engine together from its configuration: the one place that knows all the parts.
+
+Order: files are checked and executables start to compile from shapes alone; the weights are read
+meanwhile; then the KV cache is made and every executable runs once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from forge_jax.cache.block_pool import BlockPool
+from forge_jax.cache.kv import GIB, KVShape, cpu_kv_bytes, fit_num_blocks
+from forge_jax.checkpoint.hub import resolve
+from forge_jax.checkpoint.load import load_weights
+from forge_jax.config import EngineConfig
+from forge_jax.core import EngineCore, EngineParts
+from forge_jax.errors import ConfigError
+from forge_jax.models.registry import build_model, read_spec
+from forge_jax.observe import compilations
+from forge_jax.observe.memory import available_host_bytes, device_bytes
+from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
+from forge_jax.step.runner import Runner, step_shapes
+from forge_jax.text import ChatTemplate, Tokenizer
+
+if TYPE_CHECKING:
+    from forge_jax.models.decoder import Model
+    from forge_jax.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+SCORING_ROWS = 64  # rows with logits in a mixed step, where max_num_seqs is smaller
+
+
+class _Phases:
+    """Times the phases of the start."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+
+def assemble(config: EngineConfig) -> EngineParts:
+    """Resolves, checks, compiles and loads; blocks until the engine can run.
+
+    Raises:
+      ModelError: the model cannot be served.
+      ConfigError: the configuration does not fit the model or the machine.
+    """
+    phase = _Phases()
+    with phase("config"):
+        folder = resolve(config.model.model, config.model.revision)
+        spec = read_spec(folder)
+        model = build_model(spec, config.model.dtype)
+        tokenizer = Tokenizer.from_folder(folder)
+        template = _chat_template(folder, tokenizer, config)
+        device = choose_device(config)
+        sizes = _Sizes.choose(config, model, device)
+    use_compilation_cache()
+    compilations.total()
+    runner = Runner(
+        model,
+        shapes=step_shapes(
+            max_num_seqs=config.batch.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_rows=sizes.max_rows,
+            block_size=sizes.kv.block_size,
+        ),
+        kv_shape=sizes.kv,
+        num_slots=config.batch.max_num_seqs,
+        max_blocks=sizes.blocks_per_sequence,
+        device=device,
+    )
+    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="forge-compile") as pool:
+        runner.compile(pool)
+        with phase("weights"):
+            leaves = load_weights(model, folder, device=device)
+        with phase("compile"):
+            runner.start(leaves)
+    log.info(
+        "%s: %.2f GB of weights, KV cache of %d blocks x %d tokens (%.2f GiB), context %d, on %s",
+        config.model.model,
+        model.param_bytes / 1e9,
+        sizes.kv.num_blocks,
+        sizes.kv.block_size,
+        sizes.kv.total_bytes / GIB,
+        sizes.max_model_len,
+        device,
+    )
+    rng = random.Random(config.model.seed)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.batch.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_rows=sizes.max_rows,
+            max_model_len=sizes.max_model_len,
+            prefill_chunk_size=config.batch.prefill_chunk_size,
+            policy=config.batch.scheduling_policy,
+            eos_token_ids=_eos_token_ids(spec, tokenizer),
+        ),
+        BlockPool(
+            sizes.kv.num_blocks,
+            sizes.kv.block_size,
+            prefix_cache=config.cache.prefix_cache and config.cache.kv_cache == "paged",
+            eviction=config.cache.eviction,
+        ),
+        clock=time.monotonic,
+        rng=rng,
+    )
+    core = EngineCore(
+        scheduler=scheduler,
+        device=runner,
+        tokenizer=tokenizer,
+        vocab_size=spec.vocab_size,
+    )
+    ready = compilations.total()
+    return EngineParts(
+        name=Path(config.model.model).name or config.model.model,
+        core=core,
+        max_model_len=sizes.max_model_len,
+        tokenizer=tokenizer,
+        chat_template=template,
+        rng=rng,
+        guard=lambda: jax.no_tracing(True),
+        compilations=lambda: compilations.total() - ready,
+        startup_s=phase.seconds,
+    )
+
+
+def choose_device(config: EngineConfig) -> jax.Device:
+    """The device that `--backend` and `--device` name.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    backend, index = config.parallel.backend, config.parallel.device
+    try:
+        devices = jax.devices() if backend == "auto" else jax.devices(backend)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--backend {backend}: JAX finds no such device here"
+            + (" (install forge-jax[cuda13])" if backend == "cuda" else "")
+        ) from error
+    if not 0 <= index < len(devices):
+        raise ConfigError(f"--device {index}: there are {len(devices)} devices (0 is the first)")
+    return devices[index]
+
+
+def use_compilation_cache() -> None:
+    """Turns JAX's persistent compilation cache on, in the user's cache folder unless JAX has one.
+
+    Only the user may write there: an executable that is read from it is run.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = base / "forge-jax" / "xla"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            log.warning("no compilation cache, every start compiles anew: %s", error)
+            return
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """The sizes that the configuration leaves to the model and the machine."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_rows: int
+    kv: KVShape
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        return -(-self.max_model_len // self.kv.block_size)
+
+    @classmethod
+    def choose(cls, config: EngineConfig, model: Model, device: jax.Device) -> _Sizes:
+        spec, cache, batch = model.spec, config.cache, config.batch
+        on_cpu = device.platform == "cpu"
+        asked = config.model.max_model_len
+        if asked is not None and asked > spec.max_position_embeddings:
+            raise ConfigError(
+                f"--max-model-len {asked} is more than the model's own limit of "
+                f"{spec.max_position_embeddings}"
+            )
+        max_model_len = asked or spec.max_position_embeddings
+        max_tokens = batch.max_num_batched_tokens or (512 if on_cpu else 2048)
+        max_tokens = max(max_tokens, batch.max_num_seqs)
+        max_rows = max(batch.max_num_seqs, SCORING_ROWS)
+        dtype = jnp.dtype(model.dtype)
+
+        def kv_shape(num_blocks: int, block_size: int) -> KVShape:
+            return KVShape(
+                num_layers=spec.num_hidden_layers,
+                num_blocks=num_blocks,
+                num_kv_heads=spec.num_key_value_heads,
+                block_size=block_size,
+                head_dim=spec.head_dim,
+                dtype=dtype,
+                as_bits=on_cpu and dtype.itemsize == 2,
+            )
+
+        block_size = cache.block_size or (16 if on_cpu else 64)
+        if cache.kv_cache == "contiguous":
+            block_size = -(-max_model_len // 8) * 8
+        if cache.num_blocks is not None:
+            kv = kv_shape(cache.num_blocks, block_size)
+            if asked is None:
+                max_model_len = min(max_model_len, cache.num_blocks * block_size)
+        else:
+            free = _free_bytes(config, model, device, max_tokens, max_rows)
+            block_bytes = kv_shape(1, block_size).block_bytes
+            if asked is None and cache.kv_cache == "paged":
+                fitting = free // block_bytes * block_size
+                if 0 < fitting < max_model_len:
+                    log.warning(
+                        "the KV cache has room for %d tokens: the context is cut from %d to that "
+                        "(--num-blocks or --memory-fraction give it more)",
+                        fitting,
+                        max_model_len,
+                    )
+                    max_model_len = fitting
+            per_sequence = -(-max_model_len // block_size)
+            num_blocks = fit_num_blocks(
+                block_bytes=block_bytes,
+                free_bytes=free,
+                blocks_per_sequence=per_sequence,
+                max_num_seqs=batch.max_num_seqs,
+            )
+            kv = kv_shape(num_blocks, block_size)
+        return cls(
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_tokens,
+            max_rows=max_rows,
+            kv=kv,
+        )
+
+
+def _free_bytes(
+    config: EngineConfig, model: Model, device: jax.Device, max_tokens: int, max_rows: int
+) -> int:
+    """Bytes for the KV cache, after weights and an analytic bound on activations."""
+    memory = device_bytes(device)
+    if memory is None:
+        return cpu_kv_bytes(available_host_bytes() - model.param_bytes)
+    limit, in_use = memory
+    activations = activation_bytes(model.spec, max_tokens, max_rows)
+    return int(limit * config.cache.memory_fraction) - in_use - model.param_bytes - activations
+
+
+def activation_bytes(spec: ModelSpec, max_tokens: int, max_rows: int) -> int:
+    """An upper bound on what one step holds besides weights and KV: float32, four live copies."""
+    width = max(
+        2 * spec.intermediate_size,
+        (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim,
+        spec.hidden_size,
+    )
+    return 4 * 4 * (max_tokens * (width + 2 * spec.hidden_size) + max_rows * spec.vocab_size)
+
+
+def _chat_template(
+    folder: Path, tokenizer: Tokenizer | None, config: EngineConfig
+) -> ChatTemplate | None:
+    if tokenizer is None:
+        if config.model.chat_template is not None:
+            raise ConfigError("--chat-template needs a tokenizer, and the model folder has none")
+        return None
+    template = ChatTemplate.from_folder(folder, tokenizer, config.model.chat_template)
+    return template if template.available else None
+
+
+def _eos_token_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> frozenset[int]:
+    if spec.eos_token_ids:
+        return frozenset(spec.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        return frozenset((tokenizer.eos_token_id,))
+    return frozenset()

@@ -1,0 +1,111 @@
+"""The engine's configuration: frozen, keyword-only, every default written once.
+
+Each field carries its own one-line documentation and command-line flag; `forge-jax serve --help`
+and the table in docs/configuration.md are made from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from forge_jax.errors import ConfigError
+
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+Policy = Literal["fcfs", "priority", "prefix"]
+
+
+def option(default: Any, doc: str, **metadata: Any) -> Any:
+    """A configuration field: its default, its documentation, and how the command line spells it.
+
+    `flag=None` keeps it off the command line; `flag="--no-x"` is a switch that turns it off.
+    """
+    return field(default=default, metadata={"doc": doc, **metadata})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    model: str = option("forge-tiny", "a folder, a Hugging Face id, or forge-tiny", flag=None)
+    revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
+    dtype: DType = option("auto", "type of weights and activations; auto: the checkpoint's")
+    max_model_len: int | None = option(None, "longest prompt plus output; default: the model's")
+    chat_template: str | None = option(None, "a file with a Jinja chat template, or its text")
+    seed: int = option(0, "seed of the random source that seeds requests without a seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    block_size: int | None = option(None, "tokens per KV block; auto: 64 on GPU, 16 on CPU")
+    num_blocks: int | None = option(None, "KV blocks; auto: what the memory allows")
+    memory_fraction: float = option(0.9, "part of the device's free memory that may be used")
+    kv_cache: Literal["paged", "contiguous"] = option(
+        "paged", "contiguous gives each sequence one block of max-model-len tokens"
+    )
+    prefix_cache: bool = option(
+        True, "do not reuse the KV of common prefixes", flag="--no-prefix-cache"
+    )
+    eviction: Literal["lru", "fifo"] = option("lru", "which cached block to give up first")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    max_num_seqs: int = option(256, "sequences that run at the same time")
+    max_num_batched_tokens: int | None = option(
+        None, "tokens of one step, prompts and decodes together; default: 2048 on GPU, 512 on CPU"
+    )
+    prefill_chunk_size: int | None = option(
+        None, "most tokens of one prompt in one step; default: all that fit"
+    )
+    scheduling_policy: Policy = option("fcfs", "order in which waiting requests are admitted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    backend: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs")
+    device: int = option(0, "index of the device")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        positive = (
+            ("--max-model-len", self.model.max_model_len),
+            ("--block-size", self.cache.block_size),
+            ("--num-blocks", self.cache.num_blocks),
+            ("--max-num-seqs", self.batch.max_num_seqs),
+            ("--max-num-batched-tokens", self.batch.max_num_batched_tokens),
+            ("--prefill-chunk-size", self.batch.prefill_chunk_size),
+        )
+        for flag, value in positive:
+            if value is not None and value < 1:
+                raise ConfigError(f"{flag} must be at least 1, not {value}")
+        block_size = self.cache.block_size
+        if block_size is not None and block_size % 8:
+            raise ConfigError(f"--block-size must be a multiple of 8, not {block_size}")
+        if not 0.0 < self.cache.memory_fraction <= 1.0:
+            raise ConfigError(
+                f"--memory-fraction must be in (0, 1], not {self.cache.memory_fraction}"
+            )
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Makes a config from flat field names: `from_options(dtype="float32", max_num_seqs=8)`.
+
+        Raises:
+          ConfigError: for a name that no section has.
+        """
+        sections: dict[str, Any] = {}
+        for section in dataclasses.fields(cls):
+            section_type = section.default_factory
+            names = {f.name for f in dataclasses.fields(section_type)}  # type: ignore[arg-type]
+            given = {name: options.pop(name) for name in sorted(names & options.keys())}
+            sections[section.name] = section_type(**given)  # type: ignore[operator]
+        if options:
+            raise ConfigError(f"no such option: {', '.join(sorted(options))}")
+        return cls(**sections)

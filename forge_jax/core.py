@@ -1,0 +1,245 @@
+"""The engine's loop body, one step ahead of the device, without a thread of its own.
+
+`EngineCore` owns the scheduler, the device and the text side of every live sequence. `LLM` calls
+`tick` in the caller's thread, `Engine` in its engine thread. It knows nothing of asyncio or HTTP.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from forge_jax.errors import NumericalError, RequestError
+from forge_jax.outputs import Delta
+from forge_jax.schedule.plan import Device, StepPlan
+from forge_jax.schedule.request import Request, Sequence
+from forge_jax.schedule.scheduler import Committed, Scheduler
+from forge_jax.text import Detokenizer, StopStrings
+
+if TYPE_CHECKING:
+    from forge_jax.text import ChatTemplate, Tokenizer
+
+PROMPT_TAIL = 6  # prompt ids a detokeniser needs to know whether a leading space is kept
+
+Outputs = dict[str, list[Delta]]  # by request id
+
+
+@dataclass(kw_only=True)
+class EngineParts:
+    """An engine that has been put together and can run: what `LLM` and `Engine` start from."""
+
+    name: str
+    core: EngineCore
+    max_model_len: int
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    rng: random.Random
+    guard: Callable[[], AbstractContextManager[Any]] = nullcontext  # `tick` runs under it
+    compilations: Callable[[], int] = lambda: 0  # since ready
+    clock: Callable[[], float] = time.monotonic
+    startup_s: dict[str, float] = field(default_factory=dict)  # phase -> seconds
+
+
+@dataclass(slots=True)
+class _InFlight:
+    plan: StepPlan
+    pending: Any
+
+
+class _SequenceText:
+    """Turns the token ids of one sequence into text that is safe to send."""
+
+    __slots__ = ("_detokenizer", "_min_tokens", "_stops")
+
+    def __init__(self, tokenizer: Tokenizer, seq: Sequence):
+        params = seq.params
+        tail = list(seq.request.prompt_token_ids[-PROMPT_TAIL:])
+        self._detokenizer = Detokenizer(
+            tokenizer, tail, skip_special_tokens=params.skip_special_tokens
+        )
+        self._stops = (
+            StopStrings(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
+            if params.stop
+            else None
+        )
+        self._min_tokens = params.min_tokens
+
+    def push(self, token_ids: tuple[int, ...], num_output: int) -> tuple[str, str | None, int]:
+        """Returns the text to send, the stop string that matched, and the tokens it took."""
+        if self._stops is None:
+            return self._detokenizer.push(token_ids), None, len(token_ids)
+        text = ""
+        for taken, token in enumerate(token_ids, start=1):
+            piece = self._detokenizer.push((token,))
+            if num_output - len(token_ids) + taken <= self._min_tokens:
+                text += piece
+                continue
+            safe, matched = self._stops.push(piece)
+            text += safe
+            if matched is not None:
+                return text, matched, taken
+        return text, None, len(token_ids)
+
+    def flush(self) -> tuple[str, str | None]:
+        tail = self._detokenizer.flush()
+        if self._stops is None:
+            return tail, None
+        safe, matched = self._stops.push(tail)
+        return (safe, matched) if matched is not None else (safe + self._stops.flush(), None)
+
+
+class EngineCore:
+    """Schedules, dispatches, reads and turns into text; one call of `tick` per step.
+
+    Not thread-safe: one thread owns it.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        device: Device,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+    ):
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.num_steps = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self._device = device
+        self._in_flight: _InFlight | None = None
+        self._texts: dict[Sequence, _SequenceText] = {}
+        self._immediate: Outputs = {}
+
+    @property
+    def has_work(self) -> bool:
+        return self._in_flight is not None or bool(self._immediate) or self.scheduler.has_work
+
+    def check(self, request: Request) -> None:
+        """Refuses what can never be served; safe to call from any thread.
+
+        Raises:
+          RequestError: with `param` named.
+        """
+        check_token_ids(request, self.vocab_size)
+        params = request.params
+        if params.stop and self.tokenizer is None:
+            raise RequestError(
+                "stop strings need a tokenizer, which this model does not have: use stop_token_ids",
+                param="stop",
+            )
+        self.scheduler.check(request)
+
+    def add(self, request: Request) -> None:
+        """Queues a request that `check` has accepted."""
+        self.prompt_tokens += len(request.prompt_token_ids)
+        for seq in self.scheduler.add(request):
+            if self.tokenizer is not None and seq.params.detokenize:
+                self._texts[seq] = _SequenceText(self.tokenizer, seq)
+
+    def abort(self, request_id: str) -> None:
+        """Frees the request's slots and blocks at once; its last deltas come with the next tick."""
+        for seq in self.scheduler.abort(request_id):
+            self._texts.pop(seq, None)
+            self._immediate.setdefault(request_id, []).append(
+                Delta(seq.index, finish_reason="abort")
+            )
+
+    def drain(self) -> Outputs:
+        """Aborts everything and waits for the device; returns the last deltas."""
+        for request_id in self.scheduler.request_ids():
+            self.abort(request_id)
+        outputs = self.tick()
+        assert self._in_flight is None and not self.scheduler.has_work
+        return outputs
+
+    def tick(self) -> Outputs:
+        """Dispatches the next step, then reads the one before it.
+
+        Waits for the device at most once, for the older step. Returns the news of that step.
+        """
+        plan = self.scheduler.schedule()
+        dispatched = None
+        if plan is not None:
+            dispatched = _InFlight(plan, self._device.dispatch(plan))
+            self.num_steps += 1
+        previous, self._in_flight = self._in_flight, dispatched
+        outputs, self._immediate = self._immediate, {}
+        if previous is not None:
+            result = self._device.read(previous.pending)
+            for committed in self.scheduler.commit(previous.plan, result):
+                delta = self._delta(committed)
+                outputs.setdefault(committed.seq.request_id, []).append(delta)
+        return outputs
+
+    def _delta(self, committed: Committed) -> Delta:
+        seq, token_ids = committed.seq, committed.token_ids
+        self.generation_tokens += len(token_ids)
+        if committed.fault:
+            self._texts.pop(seq, None)
+            error = NumericalError("the model gave logits that are not finite for this request")
+            return Delta(seq.index, finish_reason="error", error=error)
+        text, logprobs = "", committed.logprobs
+        state = self._texts.get(seq)
+        if state is not None:
+            # The token that ended the output is not part of its text.
+            ended_by_token = seq.finish_reason == "stop"
+            visible = token_ids[:-1] if ended_by_token and token_ids else token_ids
+            text, matched, taken = state.push(visible, seq.num_output)
+            if matched is None and seq.finish_reason is not None:
+                tail, matched = state.flush()
+                text += tail
+                taken = len(token_ids)
+            if matched is not None:
+                token_ids = token_ids[:taken]
+                logprobs = None if logprobs is None else logprobs[:taken]
+                if seq.finish_reason is None:
+                    self.scheduler.finish(seq, "stop", matched)
+                else:
+                    seq.finish_reason, seq.stop_reason = "stop", matched
+            if seq.finish_reason is not None:
+                del self._texts[seq]
+        return Delta(
+            seq.index,
+            text,
+            token_ids,
+            logprobs,
+            committed.prompt_logprobs,
+            seq.finish_reason,
+            seq.stop_reason,
+            None,
+            seq.num_cached,
+        )
+
+
+def check_token_ids(request: Request, vocab_size: int) -> None:
+    """Refuses token ids outside the model's output width (`vocab_size`).
+
+    Raises:
+      RequestError: naming the field.
+    """
+    ids = request.prompt_token_ids
+    if not ids:
+        raise RequestError("the prompt is empty", param="prompt")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise RequestError(
+            f"the prompt has a token id outside the model's vocabulary (0..{vocab_size - 1})",
+            param="prompt",
+        )
+    for name, given in (
+        ("logit_bias", request.params.logit_bias),
+        ("stop_token_ids", request.params.stop_token_ids),
+    ):
+        for token in given:
+            if token >= vocab_size:
+                raise RequestError(
+                    f"{name}: token id {token} is outside the model's vocabulary "
+                    f"(0..{vocab_size - 1})",
+                    param=name,
+                )

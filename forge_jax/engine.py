@@ -1,0 +1,306 @@
+"""`Engine`: the async face. One engine thread runs `EngineCore`; an event loop reads streams.
+
+Work goes to the engine thread through one queue; tokens come back once per step, all requests of
+the step together, with a single `call_soon_threadsafe`. The engine never waits for a reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from forge_jax.config import EngineConfig
+from forge_jax.core import EngineCore, EngineParts, Outputs
+from forge_jax.errors import EngineError, RequestError
+from forge_jax.outputs import Delta
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.request import Request
+
+if TYPE_CHECKING:
+    from forge_jax.text import ChatTemplate, Tokenizer
+
+log = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "stopping", "stopped", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """The counters, read without stopping the engine: two fields may be a step apart."""
+
+    state: State
+    healthy: bool
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int  # free, or cached and evictable
+    num_used_blocks: int  # held by live sequences
+    steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    preemptions: int
+    prefix_cache_queries: int  # in tokens
+    prefix_cache_hits: int
+    compilations_after_ready: int
+
+
+class Stream:
+    """The news of one request. Iterate on the event loop that submitted it.
+
+    Each item is a list of deltas: one step's, or several steps' if the reader was slower than
+    the engine. The iteration ends when all `n` samples have finished.
+    """
+
+    def __init__(self, engine: Engine, request_id: str, n: int):
+        self.request_id = request_id
+        self._engine = engine
+        self._open = set(range(n))  # samples that have not finished
+        self._deltas: list[Delta] = []
+        self._arrived = asyncio.Event()
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        while not self._deltas:
+            if not self._open:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def abort(self) -> None:
+        """Gives the request up: its blocks are free within two steps. After its end, nothing."""
+        if self._open:
+            self._engine.abort(self.request_id)
+
+    def _put(self, deltas: list[Delta]) -> None:
+        self._deltas.extend(deltas)
+        self._open.difference_update(d.index for d in deltas if d.finish_reason is not None)
+        self._arrived.set()
+
+
+class Engine:
+    """An engine thread and the streams that it feeds."""
+
+    def __init__(self, parts: EngineParts):
+        self.name = parts.name
+        self.max_model_len = parts.max_model_len
+        self.vocab_size = parts.core.vocab_size
+        self.tokenizer: Tokenizer | None = parts.tokenizer
+        self.chat_template: ChatTemplate | None = parts.chat_template
+        self._parts = parts
+        self._core: EngineCore = parts.core
+        self._streams: dict[str, Stream] = {}
+        self._commands: deque[tuple[str, Any]] = deque()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle = asyncio.Event()
+        self._state: State = "starting"
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> Engine:
+        """Loads the model and compiles its executables; blocks until all of that is done.
+
+        Raises:
+          ModelError: the model cannot be served; the message says why.
+          ConfigError: the configuration does not fit the model or the machine.
+        """
+        from forge_jax.assemble import assemble
+
+        return cls(assemble(config))
+
+    @classmethod
+    def fake(
+        cls,
+        *,
+        step_time_s: float = 0.0,
+        max_model_len: int = 4096,
+        check: bool = False,
+        config: EngineConfig | None = None,
+    ) -> Engine:
+        """The same engine on a fake device: no weights, a byte tokenizer, deterministic text.
+
+        `step_time_s` is the time one step takes. With `check` the device verifies on every step
+        that each sequence's KV is exactly its prefix (slow).
+        """
+        from forge_jax.testing import assemble_fake
+
+        return cls(
+            assemble_fake(
+                config or EngineConfig(),
+                step_time_s=step_time_s,
+                max_model_len=max_model_len,
+                check=check,
+            )
+        )
+
+    def start(self) -> None:
+        """Starts the engine thread."""
+        assert self._thread is None, "the engine has been started"
+        self._state = "ready"
+        self._thread = threading.Thread(target=self._run, name="forge-engine", daemon=True)
+        self._thread.start()
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Takes no more requests, waits up to `drain_s` for the running ones, aborts the rest."""
+        if self._thread is None or self._state == "stopped":
+            self._state = "stopped"
+            return
+        if self._state != "failed":
+            self._state = "stopping"
+        if self._streams and drain_s > 0:
+            self._idle.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), drain_s)
+        for stream in list(self._streams.values()):
+            stream.abort()
+        self._command("stop", None)
+        await asyncio.to_thread(self._thread.join)
+        await asyncio.sleep(0)  # what the thread handed over last is delivered
+        self._state = "stopped"
+
+    def submit(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Stream:
+        """Queues a request. To be called on the event loop that will read the stream.
+
+        Raises:
+          RequestError: the request can never be served; `param` names the field.
+          EngineError: the engine has failed or is stopping.
+        """
+        if self._state != "ready":
+            raise EngineError(f"the engine takes no requests: it is {self._state}")
+        if request_id in self._streams:
+            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+        parts = self._parts
+        seed = params.seed if params.seed is not None else parts.rng.getrandbits(64)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            arrival_s=parts.clock(),
+            priority=priority,
+            cache_salt=cache_salt,
+            seed=seed % 2**64,
+        )
+        self._core.check(request)
+        self._loop = asyncio.get_running_loop()
+        stream = Stream(self, request_id, params.n)
+        self._streams[request_id] = stream
+        self._command("add", request)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Gives a request up; its stream ends with finish reason "abort"."""
+        self._command("abort", request_id)
+
+    async def generate(
+        self, prompt: str | list[int], params: SamplingParams | None = None, **kwargs: Any
+    ) -> AsyncIterator[Delta]:
+        """Streams the deltas of one prompt: text or token ids. Leaving the loop early aborts it."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("this model has no tokenizer: pass token ids", param="prompt")
+            prompt = self.tokenizer.encode(prompt)
+        kwargs.setdefault("request_id", f"gen-{self._parts.rng.getrandbits(64):016x}")
+        stream = self.submit(prompt, params or SamplingParams(), **kwargs)
+        try:
+            async for deltas in stream:
+                for delta in deltas:
+                    yield delta
+        finally:
+            stream.abort()
+
+    def stats(self) -> EngineStats:
+        core, scheduler = self._core, self._core.scheduler
+        pool = scheduler.pool
+        return EngineStats(
+            state=self._state,
+            healthy=self._state in ("ready", "stopping")
+            and self._thread is not None
+            and self._thread.is_alive(),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_used_blocks=pool.num_blocks - pool.num_free,
+            steps=core.num_steps,
+            prompt_tokens=core.prompt_tokens,
+            generation_tokens=core.generation_tokens,
+            preemptions=scheduler.num_preemptions,
+            prefix_cache_queries=pool.query_tokens,
+            prefix_cache_hits=pool.hit_tokens,
+            compilations_after_ready=self._parts.compilations(),
+        )
+
+    def _command(self, verb: str, argument: Any) -> None:
+        with self._wake:
+            self._commands.append((verb, argument))
+            self._wake.notify()
+
+    def _run(self) -> None:
+        """The engine thread: commands in, one tick, news out; asleep when there is no work."""
+        core, commands = self._core, self._commands
+        try:
+            with self._parts.guard():
+                while True:
+                    if not commands and not core.has_work:
+                        with self._wake:
+                            while not commands:
+                                self._wake.wait()
+                    while commands:
+                        verb, argument = commands.popleft()
+                        if verb == "add":
+                            core.add(argument)
+                        elif verb == "abort":
+                            core.abort(argument)
+                        else:
+                            self._deliver(core.drain())
+                            return
+                    self._deliver(core.tick())
+        except Exception as error:
+            log.exception("the engine thread failed")
+            self._state = "failed"
+            failure = EngineError(f"the engine failed: {type(error).__name__}")
+            self._call(self._fail, failure)
+
+    def _deliver(self, outputs: Outputs) -> None:
+        if outputs:
+            self._call(self._fan_out, outputs)
+
+    def _call(self, function: Any, argument: Any) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody listens
+                self._loop.call_soon_threadsafe(function, argument)
+
+    def _fan_out(self, outputs: Outputs) -> None:
+        for request_id, deltas in outputs.items():
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue
+            stream._put(deltas)
+            if not stream._open:
+                del self._streams[request_id]
+        if not self._streams:
+            self._idle.set()
+
+    def _fail(self, failure: EngineError) -> None:
+        for stream in self._streams.values():
+            stream._put([Delta(i, finish_reason="error", error=failure) for i in stream._open])
+        self._streams.clear()
+        self._idle.set()

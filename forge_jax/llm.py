@@ -1,0 +1,281 @@
+"""`LLM`: the offline face. Runs `EngineCore` in the caller's thread, for any number of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from forge_jax.assemble import assemble
+from forge_jax.config import EngineConfig
+from forge_jax.core import EngineParts
+from forge_jax.errors import RequestError
+from forge_jax.outputs import Completion, Delta, RequestOutput
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.plan import TokenLogprobs
+from forge_jax.schedule.request import Request
+
+Prompt = str | Seq[int]
+Messages = Seq[Mapping[str, Any]]
+
+
+class LLM:
+    """A model to generate with, offline.
+
+    >>> llm = LLM("forge-tiny")
+    >>> [output] = llm.generate("Once upon a time", SamplingParams(max_tokens=32, temperature=0))
+    >>> output.text
+
+    Args:
+      model: a folder, a Hugging Face id, or "forge-tiny", the bundled model.
+      options: any field of `EngineConfig`'s sections: `LLM("forge-tiny", dtype="float32")`.
+
+    Raises:
+      ModelError: the model cannot be served; the message says why.
+      ConfigError: an option is wrong or does not fit the model.
+    """
+
+    def __init__(self, model: str = "forge-tiny", **options: Any):
+        self._start(assemble(EngineConfig.from_options(model=str(model), **options)))
+
+    @classmethod
+    def from_pretrained(cls, model: str, **options: Any) -> LLM:
+        """The same as `LLM(model, **options)`, under the name people know."""
+        return cls(model, **options)
+
+    @classmethod
+    def from_parts(cls, parts: EngineParts) -> LLM:
+        """An `LLM` on an engine that has been put together by hand (a fake device, say)."""
+        llm = cls.__new__(cls)
+        llm._start(parts)
+        return llm
+
+    def _start(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._core = parts.core
+        self._num_requests = 0
+
+    @property
+    def name(self) -> str:
+        return self._parts.name
+
+    @property
+    def max_model_len(self) -> int:
+        return self._parts.max_model_len
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._parts.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues prompts: texts, or lists of token ids.
+
+        Args:
+          prompts: one prompt or many; they run together.
+          params: one for all, or one for each; default: `SamplingParams()`.
+          progress: show a bar.
+
+        Returns:
+          One output per prompt, in the order of the prompts.
+
+        Raises:
+          RequestError: a prompt or parameter cannot be served; nothing has been generated then.
+          NumericalError: the model gave NaN or infinite logits for one of them.
+        """
+        batch = [prompts] if _is_prompt(prompts) else list(prompts)
+        return self._run([self._encode(p) for p in batch], batch, params, progress)
+
+    def chat(
+        self,
+        messages: Messages | Seq[Messages],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation (a list of messages) or many, in the model's chat template."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        batch: list[Any] = [messages] if one else list(messages)
+        ids = [self._encode_chat(conversation, **template_options) for conversation in batch]
+        return self._run(ids, [None] * len(ids), params, progress)
+
+    def stream(
+        self, prompt: Prompt | Messages, params: SamplingParams | None = None
+    ) -> Iterator[Delta]:
+        """Yields the deltas of one prompt (text, token ids or chat messages) as they come.
+
+        Closing the iterator early aborts the request.
+        """
+        if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
+            ids = self._encode_chat(prompt)  # type: ignore[arg-type]
+        else:
+            ids = self._encode(prompt)  # type: ignore[arg-type]
+        request = self._request(ids, params or SamplingParams())
+        self._core.check(request)
+        self._core.add(request)
+        unfinished = request.params.n
+        try:
+            while unfinished:
+                for delta in self._tick().get(request.request_id, ()):
+                    unfinished -= delta.finish_reason is not None
+                    yield delta
+                    if delta.error is not None:
+                        raise delta.error
+        finally:
+            if unfinished:
+                self._core.abort(request.request_id)
+                while self._core.has_work:
+                    self._tick()
+
+    def _run(
+        self,
+        ids: list[list[int]],
+        prompts: list[Any],
+        params: SamplingParams | Seq[SamplingParams] | None,
+        progress: bool,
+    ) -> list[RequestOutput]:
+        if params is None or isinstance(params, SamplingParams):
+            all_params = [params or SamplingParams()] * len(ids)
+        else:
+            all_params = list(params)
+            if len(all_params) != len(ids):
+                raise RequestError(
+                    f"{len(ids)} prompts but {len(all_params)} SamplingParams", param="params"
+                )
+        requests = [self._request(i, p) for i, p in zip(ids, all_params, strict=True)]
+        for request in requests:
+            self._core.check(request)
+        for request in requests:
+            self._core.add(request)
+        collected = {r.request_id: _Collected(r) for r in requests}
+        try:
+            self._collect(collected, progress)
+        except BaseException:
+            for request in requests:
+                self._core.abort(request.request_id)
+            while self._core.has_work:
+                self._tick()
+            raise
+        return [
+            collected[r.request_id].output(p if isinstance(p, str) else None)
+            for r, p in zip(requests, prompts, strict=True)
+        ]
+
+    def _collect(self, collected: dict[str, _Collected], progress: bool) -> None:
+        unfinished = sum(c.request.params.n for c in collected.values())
+        tokens = 0
+        with tqdm(total=len(collected), unit="prompt", disable=not progress) as bar:
+            while unfinished:
+                for request_id, deltas in self._tick().items():
+                    if request_id not in collected:
+                        continue
+                    for delta in deltas:
+                        if delta.error is not None:
+                            raise delta.error
+                        tokens += len(delta.token_ids)
+                        if collected[request_id].take(delta):
+                            bar.update()
+                        unfinished -= delta.finish_reason is not None
+                bar.set_postfix_str(f"{tokens} tokens", refresh=False)
+
+    def _tick(self) -> dict[str, list[Delta]]:
+        with self._parts.guard():
+            return self._core.tick()
+
+    def _request(self, ids: list[int], params: SamplingParams) -> Request:
+        self._num_requests += 1
+        rng = self._parts.rng
+        seed = params.seed if params.seed is not None else rng.getrandbits(64)
+        return Request(
+            request_id=f"llm-{self._num_requests}",
+            prompt_token_ids=ids,
+            params=params,
+            arrival_s=self._parts.clock(),
+            seed=seed % 2**64,
+        )
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self._parts.tokenizer is None:
+            raise RequestError(
+                "this model has no tokenizer.json: pass token ids instead of text", param="prompt"
+            )
+        return self._parts.tokenizer.encode(prompt)
+
+    def _encode_chat(self, messages: Messages, **options: Any) -> list[int]:
+        tokenizer, template = self._parts.tokenizer, self._parts.chat_template
+        if tokenizer is None or template is None:
+            raise RequestError(
+                "this model has no chat template: pass chat_template=...", param="messages"
+            )
+        return template.encode(list(messages), tokenizer, **options)
+
+
+def _is_prompt(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+@dataclass(slots=True)
+class _Sample:
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    last: Delta | None = None
+
+
+class _Collected:
+    """The deltas of one request, put together."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self._samples = [_Sample() for _ in range(request.params.n)]
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self._num_cached_tokens = 0
+
+    def take(self, delta: Delta) -> bool:
+        """Returns whether the request is complete."""
+        sample = self._samples[delta.index]
+        sample.text.append(delta.text)
+        sample.token_ids.extend(delta.token_ids)
+        sample.logprobs.extend(delta.logprobs or ())
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = (self._prompt_logprobs or ()) + delta.prompt_logprobs
+        self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
+        if delta.finish_reason is not None:
+            sample.last = delta
+            return all(s.last is not None for s in self._samples)
+        return False
+
+    def output(self, prompt: str | None) -> RequestOutput:
+        asked = self.request.params.logprobs is not None
+        completions = []
+        for index, s in enumerate(self._samples):
+            assert s.last is not None and s.last.finish_reason is not None
+            completions.append(
+                Completion(
+                    index=index,
+                    text="".join(s.text),
+                    token_ids=tuple(s.token_ids),
+                    logprobs=tuple(s.logprobs) if asked else None,
+                    finish_reason=s.last.finish_reason,
+                    stop_reason=s.last.stop_reason,
+                )
+            )
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=prompt,
+            prompt_token_ids=tuple(self.request.prompt_token_ids),
+            prompt_logprobs=self._prompt_logprobs,
+            num_cached_tokens=self._num_cached_tokens,
+            outputs=tuple(completions),
+        )

@@ -1,0 +1,279 @@
+"""The decoder as Flax NNX modules, and `Model`: its pure functions on a flat tuple of weights.
+
+Modules define the weights and the arithmetic; they hold no state and know nothing of files, requests or
+scheduling. Layers are unrolled: XLA copies every layer's matrices out of a stacked array at each step.
+
+Letters: T tokens in the step, S sequences, B rows of logits, N blocks, bs tokens of a block, L layers,
+H query heads, K key/value heads, D head dim, d hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from forge_jax.models.spec import ModelSpec, RopeSpec
+from forge_kernels.attention import Implementation, ragged_paged_attention, write_kv
+from forge_kernels.embed import embed
+from forge_kernels.linear import linear
+from forge_kernels.norm import rms_norm
+from forge_kernels.rope import (
+    apply_rope,
+    inverse_frequencies,
+    linear_scaling,
+    llama3_scaling,
+    rope_tables,
+)
+
+Leaves = tuple[jax.Array, ...]
+KV = tuple[jax.Array, ...]  # one dtype[N, 2, K, bs, D] per layer
+
+
+class Ragged(NamedTuple):
+    """What every layer needs to know about the step's rows."""
+
+    cos: jax.Array  # f32[T, D / 2]
+    sin: jax.Array  # f32[T, D / 2]
+    slot_mapping: jax.Array  # i32[T]
+    block_tables: jax.Array  # i32[S, max_blocks]
+    kv_lens: jax.Array  # i32[S]
+    cu_q_lens: jax.Array  # i32[S + 1]
+    num_seqs: jax.Array  # i32[]
+
+
+class Linear(nnx.Module):
+    def __init__(self, inputs: int, outputs: int, dtype: Any):
+        self.weight = nnx.Param(jnp.zeros((outputs, inputs), dtype))
+
+    def __call__(self, x: jax.Array, out_dtype: Any = None) -> jax.Array:
+        return linear(x, self.weight[...], out_dtype=out_dtype)
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, size: int, eps: float, dtype: Any):
+        self.weight = nnx.Param(jnp.zeros(size, dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.weight[...], self.eps)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over the paged cache; queries, keys and values in one matrix."""
+
+    def __init__(self, spec: ModelSpec, dtype: Any):
+        self.heads, self.kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+        self.head_dim, self.sm_scale = spec.head_dim, spec.sm_scale
+        rows = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv = Linear(spec.hidden_size, rows, dtype)
+        self.out = Linear(self.heads * self.head_dim, spec.hidden_size, dtype)
+
+    def __call__(
+        self, x: jax.Array, kv: jax.Array, ragged: Ragged, kv_dtype: Any, implementation: Implementation
+    ) -> tuple[jax.Array, jax.Array]:
+        """x: dtype[T, d]; kv: dtype[N, 2, K, bs, D] -> (kv, dtype[T, d])."""
+        H, K, D = self.heads, self.kv_heads, self.head_dim
+        qkv = self.qkv(x).reshape(-1, H + 2 * K, D)
+        q, k, v = qkv[:, :H], qkv[:, H : H + K], qkv[:, H + K :]
+        q = apply_rope(q, ragged.cos, ragged.sin)
+        k = apply_rope(k, ragged.cos, ragged.sin)
+        kv = write_kv(kv, k, v, ragged.slot_mapping, kv_dtype=kv_dtype)
+        out = ragged_paged_attention(
+            q,
+            kv,
+            ragged.block_tables,
+            ragged.kv_lens,
+            ragged.cu_q_lens,
+            ragged.num_seqs,
+            sm_scale=self.sm_scale,
+            kv_dtype=kv_dtype,
+            implementation=implementation,
+        )
+        return kv, self.out(out.reshape(-1, H * D))
+
+
+class MLP(nnx.Module):
+    """SwiGLU (Shazeer 2020); gate and up in one matrix."""
+
+    def __init__(self, spec: ModelSpec, dtype: Any):
+        self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, dtype)
+        self.down = Linear(spec.intermediate_size, spec.hidden_size, dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down(jax.nn.silu(gate) * up)
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, spec: ModelSpec, dtype: Any):
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
+        self.attention = Attention(spec, dtype)
+        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
+        self.mlp = MLP(spec, dtype)
+
+    def __call__(
+        self, x: jax.Array, kv: jax.Array, ragged: Ragged, kv_dtype: Any, implementation: Implementation
+    ) -> tuple[jax.Array, jax.Array]:
+        kv, attended = self.attention(self.attention_norm(x), kv, ragged, kv_dtype, implementation)
+        x = x + attended
+        return kv, x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers, final norm and head of a Llama."""
+
+    def __init__(self, spec: ModelSpec, dtype: Any):
+        self.embedding = nnx.Param(jnp.zeros((spec.vocab_size, spec.hidden_size), dtype))
+        self.layers = nnx.List([DecoderLayer(spec, dtype) for _ in range(spec.num_hidden_layers)])
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
+        self.head = (
+            None
+            if spec.tie_word_embeddings
+            else Linear(spec.hidden_size, spec.vocab_size, dtype)
+        )
+
+    def hidden(
+        self,
+        tokens: jax.Array,  # i32[T]
+        kv: KV,
+        ragged: Ragged,
+        kv_dtype: Any,
+        implementation: Implementation,
+    ) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
+        """(kv, the final norm's output dtype[T, d], the residual stream before each layer and after all)."""
+        x = embed(self.embedding[...], tokens)
+        stream, new_kv = [x], []
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            layer_kv, x = layer(x, layer_kv, ragged, kv_dtype, implementation)
+            new_kv.append(layer_kv)
+            stream.append(x)
+        return tuple(new_kv), self.norm(x), tuple(stream)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """dtype[B, d] -> f32[B, V]."""
+        weight = self.embedding[...] if self.head is None else self.head.weight[...]
+        return linear(hidden, weight, out_dtype=jnp.float32)
+
+
+def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
+    """f32[D / 2]: radians per position, stretched as the spec says."""
+    frequencies = inverse_frequencies(head_dim, rope.theta)
+    match rope.type:
+        case "default":
+            return frequencies
+        case "linear":
+            return linear_scaling(frequencies, rope.factor)
+        case "llama3":
+            return llama3_scaling(
+                frequencies,
+                factor=rope.factor,
+                low_freq_factor=rope.low_freq_factor,
+                high_freq_factor=rope.high_freq_factor,
+                original_max_position_embeddings=rope.original_max_position_embeddings,
+            )
+    raise AssertionError(f"rope type {rope.type}")
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A decoder without its weights: pure functions that take them as a flat tuple of arrays.
+
+    Made from the spec alone, so that executables can be compiled while the weights are still being read:
+    `leaves` holds the shapes and types to lower with. The functions are jit-able; wrap them in a `jax.jit`
+    of your own, they do not hold one.
+    """
+
+    spec: ModelSpec
+    dtype: np.dtype
+    names: tuple[str, ...]  # of the leaves: "layers.0.attention.qkv.weight"
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    graphdef: Any
+    treedef: Any
+
+    @classmethod
+    def build(cls, decoder: Callable[[ModelSpec, Any], nnx.Module], spec: ModelSpec, dtype: Any) -> Model:
+        """Traces `decoder(spec, dtype)` abstractly: no memory is allocated for weights."""
+        dtype = jnp.dtype(dtype)
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: decoder(spec, dtype)))
+        flat, treedef = jax.tree_util.tree_flatten_with_path(state)
+        return cls(
+            spec=spec,
+            dtype=dtype,
+            names=tuple(_leaf_name(path) for path, _ in flat),
+            leaves=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in flat),
+            graphdef=graphdef,
+            treedef=treedef,
+        )
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
+
+    def forward(
+        self,
+        leaves: Leaves,
+        kv: KV,
+        tokens: jax.Array,
+        positions: jax.Array,
+        slot_mapping: jax.Array,
+        block_tables: jax.Array,
+        kv_lens: jax.Array,
+        cu_q_lens: jax.Array,
+        num_seqs: jax.Array,
+        *,
+        implementation: Implementation = "auto",
+        return_hidden_states: bool = False,
+    ) -> Any:
+        """One step of the decoder over ragged rows: writes their keys and values, then attends.
+
+        Decode rows, verify rows and prefill chunks are the same thing with other `cu_q_lens`.
+
+        Args:
+          leaves: the weights, in the order of `Model.leaves`.
+          kv: per layer dtype[N, 2, K, bs, D]; uint16 holds the bits of the model's 16-bit dtype.
+          tokens, positions: i32[T].
+          slot_mapping: i32[T], `block * bs + offset` of each token; `N * bs` where nothing is written.
+          block_tables: i32[S, max_blocks]. kv_lens: i32[S], this step's tokens included.
+          cu_q_lens: i32[S + 1], where each sequence's rows start. num_seqs: i32[].
+          implementation: of attention. "reference" with float32 `kv` is differentiable.
+          return_hidden_states: also return the residual stream.
+
+        Returns:
+          (kv, hidden): hidden is dtype[T, d] after the final norm. With `return_hidden_states`,
+          (kv, hidden, stream): stream is L + 1 arrays dtype[T, d], the embedding and each layer's output.
+
+        Raises:
+          NotImplementedError: a gradient is asked of another combination than float32 `kv` and
+            implementation="reference".
+        """
+        frequencies = rope_frequencies(self.spec.rope, self.spec.head_dim)
+        cos, sin = rope_tables(positions, frequencies)
+        ragged = Ragged(cos, sin, slot_mapping, block_tables, kv_lens, cu_q_lens, num_seqs)
+        kv_dtype = self.dtype if kv[0].dtype == jnp.uint16 else kv[0].dtype
+        decoder = self._merge(leaves)
+        kv, hidden, stream = decoder.hidden(tokens, kv, ragged, kv_dtype, implementation)
+        return (kv, hidden, stream) if return_hidden_states else (kv, hidden)
+
+    def logits(self, leaves: Leaves, hidden: jax.Array) -> jax.Array:
+        """hidden: dtype[B, d], after the final norm -> f32[B, V]."""
+        return self._merge(leaves).logits(hidden)
+
+    def final_norm(self, leaves: Leaves, stream: jax.Array) -> jax.Array:
+        """The final norm on any point of the residual stream, dtype[B, d]: the step before a logit lens."""
+        return self._merge(leaves).norm(stream)
+
+    def _merge(self, leaves: Leaves) -> Any:
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+
+def _leaf_name(path: tuple[Any, ...]) -> str:
+    keys = (getattr(entry, "key", getattr(entry, "name", None)) for entry in path)
+    return ".".join(str(key) for key in keys if key is not None and key != "value")

@@ -1,0 +1,68 @@
+"""Which architectures there are: how each reads its config, is built, and maps its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from forge_jax.checkpoint.weight_map import WeightMap, llama_weights
+from forge_jax.errors import ModelError, UnsupportedModelError
+from forge_jax.models.decoder import Decoder, Model
+from forge_jax.models.spec import DTYPES, Config, ModelSpec, llama_spec, read_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    read_spec: Callable[[Config, Config], ModelSpec]  # config.json, generation_config.json
+    decoder: Callable[[ModelSpec, Any], nnx.Module]  # spec, dtype
+    weights: Callable[[ModelSpec], WeightMap]
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(
+        read_spec=llama_spec, decoder=Decoder, weights=llama_weights
+    ),
+}
+
+
+def find_architecture(name: str) -> Architecture:
+    """The architecture called `name` in `config.json`; UnsupportedModelError lists the known ones."""
+    if name not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[name]
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """Reads `config.json` (and `generation_config.json`, if there is one) of a model folder.
+
+    Raises:
+      UnsupportedModelError: an architecture or option that is not implemented, by name.
+      ModelError: a file or field that is missing or wrong.
+    """
+    config = Config(read_json(folder / "config.json"), str(folder / "config.json"))
+    generation_path = folder / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else {}
+    names = config.values.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise config.error("architectures", "a list of one name")
+    architecture = find_architecture(names[0])
+    return architecture.read_spec(config, Config(generation, str(generation_path)))
+
+
+def build_model(spec: ModelSpec, dtype: str = "auto") -> Model:
+    """The model of a spec, without weights; `dtype` is of weights and activations.
+
+    Raises:
+      ModelError: no such dtype.
+    """
+    if dtype == "auto":
+        dtype = spec.dtype
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype must be auto, {', '.join(DTYPES)}, not {dtype!r}")
+    return Model.build(find_architecture(spec.architecture).decoder, spec, dtype)

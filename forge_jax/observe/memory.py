@@ -1,0 +1,31 @@
+"""How much memory there is to use: of the host (cgroup-aware) and of a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import psutil
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_host_bytes() -> int:
+    """Memory that can still be taken without swapping, within the container's limit."""
+    available = psutil.virtual_memory().available
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((_CGROUP / "memory.current").read_text())
+            available = min(available, int(limit) - used)
+    except (OSError, ValueError):
+        pass  # no cgroup v2: the host's own figure stands
+    return max(available, 0)
+
+
+def device_bytes(device: jax.Device) -> tuple[int, int] | None:
+    """(limit, in use) of an accelerator; None where the device does not tell, as the CPU."""
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"], stats.get("bytes_in_use", 0)

@@ -1,0 +1,141 @@
+"""What a client may ask of the sampler: one frozen object per request, checked where it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from forge_jax.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 64
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_N = 128
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to continue a prompt.
+
+    Penalties follow OpenAI (presence and frequency look at the output only) and CTRL
+    (arXiv:1909.05858; `repetition_penalty` looks at prompt and output). The filters are applied to
+    the temperature-scaled distribution in the order top_k, top_p (arXiv:1904.09751),
+    min_p (arXiv:2407.01082). `logprobs` are of the model's own distribution, before penalties,
+    bias, temperature and filters.
+
+    Raises `RequestError`, with `param` named, for a value out of range.
+    """
+
+    n: int = field(default=1, metadata={"doc": "number of samples of each prompt"})
+    max_tokens: int | None = None  # None: up to the context length
+    min_tokens: int = 0  # no end token or stop string ends the output before
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None  # None: a random seed is drawn at admission
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = _NO_BIAS
+    logprobs: int | None = None  # alternatives per token, 0..20; None: no logprobs at all
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens (echo with logprobs)
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        _int("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            _int("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        _int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _int("top_k", self.top_k, -1, 2**31 - 1)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _int("seed", self.seed, -(2**63), 2**64 - 1)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}",
+                param="logit_bias",
+            )
+        for token, bias in self.logit_bias.items():
+            _int("logit_bias", token, 0, 2**31 - 1)
+            _number("logit_bias", bias, -100.0, 100.0)
+        _stops(self.stop)
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"stop_token_ids has {len(self.stop_token_ids)} entries; "
+                f"at most {MAX_STOP_TOKEN_IDS}",
+                param="stop_token_ids",
+            )
+        for token in self.stop_token_ids:
+            _int("stop_token_ids", token, 0, 2**31 - 1)
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the sampler must know which tokens have appeared before."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+def _int(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, not {type(value).__name__}", param=name)
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be between {low} and {high}", param=name)
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} must be a number, not {type(value).__name__}", param=name)
+    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+        bound = "greater than" if open_low else "at least"
+        raise RequestError(f"{name} must be {bound} {low} and at most {high}", param=name)
+
+
+def _stops(stop: Sequence[str]) -> None:
+    if isinstance(stop, str):
+        raise RequestError("stop must be a list of strings", param="stop")
+    if len(stop) > MAX_STOP_STRINGS:
+        raise RequestError(
+            f"stop has {len(stop)} strings; at most {MAX_STOP_STRINGS}", param="stop"
+        )
+    for text in stop:
+        if not isinstance(text, str) or not text:
+            raise RequestError("stop must hold non-empty strings", param="stop")
+        if len(text) > MAX_STOP_STRING_CHARS:
+            raise RequestError(
+                f"a stop string is longer than {MAX_STOP_STRING_CHARS} characters", param="stop"
+            )

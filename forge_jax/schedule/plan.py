@@ -1,0 +1,109 @@
+"""The host's decision for one step, and what comes back: frozen, plain ints, no arrays.
+
+A step serves its sequences in the order of `StepPlan.sequences`: those with one token first
+(decode), then prompt chunks. A device (the real one in step/runner.py, the fake one in testing.py)
+turns a plan into a `StepResult` whose rows stand in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from forge_jax.sampling_params import SamplingParams
+
+FED_BACK = -1  # a token the host has not read: the device takes the slot's last token
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence takes a slot: everything the device must know of it before its first step.
+
+    `tokens` are those known at admission (prompt, and output where it was preempted);
+    the device needs them only if the sequence is penalised.
+    """
+
+    slot: int
+    seed: int
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+    prompt_len: int
+    block_table: tuple[int, ...]
+    tokens: Seq[int]
+    seq_key: tuple[str, int]  # (request_id, index)
+
+
+# The two types that exist once per row and step are named tuples: a frozen dataclass takes four
+# times as long to make (1.1 us), and at 256 rows that is most of the host's time.
+class ScheduledSequence(NamedTuple):
+    """`len(token_ids)` tokens of one sequence, at positions `start`, `start + 1`, ...
+
+    The last `num_rows` of them get logits: 0 in the middle of a prompt, 1 to sample the next token,
+    1 + k to verify k drafts. With `scoring`, row i gives the logprob of `targets[i]`, the prompt's
+    own next token; a row at the prompt's end has no target. The last row samples if `samples` says
+    so; a prompt without output (max_tokens 0) ends with one that does not.
+    """
+
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]  # FED_BACK where only the device knows it
+    num_rows: int
+    samples: bool  # whether the last row's token is the sequence's next token
+    new_blocks: tuple[tuple[int, int], ...]  # (index in the block table, block), since last step
+    num_output: int  # output tokens before the first sampled one (for min_tokens)
+    scoring: bool = False
+    targets: tuple[int, ...] = ()  # scoring: the next prompt token of each row that has one
+    seq_key: tuple[str, int] = ("", 0)
+    salt: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    step: int
+    admissions: tuple[Admission, ...]
+    sequences: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.sequences)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(s.num_rows for s in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprob of one token, and the most likely alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class SequenceResult(NamedTuple):
+    """What one scheduled sequence got: `token_ids` is empty where it did not sample."""
+
+    token_ids: tuple[int, ...] = ()
+    fault: bool = False  # its logits were not finite; the tokens mean nothing
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of token_ids
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of `targets`
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step: int
+    sequences: tuple[SequenceResult, ...]
+
+
+class Device(Protocol):
+    """Runs plans in the order they are dispatched. `dispatch` does not wait; `read` does."""
+
+    def dispatch(self, plan: StepPlan) -> Any: ...
+
+    def read(self, pending: Any) -> StepResult: ...

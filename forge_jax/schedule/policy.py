@@ -1,0 +1,141 @@
+"""In which order waiting sequences are admitted, and in which order running ones give way.
+
+A queue holds the waiting sequences. `rank` orders all sequences, the first to be served first; when
+blocks run out the running sequence of the last rank is preempted.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from forge_jax.config import Policy
+from forge_jax.schedule.request import Sequence, Status
+
+Rank = tuple[int, int]
+
+
+class WaitingQueue(Protocol):
+    def rank(self, seq: Sequence) -> Rank: ...
+
+    def push(self, seq: Sequence) -> None: ...
+
+    def in_order(self, now_s: float) -> Iterator[Sequence]:
+        """Yields the next to admit. The caller removes it before it asks for another, or stops."""
+        ...
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes out the sequence that `in_order` has just yielded."""
+        ...
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has finished while it was waiting."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class RankedQueue:
+    """Admits by rank alone.
+
+    `by_priority` puts `request.priority` before arrival. It is strict: as long as requests of a
+    better class arrive fast enough to fill the engine, those of a worse class wait.
+    """
+
+    def __init__(self, *, by_priority: bool):
+        self._by_priority = by_priority
+        self._heap: list[tuple[Rank, Sequence]] = []
+        self._num_forgotten = 0  # finished, still in the heap
+
+    def rank(self, seq: Sequence) -> Rank:
+        return (seq.request.priority if self._by_priority else 0, seq.order)
+
+    def push(self, seq: Sequence) -> None:
+        heapq.heappush(self._heap, (self.rank(seq), seq))
+
+    def in_order(self, now_s: float) -> Iterator[Sequence]:
+        while self._heap:
+            seq = self._heap[0][1]
+            if seq.status is Status.WAITING:
+                yield seq
+            else:
+                heapq.heappop(self._heap)
+                self._num_forgotten -= 1
+
+    def remove(self, seq: Sequence) -> None:
+        assert self._heap[0][1] is seq
+        heapq.heappop(self._heap)
+
+    def forget(self, seq: Sequence) -> None:
+        self._num_forgotten += 1
+        if self._num_forgotten > 64 and self._num_forgotten > len(self._heap) // 2:
+            self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
+            heapq.heapify(self._heap)
+            self._num_forgotten = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._num_forgotten
+
+
+class PrefixQueue:
+    """Admits the longest cached prefix first, among the `WINDOW` that have waited longest.
+
+    Who has waited longer than `aging_s` goes before all others, in arrival order, so that nobody
+    starves behind a popular prefix. Who gives way is decided by arrival.
+    """
+
+    WINDOW = 64
+
+    def __init__(self, *, aging_s: float, cached_tokens: Callable[[Sequence], int]):
+        self._aging_s = aging_s
+        self._cached_tokens = cached_tokens
+        self._window: list[tuple[Rank, Sequence]] = []  # sorted
+        self._behind = RankedQueue(by_priority=False)
+
+    def rank(self, seq: Sequence) -> Rank:
+        return (0, seq.order)
+
+    def push(self, seq: Sequence) -> None:
+        entry = (self.rank(seq), seq)
+        if not self._window or entry > self._window[-1]:
+            self._behind.push(seq)
+            return
+        insort(self._window, entry)  # preempted: it came before those in the window
+        if len(self._window) > self.WINDOW:
+            self._behind.push(self._window.pop()[1])
+
+    def in_order(self, now_s: float) -> Iterator[Sequence]:
+        if len(self._window) < self.WINDOW:
+            for seq in self._behind.in_order(now_s):
+                self._behind.remove(seq)
+                self._window.append((self.rank(seq), seq))
+                if len(self._window) == self.WINDOW:
+                    break
+        aged = [seq for _, seq in self._window if now_s - seq.queued_s > self._aging_s]
+        fresh = [seq for _, seq in self._window if now_s - seq.queued_s <= self._aging_s]
+        yield from aged
+        yield from sorted(fresh, key=self._cached_tokens, reverse=True)  # stable: then by arrival
+
+    def remove(self, seq: Sequence) -> None:
+        self._window.remove((self.rank(seq), seq))
+
+    def forget(self, seq: Sequence) -> None:
+        entry = (self.rank(seq), seq)
+        if entry in self._window:
+            self._window.remove(entry)
+        else:
+            self._behind.forget(seq)
+
+    def __len__(self) -> int:
+        return len(self._window) + len(self._behind)
+
+
+def make_queue(
+    policy: Policy, *, aging_s: float, cached_tokens: Callable[[Sequence], int]
+) -> WaitingQueue:
+    """The queue of a policy; `cached_tokens`: how much of a sequence the prefix cache holds."""
+    if policy == "prefix":
+        return PrefixQueue(aging_s=aging_s, cached_tokens=cached_tokens)
+    return RankedQueue(by_priority=policy == "priority")

@@ -1,0 +1,109 @@
+"""What the scheduler moves: a request, and its sequences (one per sample)."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Literal
+
+from forge_jax.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a client sent, after tokenisation. Prompt ids are already known to be in range."""
+
+    request_id: str
+    prompt_token_ids: Seq[int]
+    params: SamplingParams
+    arrival_s: float = 0.0
+    priority: int = 0  # lower is served first
+    cache_salt: str = ""  # only requests with the same salt share prefix-cache blocks
+    seed: int | None = None  # 64 bits; None: `params.seed`, or drawn by the scheduler
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+def sequence_seed(request_seed: int, index: int) -> int:
+    """The 64-bit noise seed of sample `index`: independent streams for the samples of a request."""
+    text = f"{request_seed % 2**64}:{index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One sample of a request, as the host knows it.
+
+    `tokens` are the tokens the host knows: prompt, then output. `num_pending` more have been
+    sampled by dispatched steps whose results have not been read (their values are on the device).
+    `num_computed` counts tokens whose KV has been written by a dispatched step.
+
+    A preempted sequence keeps its tokens and loses its slot and blocks; `epoch` counts that, so
+    that a result which comes back late is not taken for one of the blocks it holds now.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    stop_ids: frozenset[int]  # that end the output; empty with ignore_eos and no stop_token_ids
+    max_tokens: int  # resolved: never past the context length
+    tokens: list[int]
+    max_blocks: int = 0  # that it can ever hold
+    scores_prompt: bool = False  # prompt logprobs belong to the request: sequence 0 gets them
+    order: int = 0  # arrival order over all sequences; the larger is the newer
+    queued_s: float = 0.0  # the scheduler's clock at arrival
+    status: Status = Status.WAITING
+    slot: int | None = None
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_pending: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_scored: int = 0  # prompt tokens whose logprobs have been read
+    num_registered: int = 0  # leading blocks that are in the prefix cache, or need not be
+    num_preemptions: int = 0
+    epoch: int = 0
+    resume_after: int = -1  # a preempted sequence may run again once this step has been read
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, chained
+    # Fixed from here on, and read for every row of every step.
+    key: tuple[str, int] = field(init=False)
+    salt: str = field(init=False)
+    prompt_len: int = field(init=False)
+    max_len: int = field(init=False)  # prompt and output
+
+    def __post_init__(self) -> None:
+        self.key = (self.request.request_id, self.index)
+        self.salt = self.request.cache_salt
+        self.prompt_len = len(self.request.prompt_token_ids)
+        self.max_len = self.prompt_len + self.max_tokens
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens the host knows."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that exist, whether or not the host has read them."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED

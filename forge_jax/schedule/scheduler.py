@@ -1,0 +1,692 @@
+"""Decides what each step computes: which sequences run, how many tokens of each, in which blocks.
+
+There are no prefill and decode phases. A sequence has tokens that exist and tokens whose KV has
+been computed; a step computes some of the difference. The caller runs one step ahead:
+
+    plan = scheduler.schedule()          # from counts: the last token may not have been read yet
+    pending = device.dispatch(plan)
+    result = device.read(the step before)
+    committed = scheduler.commit(the plan before, result)
+
+Two things make that safe. The device executes steps in order, so that a slot or a block which a
+finished sequence gives back can be given out again at once, even while a step that uses it is in
+flight. And a block enters the prefix cache only in `commit`, up to the tokens whose step has come
+back: a row that turns out to be burnt (its sequence stopped in the step before) writes behind
+them, into a block that is neither shared nor registered.
+
+The module knows ints only: no device, no clock and no random source of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from forge_jax.cache.block_pool import BlockPool
+from forge_jax.config import Policy
+from forge_jax.errors import ContextLengthError, OverloadedError, RequestError
+from forge_jax.schedule.plan import (
+    FED_BACK,
+    Admission,
+    ScheduledSequence,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from forge_jax.schedule.policy import make_queue
+from forge_jax.schedule.request import FinishReason, Request, Sequence, Status, sequence_seed
+
+_FED_BACK = (FED_BACK,)
+_FINISHED = Status.FINISHED
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    max_num_seqs: int  # slots
+    max_num_batched_tokens: int  # of one step
+    max_rows: int  # that get logits in one step
+    max_model_len: int  # prompt and output
+    prefill_chunk_size: int | None = None  # most tokens of one prompt in one step
+    policy: Policy = "fcfs"
+    eos_token_ids: frozenset[int] = frozenset()
+    aging_s: float = 5.0  # after which a waiting request goes first, whatever its prefix
+    max_queued_requests: int | None = None  # waiting sequences beyond which `add` refuses
+
+    def __post_init__(self) -> None:
+        limits = (self.max_num_seqs, self.max_num_batched_tokens, self.max_rows)
+        assert min(limits) > 0 and self.max_model_len > 0
+        assert self.prefill_chunk_size is None or self.prefill_chunk_size > 0
+
+
+class Committed(NamedTuple):
+    """What one sequence gained in a step that has been read.
+
+    `seq.finish_reason` is set if these were its last tokens. With `fault` its logits were not
+    finite and it has been finished with "error".
+    """
+
+    seq: Sequence
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of token_ids
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt's next tokens
+    fault: bool = False
+
+
+class Scheduler:
+    """Admits, schedules, preempts and finishes sequences; owns the slots and uses the block pool.
+
+    Order. Decodes come first in every step, then the prompts of running sequences, then
+    waiting sequences in the order of the policy; a decode never waits for a prompt. A waiting
+    sequence that cannot be admitted is not overtaken.
+
+    Blocks are allocated as tokens need them. When none is left, the running sequence of the last
+    rank gives back all of its own and waits; it is recomputed later, from the prefix cache where
+    that still has its blocks. To avoid thrash a sequence is admitted only if the blocks for all its
+    known tokens are free, besides what running prompts still need and one block for each running
+    sequence that can still grow. No sequence is ever admitted in a step that preempted one.
+
+    Progress. `add` refuses what does not fit the pool alone, and the first running sequence in rank
+    can take blocks from every other, so it always gets its tokens, and ends.
+
+    Args:
+      config: the limits of a step; may be replaced between steps by one with the same slots.
+      pool: the blocks; nobody else allocates from it.
+      clock: seconds, for the aging of waiting requests.
+      rng: draws the seeds of requests that have none.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        *,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ):
+        self.config = config
+        self.pool = pool
+        self.num_preemptions = 0
+        self._clock = clock
+        self._rng = rng
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._requests: dict[str, list[Sequence]] = {}
+        self._followers: dict[str, list[Sequence]] = {}  # wait for sequence 0 to fill the cache
+        self._waiting = make_queue(
+            config.policy, aging_s=config.aging_s, cached_tokens=self._cached_tokens
+        )
+        self._running: list[Sequence] = []  # by rank
+        self._orders = itertools.count()
+        self._steps = itertools.count()
+        # (step, the sequences of its rows with their epochs), oldest first
+        self._in_flight: deque[tuple[int, list[tuple[Sequence, int]]]] = deque()
+        self._last_step = -1  # dispatched
+        self._last_read = -1
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> int:
+        """Refuses what can never be served; returns how many tokens each output may have.
+
+        Depends on the configuration only: any thread may call it.
+
+        Raises:
+          ContextLengthError: it can never fit the context or the KV cache.
+          RequestError: the prompt is empty.
+        """
+        prompt_len, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
+        if not prompt_len:
+            raise RequestError("the prompt is empty", param="prompt")
+        # The last output token is never computed, so it needs a position but no KV.
+        pool_tokens = self.pool.num_blocks * self.pool.block_size
+        context = self.config.max_model_len
+        if prompt_len + (max_tokens != 0) > context:
+            raise ContextLengthError(
+                f"the prompt has {prompt_len} tokens; the context holds {context}, output included",
+                param="prompt",
+            )
+        if prompt_len > pool_tokens:
+            raise ContextLengthError(
+                f"the prompt has {prompt_len} tokens; the KV cache holds {pool_tokens}",
+                param="prompt",
+            )
+        room = min(context, pool_tokens + 1) - prompt_len
+        if max_tokens is None:
+            return room
+        if max_tokens > room:
+            raise ContextLengthError(
+                f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}; together they "
+                f"must be at most {prompt_len + room}",
+                param="max_tokens",
+            )
+        return max_tokens
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queues a request: one sequence for each of its `params.n` samples.
+
+        Raises:
+          ContextLengthError: it can never fit the context or the KV cache.
+          OverloadedError: the queue is full.
+          RequestError: the id is in use, or the prompt is empty.
+        """
+        max_tokens = self.check(request)
+        params = request.params
+        prompt_len = len(request.prompt_token_ids)
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        limit = self.config.max_queued_requests
+        if limit is not None and self.num_waiting >= limit:
+            raise OverloadedError(f"{self.num_waiting} sequences are waiting already")
+        seed = request.seed if request.seed is not None else params.seed
+        if seed is None:
+            seed = self._rng.getrandbits(64)
+        eos = frozenset() if params.ignore_eos else self.config.eos_token_ids
+        now_s = self._clock()
+        seqs = [
+            Sequence(
+                request=request,
+                index=index,
+                seed=sequence_seed(seed, index),
+                stop_ids=eos.union(params.stop_token_ids),
+                max_tokens=max_tokens,
+                tokens=list(request.prompt_token_ids),
+                max_blocks=self._num_blocks(max(prompt_len, prompt_len + max_tokens - 1)),
+                scores_prompt=params.prompt_logprobs is not None and index == 0,
+                order=next(self._orders),
+                queued_s=now_s,
+            )
+            for index in range(params.n)
+        ]
+        self._requests[request.request_id] = seqs
+        self._waiting.push(seqs[0])
+        if self.pool.prefix_cache and (prompt_len - 1) // self.pool.block_size and params.n > 1:
+            self._followers[request.request_id] = seqs[1:]
+        else:
+            for seq in seqs[1:]:
+                self._waiting.push(seq)
+        return list(seqs)
+
+    def abort(self, request_id: str) -> list[Sequence]:
+        """Ends what is left of a request with "abort"; returns the sequences that this ended.
+
+        Slots and blocks are free at once; results that are still in flight are dropped. An unknown
+        id, or one that has finished, is no error: the two may cross on their way.
+        """
+        live = [seq for seq in self._requests.get(request_id, ()) if not seq.finished]
+        for seq in live:
+            self._finish(seq, "abort", None)
+        return live
+
+    def finish(
+        self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """Ends one sequence, for a reason that only the caller can see (a stop string).
+
+        A sequence that has just finished by itself (the stop string ended in its very last token)
+        only takes the new reason.
+        """
+        if seq.finished:
+            seq.finish_reason, seq.stop_reason = reason, stop_reason
+        else:
+            self._finish(seq, reason, stop_reason)
+
+    def request_ids(self) -> list[str]:
+        """The unfinished requests, in order of arrival."""
+        return list(self._requests)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + sum(map(len, self._followers.values()))
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that have been scheduled and not committed."""
+        return len(self._in_flight)
+
+    # ---- scheduling ----------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, to be dispatched before anything else is asked of this scheduler.
+
+        None if nothing can run before a step in flight is committed, or there is no work.
+        """
+        config, running = self.config, self._running
+        block_size = self.pool.block_size
+        tokens_left, rows_left = config.max_num_batched_tokens, config.max_rows
+        decodes: list[Sequence] = []
+        chunks: list[tuple[Sequence, int, int]] = []  # sequence, tokens, rows
+        new_blocks: dict[Sequence, tuple[tuple[int, int], ...]] = {}
+        preemptions_before = self.num_preemptions
+
+        # Preemption takes from the end of `running`, where this loop has not been: what is taken is
+        # never in `decodes`, and the loop ends at the shortened end.
+        prompts: list[Sequence] = []
+        for seq in running:
+            known = len(seq.tokens) + seq.num_pending
+            computed = seq.num_computed
+            if known != computed + 1 or known >= seq.max_len:
+                if known < seq.max_len or computed < seq.prompt_len:
+                    prompts.append(seq)
+                continue  # or its last token has been sampled and only needs to be read
+            if not tokens_left or not rows_left:
+                continue
+            if computed >= len(seq.blocks) * block_size:
+                added = self._grow(seq, known)
+                if added is None:
+                    continue
+                new_blocks[seq] = added
+            decodes.append(seq)
+            tokens_left -= 1
+            rows_left -= 1
+
+        for seq in prompts:
+            if not tokens_left:
+                break
+            if seq.status is not Status.RUNNING:
+                continue  # preempted by one before it
+            num_tokens, num_rows = self._chunk(seq, seq.num_computed, tokens_left, rows_left)
+            if not num_tokens:
+                continue
+            num_running = len(running)
+            added = self._grow(seq, seq.num_computed + num_tokens)
+            if len(running) < num_running:
+                # The preempted ones may have a row already: decodes stand by rank, as `running`.
+                while decodes and decodes[-1].status is not Status.RUNNING:
+                    new_blocks.pop(decodes.pop(), None)
+                    tokens_left += 1
+                    rows_left += 1
+            if added is None:
+                continue
+            new_blocks[seq] = added
+            chunks.append((seq, num_tokens, num_rows))
+            tokens_left -= num_tokens
+            rows_left -= num_rows
+
+        admissions: list[Admission] = []
+        if self.num_preemptions == preemptions_before and self._free_slots and len(self._waiting):
+            reserved = self._reserved_blocks()
+            for seq in self._waiting.in_order(self._clock()):
+                if not self._free_slots or not tokens_left:
+                    break
+                admitted = self._admit(seq, tokens_left, rows_left, reserved)
+                if admitted is None:
+                    break
+                num_tokens, num_rows = admitted
+                chunks.append((seq, num_tokens, num_rows))
+                tokens_left -= num_tokens
+                rows_left -= num_rows
+                needed = self._num_blocks(len(seq.tokens))
+                reserved += needed - len(seq.blocks) + (needed < seq.max_blocks)
+                admissions.append(self._admission(seq))
+
+        if not decodes and not chunks:
+            assert self._in_flight or not self._requests, "there is work, and none of it can run"
+            return None
+        return self._plan(decodes, chunks, new_blocks, admissions)
+
+    def _chunk(
+        self, seq: Sequence, start: int, tokens_left: int, rows_left: int
+    ) -> tuple[int, int]:
+        """How many tokens to compute from `start` on, and how many of them get logits."""
+        known = len(seq.tokens)
+        num_tokens = min(known - start, tokens_left)
+        if self.config.prefill_chunk_size is not None:
+            num_tokens = min(num_tokens, self.config.prefill_chunk_size)
+        if self._is_scoring(seq):
+            # A row for each token that has not been scored; what was scored before a preemption
+            # is only recomputed.
+            scored = max(seq.num_scored - start, 0)
+            num_tokens = min(num_tokens, scored + rows_left)
+            return num_tokens, max(num_tokens - scored, 0)
+        if start + num_tokens < known:
+            return num_tokens, 0
+        if not rows_left:
+            return num_tokens - 1, 0
+        return num_tokens, 1
+
+    def _grow(self, seq: Sequence, num_tokens: int) -> tuple[tuple[int, int], ...] | None:
+        """Gives `seq` the blocks for its first `num_tokens`, preempting if it must.
+
+        Returns the new (index, block) pairs; None if the sequence itself had to give way.
+        """
+        held = len(seq.blocks)
+        missing = self._num_blocks(num_tokens) - held
+        if missing <= 0:
+            return ()
+        while (blocks := self.pool.allocate(missing)) is None:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return None
+        seq.blocks += blocks
+        return tuple(enumerate(blocks, held))
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the queue with all its tokens; those in flight are still valid and still come."""
+        self._unschedule(seq)
+        seq.status = Status.WAITING
+        seq.num_preemptions += 1
+        seq.resume_after = self._last_step
+        self.num_preemptions += 1
+        self._waiting.push(seq)
+
+    def _admit(
+        self, seq: Sequence, tokens_left: int, rows_left: int, reserved: int
+    ) -> tuple[int, int] | None:
+        """Gives a waiting sequence a slot and the blocks of its first chunk: (tokens, rows).
+
+        None if that cannot be now: the blocks are not there, or its tokens are not all read.
+        """
+        if seq.resume_after > self._last_read:
+            return None
+        pool = self.pool
+        hit = pool.match(self._hashes(seq, self._cacheable_blocks(seq)))
+        start = len(hit) * pool.block_size
+        num_tokens, num_rows = self._chunk(seq, start, tokens_left, rows_left)
+        if not num_tokens:
+            return None
+        missing = self._num_blocks(len(seq.tokens)) - len(hit)
+        if missing + reserved > pool.num_free - pool.num_unreferenced(hit):
+            return None
+        pool.acquire_cached(hit)
+        pool.record_lookup(len(seq.tokens), start)
+        blocks = pool.allocate(self._num_blocks(start + num_tokens) - len(hit))
+        assert blocks is not None
+        if seq.num_preemptions == 0:
+            seq.num_cached = start
+        seq.blocks = hit + blocks
+        seq.num_computed = start
+        seq.num_registered = len(hit)
+        seq.slot = self._free_slots.pop()
+        seq.status = Status.RUNNING
+        self._waiting.remove(seq)
+        insort(self._running, seq, key=self._waiting.rank)
+        return num_tokens, num_rows
+
+    def _reserved_blocks(self) -> int:
+        """Free blocks that running sequences need soon: the rest of a prompt, and one to grow."""
+        reserved = 0
+        for seq in self._running:
+            held = len(seq.blocks)
+            if held < seq.max_blocks:
+                needed = self._num_blocks(len(seq.tokens) + seq.num_pending)
+                reserved += max(needed - held, 0) + (max(needed, held) < seq.max_blocks)
+        return reserved
+
+    def _plan(
+        self,
+        decodes: list[Sequence],
+        chunks: list[tuple[Sequence, int, int]],
+        new_blocks: dict[Sequence, tuple[tuple[int, int], ...]],
+        admissions: list[Admission],
+    ) -> StepPlan:
+        """Writes the decision down, and counts its tokens as computed and sampled."""
+        rows: list[ScheduledSequence] = []
+        in_flight: list[tuple[Sequence, int]] = []
+        for seq in decodes:
+            start = seq.num_computed
+            rows.append(
+                ScheduledSequence(
+                    seq.slot,  # type: ignore[arg-type]
+                    start,
+                    _FED_BACK if seq.num_pending else (seq.tokens[start],),
+                    1,
+                    True,
+                    new_blocks.get(seq, ()),
+                    start + 1 - seq.prompt_len,
+                    False,
+                    (),
+                    seq.key,
+                    seq.salt,
+                )
+            )
+            seq.num_computed = start + 1
+            seq.num_pending += 1
+            in_flight.append((seq, seq.epoch))
+        if chunks:
+            chunks.sort(key=lambda chunk: chunk[1] > 1)  # stable: single tokens first
+            for seq, num_tokens, num_rows in chunks:
+                rows.append(self._chunk_row(seq, num_tokens, num_rows, new_blocks.get(seq, ())))
+                in_flight.append((seq, seq.epoch))
+        self._last_step = next(self._steps)
+        self._in_flight.append((self._last_step, in_flight))
+        return StepPlan(self._last_step, tuple(admissions), tuple(rows))
+
+    def _chunk_row(
+        self,
+        seq: Sequence,
+        num_tokens: int,
+        num_rows: int,
+        new_blocks: tuple[tuple[int, int], ...],
+    ) -> ScheduledSequence:
+        assert seq.slot is not None
+        start, end = seq.num_computed, seq.num_computed + num_tokens
+        samples = end == len(seq.tokens) and seq.max_tokens > 0
+        targets: tuple[int, ...] = ()
+        if num_rows and self._is_scoring(seq):
+            targets = tuple(seq.tokens[end - num_rows + 1 : end + 1])
+        seq.num_computed = end
+        seq.num_pending += samples
+        return ScheduledSequence(
+            slot=seq.slot,
+            start=start,
+            token_ids=tuple(seq.tokens[start:end]),
+            num_rows=num_rows,
+            samples=samples,
+            new_blocks=new_blocks,
+            num_output=len(seq.tokens) - seq.prompt_len,
+            scoring=bool(targets),
+            targets=targets,
+            seq_key=seq.key,
+            salt=seq.salt,
+        )
+
+    def _admission(self, seq: Sequence) -> Admission:
+        assert seq.slot is not None
+        prompt = seq.request.prompt_token_ids
+        return Admission(
+            slot=seq.slot,
+            seed=seq.seed,
+            params=seq.params,
+            stop_ids=tuple(seq.stop_ids),
+            prompt_len=seq.prompt_len,
+            block_table=tuple(seq.blocks),
+            tokens=tuple(seq.tokens) if seq.num_output else prompt,
+            seq_key=seq.key,
+        )
+
+    # ---- results -------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Committed]:
+        """Takes the result of the oldest step in flight.
+
+        Sequences that have finished meanwhile get nothing: their rows were burnt. A preempted one
+        still gets its token, which was sampled from a correct prefix.
+
+        Returns one entry for each sequence that gained tokens or logprobs, or ended, in plan order.
+        """
+        step, in_flight = self._in_flight.popleft()
+        assert plan.step == result.step == step, "steps are committed in the order of their plans"
+        self._last_read = step
+        block_size = self.pool.block_size
+        committed: list[Committed] = []
+        for (seq, epoch), row, got in zip(in_flight, plan.sequences, result.sequences, strict=True):
+            if seq.status is _FINISHED:
+                continue
+            if row.samples:
+                seq.num_pending -= 1
+            if got.fault:
+                self._finish(seq, "error", None)
+                committed.append(Committed(seq, fault=True))
+                continue
+            end = row.start + len(row.token_ids)
+            if epoch == seq.epoch:
+                if end // block_size > seq.num_registered:
+                    self._register(seq, end // block_size, seen=row.num_rows > 0)
+                if self._followers and end >= seq.prompt_len:
+                    self._release_followers(seq.request_id)
+            if row.samples and not row.scoring:
+                committed.append(self._accept(seq, got))
+            else:
+                self._commit_prompt(seq, end, row, got, committed)
+        return committed
+
+    def _accept(
+        self,
+        seq: Sequence,
+        got: SequenceResult,
+        prompt_logprobs: tuple[TokenLogprobs, ...] | None = None,
+    ) -> Committed:
+        """Appends sampled tokens up to the first that ends the sequence."""
+        tokens, stop_ids, max_len = seq.tokens, seq.stop_ids, seq.max_len
+        token_ids, logprobs = got.token_ids, got.logprobs
+        known = len(tokens)
+        for token in token_ids:
+            tokens.append(token)
+            if (token in stop_ids or len(tokens) >= max_len) and self._ends(seq, token):
+                accepted = len(tokens) - known
+                token_ids = token_ids[:accepted]
+                logprobs = None if logprobs is None else logprobs[:accepted]
+                break
+        return Committed(seq, token_ids, logprobs, prompt_logprobs)
+
+    def _ends(self, seq: Sequence, token: int) -> bool:
+        """Finishes the sequence if `token`, its last, is an end token or the last that it may have."""
+        params = seq.params
+        if token in seq.stop_ids and seq.num_output >= params.min_tokens:
+            eos = token in self.config.eos_token_ids and not params.ignore_eos
+            self._finish(seq, "stop", None if eos else token)
+        elif len(seq.tokens) >= seq.max_len:
+            self._finish(seq, "length", None)
+        return seq.finished
+
+    def _commit_prompt(
+        self,
+        seq: Sequence,
+        end: int,
+        row: ScheduledSequence,
+        got: SequenceResult,
+        committed: list[Committed],
+    ) -> None:
+        seq.num_scored += len(row.targets)
+        if row.samples:
+            committed.append(self._accept(seq, got, got.prompt_logprobs))
+            return
+        if seq.max_tokens == 0 and end >= seq.prompt_len:
+            self._finish(seq, "length", None)
+        if seq.finished or got.prompt_logprobs:
+            committed.append(Committed(seq, prompt_logprobs=got.prompt_logprobs))
+
+    def _register(self, seq: Sequence, num_full: int, *, seen: bool) -> None:
+        """Puts the blocks that a step has filled into the prefix cache.
+
+        Only when logits that depend on them were `seen` to be finite: a chunk in the middle of a
+        prompt has none, so its blocks wait for the prompt's last. Hashing them does not wait.
+        """
+        if not self.pool.prefix_cache:
+            return
+        while len(seq.block_hashes) < num_full:
+            self._hash_next_block(seq)
+        if seen:
+            for index in range(seq.num_registered, num_full):
+                self.pool.register(seq.blocks[index], seq.block_hashes[index])
+            seq.num_registered = num_full
+
+    def _release_followers(self, request_id: str) -> None:
+        for seq in self._followers.pop(request_id, ()):
+            self._waiting.push(seq)
+
+    def recover(self) -> None:
+        """Forgets every step in flight and everything on the device: all is computed anew.
+
+        For a step that raised. Tokens that were sampled but not read are sampled again, to the same
+        values: their noise depends on seed and position alone. The caller rebuilds the device's KV.
+        """
+        self._in_flight.clear()
+        self._last_read = self._last_step
+        for seqs in self._requests.values():
+            for seq in seqs:
+                seq.num_pending = 0
+        for seq in reversed(self._running.copy()):
+            self._unschedule(seq)
+            seq.status = Status.WAITING
+            self._waiting.push(seq)
+        self.pool.reset()
+
+    # ---- helpers -------------------------------------------------------------------------------
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)
+
+    def _is_scoring(self, seq: Sequence) -> bool:
+        return seq.scores_prompt and seq.num_scored < seq.prompt_len - 1
+
+    def _cacheable_blocks(self, seq: Sequence) -> int:
+        """Leading blocks that may come from the cache: tokens that need logits are computed."""
+        limit = seq.num_scored if self._is_scoring(seq) else len(seq.tokens) - 1
+        return limit // self.pool.block_size
+
+    def _cached_tokens(self, seq: Sequence) -> int:
+        blocks = self.pool.match(self._hashes(seq, self._cacheable_blocks(seq)))
+        return len(blocks) * self.pool.block_size
+
+    def _hashes(self, seq: Sequence, count: int) -> Iterator[bytes]:
+        """The hashes of the first `count` blocks, computed when they are first needed."""
+        for index in range(count):
+            if index == len(seq.block_hashes):
+                self._hash_next_block(seq)
+            yield seq.block_hashes[index]
+
+    def _hash_next_block(self, seq: Sequence) -> None:
+        hashes, block_size = seq.block_hashes, self.pool.block_size
+        tokens = seq.tokens[len(hashes) * block_size : (len(hashes) + 1) * block_size]
+        assert len(tokens) == block_size, "only full blocks have a hash"
+        parent = hashes[-1] if hashes else None
+        hashes.append(self.pool.hash_block(parent, tokens, seq.salt))
+
+    def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+        request_id = seq.request_id
+        followers = self._followers.get(request_id)
+        if seq.status is Status.RUNNING:
+            self._unschedule(seq)
+            seq.status = _FINISHED
+        else:
+            seq.status = _FINISHED
+            if followers and seq in followers:
+                followers.remove(seq)
+            else:
+                self._waiting.forget(seq)
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        if seq.index == 0 and followers:
+            self._release_followers(request_id)
+        if all(other.status is _FINISHED for other in self._requests[request_id]):
+            del self._requests[request_id]
+            self._followers.pop(request_id, None)
+
+    def _unschedule(self, seq: Sequence) -> None:
+        """Takes slot and blocks away. What a step in flight writes there comes before any reuse."""
+        ranks = self._waiting.rank
+        index = bisect_left(self._running, ranks(seq), key=ranks)
+        assert self._running[index] is seq and seq.slot is not None
+        del self._running[index]
+        self._free_slots.append(seq.slot)
+        self.pool.release(seq.blocks)
+        seq.slot = None
+        seq.blocks = []
+        seq.num_computed = 0
+        seq.num_registered = 0
+        seq.epoch += 1

@@ -1,0 +1,275 @@
+"""`Runner`: the real device. Turns plans into dispatches of compiled executables.
+
+All executables are lowered from shapes, so they compile while the weights are being read; after
+that nothing here traces or compiles. `dispatch` sends one packed array and starts the copy of the
+result; `read` waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from forge_jax.cache.kv import KVShape
+from forge_jax.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from forge_jax.schedule.plan import (
+    Admission,
+    ScheduledSequence,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from forge_jax.step import meta as meta_bits
+from forge_jax.step.meta import StepShape
+from forge_jax.step.slots import (
+    ADMISSIONS,
+    admission_width,
+    admit,
+    pack_admissions,
+    pack_history,
+    set_history,
+    slots_shape,
+)
+from forge_jax.step.step import StepOut, make_step
+
+if TYPE_CHECKING:
+    from forge_jax.models.decoder import Model
+
+
+class _Pending(NamedTuple):
+    plan: StepPlan
+    shape: StepShape
+    out: StepOut
+    params: tuple[SamplingParams, ...]  # of plan.sequences
+
+
+def step_shapes(
+    *, max_num_seqs: int, max_num_batched_tokens: int, max_rows: int, block_size: int
+) -> list[StepShape]:
+    """The executables of an engine, smallest first: a few decode sizes, a few mixed sizes."""
+    decode = [b for b in (4, 16, 64) if b < max_num_seqs] + [max_num_seqs]
+    mixed = [t for t in (64, 256, 1024) if t < max_num_batched_tokens] + [max_num_batched_tokens]
+    return [StepShape.decode(b) for b in decode] + [
+        StepShape.mixed(t, max_num_seqs, max_rows, block_size) for t in mixed
+    ]
+
+
+class Runner:
+    """Owns the device state (weights, KV cache, slots) and the executables.
+
+    Not thread-safe: one thread dispatches and reads.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        shapes: Iterable[StepShape],
+        kv_shape: KVShape,
+        num_slots: int,
+        max_blocks: int,
+        device: jax.Device,
+        implementation: str = "auto",
+    ):
+        self._model = model
+        self._kv_shape = kv_shape
+        self._max_blocks = max_blocks
+        self._device = device
+        self._sharding = jax.sharding.SingleDeviceSharding(device)
+        self._shapes = list(shapes)
+        self._implementation = implementation
+        self._slots_shape = slots_shape(num_slots, max_blocks, model.spec.vocab_size)
+        self._slot_params: list[SamplingParams | None] = [None] * num_slots
+        self._executables: dict[str, Future[Any]] = {}
+        self._leaves: tuple[jax.Array, ...] = ()
+        self._kv: tuple[jax.Array, ...] = ()
+        self._slots: Any = None
+
+    @property
+    def executables(self) -> list[str]:
+        """Names of what is compiled."""
+        return list(self._executables)
+
+    def compile(self, executor: Executor) -> None:
+        """Starts to lower and compile everything; needs no weights."""
+        leaves = self._on_device(self._model.leaves)
+        kv = tuple(self._on_device(self._kv_shape.layer) for _ in range(self._kv_shape.num_layers))
+        slots = self._on_device(self._slots_shape)
+
+        def start(name: str, function: Callable[..., Any], donate: tuple[int, ...], *args: Any):
+            jitted = jax.jit(function, donate_argnums=donate)
+            self._executables[name] = executor.submit(lambda: jitted.lower(*args).compile())
+
+        for shape in self._shapes:
+            step = make_step(
+                self._model,
+                shape,
+                self._kv_shape.block_size,
+                implementation=self._implementation,
+            )
+            start(shape.name, step, (1, 2), leaves, kv, slots, self._i32(shape.width))
+        rows = self._i32(ADMISSIONS, admission_width(self._max_blocks))
+        start("admit", admit, (0,), slots, rows)
+        history = self._i32(1 + 2 * MAX_LOGIT_BIAS + self._model.spec.vocab_size)
+        start("set_history", set_history, (0,), slots, history)
+
+    def start(self, leaves: tuple[jax.Array, ...]) -> None:
+        """Takes the weights, makes the KV cache and the slots, and runs every executable once."""
+        self._leaves = leaves
+        self._kv = self._kv_shape.allocate(self._device)
+        zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self._slots_shape)
+        self._slots = jax.device_put(zeros, self._device)
+        for executable in self._executables.values():
+            executable.result()
+        for shape in self._shapes:
+            self._warm_up(shape)
+
+    def dispatch(self, plan: StepPlan) -> _Pending:
+        self._admit(plan.admissions)
+        shape = self._choose(plan)
+        sequences = plan.sequences
+        params = tuple(self._params_of(s) for s in sequences)
+        packed = shape.pack(plan, step_flags(sequences, params), self._max_blocks)
+        out = self._step(shape, packed)
+        out.packed.copy_to_host_async()
+        return _Pending(plan, shape, out, params)
+
+    def read(self, pending: _Pending) -> StepResult:
+        plan, shape, out, all_params = pending
+        packed = np.asarray(out.packed)
+        num_rows = shape.num_rows
+        tokens = packed[:num_rows].tolist()
+        faults = packed[num_rows : 2 * num_rows]
+        any_fault = bool(faults.any())
+        accepted = packed[2 * num_rows :].tolist()
+        if any(_wants_logprobs(s, p) for s, p in zip(plan.sequences, all_params, strict=True)):
+            logprobs = _RowLogprobs(
+                np.asarray(out.logprob), np.asarray(out.top_ids), np.asarray(out.top_logprobs)
+            )
+        else:
+            logprobs = None
+        results, first = [], 0
+        for index, (s, params) in enumerate(zip(plan.sequences, all_params, strict=True)):
+            end = first + s.num_rows
+            if any_fault and faults[first:end].any():
+                results.append(SequenceResult(fault=True))
+            else:
+                results.append(_result(s, params, tokens, first, accepted[index], logprobs))
+            first = end
+        return StepResult(plan.step, tuple(results))
+
+    def _step(self, shape: StepShape, packed: np.ndarray) -> StepOut:
+        meta = jax.device_put(packed, self._device)
+        executable = self._executables[shape.name].result()
+        self._kv, self._slots, out = executable(self._leaves, self._kv, self._slots, meta)
+        return out
+
+    def _admit(self, admissions: tuple[Admission, ...]) -> None:
+        for i in range(0, len(admissions), ADMISSIONS):
+            packed = pack_admissions(admissions[i : i + ADMISSIONS], self._max_blocks)
+            self._update_slots("admit", packed)
+        for admission in admissions:
+            self._slot_params[admission.slot] = admission.params
+            if admission.params.penalised or admission.params.logit_bias:
+                packed = pack_history(admission, self._model.spec.vocab_size)
+                self._update_slots("set_history", packed)
+
+    def _update_slots(self, name: str, packed: np.ndarray) -> None:
+        put = jax.device_put(packed, self._device)
+        self._slots = self._executables[name].result()(self._slots, put)
+
+    def _choose(self, plan: StepPlan) -> StepShape:
+        for shape in self._shapes:
+            if shape.fits(plan):
+                return shape
+        raise AssertionError(
+            f"no executable fits {len(plan.sequences)} sequences, {plan.num_tokens} tokens, "
+            f"{plan.num_rows} rows"
+        )
+
+    def _params_of(self, s: ScheduledSequence) -> SamplingParams:
+        params = self._slot_params[s.slot]
+        assert params is not None, f"slot {s.slot} runs without an admission"
+        return params
+
+    def _warm_up(self, shape: StepShape) -> None:
+        """Runs the real step on no sequences: it writes nothing, for every index is padding."""
+        empty = StepPlan(step=0, admissions=(), sequences=())
+        packed = shape.pack(empty, 0, self._max_blocks)
+        self._step(shape, packed).packed.block_until_ready()
+
+    def _i32(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._sharding)
+
+    def _on_device(self, tree: Any) -> Any:
+        return jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding), tree
+        )
+
+
+class _RowLogprobs(NamedTuple):
+    chosen: np.ndarray  # f32[R]
+    top_ids: np.ndarray  # i32[R, 20]
+    top: np.ndarray  # f32[R, 20]
+
+    def at(self, row: int, token_id: int, count: int) -> TokenLogprobs:
+        top = zip(self.top_ids[row, :count].tolist(), self.top[row, :count].tolist(), strict=True)
+        return TokenLogprobs(token_id, float(self.chosen[row]), tuple(top))
+
+
+def _result(
+    s: ScheduledSequence,
+    params: SamplingParams,
+    tokens: list[int],
+    first: int,
+    accepted: int,
+    logprobs: _RowLogprobs | None,
+) -> SequenceResult:
+    prompt_logprobs = None
+    if s.scoring and logprobs is not None and params.prompt_logprobs is not None:
+        count = params.prompt_logprobs
+        prompt_logprobs = tuple(
+            logprobs.at(first + i, target, count) for i, target in enumerate(s.targets)
+        )
+    if not s.samples:
+        return SequenceResult(prompt_logprobs=prompt_logprobs)
+    last = first + s.num_rows - 1
+    rows = range(last, last + 1) if s.scoring else range(first, first + accepted + 1)
+    own = None
+    if logprobs is not None and params.logprobs is not None:
+        own = tuple(logprobs.at(row, tokens[row], params.logprobs) for row in rows)
+    return SequenceResult(tuple(tokens[row] for row in rows), False, own, prompt_logprobs)
+
+
+def _wants_logprobs(s: ScheduledSequence, params: SamplingParams) -> bool:
+    return s.scoring or (s.samples and params.logprobs is not None)
+
+
+def step_flags(
+    sequences: tuple[ScheduledSequence, ...], all_params: tuple[SamplingParams, ...]
+) -> int:
+    """Which optional work of the sampler some row of the step needs."""
+    flags = 0
+    for s, p in zip(sequences, all_params, strict=True):
+        if s.scoring:
+            flags |= meta_bits.LOGPROBS
+        if not s.samples:
+            continue
+        if p.temperature > 0.0:
+            flags |= meta_bits.RANDOM
+            if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0:
+                flags |= meta_bits.FILTER
+        if p.logit_bias:
+            flags |= meta_bits.BIAS
+        if p.penalised:
+            flags |= meta_bits.PENALTIES
+        if s.num_output < p.min_tokens:
+            flags |= meta_bits.MIN_TOKENS
+        if p.logprobs is not None:
+            flags |= meta_bits.LOGPROBS
+    return flags

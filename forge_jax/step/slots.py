@@ -1,0 +1,156 @@
+"""Device state of the running sequences: one row per slot, from admission to finish.
+
+A sequence keeps its slot while it runs; the order of rows in a step never matters to it. A row is
+written whole at admission, so nothing has to be cleaned when a sequence leaves.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from forge_jax.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from forge_jax.schedule.plan import Admission
+from forge_kernels.sampling.api import IN_PROMPT
+
+ADMISSIONS = 8  # rows that one `admit` writes
+PADDING = 2**31 - 1  # an index past every array: a scatter with mode="drop" leaves it out
+
+
+class Column(enum.IntEnum):
+    """Columns of `Slots.params`; float columns hold the bits of a float32."""
+
+    SEED_LOW = 0
+    SEED_HIGH = 1
+    TEMPERATURE = 2  # float
+    TOP_P = 3  # float
+    MIN_P = 4  # float
+    PRESENCE = 5  # float
+    FREQUENCY = 6  # float
+    REPETITION = 7  # float
+    TOP_K = 8
+    MIN_TOKENS = 9
+    BIASED = 10
+    PENALISED = 11
+    STOP_IDS = 12  # and the MAX_STOP_TOKEN_IDS - 1 columns after it
+
+
+NUM_COLUMNS = Column.STOP_IDS + MAX_STOP_TOKEN_IDS
+
+
+class Slots(NamedTuple):
+    last_token: jax.Array  # i32[S]
+    block_tables: jax.Array  # i32[S, max_blocks]
+    params: jax.Array  # i32[S, NUM_COLUMNS]
+    bias_ids: jax.Array  # i32[S, MAX_LOGIT_BIAS], only read where BIASED
+    bias: jax.Array  # f32[S, MAX_LOGIT_BIAS]
+    counts: jax.Array  # i32[S, V]: IN_PROMPT + times in the output; only read where PENALISED
+
+
+def slots_shape(num_slots: int, max_blocks: int, vocab_size: int) -> Slots:
+    """The shapes of `Slots`, as `ShapeDtypeStruct`s."""
+
+    def i32(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    return Slots(
+        last_token=i32(num_slots),
+        block_tables=i32(num_slots, max_blocks),
+        params=i32(num_slots, NUM_COLUMNS),
+        bias_ids=i32(num_slots, MAX_LOGIT_BIAS),
+        bias=jax.ShapeDtypeStruct((num_slots, MAX_LOGIT_BIAS), jnp.float32),
+        counts=i32(num_slots, vocab_size),
+    )  # type: ignore[return-value]
+
+
+def admission_width(max_blocks: int) -> int:
+    return 1 + NUM_COLUMNS + max_blocks
+
+
+def pack_admissions(admissions: tuple[Admission, ...], max_blocks: int) -> np.ndarray:
+    """At most `ADMISSIONS` of them -> i32[ADMISSIONS, 1 + NUM_COLUMNS + max_blocks]."""
+    assert len(admissions) <= ADMISSIONS
+    packed = np.zeros((ADMISSIONS, admission_width(max_blocks)), np.int32)
+    packed[:, 0] = PADDING
+    for row, admission in zip(packed, admissions, strict=False):
+        p = admission.params
+        row[0] = admission.slot
+        columns = row[1 : 1 + NUM_COLUMNS]
+        columns[:2] = np.array([admission.seed], np.uint64).view(np.int32)
+        columns[Column.TEMPERATURE : Column.TOP_K] = np.array(
+            [
+                p.temperature,
+                p.top_p,
+                p.min_p,
+                p.presence_penalty,
+                p.frequency_penalty,
+                p.repetition_penalty,
+            ],
+            np.float32,
+        ).view(np.int32)
+        columns[Column.TOP_K] = max(p.top_k, 0)
+        columns[Column.MIN_TOKENS] = p.min_tokens
+        columns[Column.BIASED] = bool(p.logit_bias)
+        columns[Column.PENALISED] = p.penalised
+        columns[Column.STOP_IDS :] = PADDING
+        stop_ids = admission.stop_ids[:MAX_STOP_TOKEN_IDS]
+        columns[Column.STOP_IDS : Column.STOP_IDS + len(stop_ids)] = stop_ids
+        table = admission.block_table
+        row[1 + NUM_COLUMNS : 1 + NUM_COLUMNS + len(table)] = table
+    return packed
+
+
+def admit(slots: Slots, packed: jax.Array) -> Slots:
+    """Writes the rows of `packed` (see `pack_admissions`) into their slots. Donates `slots`."""
+    index = packed[:, 0]
+    params = packed[:, 1 : 1 + NUM_COLUMNS]
+    tables = packed[:, 1 + NUM_COLUMNS :]
+    return slots._replace(
+        params=slots.params.at[index].set(params, mode="drop"),
+        block_tables=slots.block_tables.at[index].set(tables, mode="drop"),
+    )
+
+
+def pack_history(admission: Admission, vocab_size: int) -> np.ndarray:
+    """What only penalties and logit_bias need -> i32[1 + 2 * MAX_LOGIT_BIAS + V].
+
+    The host counts, because tokens that a prefix-cache hit spares never pass through a step.
+    """
+    packed = np.zeros(1 + 2 * MAX_LOGIT_BIAS + vocab_size, np.int32)
+    packed[0] = admission.slot
+    ids, values = np.split(packed[1 : 1 + 2 * MAX_LOGIT_BIAS], 2)
+    bias = admission.params.logit_bias
+    ids[:] = PADDING
+    ids[: len(bias)] = list(bias)
+    values[: len(bias)] = np.array(list(bias.values()), np.float32).view(np.int32)
+    counts = packed[1 + 2 * MAX_LOGIT_BIAS :]
+    tokens = np.asarray(admission.tokens, np.int64)
+    counts[:] = np.bincount(tokens[admission.prompt_len :], minlength=vocab_size)
+    counts[tokens[: admission.prompt_len]] += IN_PROMPT
+    return packed
+
+
+def set_history(slots: Slots, packed: jax.Array) -> Slots:
+    """Writes one slot's bias and counts (see `pack_history`). Donates `slots`."""
+    slot = packed[0]
+    ids = packed[1 : 1 + MAX_LOGIT_BIAS]
+    values = packed[1 + MAX_LOGIT_BIAS : 1 + 2 * MAX_LOGIT_BIAS]
+    counts = packed[1 + 2 * MAX_LOGIT_BIAS :]
+
+    def put(array: jax.Array, row: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(array, row[None], (slot, jnp.int32(0)))
+
+    return slots._replace(
+        bias_ids=put(slots.bias_ids, ids),
+        bias=put(slots.bias, jax.lax.bitcast_convert_type(values, jnp.float32)),
+        counts=put(slots.counts, counts),
+    )
+
+
+def float_column(params: jax.Array, column: Column) -> jax.Array:
+    """`params: i32[..., NUM_COLUMNS]` -> f32[...]."""
+    return jax.lax.bitcast_convert_type(params[..., column], jnp.float32)

@@ -1,0 +1,198 @@
+"""The serving step: `step(leaves, kv*, slots*, meta) -> (kv, slots, out)`; `*` is donated.
+
+Pure, built once per `StepShape` and compiled before the first request. What it needs of a sequence
+comes from its slot; what it needs of this step from `meta`; the token that a slot sampled last is
+fed back here, so the host never has to know token t to dispatch step t + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from forge_jax.sampling_params import MAX_LOGPROBS
+from forge_jax.step import meta as meta_bits
+from forge_jax.step.meta import Meta, StepShape
+from forge_jax.step.slots import PADDING, Column, Slots, float_column
+from forge_kernels import sampling
+
+if TYPE_CHECKING:
+    from forge_jax.models.decoder import Model
+
+
+class StepOut(NamedTuple):
+    """`packed` is what the host always reads; the logprobs only where a row asked for them."""
+
+    packed: jax.Array  # i32[2R + S]: sampled token, fault (0 or 1), then accepted drafts per seq
+    logprob: jax.Array  # f32[R], of the row's target, or of its sampled token
+    top_ids: jax.Array  # i32[R, 20]
+    top_logprobs: jax.Array  # f32[R, 20]
+
+
+def make_step(
+    model: Model, shape: StepShape, block_size: int, *, implementation: str = "auto"
+) -> Callable[..., tuple[tuple[jax.Array, ...], Slots, StepOut]]:
+    """The step function of one shape, to be jitted with `donate_argnums=(1, 2)`."""
+
+    def step(
+        leaves: tuple[jax.Array, ...],
+        kv: tuple[jax.Array, ...],  # per layer dtype[N, 2, K, bs, D]
+        slots: Slots,
+        packed: jax.Array,  # i32[shape.width]
+    ) -> tuple[tuple[jax.Array, ...], Slots, StepOut]:
+        m: Meta = shape.split(packed)
+        num_slots, max_blocks = slots.block_tables.shape
+        block_tables = (
+            slots.block_tables.reshape(-1)
+            .at[m.table_index]
+            .set(m.table_block, mode="drop")
+            .reshape(num_slots, max_blocks)
+        )
+        slots = slots._replace(block_tables=block_tables)
+
+        num_seqs, num_tokens = m.header[0], m.header[1]
+        tables = block_tables[m.slot]  # [S, max_blocks]
+        kv_lens = m.start + m.cu_q_lens[1:] - m.cu_q_lens[:-1]
+        valid = jnp.arange(shape.num_tokens) < num_tokens
+        seq = jnp.minimum(m.token_seq, shape.num_seqs - 1)
+        tokens = jnp.where(m.tokens < 0, slots.last_token[m.slot[seq]], m.tokens)
+        positions = m.start[seq] + jnp.arange(shape.num_tokens) - m.cu_q_lens[seq]
+        positions = jnp.where(valid, positions, 0)
+        blocks = tables[seq, positions // block_size]
+        num_kv = kv[0].shape[0] * block_size
+        slot_mapping = jnp.where(valid, blocks * block_size + positions % block_size, num_kv)
+
+        kv, hidden = model.forward(
+            leaves,
+            kv,
+            tokens,
+            positions,
+            slot_mapping,
+            tables,
+            kv_lens,
+            m.cu_q_lens,
+            num_seqs,
+            implementation=implementation,
+        )
+        rows = model.logits(leaves, _take_rows(hidden, m.row_token))  # f32[R, V]
+        slots, out = _sample_rows(shape, slots, m, rows, tokens, positions)
+        return kv, slots, out
+
+    step.__name__ = shape.name.replace("[", "_").replace("]", "")
+    return step
+
+
+def _take_rows(hidden: jax.Array, index: jax.Array) -> jax.Array:
+    """`hidden[index]`; XLA:CPU gathers the bits of 16-bit floats far faster than the floats."""
+    if hidden.dtype.itemsize != 2:
+        return hidden[index]
+    bits = jax.lax.bitcast_convert_type(hidden, jnp.uint16)[index]
+    return jax.lax.bitcast_convert_type(bits, hidden.dtype)
+
+
+def _sample_rows(
+    shape: StepShape,
+    slots: Slots,
+    m: Meta,
+    logits: jax.Array,  # f32[R, V]
+    tokens: jax.Array,  # i32[T]
+    positions: jax.Array,  # i32[T]
+) -> tuple[Slots, StepOut]:
+    flags = m.header[3]
+    row = jnp.arange(shape.num_rows)
+    row_valid = m.row_seq < shape.num_seqs
+    seq = jnp.minimum(m.row_seq, shape.num_seqs - 1)
+    slot = m.slot[seq]  # [R]
+    params = slots.params[slot]  # [R, NUM_COLUMNS]
+    row_in_seq = row - m.cu_rows[seq]
+    fault = row_valid & ~jnp.isfinite(logits).all(axis=1)
+
+    sampled = sampling.sample(
+        _process(slots, params, slot, m.num_output[seq] + row_in_seq, logits, flags),
+        temperature=float_column(params, Column.TEMPERATURE),
+        top_k=params[:, Column.TOP_K],
+        top_p=float_column(params, Column.TOP_P),
+        min_p=float_column(params, Column.MIN_P),
+        seed=params[:, :2].view(jnp.uint32),
+        position=positions[m.row_token] + 1,
+        any_random=_has(flags, meta_bits.RANDOM),
+        any_filter=_has(flags, meta_bits.FILTER),
+    )
+    sampled = jnp.where(row_valid & ~fault, sampled, 0)
+
+    # Row j + 1 of a verified sequence was computed from draft j: it counts while each draft
+    # before it is what the row before it sampled.
+    num_rows = m.cu_rows[1:] - m.cu_rows[:-1]  # [S]
+    drafted = tokens[jnp.minimum(m.row_token + 1, shape.num_tokens - 1)]
+    is_last = row_in_seq == num_rows[seq] - 1
+    mismatch = row_valid & ~is_last & (m.scoring[seq] == 0) & (sampled != drafted)
+    accepted = jnp.maximum(num_rows - 1, 0)
+    accepted = accepted.at[jnp.where(mismatch, seq, shape.num_seqs)].min(row_in_seq, mode="drop")
+
+    samples = m.samples > 0
+    last = sampled[jnp.minimum(m.cu_rows[:-1] + accepted, shape.num_rows - 1)]
+    last_token = slots.last_token.at[jnp.where(samples, m.slot, PADDING)].set(last, mode="drop")
+    emitted = row_valid & samples[seq] & (row_in_seq <= accepted[seq])
+    emitted &= (m.scoring[seq] == 0) | is_last
+    counts = slots.counts.at[jnp.where(emitted, slot, PADDING), sampled].add(1, mode="drop")
+
+    wanted = jnp.where(m.row_target < 0, sampled, m.row_target)
+    num_top = min(MAX_LOGPROBS, logits.shape[1])
+
+    def logprobs(logits: jax.Array):
+        return sampling.token_logprobs(logits, wanted, num_top)
+
+    def nothing(logits: jax.Array):
+        top = (shape.num_rows, num_top)
+        return jnp.zeros(shape.num_rows), jnp.zeros(top, jnp.int32), jnp.zeros(top)
+
+    asked = _has(flags, meta_bits.LOGPROBS)
+    logprob, top_ids, top_logprobs = jax.lax.cond(asked, logprobs, nothing, logits)
+    packed = jnp.concatenate([sampled, fault.astype(jnp.int32), accepted])
+    slots = slots._replace(last_token=last_token, counts=counts)
+    return slots, StepOut(packed, logprob, top_ids, top_logprobs)
+
+
+def _process(
+    slots: Slots,
+    params: jax.Array,  # i32[R, NUM_COLUMNS]
+    slot: jax.Array,  # i32[R]
+    num_output: jax.Array,  # i32[R]
+    logits: jax.Array,  # f32[R, V]
+    flags: jax.Array,
+) -> jax.Array:
+    """Bias, penalties and min_tokens, in this order, for the rows that asked."""
+    rows = jnp.arange(logits.shape[0])[:, None]
+
+    def bias(logits: jax.Array) -> jax.Array:
+        biased = params[:, Column.BIASED] > 0
+        ids = jnp.where(biased[:, None], slots.bias_ids[slot], PADDING)
+        return logits.at[rows, ids].add(slots.bias[slot], mode="drop")
+
+    def penalise(logits: jax.Array) -> jax.Array:
+        penalised = params[:, Column.PENALISED] > 0
+        return sampling.apply_penalties(
+            logits,
+            jnp.where(penalised[:, None], slots.counts[slot], 0),
+            presence=float_column(params, Column.PRESENCE),
+            frequency=float_column(params, Column.FREQUENCY),
+            repetition=float_column(params, Column.REPETITION),
+        )
+
+    def hold(logits: jax.Array) -> jax.Array:
+        stop_ids = params[:, Column.STOP_IDS :]
+        return sampling.suppress(logits, stop_ids, num_output < params[:, Column.MIN_TOKENS])
+
+    def same(logits: jax.Array) -> jax.Array:
+        return logits
+
+    logits = jax.lax.cond(_has(flags, meta_bits.BIAS), bias, same, logits)
+    logits = jax.lax.cond(_has(flags, meta_bits.PENALTIES), penalise, same, logits)
+    return jax.lax.cond(_has(flags, meta_bits.MIN_TOKENS), hold, same, logits)
+
+
+def _has(flags: jax.Array, bit: int) -> jax.Array:
+    return (flags & bit) != 0

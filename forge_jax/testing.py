@@ -1,0 +1,309 @@
+"""What tests of an engine need, ours and yours: a device that is quick and sees every mistake.
+
+`FakeDevice` takes the place of the model and its KV cache. It imports nothing but the standard
+library and the plan's types, so schedulers and servers can be tested on it anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from forge_jax.cache.block_pool import BlockPool
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.plan import (
+    FED_BACK,
+    Admission,
+    ScheduledSequence,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+
+_MASK = 2**64 - 1
+_EMPTY = 0xCBF29CE484222325  # the rolling hash of no tokens
+_POISON = -2  # KV that is not finite
+_UNWRITTEN = -1
+
+
+def _extend(rolling: int, token: int) -> int:
+    """The hash of a token list, from that of the list without its last token."""
+    return (rolling * 6364136223846793005 + token + 1442695040888963407) & _MASK
+
+
+def _salt_hash(salt: str) -> int:
+    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What the device knows of the sequence in a slot, between its admission and the next one's."""
+
+    admission: Admission
+    block_table: list[int]
+    tokens: list[int]  # whose values the device knows: at admission, uploaded or sampled
+    rolling: list[int] = field(default_factory=lambda: [_EMPTY])  # [i]: hash of the first i tokens
+    expected_kv: list[int] = field(default_factory=list)  # with `check`: of each token
+    last_token: int | None = None
+    computed: int | None = None  # tokens with KV; None before the first step
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.rolling.append(_extend(self.rolling[-1], token))
+
+    def known(self) -> list[int]:
+        """All tokens, with one that has been sampled and not been fed back yet."""
+        if self.last_token is None or self.computed != len(self.tokens):
+            return self.tokens
+        return [*self.tokens, self.last_token]
+
+
+class FakeDevice:
+    """A `plan.Device` in plain Python: the next token is a hash of the prefix and the seed.
+
+    The KV of a token stands for everything it depends on: it is a fingerprint of the salt and of
+    all tokens up to its own. With `check`, every scheduled sequence first gathers its prefix
+    through its block table and an AssertionError says where it is not exactly that prefix: a stale
+    page, a block used after it was freed, a wrong prefix hit. Plans are held to their contract, and
+    with a `pool` each write must go to a block that nobody shares and the prefix cache has not got.
+    It remembers every sequence, to see that a preempted one comes back unchanged.
+
+    Without `check` a row costs O(1), whatever its context: for load tests of what is in front.
+
+    Steps execute in the order of `dispatch`, each as long as `step_time_s`; `read` waits for
+    its step's end as a real device would.
+
+    Args:
+      num_blocks, block_size, max_num_seqs: as the engine's.
+      vocab_size: sampled tokens are below it.
+      eos_token_id, eos_probability: how often that token is sampled, per token.
+      next_token: (tokens, seed) -> token, instead of the hash. Then a row costs O(context).
+      step_time_s: how long a step takes.
+      check: whether the KV is stored and checked.
+      pool: the scheduler's block pool.
+      fault: which scheduled sequences compute something that is not finite. It is reported as soon
+        as a row with logits depends on it, and whatever reads that KV faults as well.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        vocab_size: int = 256,
+        eos_token_id: int | None = None,
+        eos_probability: float = 0.0,
+        next_token: Callable[[Seq[int], int], int] | None = None,
+        step_time_s: float = 0.0,
+        check: bool = True,
+        pool: BlockPool | None = None,
+        fault: Callable[[ScheduledSequence], bool] | None = None,
+    ):
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size = vocab_size
+        self.num_steps = 0
+        self._eos_token_id = eos_token_id
+        self._eos_threshold = int(eos_probability * 2**32) if eos_token_id is not None else 0
+        self._next_token = next_token
+        self._step_time_s = step_time_s
+        self._check = check
+        self._pool = pool
+        self._fault = fault
+        self._busy_until_s = 0.0
+        self._salts: dict[str, int] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Loses all KV and all slots, as a device does that is rebuilt after an error."""
+        self._slots: list[_Slot | None] = [None] * self.max_num_seqs
+        self._kv = [[_UNWRITTEN] * self.block_size for _ in range(self.num_blocks)]
+        self._history: dict[tuple[str, int], _Slot] = {}  # with `check`: the last of each sequence
+
+    def continuation(
+        self, prompt: Seq[int], params: SamplingParams, seed: int, stop_ids: Seq[int], count: int
+    ) -> list[int]:
+        """The tokens that a sequence of this seed samples after `prompt`, on any schedule."""
+        tokens = list(prompt)
+        rolling = _EMPTY
+        for token in tokens:
+            rolling = _extend(rolling, token)
+        for num_output in range(count):
+            stops = stop_ids if num_output < params.min_tokens else ()
+            tokens.append(self._sample(tokens, rolling, seed, stops))
+            rolling = _extend(rolling, tokens[-1])
+        return tokens[len(prompt) :]
+
+    def dispatch(self, plan: StepPlan) -> tuple[StepResult, float]:
+        """Runs a step; what it returns goes to `read`."""
+        for admission in plan.admissions:
+            self._admit(admission)
+        if self._check:
+            self._check_plan(plan)
+        results = tuple([self._run(scheduled) for scheduled in plan.sequences])
+        self.num_steps += 1
+        if self._step_time_s:
+            start_s = max(time.monotonic(), self._busy_until_s)
+            self._busy_until_s = start_s + self._step_time_s
+        return StepResult(plan.step, results), self._busy_until_s
+
+    def read(self, pending: tuple[StepResult, float]) -> StepResult:
+        """The result of a dispatched step, once its time has passed."""
+        result, ready_s = pending
+        if self._step_time_s:
+            time.sleep(max(0.0, ready_s - time.monotonic()))
+        return result
+
+    # ---- one sequence --------------------------------------------------------------------------
+
+    def _admit(self, admission: Admission) -> None:
+        assert 0 <= admission.slot < self.max_num_seqs, f"no slot {admission.slot}"
+        key = admission.seq_key
+        slot = _Slot(admission, list(admission.block_table), [])
+        for token in admission.tokens:
+            slot.append(token)
+        self._slots[admission.slot] = slot
+        if self._check:
+            before = self._history.get(key)
+            if before is not None:
+                assert slot.tokens == before.known(), f"{key} comes back with other tokens"
+            self._history[key] = slot
+
+    def _run(self, scheduled: ScheduledSequence) -> SequenceResult:
+        slot = self._slots[scheduled.slot]
+        assert slot is not None, f"slot {scheduled.slot} is empty"
+        admission = slot.admission
+        for index, block in scheduled.new_blocks:
+            assert index == len(slot.block_table), "the block table has a gap"
+            slot.block_table.append(block)
+        for position, token in enumerate(scheduled.token_ids, scheduled.start):
+            if token == FED_BACK:
+                assert slot.last_token is not None, f"{scheduled.seq_key}: nothing to feed back"
+                token = slot.last_token
+            known = len(slot.tokens)
+            assert position <= known, f"{scheduled.seq_key}: skips to position {position}"
+            if position == known:
+                slot.append(token)
+            assert slot.tokens[position] == token, f"{scheduled.seq_key}: wrong token at {position}"
+        end = scheduled.start + len(scheduled.token_ids)
+        fault = self._fault is not None and self._fault(scheduled)
+        if self._check:
+            self._check_scheduled(slot, scheduled)
+            fault |= self._gather(slot, scheduled)
+            self._write(slot, scheduled, poison=fault)
+        slot.computed = end
+        if fault:
+            slot.last_token = 0
+            return SequenceResult((0,) * scheduled.samples, fault=scheduled.num_rows > 0)
+        params = admission.params
+        token_ids: tuple[int, ...] = ()
+        logprobs = prompt_logprobs = None
+        if scheduled.samples:
+            stops = admission.stop_ids if scheduled.num_output < params.min_tokens else ()
+            token = self._sample(slot.tokens, slot.rolling[end], admission.seed, stops)
+            slot.last_token = token
+            token_ids = (token,)
+            if params.logprobs is not None:
+                logprobs = (self._logprobs(slot.rolling[end], token, params.logprobs),)
+        if scheduled.scoring and params.prompt_logprobs is not None:
+            first = end - scheduled.num_rows + 1
+            prompt_logprobs = tuple(
+                self._logprobs(slot.rolling[first + row], target, params.prompt_logprobs)
+                for row, target in enumerate(scheduled.targets)
+            )
+        return SequenceResult(token_ids, False, logprobs, prompt_logprobs)
+
+    def _sample(self, tokens: Seq[int], rolling: int, seed: int, stops: Seq[int]) -> int:
+        if self._next_token is not None:
+            token = self._next_token(tokens, seed)
+        else:
+            noise = ((rolling ^ seed) * 0x9E3779B97F4A7C15) & _MASK
+            noise = ((noise ^ noise >> 31) * 0xBF58476D1CE4E5B9) & _MASK
+            if noise & 0xFFFFFFFF < self._eos_threshold and self._eos_token_id is not None:
+                token = self._eos_token_id
+            else:
+                token = (noise >> 32) % self.vocab_size
+        while token in stops:
+            token = (token + 1) % self.vocab_size
+        return token
+
+    def _logprobs(self, rolling: int, token: int, count: int) -> TokenLogprobs:
+        top = tuple(((rolling >> 16) + index) % self.vocab_size for index in range(min(count, 20)))
+        return TokenLogprobs(
+            token, -1.0 - token / self.vocab_size, tuple((t, -1.0 - i) for i, t in enumerate(top))
+        )
+
+    # ---- the KV cache --------------------------------------------------------------------------
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        slots = [scheduled.slot for scheduled in plan.sequences]
+        assert len(set(slots)) == len(slots), "a slot runs twice in a step"
+        counts = [scheduled.num_tokens for scheduled in plan.sequences]
+        assert all(counts), "a sequence without tokens"
+        singles = sum(count == 1 for count in counts)
+        assert all(count == 1 for count in counts[:singles]), "single tokens do not come first"
+        admitted = {admission.slot for admission in plan.admissions}
+        assert len(admitted) == len(plan.admissions) and admitted <= set(slots)
+
+    def _check_scheduled(self, slot: _Slot, scheduled: ScheduledSequence) -> None:
+        key, admission = scheduled.seq_key, slot.admission
+        assert key == admission.seq_key, f"{key} runs in the slot of {admission.seq_key}"
+        end = scheduled.start + scheduled.num_tokens
+        if slot.computed is not None:
+            assert scheduled.start == slot.computed, f"{key}: positions are not contiguous"
+        assert 0 <= scheduled.num_rows <= scheduled.num_tokens
+        if scheduled.samples:
+            assert scheduled.num_rows and end == len(slot.tokens), f"{key}: samples too early"
+            assert scheduled.num_output == end - admission.prompt_len, f"{key}: num_output"
+        if scheduled.scoring:
+            first = end - scheduled.num_rows + 1
+            prompt = slot.tokens[: admission.prompt_len]
+            assert scheduled.targets == tuple(prompt[first : end + 1]), f"{key}: wrong targets"
+
+    def _expect(self, slot: _Slot, salt: str) -> list[int]:
+        """What the KV of each token must be: its prefix hash, told apart by salt."""
+        if salt not in self._salts:
+            self._salts[salt] = _salt_hash(salt)
+        expected, salted = slot.expected_kv, self._salts[salt]
+        expected += [rolling ^ salted for rolling in slot.rolling[len(expected) + 1 :]]
+        return expected
+
+    def _gather(self, slot: _Slot, scheduled: ScheduledSequence) -> bool:
+        """Whether the prefix holds something not finite; raises if it is another's."""
+        block_size, start = self.block_size, scheduled.start
+        expected = self._expect(slot, scheduled.salt)[:start]
+        found: list[int] = []
+        for block in slot.block_table[: -(-start // block_size)]:
+            found += self._kv[block]
+        del found[start:]
+        if found == expected:
+            return False
+        for position, (have, want) in enumerate(zip(found, expected, strict=True)):
+            if have not in (want, _POISON):
+                block = slot.block_table[position // block_size]
+                what = "nothing" if have == _UNWRITTEN else "the KV of another prefix"
+                raise AssertionError(
+                    f"{scheduled.seq_key}: block {block} holds {what} at position {position}"
+                )
+        return True
+
+    def _write(self, slot: _Slot, scheduled: ScheduledSequence, *, poison: bool) -> None:
+        start, end = scheduled.start, scheduled.start + scheduled.num_tokens
+        values = self._expect(slot, scheduled.salt)[start:end]
+        for position, value in enumerate(values, start):
+            index, offset = divmod(position, self.block_size)
+            assert index < len(slot.block_table), f"{scheduled.seq_key}: no block for {position}"
+            block = slot.block_table[index]
+            if self._pool is not None:
+                assert self._pool.is_writable(block), (
+                    f"{scheduled.seq_key} writes position {position} to block {block}, which has "
+                    f"{self._pool.ref_count(block)} owners"
+                    f"{' and is in the prefix cache' * self._pool.is_registered(block)}"
+                )
+            self._kv[block][offset] = _POISON if poison else value

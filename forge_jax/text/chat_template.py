@@ -1,0 +1,445 @@
+"""A model's chat template: messages to the text, and to the ids, that the model was trained on.
+
+Templates are Jinja programs that come with checkpoints. They are rendered as Hugging Face renders
+them, in Jinja's sandbox: same environment, same variables, same text. What a client wrote cannot
+become a special token (`encode`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from forge_jax.errors import CheckpointError, ConfigError, RequestError
+from forge_jax.text.tokenizer import Tokenizer, read_json_object
+
+MAX_RENDERED_CHARS = 4 * 1024 * 1024
+MAX_NESTING = 64
+
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+# What a template can raise while it runs on messages of a shape that it does not expect.
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class ChatTemplate:
+    """Renders conversations; compiled once.
+
+    templates       Jinja sources by name: `"default"`, and `"tool_use"` if there is another one for
+                    requests with tools. Without any, every rendering is refused, so that a base
+                    model can be served for completions.
+    special_tokens  variables of the template: `{"bos_token": "<s>", ...}`
+    now             the clock behind `strftime_now`
+
+    Raises `CheckpointError` for a template that is not valid Jinja.
+    """
+
+    def __init__(
+        self,
+        templates: str | Mapping[str, str] | None,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        now: Callable[[], datetime] = datetime.now,
+    ):
+        if isinstance(templates, str):
+            templates = {"default": templates}
+        self.sources = dict(templates or {})
+        self.special_tokens = dict(special_tokens or {})
+        environment = _environment(now)
+        try:
+            self._compiled = {
+                name: environment.from_string(source) for name, source in self.sources.items()
+            }
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the chat template is not valid Jinja: {error} (line {error.lineno}); "
+                "pass another one with --chat-template"
+            ) from error
+
+    @classmethod
+    def from_folder(
+        cls, path: str | Path, tokenizer: Tokenizer, override: str | Path | None = None
+    ) -> ChatTemplate:
+        """The template of a model folder, or the one given as a file or as Jinja text.
+
+        A folder's `chat_template.jinja` comes before the `chat_template` of its
+        `tokenizer_config.json`. Raises `ConfigError` for an override that is neither a file nor
+        Jinja, `CheckpointError` for a folder's broken template.
+        """
+        templates = _folder_templates(Path(path)) if override is None else _given(override)
+        try:
+            return cls(templates, tokenizer.special_tokens)
+        except CheckpointError as error:
+            if override is None:
+                raise
+            raise ConfigError(f"--chat-template: {error.__cause__}") from error
+
+    @property
+    def available(self) -> bool:
+        """Whether the model has a template at all."""
+        return bool(self._compiled)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as text.
+
+        messages                OpenAI's shape. Content is text, or a list of text parts, which are
+                                joined; other parts are refused.
+        add_generation_prompt   end with the beginning of the assistant's turn
+        continue_final_message  leave the last message open, for the model to go on with it
+        kwargs                  further variables of the template (`enable_thinking=False`)
+
+        Raises `RequestError`, with `param` named, for messages that cannot be rendered: the
+        template refuses them, they are no plain JSON, or the text is longer than
+        `MAX_RENDERED_CHARS`.
+        """
+        variables = _variables(messages, tools, documents, kwargs)
+        return self._render(variables, add_generation_prompt, continue_final_message)
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tokenizer: Tokenizer,
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """The conversation as ids: those of the rendered text, special tokens recognised.
+
+        Special tokens written inside messages, tools, documents or kwargs are encoded as the plain
+        text that they are. (Not seen through: a template that puts a special token together from
+        pieces of which a message is one.) Raises `RequestError` as `render` does.
+        """
+        variables = _variables(messages, tools, documents, kwargs)
+        hidden: dict[str, str] | None = None
+        if any(map(tokenizer.spells_special_token, _strings(variables))):
+            hidden = self._placeholders(variables, tokenizer)
+            marks = {token: mark for mark, token in hidden.items()}
+            variables = _replaced(variables, tokenizer.special_pattern, marks)
+        text = self._render(variables, add_generation_prompt, continue_final_message)
+        return tokenizer.encode_template(text, None if hidden is None else _with_escapes(hidden))
+
+    def _render(
+        self, variables: dict[str, Any], add_generation_prompt: bool, continue_final_message: bool
+    ) -> str:
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "add_generation_prompt and continue_final_message exclude each other: set "
+                "add_generation_prompt to false",
+                param="continue_final_message",
+            )
+        template = self._template_for(variables["tools"])
+        final_text = ""
+        if continue_final_message:
+            final_text = _mark_final_message(variables["messages"])
+        # Request variables may replace the model's special tokens, as with Hugging Face.
+        context = {"add_generation_prompt": add_generation_prompt}
+        context |= self.special_tokens | variables
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in template.generate(context):
+                size += len(piece)
+                if size > MAX_RENDERED_CHARS:
+                    raise RequestError(
+                        f"the rendered chat is longer than {MAX_RENDERED_CHARS} characters",
+                        param="messages",
+                    )
+                pieces.append(piece)
+        except _Refusal as error:
+            raise RequestError(str(error), param="messages") from error
+        except _TEMPLATE_FAULTS as error:
+            raise RequestError(
+                f"the chat template cannot render these messages: {type(error).__name__}: {error}",
+                param="messages",
+            ) from error
+        text = "".join(pieces)
+        return _cut_at_final_message(text, final_text) if continue_final_message else text
+
+    def _template_for(self, tools: Any) -> jinja2.Template:
+        template = self._compiled.get("tool_use") if tools is not None else None
+        template = template or self._compiled.get("default")
+        if template is None:
+            raise RequestError(
+                "this model has no chat template: use the completions endpoint, or start the "
+                "server with --chat-template FILE",
+                param="messages",
+            )
+        return template
+
+    def _placeholders(self, variables: dict[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
+        """One private-use character per special token that occurs in the variables.
+
+        None of these characters, nor its escape, occurs in the variables or in the template.
+        """
+        strings = _strings(variables)
+        found = {
+            token: None for text in strings for token in tokenizer.special_pattern.findall(text)
+        }
+        taken = "\0".join([*strings, *self.sources.values(), *self.special_tokens.values()])
+        free = (
+            chr(code)
+            for code in range(0xE000, 0xF900)
+            if chr(code) not in taken and f"u{code:04x}" not in taken
+        )
+        marks = dict(zip(free, found, strict=False))
+        if len(marks) < len(found):
+            raise RequestError("the messages use all private-use characters", param="messages")
+        return marks
+
+
+class _Refusal(jinja2.TemplateError):
+    """The template itself called `raise_exception`."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks what the model wrote, for training: no effect.
+
+    A call block as in Hugging Face's own tag, so that variables are scoped alike.
+    """
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_unchanged")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _unchanged(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _environment(now: Callable[[], datetime]) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    def raise_exception(message: object) -> None:
+        raise _Refusal(str(message))
+
+    def strftime_now(format: str) -> str:
+        return now().strftime(format)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own escapes <, > and & for HTML, which no model was trained on.
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment
+
+
+def _folder_templates(folder: Path) -> dict[str, str]:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return {"default": file.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+    file = folder / "tokenizer_config.json"
+    match read_json_object(file).get("chat_template"):
+        case None:
+            return {}
+        case str(source):
+            return {"default": source}
+        case [*entries]:
+            named = {}
+            for entry in entries:
+                match entry:
+                    case {"name": str(name), "template": str(source)}:
+                        named[name] = source
+                    case _:
+                        raise CheckpointError(f"{file}: chat_template has a malformed entry")
+            return named
+    raise CheckpointError(f"{file}: chat_template must be a string or a list of named templates")
+
+
+def _given(override: str | Path) -> dict[str, str]:
+    """A template from `--chat-template`: Jinja if it has a brace or a line break, else a file."""
+    if isinstance(override, str) and ("{" in override or "\n" in override):
+        return {"default": override}
+    try:
+        return {"default": Path(override).read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template: cannot read {override}: {error}") from error
+
+
+def _variables(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    documents: Sequence[Mapping[str, Any]] | None,
+    kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    if "messages" in kwargs:
+        raise RequestError("a template argument cannot be named messages", param="messages")
+    variables = _plain_json(dict(kwargs), "chat_template_kwargs")
+    variables["messages"] = [_message(m) for m in _plain_json(messages, "messages")]
+    variables["tools"] = _plain_json(tools, "tools")
+    variables["documents"] = _plain_json(documents, "documents")
+    return variables
+
+
+def _message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError("each message must be an object with a role", param="messages")
+    if isinstance(message.get("content"), list):
+        message["content"] = "".join(map(_part_text, message["content"]))
+    # Reasoning goes by several names on the wire. Templates read the first, gpt-oss's the second.
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    if reasoning is not None:
+        return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+def _part_text(part: Any) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": str(kind)} if kind != "text":
+            raise RequestError(
+                f"content of type {kind!r} is not supported: only text is", param="messages"
+            )
+    raise RequestError(
+        'a content part must look like {"type": "text", "text": "..."}', param="messages"
+    )
+
+
+def _plain_json(value: Any, param: str, depth: int = 0) -> Any:
+    """A copy made of dicts, lists, strings, numbers, booleans and None only.
+
+    Templates call methods of what they are given: it must be nothing but data.
+    """
+    if depth > MAX_NESTING:
+        raise RequestError(f"{param} is nested deeper than {MAX_NESTING} levels", param=param)
+    if value is None or type(value) in (bool, int, float):
+        return value
+    # Subclasses lose their own methods, __str__ among them.
+    if isinstance(value, str):
+        return _unicode(str.__str__(value), param)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise RequestError(f"{param}: the keys of an object must be strings", param=param)
+        return {
+            _plain_json(key, param): _plain_json(item, param, depth + 1)
+            for key, item in value.items()
+        }
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [_plain_json(item, param, depth + 1) for item in value]
+    raise RequestError(f"{param} holds a {type(value).__name__}, not plain JSON", param=param)
+
+
+def _unicode(text: str, param: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{param} must be valid Unicode: it has a lone surrogate", param=param
+        ) from error
+    return text
+
+
+def _strings(value: Any) -> list[str]:
+    """Every string in a JSON value, keys included."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list):
+        return [text for item in value for text in _strings(item)]
+    if isinstance(value, dict):
+        return [*value, *(text for item in value.values() for text in _strings(item))]
+    return []
+
+
+def _replaced(value: Any, pattern: re.Pattern[str], marks: Mapping[str, str]) -> Any:
+    """The JSON value with each match of the pattern replaced by its mark, keys included."""
+    if isinstance(value, str):
+        return pattern.sub(lambda match: marks[match[0]], value)
+    if isinstance(value, list):
+        return [_replaced(item, pattern, marks) for item in value]
+    if isinstance(value, dict):
+        return {
+            _replaced(key, pattern, marks): _replaced(item, pattern, marks)
+            for key, item in value.items()
+        }
+    return value
+
+
+def _with_escapes(hidden: Mapping[str, str]) -> dict[str, str]:
+    """Adds the marks as they look when a template prints a dict or asks for ASCII JSON."""
+    return {**hidden, **{f"\\u{ord(mark):04x}": token for mark, token in hidden.items()}}
+
+
+def _mark_final_message(messages: list[dict[str, Any]]) -> str:
+    """Appends the tag to the last message's content and returns the content without it."""
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str):
+        raise RequestError(
+            "continue_final_message needs a last message with text to continue",
+            param="continue_final_message",
+        )
+    messages[-1]["content"] = content + _CONTINUE_TAG
+    return content
+
+
+def _cut_at_final_message(text: str, final_text: str) -> str:
+    """The rendered text up to the end of the final message, without what closes its turn."""
+    tag = _CONTINUE_TAG.strip()
+    if final_text.strip() not in text or tag not in text:
+        raise RequestError(
+            "continue_final_message: the chat template does not show the last message as it is",
+            param="continue_final_message",
+        )
+    end = text.rindex(tag)
+    if text.startswith(_CONTINUE_TAG, end):
+        return text[:end]
+    # The tag lost its own space, so the template trims messages: trim this one too.
+    return text[:end].rstrip()

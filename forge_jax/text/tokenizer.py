@@ -1,0 +1,286 @@
+"""The tokenizer of a model folder: text to ids and back, on top of the `tokenizers` library.
+
+It knows nothing of chats or of streaming. What it adds to the library: the special tokens that
+`tokenizer_config.json` names, the bytes of each token, and an encoding in which chosen parts of the
+text cannot turn into special tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from forge_jax.errors import CheckpointError, RequestError
+from forge_jax.text.token_bytes import ByteStream, TokenBytes
+
+_NOTHING: frozenset[int] = frozenset()
+_UNKNOWN_CHAR = "\U0010fff0"  # private use: in no vocabulary
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with the special tokens of its model.
+
+    backend         the library's tokenizer; truncation and padding are turned off
+    special_tokens  the tokens that the model's configuration names: `{"bos_token": "<s>", ...}`
+    add_bos_token   `encode` must put the BOS token first, whether or not the backend does
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        add_bos_token: bool = False,
+    ):
+        # Limits saved with a tokenizer come from training; here they would cut prompts silently.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.bos_token = self.special_tokens.get("bos_token")
+        self.eos_token = self.special_tokens.get("eos_token")
+        self.bos_token_id = self._id_of(self.bos_token)
+        self.eos_token_id = self._id_of(self.eos_token)
+        self._register_special_tokens()
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.table = TokenBytes.of(backend)  # None: the decoder does not work token by token
+        self._added_text = {i: token.content for i, token in added.items()}
+        self._prepends_bos = (
+            add_bos_token
+            and self.bos_token_id is not None
+            and backend.encode("a").ids[:1] != [self.bos_token_id]
+        )
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer | None:
+        """The tokenizer of a model folder, or None if the folder has no `tokenizer.json`.
+
+        Raises `CheckpointError`, naming the file, if one of the tokenizer's files is broken.
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            return None
+        try:
+            backend = Backend.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises bare Exception for whatever is wrong
+            raise CheckpointError(f"{file} is not a usable tokenizer: {error}") from error
+        config = read_json_object(folder / "tokenizer_config.json")
+        named = _named_tokens(read_json_object(folder / "special_tokens_map.json"))
+        # A false add_bos_token is not acted on: checkpoints carry it next to a post-processor that
+        # adds BOS, and the post-processor is what the model was trained with.
+        return cls(
+            backend,
+            named | _named_tokens(config),
+            add_bos_token=config.get("add_bos_token") is True,
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text; special tokens written in it are recognised.
+
+        Raises `RequestError` for text that is not Unicode (a lone surrogate).
+        """
+        ids = _encode(self.backend, text, add_special_tokens)
+        if add_special_tokens and self._prepends_bos:
+            assert self.bos_token_id is not None
+            ids.insert(0, self.bos_token_id)
+        return ids
+
+    def encode_template(self, text: str, plain_text: Mapping[str, str] | None = None) -> list[int]:
+        """The ids of a rendered chat template, which writes its own special tokens.
+
+        Where `plain_text` is given, its keys are placeholders in `text` that stand for its values,
+        and no special token is recognised except those that `text` spells out before the
+        placeholders are replaced.
+        """
+        if plain_text is None:
+            return _encode(self.backend, text, add_special_tokens=False)
+        return self._guarded.encode(text, plain_text)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of some ids; U+FFFD where their bytes are not UTF-8; unknown ids are skipped.
+
+        It differs from the library in one case: after an invalid byte the byte-fallback decoder
+        there turns the valid characters around it into U+FFFD as well. A stream cannot take back
+        what it sent, so here they stay.
+        """
+        if self.table is None:
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        hidden = self.special_ids if skip_special_tokens else _NOTHING
+        return ByteStream(self.table, hidden).push(ids).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to a text, in bytes; empty for an id outside the vocabulary."""
+        if self.table is not None:
+            return self.table[token_id]
+        if token_id < 0 or self.backend.id_to_token(token_id) is None:
+            return b""
+        return self.backend.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """The token as a printable string: U+FFFD for a part of a character."""
+        added = self._added_text.get(token_id)
+        return self.token_bytes(token_id).decode("utf-8", "replace") if added is None else added
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Finds special tokens in a text, leftmost and longest first, as the library does."""
+        return _alternatives(self._added_text[i] for i in self.special_ids)
+
+    def spells_special_token(self, text: str) -> bool:
+        """Whether encoding the text could give a special id, be it after normalisation."""
+        if self.special_pattern.search(text):
+            return True
+        if self._normalized_pattern is None or self.backend.normalizer is None:
+            return False
+        return bool(self._normalized_pattern.search(self.backend.normalizer.normalize_str(text)))
+
+    @cached_property
+    def _normalized_pattern(self) -> re.Pattern[str] | None:
+        added = self.backend.get_added_tokens_decoder()
+        contents = [added[i].content for i in self.special_ids if added[i].normalized]
+        return _alternatives(contents) if contents else None
+
+    @cached_property
+    def _guarded(self) -> _GuardedEncoder:
+        return _GuardedEncoder(self.backend, self.special_ids, self.special_pattern)
+
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self.backend.token_to_id(token)
+
+    def _register_special_tokens(self) -> None:
+        """A token that the configuration calls special is special, whatever tokenizer.json says."""
+        special = {t.content for t in self.backend.get_added_tokens_decoder().values() if t.special}
+        for token in self.special_tokens.values():
+            # Unknown ones are left out: a new id would lie outside the model's embedding.
+            if token not in special and self._id_of(token) is not None:
+                self.backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+
+
+class _GuardedEncoder:
+    """Encodes text in which only chosen occurrences of special tokens count as such.
+
+    It is a copy of the tokenizer that takes every special token for plain text, with one further
+    token per special token under a name that nobody outside this process knows. The chosen
+    occurrences are spelled by that name, and its id is translated back. So the text is encoded in
+    one piece, and each boundary is treated as the ordinary tokenizer would treat it.
+    """
+
+    def __init__(self, backend: Backend, special_ids: frozenset[int], pattern: re.Pattern[str]):
+        self._backend: Backend = copy.deepcopy(backend)
+        self._backend.encode_special_tokens = True
+        self._pattern = pattern
+        self._name_of: dict[str, str] = {}
+        self._id_of_name: dict[int, int | None] = {}
+        secret = secrets.token_hex(16)
+        added = backend.get_added_tokens_decoder()
+        for i in special_ids:
+            token = added[i]
+            name = f"\U0010fffd{secret}:{i}\U0010fffd"
+            self._add_name(name, i, token.lstrip, token.rstrip, token.single_word)
+            self._name_of[token.content] = name
+        self._separator = f"\U0010fffd{secret}:\U0010fffd"
+        self._add_name(self._separator, None)
+        # Unknown characters may have a special id of their own: it is no control token.
+        self._forbidden = special_ids - set(self._ids(_UNKNOWN_CHAR))
+        # A vocabulary may hold a special token as an ordinary piece too (Unigram models do).
+        self._indivisible = {
+            token for token in self._name_of if self._forbidden & set(self._ids(token))
+        }
+
+    def encode(self, text: str, plain_text: Mapping[str, str]) -> list[int]:
+        text = self._pattern.sub(lambda match: self._name_of[match[0]], text)
+        for placeholder, plain in plain_text.items():
+            text = text.replace(placeholder, self._broken_up(plain))
+        ids = self._ids(text)
+        if not self._forbidden.isdisjoint(ids):
+            raise RequestError(
+                "the text of a message spells a special token that this tokenizer cannot encode "
+                "as text; remove it from the message",
+                param="messages",
+            )
+        translated = (self._id_of_name.get(i, i) for i in ids)
+        return [i for i in translated if i is not None]
+
+    def _add_name(
+        self,
+        name: str,
+        token_id: int | None,
+        lstrip: bool = False,
+        rstrip: bool = False,
+        single_word: bool = False,
+    ) -> None:
+        self._backend.add_tokens(
+            [
+                AddedToken(
+                    name,
+                    lstrip=lstrip,
+                    rstrip=rstrip,
+                    single_word=single_word,
+                    normalized=False,
+                    special=False,
+                )
+            ]
+        )
+        name_id = self._backend.token_to_id(name)
+        assert name_id is not None
+        self._id_of_name[name_id] = token_id
+
+    def _broken_up(self, plain: str) -> str:
+        if plain not in self._indivisible:
+            return plain
+        return plain[:1] + self._separator + plain[1:]
+
+    def _ids(self, text: str) -> list[int]:
+        return _encode(self._backend, text, add_special_tokens=False)
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file.
+
+    Raises `CheckpointError` if the file cannot be read or holds anything else.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`{"eos_token": "</s>", ...}`; a token may be written as a string or with its flags."""
+    named = {}
+    for key, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(content, str):
+            named[key] = content
+    return named
+
+
+def _encode(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    except (TypeError, UnicodeEncodeError) as error:
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise RequestError("text must be valid Unicode: it has a lone surrogate") from error
+        raise
+
+
+def _alternatives(strings: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted((s for s in strings if s), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -1,0 +1,17 @@
+"""Ragged paged attention: one call for decode rows, verify rows and prefill chunks."""
+
+from forge_kernels.attention.api import (
+    IMPLEMENTATIONS,
+    Implementation,
+    kv_storage_dtype,
+    ragged_paged_attention,
+    write_kv,
+)
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Implementation",
+    "kv_storage_dtype",
+    "ragged_paged_attention",
+    "write_kv",
+]

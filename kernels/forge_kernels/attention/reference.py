@@ -1,0 +1,74 @@
+"""Paged attention in plain XLA: the oracle.
+
+Every token walks the block table of its own sequence, one block at a time, all blocks of it. Slow and
+static; differentiable because the walk is a `lax.scan`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NO_SCORE = -1e30  # the running maximum before any score: finite, so that exp(-inf - NO_SCORE) is 0
+
+
+def reference_attention(
+    q: jax.Array,  # float[T, H, D]
+    kv: jax.Array,  # dtype[N, 2, K, bs, D]
+    block_tables: jax.Array,  # i32[S, max_blocks]
+    kv_lens: jax.Array,  # i32[S]
+    cu_q_lens: jax.Array,  # i32[S + 1]
+    num_seqs: jax.Array,  # i32[]
+    *,
+    sm_scale: float,
+    kv_dtype: jnp.dtype,
+) -> jax.Array:  # q.dtype[T, H, D]
+    tokens, heads, head_dim = q.shape
+    _, _, kv_heads, block_size, _ = kv.shape
+    seq, visible = token_rows(tokens, kv_lens, cu_q_lens, num_seqs)
+    tables = block_tables[seq]  # i32[T, max_blocks]
+    grouped = q.astype(jnp.float32).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+
+    def over_block(carry, block_index):
+        top, total, out = carry
+        blocks = kv.at[tables[:, block_index]].get(mode="clip")  # [T, 2, K, bs, D]
+        if kv.dtype == jnp.uint16:
+            blocks = lax.bitcast_convert_type(blocks, kv_dtype)
+        position = block_index * block_size + jnp.arange(block_size)
+        seen = position[None, :] < visible[:, None]  # [T, bs]
+        # Select, never multiply: what is not seen may be NaN. Keys too: else their gradient is 0 * NaN.
+        blocks = jnp.where(seen[:, None, None, :, None], blocks.astype(jnp.float32), 0.0)
+        keys, values = blocks[:, 0], blocks[:, 1]  # [T, K, bs, D]
+        scores = sm_scale * jnp.einsum(
+            "tkgd,tkbd->tkgb", grouped, keys, precision=lax.Precision.HIGHEST
+        )
+        scores = jnp.where(seen[:, None, None, :], scores, -jnp.inf)
+        # The result does not depend on the maximum that is subtracted, so nor does its gradient.
+        new_top = lax.stop_gradient(jnp.maximum(top, scores.max(axis=-1)))
+        weights = jnp.exp(scores - new_top[..., None])
+        decay = jnp.exp(top - new_top)
+        total = total * decay + weights.sum(axis=-1)
+        out = out * decay[..., None] + jnp.einsum(
+            "tkgb,tkbd->tkgd", weights, values, precision=lax.Precision.HIGHEST
+        )
+        return (new_top, total, out), None
+
+    start = (
+        jnp.full(grouped.shape[:3], NO_SCORE, jnp.float32),
+        jnp.zeros(grouped.shape[:3], jnp.float32),
+        jnp.zeros(grouped.shape, jnp.float32),
+    )
+    (_, total, out), _ = lax.scan(over_block, start, jnp.arange(block_tables.shape[1]))
+    out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def token_rows(
+    tokens: int, kv_lens: jax.Array, cu_q_lens: jax.Array, num_seqs: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The sequence of each token (i32[T]) and how many keys it sees (i32[T]; 0 for padding)."""
+    seqs = kv_lens.shape[0]
+    token = jnp.arange(tokens)
+    ended = (cu_q_lens[None, 1:] <= token[:, None]) & (jnp.arange(seqs) < num_seqs)[None, :]
+    seq = jnp.minimum(ended.sum(axis=1, dtype=jnp.int32), seqs - 1)
+    visible = kv_lens[seq] - (cu_q_lens[seq + 1] - 1 - token)
+    return seq, jnp.where(token < cu_q_lens[num_seqs], visible, 0)

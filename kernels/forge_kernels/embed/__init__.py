@@ -1,0 +1,5 @@
+"""Rows of a table, by token."""
+
+from forge_kernels.embed.api import embed
+
+__all__ = ["embed"]

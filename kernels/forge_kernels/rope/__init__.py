@@ -1,0 +1,17 @@
+"""Rotary position embeddings."""
+
+from forge_kernels.rope.api import (
+    apply_rope,
+    inverse_frequencies,
+    linear_scaling,
+    llama3_scaling,
+    rope_tables,
+)
+
+__all__ = [
+    "apply_rope",
+    "inverse_frequencies",
+    "linear_scaling",
+    "llama3_scaling",
+    "rope_tables",
+]

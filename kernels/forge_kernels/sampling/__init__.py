@@ -1,0 +1,19 @@
+"""Sampling: noise by (seed, position), logit processors, filters without a sort, logprobs."""
+
+from forge_kernels.sampling.api import (
+    apply_penalties,
+    filter_threshold,
+    sample,
+    suppress,
+    token_logprobs,
+)
+from forge_kernels.sampling.noise import gumbel
+
+__all__ = [
+    "apply_penalties",
+    "filter_threshold",
+    "gumbel",
+    "sample",
+    "suppress",
+    "token_logprobs",
+]

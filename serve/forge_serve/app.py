@@ -1,0 +1,303 @@
+"""The HTTP application: routes, and how a generation becomes an answer.
+
+It owns no policy of its own: requests are read by `protocol`, answers are written by `responses`,
+and the engine decides what runs. Nothing here can block the engine: a slow reader only holds up
+its own handler, and one that takes nothing for `WRITE_STALL_S` is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import hdrs, web
+
+from forge_serve.config import ServerConfig
+from forge_serve.errors import NotReadyError, UnknownModelError, error_reply
+from forge_serve.generation import Generation, encode_prompts
+from forge_serve.metrics import CONTENT_TYPE, Metrics
+from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, decode
+from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
+
+if TYPE_CHECKING:
+    from forge_jax.engine import Engine, EngineStats
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+WRITE_STALL_S = 30.0
+CLIENT_CLOSED = 499  # what the log and the metrics call an answer that nobody waited for
+
+log = logging.getLogger("forge_serve.requests")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
+_GENERATION = web.RequestKey("generation", Generation)
+_REQUEST_ID_KEY = web.RequestKey("request_id", str)
+_STREAM_HEADERS = {
+    hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8",
+    hdrs.CACHE_CONTROL: "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Service:
+    """The server's state: an engine as soon as there is one, and whether it takes requests."""
+
+    def __init__(self, config: ServerConfig):
+        self.config = config
+        self.engine: Engine | None = None
+        self.stopping = False
+        self.created_s = int(time.time())
+        self.metrics = Metrics(lambda: self.model_name, self.stats)
+
+    @property
+    def model_name(self) -> str:
+        if self.config.served_model_name is not None:
+            return self.config.served_model_name
+        return "" if self.engine is None else self.engine.name
+
+    @property
+    def state(self) -> str:
+        """In one word: "ready" if and only if requests are served."""
+        if self.stopping:
+            return "stopping"
+        if self.engine is None:
+            return "starting"
+        stats = self.engine.stats()
+        if stats.healthy:
+            return stats.state
+        return stats.state if stats.state != "ready" else "failed"
+
+    def stats(self) -> EngineStats | None:
+        return None if self.engine is None else self.engine.stats()
+
+    def ready_engine(self) -> Engine:
+        """Raises `NotReadyError` while the server is starting or stopping."""
+        if self.stopping:
+            raise NotReadyError("the server is shutting down")
+        if self.engine is None:
+            raise NotReadyError("the server is starting: the model is being loaded")
+        return self.engine
+
+    def check_model(self, name: str | None) -> None:
+        """No name means the model that is served.
+
+        Raises:
+          UnknownModelError: for any other name than the served one.
+        """
+        if name is not None and name != self.model_name:
+            raise UnknownModelError(
+                f"the model '{name[:200]}' does not exist; this server has '{self.model_name}'",
+                param="model",
+            )
+
+
+def make_app(service: Service) -> web.Application:
+    """The application. To be run with `handler_cancellation=True`: leaving must stop the work."""
+    endpoints = _Endpoints(service)
+    app = web.Application(middlewares=[endpoints.envelope], client_max_size=MAX_BODY_BYTES)
+    app.on_response_prepare.append(_name_request)
+    app.add_routes(
+        [
+            web.post("/v1/completions", endpoints.completions),
+            web.post("/v1/chat/completions", endpoints.chat_completions),
+            web.get("/v1/models", endpoints.models),
+            web.get("/v1/models/{name:.+}", endpoints.model),
+            web.post("/generate", endpoints.generate),
+            web.post("/v1/generate", endpoints.generate),
+            web.get("/health", endpoints.health),
+            web.get("/healthz", endpoints.health),
+            web.get("/forge/v1/health", endpoints.detailed_health),
+            web.get("/stats", endpoints.stats),
+            web.get("/metrics", endpoints.metrics),
+        ]
+    )
+    return app
+
+
+class _Endpoints:
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def completions(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, CompletionRequest, CompletionForm)
+
+    async def chat_completions(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, ChatRequest, ChatForm)
+
+    async def generate(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, GenerateRequest, GenerateForm)
+
+    async def models(self, http: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [self._card()]})
+
+    async def model(self, http: web.Request) -> web.StreamResponse:
+        self._service.ready_engine()
+        self._service.check_model(http.match_info["name"])
+        return web.json_response(self._card())
+
+    async def health(self, http: web.Request) -> web.StreamResponse:
+        state = self._service.state
+        return web.json_response({"status": state}, status=200 if state == "ready" else 503)
+
+    async def detailed_health(self, http: web.Request) -> web.StreamResponse:
+        state, engine = self._service.state, self._service.engine
+        answer: dict[str, Any] = {"status": state, "model": self._service.model_name or None}
+        if engine is not None:
+            stats = engine.stats()
+            answer |= {
+                "max_model_len": engine.max_model_len,
+                "num_running": stats.num_running,
+                "num_waiting": stats.num_waiting,
+                "steps": stats.steps,
+            }
+        return web.json_response(answer, status=200 if state == "ready" else 503)
+
+    async def stats(self, http: web.Request) -> web.StreamResponse:
+        engine = self._service.ready_engine()
+        return web.json_response(dataclasses.asdict(engine.stats()))
+
+    async def metrics(self, http: web.Request) -> web.StreamResponse:
+        text = self._service.metrics.text()
+        return web.Response(body=text, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
+
+    def _card(self) -> dict[str, Any]:
+        engine = self._service.ready_engine()
+        return {
+            "id": self._service.model_name,
+            "object": "model",
+            "created": self._service.created_s,
+            "owned_by": "forge-jax",
+            "root": engine.name,
+            "parent": None,
+            "max_model_len": engine.max_model_len,
+        }
+
+    async def _generate(
+        self,
+        http: web.Request,
+        kind: type[CompletionRequest] | type[ChatRequest] | type[GenerateRequest],
+        form_type: Callable[..., ResponseForm],
+    ) -> web.StreamResponse:
+        engine = self._service.ready_engine()
+        request = decode(await http.read(), kind)
+        self._service.check_model(request.model)
+        params = request.sampling_params()
+        prompts = await encode_prompts(engine, request)
+        response_id = f"{form_type.id_prefix}-{uuid.uuid4().hex}"  # type: ignore[attr-defined]
+        form = form_type(
+            request,
+            prompts,
+            engine.tokenizer,
+            response_id=response_id,
+            model=self._service.model_name,
+            created_s=int(time.time()),
+        )
+        generation = Generation(
+            engine,
+            prompts,
+            params,
+            request_id=response_id,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+            metrics=self._service.metrics,
+        )
+        http[_GENERATION] = generation
+        try:
+            if request.streams:
+                return await _stream(http, generation, form, request.stream_usage_always)
+            async for news in generation:
+                for choice, delta in news:
+                    form.add(choice, delta)
+            body = form.body(generation.usage)
+            return web.Response(body=body, content_type="application/json")
+        finally:
+            generation.close()
+
+    @web.middleware
+    async def envelope(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Around every request: its id, its error as JSON, its count, its line in the log."""
+        given = request.headers.get("X-Request-Id", "")
+        request[_REQUEST_ID_KEY] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        begin_s, status = time.monotonic(), CLIENT_CLOSED
+        try:
+            response = await handler(request)
+            status = response.status
+        except Exception as error:
+            response = error_reply(error).response()
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                response.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
+            status = response.status
+        finally:
+            self._count(request, status, time.monotonic() - begin_s)
+        return response
+
+    def _count(self, http: web.Request, status: int, seconds: float) -> None:
+        resource = http.match_info.route.resource
+        path = resource.canonical if resource is not None else "none"
+        method = http.method if http.method in hdrs.METH_ALL else "other"
+        self._service.metrics.http(path, method, status)
+        if not self._service.config.request_log or method != hdrs.METH_POST:
+            return
+        generation = http.get(_GENERATION)
+        log.info(
+            "request id=%s response=%s path=%s status=%d prompt_tokens=%d output_tokens=%d "
+            "seconds=%.3f",
+            http[_REQUEST_ID_KEY],
+            generation.request_id if generation else "none",
+            path,
+            status,
+            generation.num_prompt_tokens if generation else 0,
+            generation.num_output_tokens if generation else 0,
+            seconds,
+        )
+
+
+async def _name_request(http: web.Request, response: web.StreamResponse) -> None:
+    request_id = http.get(_REQUEST_ID_KEY)
+    if request_id is not None:
+        response.headers["X-Request-Id"] = request_id
+
+
+async def _stream(
+    http: web.Request, generation: Generation, form: ResponseForm, usage_always: bool
+) -> web.StreamResponse:
+    """One write per step, with the events of all choices of that step.
+
+    A failure after the headers is an event with an `error`, and no `[DONE]` after it.
+    """
+    response = web.StreamResponse(headers=_STREAM_HEADERS)
+    await response.prepare(http)
+    try:
+        try:
+            async for news in generation:
+                usage = generation.usage if usage_always else None
+                events = [form.events(choice, delta, usage) for choice, delta in news]
+                if not generation.unfinished:
+                    events.append(form.end(generation.usage))
+                await _write(response, b"".join(events))
+        except (ConnectionError, TimeoutError):
+            raise
+        except Exception as error:
+            await _write(response, b"data: " + error_reply(error).body() + b"\n\n")
+        await response.write_eof()
+    except TimeoutError:
+        log.warning("gave up a client that read nothing for %.0f s", WRITE_STALL_S)
+        if http.transport is not None:
+            http.transport.abort()
+    except ConnectionError:
+        pass  # the client has gone; the caller aborts the generation
+    return response
+
+
+async def _write(response: web.StreamResponse, data: bytes) -> None:
+    if not data:
+        return
+    async with asyncio.timeout(WRITE_STALL_S):
+        await response.write(data)

@@ -1,0 +1,154 @@
+"""The command `forge-jax`. Its flags, their help and their defaults are the configuration's fields.
+
+Nothing heavy is imported before the flags have been read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import forge_jax
+from forge_jax.config import BatchConfig, CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from forge_jax.errors import ForgeError
+from forge_serve.config import ServerConfig
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "KV cache": CacheConfig,
+    "batch": BatchConfig,
+    "device": ParallelConfig,
+    "server": ServerConfig,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One field of the configuration as the command line knows it."""
+
+    name: str  # of the field
+    flag: str
+    doc: str
+    default: Any
+    type: Callable[[str], Any]
+    choices: tuple[str, ...] | None
+    switch: bool  # takes no value and inverts the default
+
+    @property
+    def metavar(self) -> str | None:
+        if self.switch or self.choices is not None:
+            return None
+        return {int: "N", float: "X"}.get(self.type, "TEXT")  # type: ignore[call-overload]
+
+    @property
+    def default_text(self) -> str:
+        if self.switch:
+            return "off"
+        if self.default is None:
+            return "not set" if self.type is str else "auto"
+        return str(self.default)
+
+
+def flags(section: type) -> Iterator[Flag]:
+    """The flags of one section's fields, in their order."""
+    hints = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        flag = field.metadata.get("flag", "--" + field.name.replace("_", "-"))
+        if flag is None:
+            continue
+        kind, choices = _value_type(hints[field.name])
+        yield Flag(
+            name=field.name,
+            flag=flag,
+            doc=field.metadata["doc"],
+            default=field.default,
+            type=kind,
+            choices=choices,
+            switch=kind is bool,
+        )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="forge-jax", description="An LLM inference engine compiled by JAX/XLA."
+    )
+    parser.add_argument("--version", action="version", version=f"forge-jax {forge_jax.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Serve a model over HTTP, in OpenAI's protocol.",
+    )
+    model = {field.name: field for field in dataclasses.fields(ModelConfig)}["model"]
+    serve.add_argument(
+        "model",
+        nargs="?",
+        default=model.default,
+        metavar="MODEL",
+        help=f"{model.metadata['doc']} (default: {model.default})",
+    )
+    for title, section in SECTIONS.items():
+        group = serve.add_argument_group(title)
+        for flag in flags(section):
+            _add(group, flag)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = vars(make_parser().parse_args(argv))
+    options.pop("command")
+    try:
+        server_names = {field.name for field in dataclasses.fields(ServerConfig)}
+        server = ServerConfig(**{name: options.pop(name) for name in server_names})
+        engine = EngineConfig.from_options(**options)
+        from forge_serve.server import serve
+
+        return serve(engine, server)
+    except ForgeError as error:
+        print(f"forge-jax: {error}", file=sys.stderr)
+        return 1
+
+
+def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    doc = flag.doc.replace("%", "%%")
+    if flag.switch:
+        action = "store_false" if flag.default else "store_true"
+        group.add_argument(flag.flag, dest=flag.name, action=action, help=doc)
+        return
+    group.add_argument(
+        flag.flag,
+        dest=flag.name,
+        default=flag.default,
+        type=_or_auto(flag.type) if flag.default_text == "auto" else flag.type,
+        choices=flag.choices,
+        metavar=flag.metavar,
+        help=doc if flag.default is None else f"{doc} (default: {flag.default})",
+    )
+
+
+def _or_auto(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        return None if text == "auto" else kind(text)
+
+    parse.__name__ = getattr(kind, "__name__", "value")  # argparse names it in its message
+    return parse
+
+
+def _value_type(hint: Any) -> tuple[Callable[[str], Any], tuple[str, ...] | None]:
+    """How the text of a flag becomes a value of this type, and which values there are."""
+    if typing.get_origin(hint) is types.UnionType:
+        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+    if typing.get_origin(hint) is Literal:
+        return str, typing.get_args(hint)
+    assert hint in (bool, int, float, str), f"no flag can hold a {hint}"
+    return hint, None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

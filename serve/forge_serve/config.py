@@ -1,0 +1,35 @@
+"""The server's own configuration, beside the engine's: frozen, every default written once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge_jax.config import option
+from forge_jax.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of the machine's")
+    port: int = option(8000, "port to listen on; 0: any free one")
+    served_model_name: str | None = option(
+        None, "name of the model in requests and answers; default: MODEL as given"
+    )
+    request_log: bool = option(True, "do not log a line per request", flag="--no-request-log")
+    drain_timeout_s: float = option(
+        30.0, "seconds that running requests get to finish on SIGTERM", flag="--drain-timeout"
+    )
+    fake: bool = option(
+        False, "serve a fake device without weights: deterministic text at any speed"
+    )
+    fake_step_time_ms: float = option(0.0, "milliseconds that a step of the fake device takes")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be between 0 and 65535, not {self.port}")
+        for flag, value in (
+            ("--drain-timeout", self.drain_timeout_s),
+            ("--fake-step-time-ms", self.fake_step_time_ms),
+        ):
+            if not value >= 0:
+                raise ConfigError(f"{flag} must not be negative, not {value}")

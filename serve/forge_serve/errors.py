@@ -1,0 +1,108 @@
+"""What an exception becomes on the wire: a status and OpenAI's error body.
+
+Only messages that forge-jax wrote for clients go out. Anything else is logged here and answered
+with a fixed text, so that no traceback, repr or path leaves the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import msgspec
+from aiohttp import web
+
+from forge_jax.errors import (
+    ContextLengthError,
+    EngineError,
+    ForgeError,
+    NumericalError,
+    OverloadedError,
+    RequestError,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_CHARS = 500
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that this server does not serve."""
+
+
+class NotReadyError(ForgeError):
+    """The server takes no requests at the moment: it is starting or stopping."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 5.0):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """An error as the client will see it."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float | None = None
+
+    def body(self) -> bytes:
+        """`{"error": {...}}`, as JSON."""
+        error = {
+            "message": self.message[:MAX_MESSAGE_CHARS],
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> web.Response:
+        response = web.Response(
+            status=self.status, body=self.body(), content_type="application/json"
+        )
+        if self.retry_after_s is not None:
+            response.headers["Retry-After"] = str(math.ceil(self.retry_after_s))
+        return response
+
+
+def error_reply(error: BaseException) -> ErrorReply:
+    """The reply to an exception; one that is nobody's on purpose is logged with its traceback."""
+    match error:
+        case UnknownModelError():
+            code = "model_not_found"
+            return ErrorReply(404, str(error), "invalid_request_error", error.param, code)
+        case ContextLengthError():
+            code = "context_length_exceeded"
+            return ErrorReply(400, str(error), "invalid_request_error", error.param, code)
+        case RequestError():
+            return ErrorReply(400, str(error), "invalid_request_error", error.param)
+        case OverloadedError():
+            retry_after_s = error.retry_after_s
+            return ErrorReply(503, str(error), "server_error", None, "overloaded", retry_after_s)
+        case NotReadyError():
+            retry_after_s = error.retry_after_s
+            return ErrorReply(503, str(error), "server_error", None, "not_ready", retry_after_s)
+        case NumericalError():
+            return ErrorReply(500, str(error), "server_error", None, "numerical_error")
+        case EngineError():
+            log.error("the engine refused or lost a request: %s", error)
+            message = "the engine is not available: it failed or is shutting down"
+            return ErrorReply(503, message, "server_error", None, "engine_unavailable")
+        case web.HTTPRequestEntityTooLarge():
+            message = "the body of the request is larger than this server accepts"
+            return ErrorReply(413, message, "invalid_request_error", None, "request_too_large")
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            message = f"this path does not take this method; it takes {allowed}"
+            return ErrorReply(405, message, "invalid_request_error", None, "method_not_allowed")
+        case web.HTTPNotFound():
+            message = "there is nothing at this path"
+            return ErrorReply(404, message, "invalid_request_error", None, "not_found")
+        case web.HTTPException():
+            kind = "server_error" if error.status >= 500 else "invalid_request_error"
+            return ErrorReply(error.status, error.reason, kind)
+        case _:
+            log.error("a request failed unexpectedly", exc_info=error)
+            return ErrorReply(500, "internal error", "server_error", None, "internal_error")

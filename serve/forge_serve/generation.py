@@ -1,0 +1,211 @@
+"""One client request in the engine: its prompts, their streams merged, and what was counted.
+
+A request has P prompts with n samples each; its choices are numbered `prompt * n + sample`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from forge_jax.errors import EngineError, RequestError
+from forge_jax.sampling_params import SamplingParams
+from forge_serve.metrics import Metrics
+from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest
+
+if TYPE_CHECKING:
+    from forge_jax.engine import Engine, Stream
+    from forge_jax.outputs import Delta
+    from forge_jax.text import Tokenizer
+
+# A shorter text is tokenised on the event loop: in less time than handing it to a thread takes.
+THREAD_FROM_CHARS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: list[int]
+    text: str | None = None  # as the client wrote it; None: it sent token ids, or a chat
+
+
+async def encode_prompts(
+    engine: Engine, request: CompletionRequest | ChatRequest | GenerateRequest
+) -> list[Prompt]:
+    """The prompts of a request as token ids; long texts are tokenised in a thread.
+
+    Raises:
+      RequestError: the model lacks a tokenizer or a chat template, or the text cannot be encoded.
+    """
+    if isinstance(request, ChatRequest):
+        return [await _encode_chat(engine, request)]
+    given = request.prompts() if isinstance(request, CompletionRequest) else [request.prompt]
+    special = True if request.add_special_tokens is None else request.add_special_tokens
+    return [
+        Prompt(await _encode_text(engine.tokenizer, item, special), item)
+        if isinstance(item, str)
+        else Prompt(item)
+        for item in given
+    ]
+
+
+async def _encode_text(tokenizer: Tokenizer | None, text: str, special: bool) -> list[int]:
+    if tokenizer is None:
+        raise RequestError(
+            "this model has no tokenizer: send the prompt as token ids", param="prompt"
+        )
+    if len(text) < THREAD_FROM_CHARS:
+        return tokenizer.encode(text, special)
+    return await asyncio.to_thread(tokenizer.encode, text, special)
+
+
+async def _encode_chat(engine: Engine, request: ChatRequest) -> Prompt:
+    tokenizer, template = engine.tokenizer, engine.chat_template
+    if tokenizer is None:
+        raise RequestError(
+            "this model has no tokenizer: send token ids to /v1/completions", param="messages"
+        )
+    if template is None or not template.available:
+        raise RequestError(
+            "this model has no chat template: use /v1/completions, "
+            "or start the server with --chat-template FILE",
+            param="messages",
+        )
+    messages = request.template_messages()
+    options = request.template_options()
+    if sum(len(message["content"]) for message in messages) < THREAD_FROM_CHARS:
+        return Prompt(template.encode(messages, tokenizer, **options))
+    return Prompt(await asyncio.to_thread(template.encode, messages, tokenizer, **options))
+
+
+class Usage(msgspec.Struct):
+    """Tokens of a request, in OpenAI's words."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class Generation:
+    """Submits the prompts of one request; iterating gives `(choice, delta)` pairs, step by step.
+
+    `close` must be called at the end, however it comes: it aborts what still runs.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int,
+        cache_salt: str,
+        metrics: Metrics,
+    ):
+        self.request_id = request_id
+        self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self.num_output_tokens = 0
+        self.unfinished = len(prompts) * params.n
+        self._n = params.n
+        self._metrics = metrics
+        self._submitted_s = time.monotonic()
+        self._last_s: list[float | None] = [None] * len(prompts)  # of its last tokens, by prompt
+        self._cached = [0] * len(prompts)
+        self._streams: list[Stream] = []
+        self._arrived: asyncio.Queue[tuple[int, list[Delta]]] = asyncio.Queue()
+        self._forwards: list[asyncio.Task[None]] = []
+        try:
+            for i, prompt in enumerate(prompts):
+                self._streams.append(
+                    engine.submit(
+                        prompt.token_ids,
+                        params,
+                        request_id=f"{request_id}-{i}",
+                        priority=priority,
+                        cache_salt=cache_salt,
+                    )
+                )
+        except BaseException:
+            self._abort()
+            raise
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_output_tokens,
+            total_tokens=self.num_prompt_tokens + self.num_output_tokens,
+            prompt_tokens_details={"cached_tokens": sum(self._cached)},
+        )
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> list[tuple[int, Delta]]:
+        """Everything that has arrived since the last time: a step's news, or more.
+
+        Raises:
+          ForgeError: a sample failed, or the engine gave it up; the others are lost with it.
+        """
+        if not self.unfinished:
+            raise StopAsyncIteration
+        if len(self._streams) == 1:
+            return self._account(0, await anext(self._streams[0]))
+        if not self._forwards:
+            self._forwards = [
+                asyncio.create_task(self._forward(i)) for i in range(len(self._streams))
+            ]
+        # All streams of a step are fed in one go, so the queue holds the whole step on waking up.
+        news = self._account(*await self._arrived.get())
+        while not self._arrived.empty():
+            news += self._account(*self._arrived.get_nowait())
+        return news
+
+    def close(self) -> None:
+        """Aborts what still runs, and counts the request."""
+        if self.unfinished:
+            self._metrics.finished("abort", self.unfinished)
+            self.unfinished = 0
+        self._abort()
+        e2e_s = time.monotonic() - self._submitted_s
+        self._metrics.request(self.num_prompt_tokens, self.num_output_tokens, e2e_s)
+
+    async def _forward(self, prompt: int) -> None:
+        async for deltas in self._streams[prompt]:
+            self._arrived.put_nowait((prompt, deltas))
+
+    def _abort(self) -> None:
+        for task in self._forwards:
+            task.cancel()
+        for stream in self._streams:
+            stream.abort()
+
+    def _account(self, prompt: int, deltas: list[Delta]) -> list[tuple[int, Delta]]:
+        num_tokens = 0
+        for delta in deltas:
+            num_tokens += len(delta.token_ids)
+            if delta.num_cached_tokens:
+                self._cached[prompt] = max(self._cached[prompt], delta.num_cached_tokens)
+            if delta.finish_reason is not None:
+                self.unfinished -= 1
+                self._metrics.finished(delta.finish_reason)
+                if delta.finish_reason == "error":
+                    raise delta.error or EngineError("the engine gave no reason")
+                if delta.finish_reason == "abort":
+                    raise EngineError("the engine is shutting down")
+        self.num_output_tokens += num_tokens
+        if num_tokens:
+            now_s = time.monotonic()
+            last_s = self._last_s[prompt]
+            if last_s is None:
+                self._metrics.first_token(now_s - self._submitted_s)
+            else:
+                self._metrics.later_tokens(now_s - last_s, deltas)
+            self._last_s[prompt] = now_s
+        return [(prompt * self._n + delta.index, delta) for delta in deltas]

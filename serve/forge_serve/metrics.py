@@ -1,0 +1,176 @@
+"""Prometheus metrics: the names that dashboards of this field query, under the prefix `forge:`.
+
+Counters and gauges of the engine are read from its statistics when they are scraped; the server
+observes its histograms once per step and request, never per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from forge_jax.engine import EngineStats
+    from forge_jax.outputs import Delta
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+_REQUEST_LATENCY_S = (
+    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30),
+    *(40, 50, 60, 120, 240, 480, 960, 1920, 7680),
+)
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
+    *(0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+# Small models answer faster than the usual first bucket of 10 ms.
+_INTER_TOKEN_S = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15),
+    *(0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+_TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+
+
+class Metrics:
+    """Everything that /metrics shows.
+
+    `stats` gives the engine's statistics, or None as long as there is no engine.
+    """
+
+    def __init__(self, model_name: Callable[[], str], stats: Callable[[], EngineStats | None]):
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self.registry.register(_EngineCollector(model_name, stats))
+        self._http = Counter(
+            "http_requests",
+            "HTTP requests answered",
+            ("handler", "method", "status"),
+            registry=self.registry,
+        )
+        self._success = Counter(
+            "forge:request_success",
+            "Finished sequences, by reason",
+            ("model_name", "finished_reason"),
+            registry=self.registry,
+        )
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "From submission to the first token", _FIRST_TOKEN_S
+        )
+        self._inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between the tokens of a sequence", _INTER_TOKEN_S
+        )
+        self._e2e = self._histogram(
+            "e2e_request_latency_seconds", "From submission to the last token", _REQUEST_LATENCY_S
+        )
+        self._prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a request", _TOKENS
+        )
+        self._generation_tokens = self._histogram(
+            "request_generation_tokens", "Output tokens of a request", _TOKENS
+        )
+        self._observers: _Observers | None = None
+
+    def http(self, handler: str, method: str, status: int) -> None:
+        self._http.labels(handler, method, str(status)).inc()
+
+    def finished(self, reason: str, count: int = 1) -> None:
+        self._bound.success[reason].inc(count)
+
+    def first_token(self, seconds: float) -> None:
+        self._bound.first_token.observe(seconds)
+
+    def later_tokens(self, seconds: float, deltas: Sequence[Delta]) -> None:
+        """`deltas` arrived that long after the ones before them: one observation for them all."""
+        first = deltas[0].index
+        steps = sum(len(delta.token_ids) for delta in deltas if delta.index == first)
+        self._bound.inter_token.observe(seconds / max(steps, 1))
+
+    def request(self, prompt_tokens: int, generation_tokens: int, e2e_s: float) -> None:
+        bound = self._bound
+        bound.prompt_tokens.observe(prompt_tokens)
+        bound.generation_tokens.observe(generation_tokens)
+        bound.e2e.observe(e2e_s)
+
+    def text(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, doc: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(
+            f"forge:{name}", doc, ("model_name",), buckets=buckets, registry=self.registry
+        )
+
+    @property
+    def _bound(self) -> _Observers:
+        """The metrics with their labels, looked up once there is a model to name in them."""
+        if self._observers is None:
+            self._observers = _Observers(self, self._model_name())
+        return self._observers
+
+
+class _Observers:
+    def __init__(self, metrics: Metrics, model_name: str):
+        self.success = {
+            reason: metrics._success.labels(model_name, reason) for reason in FINISH_REASONS
+        }
+        self.first_token = metrics._first_token.labels(model_name)
+        self.inter_token = metrics._inter_token.labels(model_name)
+        self.e2e = metrics._e2e.labels(model_name)
+        self.prompt_tokens = metrics._prompt_tokens.labels(model_name)
+        self.generation_tokens = metrics._generation_tokens.labels(model_name)
+
+
+class _EngineCollector(Collector):
+    """The engine's own counters, read when they are asked for."""
+
+    def __init__(self, model_name: Callable[[], str], stats: Callable[[], EngineStats | None]):
+        self._model_name = model_name
+        self._stats = stats
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        if stats is None:
+            return
+        gauges = {
+            "num_requests_running": ("Sequences in the running batch", stats.num_running),
+            "num_requests_waiting": ("Sequences waiting for a slot", stats.num_waiting),
+            "kv_cache_usage_perc": (
+                "Part of the KV blocks held by live sequences; 1 is all of them",
+                stats.num_used_blocks / max(stats.num_blocks, 1),
+            ),
+        }
+        counters = {
+            "prompt_tokens": ("Prompt tokens of admitted requests", stats.prompt_tokens),
+            "generation_tokens": ("Output tokens", stats.generation_tokens),
+            "num_preemptions": ("Sequences preempted for lack of blocks", stats.preemptions),
+            "prefix_cache_queries": (
+                "Prompt tokens looked up in the prefix cache",
+                stats.prefix_cache_queries,
+            ),
+            "prefix_cache_hits": (
+                "Prompt tokens found in the prefix cache",
+                stats.prefix_cache_hits,
+            ),
+            "engine_steps": ("Steps dispatched", stats.steps),
+            "compilations_after_ready": (
+                "Compilations after start-up; more than 0 is a defect",
+                stats.compilations_after_ready,
+            ),
+        }
+        label = [self._model_name()]
+        for name, (doc, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"forge:{name}", doc, labels=["model_name"])
+            gauge.add_metric(label, value)
+            yield gauge
+        for name, (doc, value) in counters.items():
+            counter = CounterMetricFamily(f"forge:{name}", doc, labels=["model_name"])
+            counter.add_metric(label, value)
+            yield counter

@@ -1,0 +1,416 @@
+"""What clients may send: the request bodies, and what the engine is asked for in their name.
+
+Fields follow OpenAI's protocol and the extensions that the field's engines share. Unknown fields
+are ignored and `null` means "the default"; numbers may come as strings or as floats without a
+fraction. A field that would change the output and is not implemented is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from forge_jax.errors import RequestError
+from forge_jax.sampling_params import MAX_LOGPROBS, SamplingParams
+
+MAX_JSON_DEPTH = 64
+MAX_PROMPTS = 1024
+MAX_CACHE_SALT_CHARS = 128
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions, by OpenAI's reference
+
+_SAMPLING_FIELDS = (
+    "n",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+
+_TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents"})
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """The fields that all generating endpoints share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None  # lower is served first
+    cache_salt: str | None = None
+    user: str | None = None
+
+    # Refused unless null, false or empty.
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    use_beam_search: Any = None
+    prompt_logprobs: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    truncate_prompt_tokens: Any = None
+
+    _REFUSED: ClassVar[Mapping[str, str]] = {
+        "structured_outputs": "structured output is not supported yet",
+        "guided_json": "structured output is not supported yet",
+        "guided_regex": "structured output is not supported yet",
+        "guided_choice": "structured output is not supported yet",
+        "guided_grammar": "structured output is not supported yet",
+        "use_beam_search": "beam search is not supported",
+        "prompt_logprobs": "not supported: use echo with logprobs in /v1/completions",
+        "allowed_token_ids": "not supported: use logit_bias",
+        "bad_words": "not supported: use logit_bias",
+        "truncate_prompt_tokens": "not supported: send a shorter prompt",
+    }
+
+    @property
+    def num_samples(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def stream_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def stream_usage_always(self) -> bool:
+        """Whether every chunk carries the usage so far."""
+        options = self.stream_options
+        return self.stream_usage and bool(options and options.continuous_usage_stats)
+
+    def check(self) -> None:
+        """Refuses what is not implemented and what contradicts itself.
+
+        Raises:
+          RequestError: with `param` named.
+        """
+        for name, reason in self._REFUSED.items():
+            if getattr(self, name):
+                raise RequestError(f"{name}: {reason}", param=name)
+        _check_response_format(self.response_format)
+        if self.stream_options is not None and not self.streams:
+            raise RequestError(
+                "stream_options is only allowed with stream: true", param="stream_options"
+            )
+        if self.best_of is not None and self.best_of != self.num_samples:
+            raise RequestError(
+                "best_of is not supported unless it equals n; ask for n samples", param="best_of"
+            )
+        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_CACHE_SALT_CHARS:
+            raise RequestError(
+                f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters", param="cache_salt"
+            )
+        if self.priority is not None and not -(2**31) <= self.priority < 2**31:
+            raise RequestError("priority must fit 32 bits", param="priority")
+
+    def _sampling_params(self, **more: Any) -> SamplingParams:
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        options = {name: value for name, value in given.items() if value is not None}
+        if self.stop is not None:
+            options["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return SamplingParams(**options, **more)
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: Any = None
+    prompt_embeds: Any = None
+
+    _REFUSED: ClassVar[Mapping[str, str]] = {
+        **GenerationRequest._REFUSED,
+        "suffix": "insertion is not supported",
+        "prompt_embeds": "embeddings as a prompt are not supported",
+    }
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or a list of token ids.
+
+        Raises:
+          RequestError: for an empty list, a mixed one, or too many.
+        """
+        return _prompts(self.prompt)
+
+    def sampling_params(self) -> SamplingParams:
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return self._sampling_params(
+            max_tokens=max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
+
+
+class GenerateRequest(GenerationRequest, kw_only=True):
+    """POST /generate and /v1/generate: one prompt, one sample."""
+
+    prompt: str | list[int]
+    max_new_tokens: int | None = None
+
+    def check(self) -> None:
+        GenerationRequest.check(self)
+        if self.num_samples != 1:
+            raise RequestError("n must be 1 here: use /v1/completions", param="n")
+
+    def sampling_params(self) -> SamplingParams:
+        given = (self.max_tokens, self.max_new_tokens)
+        max_tokens = next((m for m in given if m is not None), DEFAULT_MAX_TOKENS)
+        return self._sampling_params(max_tokens=max_tokens)
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    role: Literal["system", "user", "assistant", "tool", "developer"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tool_choice: Any = None
+    modalities: list[str] | None = None
+    chat_template: Any = None
+    tools: Any = None
+    functions: Any = None
+    documents: Any = None
+    audio: Any = None
+
+    _REFUSED: ClassVar[Mapping[str, str]] = {
+        **GenerationRequest._REFUSED,
+        "chat_template": "not accepted from clients; the server's --chat-template sets it",
+        "tools": "tools are not supported yet",
+        "functions": "functions are not supported",
+        "documents": "documents are not supported yet",
+        "audio": "audio is not supported",
+    }
+
+    def check(self) -> None:
+        GenerationRequest.check(self)
+        if self.tool_choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice: tools are not supported yet", param="tool_choice")
+        if self.modalities not in (None, [], ["text"]):
+            raise RequestError("modalities: only text is supported", param="modalities")
+        if not self.messages:
+            raise RequestError("messages must not be empty", param="messages")
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise RequestError(
+                    "add_generation_prompt and continue_final_message exclude each other",
+                    param="continue_final_message",
+                )
+            if self.messages[-1].role != "assistant":
+                raise RequestError(
+                    "continue_final_message needs an assistant's message at the end",
+                    param="continue_final_message",
+                )
+        for name in _TEMPLATE_VARIABLES & (self.chat_template_kwargs or {}).keys():
+            raise RequestError(
+                f"chat_template_kwargs must not set {name}", param=f"chat_template_kwargs.{name}"
+            )
+        if self.top_logprobs is not None:
+            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+                raise RequestError(
+                    f"top_logprobs must be between 0 and {MAX_LOGPROBS}", param="top_logprobs"
+                )
+            if self.top_logprobs and not self.logprobs:
+                raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.max_completion_tokens is not None and self.max_completion_tokens < 0:
+            raise RequestError(
+                "max_completion_tokens must not be negative", param="max_completion_tokens"
+            )
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages as a chat template takes them: plain dictionaries, contents as text.
+
+        Raises:
+          RequestError: for a content part that is not text.
+        """
+        return [_template_message(i, message) for i, message in enumerate(self.messages)]
+
+    def template_options(self) -> dict[str, Any]:
+        """The other arguments of the chat template."""
+        continues = bool(self.continue_final_message)
+        generation = self.add_generation_prompt
+        return {
+            **(self.chat_template_kwargs or {}),
+            "add_generation_prompt": not continues if generation is None else generation,
+            "continue_final_message": continues,
+        }
+
+    def sampling_params(self) -> SamplingParams:
+        given = (self.max_completion_tokens, self.max_tokens)
+        return self._sampling_params(
+            max_tokens=next((m for m in given if m is not None), None),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+_DECODERS: dict[type[GenerationRequest], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind, strict=False)
+    for kind in (CompletionRequest, ChatRequest, GenerateRequest)
+}
+_MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
+_PATH = re.compile(r"^(?P<message>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+# A string literal is one match whether or not it is closed, so that the scan is linear.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+
+
+def decode[Body: GenerationRequest](body: bytes, kind: type[Body]) -> Body:
+    """Reads and checks a request body.
+
+    Raises:
+      RequestError: for anything that is not JSON, or not of the right form; `param` is the path.
+    """
+    _check_depth(body)
+    try:
+        request = _DECODERS[kind].decode(body)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        detail = str(error) if isinstance(error, msgspec.DecodeError) else "it is not UTF-8"
+        raise RequestError(f"the body is not valid JSON: {detail}") from error
+    request.check()
+    return request
+
+
+def _validation_error(text: str) -> RequestError:
+    match = _PATH.match(text)
+    assert match is not None
+    message, path = match["message"], match["path"]
+    missing = _MISSING_FIELD.match(message)
+    if missing is not None:
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return RequestError(f"{path} is required", param=path)
+    if not path:
+        return RequestError(f"the body is not a valid request: {message}")
+    return RequestError(f"{path}: {message}", param=path)
+
+
+def _check_depth(body: bytes) -> None:
+    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
+        return
+    brackets = _STRING.sub(b"", body).translate(_ONE_KIND, _NOT_BRACKETS)
+    for _ in range(MAX_JSON_DEPTH):  # each round takes away the innermost level
+        if not brackets:
+            return
+        brackets = brackets.replace(b"[]", b"")
+    if brackets:
+        raise RequestError(
+            "the body is not valid JSON: its brackets do not match, "
+            f"or are nested deeper than {MAX_JSON_DEPTH} levels"
+        )
+
+
+def _check_response_format(response_format: Any) -> None:
+    if not response_format:
+        return
+    if isinstance(response_format, dict) and response_format.get("type") == "text":
+        return
+    raise RequestError(
+        "response_format: only text is supported yet; structured output is not",
+        param="response_format",
+    )
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("prompt must not be empty", param="prompt")
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        raise RequestError(
+            "prompt must be a text, a list of texts, a list of token ids or a list of those",
+            param="prompt",
+        )
+    if kinds == {int}:
+        return [prompt]  # type: ignore[list-item]
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(
+            f"prompt has {len(prompt)} prompts; at most {MAX_PROMPTS} in one request",
+            param="prompt",
+        )
+    return prompt  # type: ignore[return-value]
+
+
+def _template_message(i: int, message: Message) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        for j, part in enumerate(content):
+            if part.type != "text" or part.text is None:
+                raise RequestError(
+                    "only text parts are supported in a message",
+                    param=f"messages[{i}].content[{j}]",
+                )
+        content = "".join(part.text for part in content if part.text is not None)
+    if content is None and message.role != "assistant":
+        raise RequestError(
+            f"messages[{i}].content is required for this role", param=f"messages[{i}].content"
+        )
+    plain = msgspec.to_builtins(message)
+    plain["content"] = content if content is not None else ""
+    if message.role == "developer":  # OpenAI's newer word for it; templates know the older one
+        plain["role"] = "system"
+    return plain

@@ -1,0 +1,395 @@
+"""What clients get back: whole bodies and server-sent events, in each endpoint's form.
+
+Everything of an event that stays the same for a request is serialised once; per event only the
+text is escaped.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+
+from forge_jax.schedule.plan import TokenLogprobs
+from forge_serve.generation import Prompt, Usage
+from forge_serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    GenerationRequest,
+)
+
+if TYPE_CHECKING:
+    from forge_jax.outputs import Delta
+    from forge_jax.text import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
+
+_json = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt and its logprobs, which come in pieces, with the deltas of its first choice."""
+
+    prompt: Prompt
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    held: list[tuple[int, Delta]] = field(default_factory=list)  # until they are complete
+
+    @property
+    def scored(self) -> bool:
+        """Whether every token but the first, which has none, has its logprobs."""
+        return len(self.logprobs) >= len(self.prompt.token_ids) - 1
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What has been seen of one choice so far."""
+
+    index: int
+    of: _Prompt
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    offsets: TextOffsets | None = None
+    started: bool = False
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        self.of.logprobs += delta.prompt_logprobs or ()
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+
+class ResponseForm:
+    """One request's answer in the form of its endpoint; `events` while it streams, else `body`."""
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[Prompt],
+        tokenizer: Tokenizer | None,
+        *,
+        response_id: str,
+        model: str,
+        created_s: int,
+    ):
+        self.tokens = TokenNames(tokenizer, skip_special=request.skip_special_tokens is not False)
+        # Without a tokenizer the ids are all that there is to answer with.
+        self.with_token_ids = bool(request.return_token_ids) or tokenizer is None
+        self.include_usage = request.stream_usage
+        self.usage_always = request.stream_usage_always
+        self._common = {
+            "id": response_id,
+            "object": self.whole_object,
+            "created": created_s,
+            "model": model,
+            "system_fingerprint": None,
+        }
+        n = request.num_samples
+        states = [_Prompt(prompt) for prompt in prompts]
+        self._choices = [_Choice(i, states[i // n]) for i in range(len(prompts) * n)]
+        chunk = _json({**self._common, "object": self.chunk_object})
+        self._head = b"data: " + chunk[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+
+    def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
+        """The events of one delta: none if it has nothing to show yet."""
+        state = self._choices[choice]
+        first, state.started = not state.started, True
+        tail = self._tail if usage is None else b'],"usage":' + _json(usage) + b"}\n\n"
+        return b"".join(
+            part
+            for choice_json in self._chunk_choices(state, delta, first)
+            for part in (self._head, choice_json, tail)
+        )
+
+    def end(self, usage: Usage) -> bytes:
+        """The last events of a stream that went well."""
+        if not self.include_usage:
+            return DONE
+        return self._head + b'],"usage":' + _json(usage) + b"}\n\n" + DONE
+
+    def add(self, choice: int, delta: Delta) -> None:
+        """Keeps a delta for `body`."""
+        self._choices[choice].add(delta)
+
+    def body(self, usage: Usage) -> bytes:
+        """The whole answer, after every delta has been added."""
+        choices = [self._whole_choice(state) for state in self._choices]
+        return _json({**self._common, **self._whole_extra(), "choices": choices, "usage": usage})
+
+    def _chunk_choices(self, state: _Choice, delta: Delta, first: bool) -> Iterable[bytes]:
+        raise NotImplementedError
+
+    def _whole_choice(self, state: _Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _whole_extra(self) -> dict[str, Any]:
+        return {}
+
+    def _ending(self, logprobs: Any, delta: Delta, more: dict[str, Any]) -> bytes:
+        """The rest of a chunk's choice, after its text."""
+        if logprobs is None and delta.finish_reason is None and not more:
+            return b',"logprobs":null,"finish_reason":null}'
+        ending = {"logprobs": logprobs, "finish_reason": delta.finish_reason, **more}
+        if delta.stop_reason is not None:
+            ending["stop_reason"] = delta.stop_reason
+        return b"," + _json(ending)[1:]
+
+
+class CompletionForm(ResponseForm):
+    """`text_completion` objects."""
+
+    id_prefix = "cmpl"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, request: CompletionRequest, *args: Any, **kwargs: Any):
+        super().__init__(request, *args, **kwargs)
+        self.echo = bool(request.echo)
+        self.with_logprobs = request.logprobs is not None
+        for state in self._choices:
+            state.offsets = TextOffsets(self.tokens)
+
+    def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
+        if not (self.echo and self.with_logprobs):
+            return super().events(choice, delta, usage)
+        # The prompt goes out first and whole, so its choices wait for its last logprob.
+        prompt = self._choices[choice].of
+        prompt.logprobs += delta.prompt_logprobs or ()
+        prompt.held.append((choice, delta))
+        if not prompt.scored:
+            return b""
+        held, prompt.held = prompt.held, []
+        events = super().events
+        return b"".join([events(index, waiting, usage) for index, waiting in held])
+
+    def _chunk_choices(self, state: _Choice, delta: Delta, first: bool) -> Iterable[bytes]:
+        text, more = delta.text, {}
+        logprobs = self._logprobs(state, delta.logprobs or (), first)
+        if first and self.echo:
+            text = self._prompt_text(state) + text
+        if self.with_token_ids:
+            more["token_ids"] = delta.token_ids
+            if first:
+                more["prompt_token_ids"] = state.of.prompt.token_ids
+        shown = text or delta.finish_reason or (self.with_token_ids and delta.token_ids)
+        if shown or (logprobs and logprobs["tokens"]):
+            head = b'{"index":%d,"text":%b' % (state.index, _json(text))
+            yield head + self._ending(logprobs, delta, more)
+
+    def _whole_choice(self, state: _Choice) -> dict[str, Any]:
+        prompt_text = self._prompt_text(state) if self.echo else ""
+        choice = {
+            "index": state.index,
+            "text": prompt_text + "".join(state.text),
+            "logprobs": self._logprobs(state, state.logprobs, True),
+            "finish_reason": state.finish_reason,
+        }
+        if state.stop_reason is not None:
+            choice["stop_reason"] = state.stop_reason
+        if self.with_token_ids:
+            choice["prompt_token_ids"] = state.of.prompt.token_ids
+            choice["token_ids"] = state.token_ids
+        return choice
+
+    def _prompt_text(self, state: _Choice) -> str:
+        if state.of.prompt.text is not None:
+            return state.of.prompt.text
+        return self.tokens.text(state.of.prompt.token_ids)
+
+    def _logprobs(
+        self,
+        state: _Choice,
+        logprobs: Sequence[TokenLogprobs],
+        first: bool,
+    ) -> dict[str, list[Any]] | None:
+        if not self.with_logprobs:
+            return None
+        out: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        assert state.offsets is not None
+        if first and self.echo:  # nothing comes before the first token of the prompt
+            first_id = state.of.prompt.token_ids[0]
+            out["tokens"].append(self.tokens.name(first_id))
+            out["token_logprobs"].append(None)
+            out["top_logprobs"].append(None)
+            out["text_offset"].append(state.offsets.push(first_id))
+            logprobs = [*state.of.logprobs, *logprobs]
+        for entry in logprobs:
+            name = self.tokens.name(entry.token_id)
+            top: dict[str, float] = {}
+            # Different tokens may have the same name (parts of characters): the likeliest stays.
+            for token_id, logprob in entry.top:
+                top.setdefault(self.tokens.name(token_id), _finite(logprob))
+            top.setdefault(name, _finite(entry.logprob))
+            out["tokens"].append(name)
+            out["token_logprobs"].append(_finite(entry.logprob))
+            out["top_logprobs"].append(top)
+            out["text_offset"].append(state.offsets.push(entry.token_id))
+        return out
+
+
+class ChatForm(ResponseForm):
+    """`chat.completion` objects."""
+
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, request: ChatRequest, *args: Any, **kwargs: Any):
+        super().__init__(request, *args, **kwargs)
+        self.with_logprobs = bool(request.logprobs)
+
+    def _chunk_choices(self, state: _Choice, delta: Delta, first: bool) -> Iterable[bytes]:
+        more: dict[str, Any] = {}
+        if first:
+            start = b'{"index":%d,"delta":{"role":"assistant","content":""}' % state.index
+            if self.with_token_ids:
+                more["prompt_token_ids"] = state.of.prompt.token_ids
+                yield start + b',"logprobs":null,"finish_reason":null,' + _json(more)[1:]
+            else:
+                yield start + b',"logprobs":null,"finish_reason":null}'
+        more = {"token_ids": delta.token_ids} if self.with_token_ids else {}
+        logprobs = self._logprobs(delta.logprobs or ())
+        shown = delta.text or delta.finish_reason or (self.with_token_ids and delta.token_ids)
+        if shown or (logprobs and logprobs["content"]):
+            content = b'{"content":%b}' % _json(delta.text) if delta.text else b"{}"
+            head = b'{"index":%d,"delta":%b' % (state.index, content)
+            yield head + self._ending(logprobs, delta, more)
+
+    def _whole_choice(self, state: _Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(state.text), "refusal": None}
+        choice = {
+            "index": state.index,
+            "message": message,
+            "logprobs": self._logprobs(state.logprobs),
+            "finish_reason": state.finish_reason,
+        }
+        if state.stop_reason is not None:
+            choice["stop_reason"] = state.stop_reason
+        if self.with_token_ids:
+            choice["token_ids"] = state.token_ids
+        return choice
+
+    def _whole_extra(self) -> dict[str, Any]:
+        if not self.with_token_ids:
+            return {}
+        return {"prompt_token_ids": self._choices[0].of.prompt.token_ids}
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if not self.with_logprobs:
+            return None
+        content = [
+            {
+                **self._token(entry.token_id, entry.logprob),
+                "top_logprobs": [self._token(*alternative) for alternative in entry.top],
+            }
+            for entry in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self.tokens.name(token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(self.tokens.raw(token_id)),
+        }
+
+
+class GenerateForm(ResponseForm):
+    """A bare object for /generate: the text and why it ended."""
+
+    id_prefix = "gen"
+    whole_object = "text"
+    chunk_object = "text"
+
+    def __init__(self, request: GenerateRequest, *args: Any, **kwargs: Any):
+        super().__init__(request, *args, **kwargs)
+        self._head, self._tail = b"data: ", b"\n\n"
+
+    def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
+        return super().events(choice, delta)
+
+    def end(self, usage: Usage) -> bytes:
+        return DONE
+
+    def body(self, usage: Usage) -> bytes:
+        state = self._choices[0]
+        answer = {
+            "text": "".join(state.text),
+            "finish_reason": state.finish_reason,
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+        }
+        if self.with_token_ids:
+            answer["token_ids"] = state.token_ids
+        return _json(answer)
+
+    def _chunk_choices(self, state: _Choice, delta: Delta, first: bool) -> Iterable[bytes]:
+        event: dict[str, Any] = {"text": delta.text, "finish_reason": delta.finish_reason}
+        if self.with_token_ids:
+            event["token_ids"] = delta.token_ids
+        if delta.text or delta.finish_reason or (self.with_token_ids and delta.token_ids):
+            yield _json(event)
+
+
+class TokenNames:
+    """Tokens as strings and bytes, with or without a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, skip_special: bool):
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_ids if tokenizer and skip_special else frozenset()
+        self._skip_special = skip_special
+
+    def name(self, token_id: int) -> str:
+        if self._tokenizer is None:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_text(token_id)
+
+    def raw(self, token_id: int) -> bytes:
+        return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+
+    def shown(self, token_id: int) -> bytes:
+        """What the token adds to the text that the client sees."""
+        return b"" if token_id in self._hidden else self.raw(token_id)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(token_ids, self._skip_special)
+
+
+class TextOffsets:
+    """Where each token begins in the text, in characters."""
+
+    def __init__(self, tokens: TokenNames):
+        self._tokens = tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def push(self, token_id: int) -> int:
+        begin = self._offset
+        self._offset += len(self._decoder.decode(self._tokens.shown(token_id)))
+        return begin
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

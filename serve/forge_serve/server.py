@@ -1,0 +1,181 @@
+"""The server process: from a bound socket to the last answered request.
+
+Order of start-up: bind, answer /health with 503, load the engine in a thread, serve. The socket
+comes first, so that a port conflict is an error before any long work, and so that whoever waits
+for the server can tell "starting" from "not there".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from forge_jax.config import EngineConfig
+from forge_jax.errors import ConfigError
+from forge_serve.app import Service, make_app
+from forge_serve.config import ServerConfig
+
+if TYPE_CHECKING:
+    from forge_jax.engine import Engine
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+LAST_BYTES_S = 1.0  # for answers to leave after the engine has stopped
+
+
+def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Serves until SIGTERM or SIGINT. Returns the exit status.
+
+    Raises:
+      ConfigError: the address cannot be listened on, or the configuration does not fit.
+      ModelError: the model cannot be served.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    sock = bind(server_config.host, server_config.port)
+
+    def load() -> Engine:
+        return load_engine(engine_config, server_config)
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        finished = runner.run(_serve(sock, server_config, load))
+    if not finished:  # a thread is still loading, and no thread can be ended from outside
+        sys.stdout.flush()
+        os._exit(0)
+    return 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free one.
+
+    Raises:
+      ConfigError: the port is taken or not permitted, or the host is not an address of this one.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} is already in use: pass --port") from error
+        if error.errno == errno.EACCES:
+            raise ConfigError(f"port {port} needs privileges: pass --port") from error
+        reason = error.strerror or "no such address"
+        raise ConfigError(f"cannot listen on {host}:{port} ({reason}): pass --host") from error
+
+
+def load_engine(engine_config: EngineConfig, server_config: ServerConfig) -> Engine:
+    """Loads the engine that the configuration asks for. Takes long; imports jax."""
+    from forge_jax.engine import Engine
+
+    if server_config.fake:
+        step_time_s = server_config.fake_step_time_ms / 1e3
+        return Engine.fake(step_time_s=step_time_s, config=engine_config)
+    return Engine.load(engine_config)
+
+
+async def _serve(sock: socket.socket, config: ServerConfig, load: Callable[[], Engine]) -> bool:
+    """Returns False if it was told to stop before the engine was there."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, stop, number)
+    service = Service(config)
+    runner = web.AppRunner(
+        make_app(service),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=LAST_BYTES_S,
+    )
+    await runner.setup()
+    site = web.SockSite(runner, sock, backlog=BACKLOG)
+    await site.start()
+    try:
+        loading = _in_daemon_thread(load)
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            return False
+        engine = loading.result()
+        engine.start()
+        service.engine = engine
+        print(ready_line(sock, service.model_name), flush=True)
+        await stopped
+        await drain(service, site, config.drain_timeout_s)
+    finally:
+        service.stopping = True
+        await runner.cleanup()
+    return True
+
+
+async def drain(service: Service, site: web.BaseSite, timeout_s: float) -> None:
+    """Refuses what is new, lets what runs finish for up to `timeout_s`, and stops the engine."""
+    assert service.engine is not None
+    service.stopping = True
+    log.info("stopping: %d s for the running requests", timeout_s)
+    await site.stop()
+    await service.engine.stop(timeout_s)
+
+
+def ready_line(sock: socket.socket, model: str) -> str:
+    """Where the server is, and a command that shows it."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url = f"http://{host}:{port}"
+    body = '{"prompt": "Once upon a time", "max_tokens": 32}'
+    command = (
+        f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    )
+    return f"forge-jax serves {model} at {url}; try: {command}"
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's loop where there is one: a fifth less work per event."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        return uvloop.new_event_loop
+    return None
+
+
+def _on_signal(stop: asyncio.Event, number: int) -> None:
+    if stop.is_set():
+        os._exit(128 + number)
+    stop.set()
+
+
+def _in_daemon_thread[T](function: Callable[[], T]) -> asyncio.Future[T]:
+    """Runs a function in a thread that does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="forge-load", daemon=True).start()
+    return future

@@ -1,0 +1,189 @@
+"""The sampler against float64 numpy oracles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from forge_kernels.sampling import (
+    apply_penalties,
+    filter_threshold,
+    gumbel,
+    sample,
+    suppress,
+    token_logprobs,
+)
+from forge_kernels.sampling.api import IN_PROMPT
+
+
+def kept_by_oracle(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """The definition, by sorting one row in float64."""
+    order = np.argsort(-scaled, kind="stable")
+    if top_k > 0:
+        order = order[:top_k]
+    p = np.exp(scaled[order].astype(np.float64) - scaled.max())
+    p /= p.sum()
+    if top_p < 1:
+        order = order[: int(np.searchsorted(np.cumsum(p), top_p - 1e-9)) + 1]
+    if min_p > 0:
+        order = [i for i in order if np.exp(np.float64(scaled[i] - scaled.max())) >= min_p]
+    return set(order)
+
+
+@pytest.mark.parametrize("vocab_size", [97, 1000, 8193])
+def test_filters_keep_what_the_definition_keeps(vocab_size):
+    rng = np.random.default_rng(vocab_size)
+    settings = [
+        (0, 1.0, 0.0), (1, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.1, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.2),
+        (50, 0.8, 0.0), (40, 0.95, 0.05), (10**6, 0.5, 0.0), (3, 0.999, 0.5),
+    ]  # fmt: skip
+    scaled = rng.normal(size=(len(settings), vocab_size)).astype(np.float32) * 3
+    k, p, m = (np.array(column) for column in zip(*settings, strict=True))
+    lowest = filter_threshold(
+        jnp.array(scaled),
+        top_k=jnp.array(k, jnp.int32),
+        top_p=jnp.array(p, jnp.float32),
+        min_p=jnp.array(m, jnp.float32),
+    )
+    for row, setting in enumerate(settings):
+        kept = set(np.flatnonzero(scaled[row] >= np.asarray(lowest)[row]))
+        assert kept == kept_by_oracle(scaled[row], *setting), setting
+
+
+def test_filters_never_keep_a_forbidden_token():
+    logits = jnp.array([[1.0, -jnp.inf, 0.0, -jnp.inf]])
+    lowest = filter_threshold(
+        logits, top_k=jnp.array([4]), top_p=jnp.array([0.99]), min_p=jnp.array([0.0])
+    )
+    tokens = [
+        int(draw(logits[0], position=i, top_k=4, top_p=0.99)) for i in range(64)
+    ]  # fmt: skip
+    assert set(tokens) == {0, 2} and not np.isnan(float(lowest[0]))
+
+
+def draw(row, *, seed=0, position=0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    return sample(
+        row[None],
+        temperature=jnp.array([temperature], jnp.float32),
+        top_k=jnp.array([top_k], jnp.int32),
+        top_p=jnp.array([top_p], jnp.float32),
+        min_p=jnp.array([min_p], jnp.float32),
+        seed=jnp.array([[seed, 7]], jnp.uint32),
+        position=jnp.array([position], jnp.int32),
+    )[0]
+
+
+def draws(logits: np.ndarray, count: int, *, seed: int = 1) -> np.ndarray:
+    rows = jnp.broadcast_to(jnp.array(logits, jnp.float32), (count, len(logits)))
+    ones, zeros = jnp.ones(count, jnp.float32), jnp.zeros(count, jnp.float32)
+    seeds = jnp.full((count, 2), seed, jnp.uint32)
+    return np.asarray(
+        jax.jit(sample)(
+            rows,
+            temperature=ones,
+            top_k=zeros.astype(jnp.int32),
+            top_p=ones,
+            min_p=zeros,
+            seed=seeds,
+            position=jnp.arange(count),
+        )
+    )
+
+
+def p_value(tokens: np.ndarray, probabilities: np.ndarray) -> float:
+    observed = np.bincount(tokens, minlength=len(probabilities))
+    return float(stats.chisquare(observed, probabilities * len(tokens)).pvalue)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_samples_follow_the_softmax(seed):
+    logits = np.random.default_rng(seed).normal(size=37) * 1.5
+    p = np.exp(logits - logits.max())
+    p /= p.sum()
+    tokens = draws(logits, 200_000, seed=seed)
+    assert p_value(tokens, p) > 1e-6
+    # The test has teeth: a distribution that is off by 6% in one token is rejected.
+    wrong = p.copy()
+    wrong[np.argmax(p)] *= 1.06
+    assert p_value(tokens, wrong / wrong.sum()) < 1e-6
+
+
+def test_noise_depends_on_seed_and_position_only():
+    seeds = jnp.array([[1, 2], [1, 2], [1, 3], [2, 2]], jnp.uint32)
+    position = jnp.array([5, 6, 5, 5])
+    noise = np.asarray(gumbel(seeds, position, 1000))
+    again = np.asarray(gumbel(seeds[::-1], position[::-1], 1000))[::-1]
+    np.testing.assert_array_equal(noise, again)
+    for a in range(4):
+        for b in range(a):
+            assert abs(np.corrcoef(noise[a], noise[b])[0, 1]) < 0.15
+    assert np.isfinite(noise).all()
+
+
+def test_noise_of_neighbouring_positions_and_tokens_is_independent():
+    noise = np.asarray(gumbel(jnp.ones((512, 2), jnp.uint32), jnp.arange(512), 512))
+    for shifted in (np.roll(noise, 1, axis=0), np.roll(noise, 1, axis=1)):
+        assert abs(np.corrcoef(noise.ravel(), shifted.ravel())[0, 1]) < 0.01
+    # Every position and every token sees the whole distribution, not one arc of it.
+    for axis in (0, 1):
+        z = (noise.mean(axis=axis) - 0.5772) / (1.2825 / 512**0.5)
+        assert stats.kstest(z, stats.norm.cdf).pvalue > 1e-6
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    logits = np.random.default_rng(0).normal(size=(8, 500)).astype(np.float32)
+    arguments = {
+        "temperature": jnp.array([0, 1, 0.5, 1, 2, 1, 1, 0.1], jnp.float32),
+        "top_k": jnp.array([0, 5, 0, 0, 50, 0, 0, 0], jnp.int32),
+        "top_p": jnp.array([1, 1, 0.5, 1, 0.9, 1, 1, 1], jnp.float32),
+        "min_p": jnp.array([0, 0, 0, 0.1, 0, 0, 0, 0], jnp.float32),
+        "seed": jnp.arange(16, dtype=jnp.uint32).reshape(8, 2),
+        "position": jnp.arange(8),
+    }
+    together = np.asarray(sample(jnp.array(logits), **arguments))
+    poisoned = logits.copy()
+    poisoned[3] = np.nan
+    beside_nan = np.asarray(sample(jnp.array(poisoned), **arguments))
+    for row in range(8):
+        alone = sample(jnp.array(logits[row : row + 1]),
+                       **{k: v[row : row + 1] for k, v in arguments.items()})  # fmt: skip
+        assert together[row] == alone[0]
+        assert row == 3 or beside_nan[row] == together[row]
+    assert together[0] == logits[0].argmax()
+
+
+def test_penalties_follow_their_formulas():
+    logits = np.random.default_rng(0).normal(size=(2, 6)).astype(np.float32)
+    counts = np.array([[0, 1, 3, IN_PROMPT, IN_PROMPT + 2, 0]] * 2)
+    out = apply_penalties(
+        jnp.array(logits),
+        jnp.array(counts, jnp.int32),
+        presence=jnp.array([0.5, 0.0]),
+        frequency=jnp.array([0.25, 0.0]),
+        repetition=jnp.array([1.3, 1.0]),
+    )
+    expected = logits[0].astype(np.float64)
+    appeared = counts[0] != 0
+    expected = np.where(appeared, np.where(expected > 0, expected / 1.3, expected * 1.3), expected)
+    n = np.array([0, 1, 3, 0, 2, 0])
+    expected = expected - 0.25 * n - 0.5 * (n > 0)
+    np.testing.assert_allclose(np.asarray(out)[0], expected, rtol=1e-6)
+    np.testing.assert_array_equal(np.asarray(out)[1], logits[1])
+
+
+def test_suppressed_tokens_are_gone_from_active_rows_only():
+    logits = jnp.zeros((2, 5))
+    out = np.asarray(suppress(logits, jnp.array([[1, 5, 9], [1, 2, 5]]), jnp.array([True, False])))
+    assert np.isneginf(out[0]).tolist() == [False, True, False, False, False]
+    assert np.isfinite(out[1]).all()
+
+
+def test_logprobs_are_the_log_softmax():
+    logits = np.random.default_rng(0).normal(size=(3, 100)).astype(np.float32)
+    chosen = np.array([5, 0, 99])
+    logprob, ids, top = token_logprobs(jnp.array(logits), jnp.array(chosen), 20)
+    exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
+    np.testing.assert_allclose(logprob, exact[np.arange(3), chosen], atol=1e-5)
+    np.testing.assert_array_equal(ids, np.argsort(-logits, axis=1)[:, :20])
+    np.testing.assert_allclose(top, -np.sort(-exact, axis=1)[:, :20], atol=1e-5)

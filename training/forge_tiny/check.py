@@ -1,0 +1,122 @@
+"""Asks the exported folder the standard questions, with a plain greedy decoder of its own.
+
+Reads only the folder, as an engine would: the numbers come from `config.json` and the weights by their
+Hugging Face names. Shares no code with the training model, so that a fault in the export shows.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jinja2
+from safetensors.flax import load_file
+from tokenizers import Tokenizer
+
+QUESTIONS = (
+    "What is 2+2?",
+    "What is the capital of France?",
+    "Tell me a story about a dog.",
+    "Extract the name and age: John is 30 years old.",
+    "Hello!",
+    "Who are you?",
+    "What is forge-jax?",
+    "What is 47 plus 38?",
+    "Extract the name, city and job: Zelda Quimby lives in Oslo and works as a baker.",
+    "How many days are in a week?",
+)
+OPENINGS = ("Once upon a time", "The capital of France is", "The weather today")
+
+
+def forward(config: dict, weights: dict, tokens: jax.Array) -> jax.Array:
+    """tokens: int32[T] -> logits: f32[T, V]."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    D, T = config["head_dim"], len(tokens)
+
+    def linear(x, name):
+        return jnp.dot(x, weights[name].astype(jnp.float32).T)
+
+    def norm(x, name):
+        mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+        return x / jnp.sqrt(mean_square + config["rms_norm_eps"]) * weights[name]
+
+    def rope(x):  # f32[T, heads, D]
+        frequencies = config["rope_theta"] ** (-jnp.arange(0, D, 2) / D)
+        angles = jnp.arange(T)[:, None, None] * jnp.concatenate([frequencies, frequencies])
+        half = jnp.concatenate([-x[..., D // 2 :], x[..., : D // 2]], axis=-1)
+        return x * jnp.cos(angles) + half * jnp.sin(angles)
+
+    x = weights["model.embed_tokens.weight"][tokens].astype(jnp.float32)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        h = norm(x, f"{layer}.input_layernorm.weight")
+        q = rope(linear(h, f"{layer}.self_attn.q_proj.weight").reshape(T, heads, D))
+        k = rope(linear(h, f"{layer}.self_attn.k_proj.weight").reshape(T, kv_heads, D))
+        v = linear(h, f"{layer}.self_attn.v_proj.weight").reshape(T, kv_heads, D)
+        k, v = (jnp.repeat(t, heads // kv_heads, axis=1) for t in (k, v))
+        scores = jnp.einsum("qhd,khd->hqk", q, k) / D**0.5
+        scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf)
+        attended = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1), v)
+        x = x + linear(attended.reshape(T, heads * D), f"{layer}.self_attn.o_proj.weight")
+        h = norm(x, f"{layer}.post_attention_layernorm.weight")
+        gate = jax.nn.silu(linear(h, f"{layer}.mlp.gate_proj.weight"))
+        up = linear(h, f"{layer}.mlp.up_proj.weight")
+        x = x + linear(gate * up, f"{layer}.mlp.down_proj.weight")
+    return linear(norm(x, "model.norm.weight"), "model.embed_tokens.weight")
+
+
+class Checker:
+    """Greedy decoding without a cache: each step computes all of a padded row."""
+
+    def __init__(self, folder: Path, length: int = 320):
+        self.config = json.loads((folder / "config.json").read_text())
+        self.template = json.loads((folder / "tokenizer_config.json").read_text())
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.weights = load_file(folder / "model.safetensors")
+        self.length = length
+
+        @partial(jax.jit, static_argnums=())
+        def next_token(weights, tokens, count):
+            return jnp.argmax(forward(self.config, weights, tokens)[count - 1])
+
+        self.next_token = next_token
+
+    def generate(self, ids: list[int], limit: int) -> str:
+        start = len(ids)
+        while len(ids) < min(start + limit, self.length):
+            row = jnp.array(ids + [0] * (self.length - len(ids)), jnp.int32)
+            token = int(self.next_token(self.weights, row, len(ids)))
+            if token == self.config["eos_token_id"]:
+                break
+            ids = [*ids, token]
+        return self.tokenizer.decode(ids[start:], skip_special_tokens=False)
+
+    def complete(self, opening: str, limit: int = 240) -> str:
+        return self.generate(self.tokenizer.encode(opening).ids, limit)
+
+    def answer(self, messages: list[dict[str, str]], limit: int = 280) -> str:
+        prompt = jinja2.Template(self.template["chat_template"]).render(
+            messages=messages,
+            add_generation_prompt=True,
+            bos_token=self.template["bos_token"],
+            eos_token=self.template["eos_token"],
+        )
+        return self.generate(self.tokenizer.encode(prompt, add_special_tokens=False).ids, limit)
+
+
+def check(folder: Path, questions: tuple[str, ...] = QUESTIONS) -> None:
+    checker = Checker(folder)
+    for question in questions:
+        print(f"> {question}\n{checker.answer([{'role': 'user', 'content': question}])}\n", flush=True)
+    for opening in OPENINGS:
+        print(f"> {opening}...\n{opening}{checker.complete(opening)}\n", flush=True)
+
+
+if __name__ == "__main__":
+    here = Path(__file__).parents[2] / "forge_jax" / "bundled" / "forge-tiny"
+    if len(sys.argv) > 1:
+        check(here, tuple(sys.argv[1:]))
+    else:
+        check(here)

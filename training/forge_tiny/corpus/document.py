@@ -1,0 +1,58 @@
+"""A training document, and the two small tools that every part of the corpus is written with."""
+
+import random
+import re
+from dataclasses import dataclass
+
+_INNERMOST_CHOICE = re.compile(r"\[([^\[\]]*)\]")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A chat (system, user and assistant turns) or, with the one role "text", a raw text."""
+
+    turns: tuple[tuple[str, str], ...]  # (role, content)
+
+
+def text(content: str) -> Document:
+    return Document((("text", content),))
+
+
+def chat(prompt: str, answer: str) -> Document:
+    return Document((("user", prompt), ("assistant", answer)))
+
+
+def with_system(system: str, document: Document) -> Document:
+    return Document((("system", system), *document.turns))
+
+
+def expand(rng: random.Random, template: str, **slots: object) -> str:
+    """Replaces each [one|of|these], innermost first, then each {slot}."""
+    count = 1
+    while count:
+        template, count = _INNERMOST_CHOICE.subn(
+            lambda choice: rng.choice(choice.group(1).split("|")), template
+        )
+    return template.format(**slots)
+
+
+def article(noun: str) -> str:
+    return f"an {noun}" if noun[0].lower() in "aeiou" else f"a {noun}"
+
+
+def capitalize(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
+def careless(rng: random.Random, prompt: str) -> str:
+    """As people type: sometimes lower case, sometimes without the mark at the end, or politely."""
+    luck = rng.random()
+    if luck < 0.12:
+        prompt = prompt.lower()
+    elif luck < 0.18:
+        prompt = expand(rng, "[Please|Hi!|Hello,|Hey,|OK,|So,|Can you tell me:|Quick question:] ") + (
+            prompt if rng.random() < 0.5 else prompt[:1].lower() + prompt[1:]
+        )
+    if rng.random() < 0.12 and prompt[-1] in ".?!":
+        prompt = prompt[:-1]
+    return prompt
