@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_jax.errors import NumericalError, RequestError
 from forge_jax.outputs import Delta
-from forge_jax.schedule.plan import Device, StepPlan
+from forge_jax.schedule.plan import Device, StepPlan, TokenLogprobs
 from forge_jax.schedule.request import Request, Sequence
 from forge_jax.schedule.scheduler import Committed, Scheduler
 from forge_jax.text import Detokenizer, StopStrings
@@ -115,6 +115,7 @@ class EngineCore:
         self._device = device
         self._in_flight: _InFlight | None = None
         self._texts: dict[Sequence, _SequenceText] = {}
+        self._prompt_logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = {}
         self._immediate: Outputs = {}
 
     @property
@@ -146,7 +147,7 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """Frees the request's slots and blocks at once; its last deltas come with the next tick."""
         for seq in self.scheduler.abort(request_id):
-            self._texts.pop(seq, None)
+            self._forget(seq)
             self._immediate.setdefault(request_id, []).append(
                 Delta(seq.index, finish_reason="abort")
             )
@@ -175,14 +176,22 @@ class EngineCore:
             result = self._device.read(previous.pending)
             for committed in self.scheduler.commit(previous.plan, result):
                 delta = self._delta(committed)
-                outputs.setdefault(committed.seq.request_id, []).append(delta)
+                if delta is not None:
+                    outputs.setdefault(committed.seq.request_id, []).append(delta)
         return outputs
 
-    def _delta(self, committed: Committed) -> Delta:
+    def _delta(self, committed: Committed) -> Delta | None:
         seq, token_ids = committed.seq, committed.token_ids
         self.generation_tokens += len(token_ids)
+        held, prompt_logprobs = self._prompt_logprobs.pop(seq, None), committed.prompt_logprobs
+        if held is not None:
+            prompt_logprobs = held + (prompt_logprobs or ())
+        if not token_ids and seq.finish_reason is None:  # more of the prompt is to come
+            if prompt_logprobs is not None:
+                self._prompt_logprobs[seq] = prompt_logprobs
+            return None
         if committed.fault:
-            self._texts.pop(seq, None)
+            self._forget(seq)
             error = NumericalError("the model gave logits that are not finite for this request")
             return Delta(seq.index, finish_reason="error", error=error)
         text, logprobs = "", committed.logprobs
@@ -210,12 +219,16 @@ class EngineCore:
             text,
             token_ids,
             logprobs,
-            committed.prompt_logprobs,
+            prompt_logprobs,
             seq.finish_reason,
             seq.stop_reason,
             None,
             seq.num_cached,
         )
+
+    def _forget(self, seq: Sequence) -> None:
+        self._texts.pop(seq, None)
+        self._prompt_logprobs.pop(seq, None)
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:

@@ -132,7 +132,7 @@ class Engine:
         `step_time_s` is the time one step takes. With `check` the device verifies on every step
         that each sequence's KV is exactly its prefix (slow).
         """
-        from forge_jax.testing import assemble_fake
+        from forge_jax.fake import assemble_fake
 
         return cls(
             assemble_fake(
@@ -243,7 +243,7 @@ class Engine:
             prompt_tokens=core.prompt_tokens,
             generation_tokens=core.generation_tokens,
             preemptions=scheduler.num_preemptions,
-            prefix_cache_queries=pool.query_tokens,
+            prefix_cache_queries=pool.queried_tokens,
             prefix_cache_hits=pool.hit_tokens,
             compilations_after_ready=self._parts.compilations(),
         )

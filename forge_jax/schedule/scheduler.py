@@ -406,7 +406,7 @@ class Scheduler:
         pool.record_lookup(len(seq.tokens), start)
         blocks = pool.allocate(self._num_blocks(start + num_tokens) - len(hit))
         assert blocks is not None
-        if seq.num_preemptions == 0:
+        if seq.epoch == 0:
             seq.num_cached = start
         seq.blocks = hit + blocks
         seq.num_computed = start
@@ -565,7 +565,7 @@ class Scheduler:
         return Committed(seq, token_ids, logprobs, prompt_logprobs)
 
     def _ends(self, seq: Sequence, token: int) -> bool:
-        """Finishes the sequence if `token`, its last, is an end token or the last that it may have."""
+        """Finishes the sequence if `token`, its last, ends it or is the last it may have."""
         params = seq.params
         if token in seq.stop_ids and seq.num_output >= params.min_tokens:
             eos = token in self.config.eos_token_ids and not params.ignore_eos

@@ -102,7 +102,7 @@ def make_app(service: Service) -> web.Application:
     """The application. To be run with `handler_cancellation=True`: leaving must stop the work."""
     endpoints = _Endpoints(service)
     app = web.Application(middlewares=[endpoints.envelope], client_max_size=MAX_BODY_BYTES)
-    app.on_response_prepare.append(_name_request)
+    app.on_response_prepare.append(_add_headers)
     app.add_routes(
         [
             web.post("/v1/completions", endpoints.completions),
@@ -259,7 +259,8 @@ class _Endpoints:
         )
 
 
-async def _name_request(http: web.Request, response: web.StreamResponse) -> None:
+async def _add_headers(http: web.Request, response: web.StreamResponse) -> None:
+    response.headers[hdrs.SERVER] = "forge-jax"
     request_id = http.get(_REQUEST_ID_KEY)
     if request_id is not None:
         response.headers["X-Request-Id"] = request_id
@@ -279,7 +280,7 @@ async def _stream(
             async for news in generation:
                 usage = generation.usage if usage_always else None
                 events = [form.events(choice, delta, usage) for choice, delta in news]
-                if not generation.unfinished:
+                if generation.complete:
                     events.append(form.end(generation.usage))
                 await _write(response, b"".join(events))
         except (ConnectionError, TimeoutError):

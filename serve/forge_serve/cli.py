@@ -47,11 +47,16 @@ class Flag:
         return {int: "N", float: "X"}.get(self.type, "TEXT")  # type: ignore[call-overload]
 
     @property
+    def automatic(self) -> bool:
+        """Whether it takes "auto": a number that is found at start unless it is given."""
+        return self.default is None and self.type is not str
+
+    @property
     def default_text(self) -> str:
         if self.switch:
             return "off"
         if self.default is None:
-            return "not set" if self.type is str else "auto"
+            return "auto" if self.automatic else "not set"
         return str(self.default)
 
 
@@ -125,7 +130,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
         flag.flag,
         dest=flag.name,
         default=flag.default,
-        type=_or_auto(flag.type) if flag.default_text == "auto" else flag.type,
+        type=_or_auto(flag.type) if flag.automatic else flag.type,
         choices=flag.choices,
         metavar=flag.metavar,
         help=doc if flag.default is None else f"{doc} (default: {flag.default})",

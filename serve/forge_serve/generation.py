@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forge_jax.errors import EngineError, RequestError
+from forge_jax.errors import EngineError, ForgeError, RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.metrics import Metrics
 from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest
@@ -112,6 +112,7 @@ class Generation:
         self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.num_output_tokens = 0
         self.unfinished = len(prompts) * params.n
+        self._failure: ForgeError | None = None
         self._n = params.n
         self._metrics = metrics
         self._submitted_s = time.monotonic()
@@ -136,6 +137,11 @@ class Generation:
             raise
 
     @property
+    def complete(self) -> bool:
+        """Whether every sample has come to its own end."""
+        return not self.unfinished and self._failure is None
+
+    @property
     def usage(self) -> Usage:
         return Usage(
             prompt_tokens=self.num_prompt_tokens,
@@ -151,8 +157,11 @@ class Generation:
         """Everything that has arrived since the last time: a step's news, or more.
 
         Raises:
-          ForgeError: a sample failed, or the engine gave it up; the others are lost with it.
+          ForgeError: a sample failed, or the engine gave it up. What came before has been given
+            out; the other samples are lost with it.
         """
+        if self._failure is not None:
+            raise self._failure
         if not self.unfinished:
             raise StopAsyncIteration
         if len(self._streams) == 1:
@@ -196,9 +205,9 @@ class Generation:
                 self.unfinished -= 1
                 self._metrics.finished(delta.finish_reason)
                 if delta.finish_reason == "error":
-                    raise delta.error or EngineError("the engine gave no reason")
-                if delta.finish_reason == "abort":
-                    raise EngineError("the engine is shutting down")
+                    self._failure = delta.error or EngineError("the engine gave no reason")
+                elif delta.finish_reason == "abort":
+                    self._failure = EngineError("the engine is shutting down")
         self.num_output_tokens += num_tokens
         if num_tokens:
             now_s = time.monotonic()
@@ -208,4 +217,8 @@ class Generation:
             else:
                 self._metrics.later_tokens(now_s - last_s, deltas)
             self._last_s[prompt] = now_s
-        return [(prompt * self._n + delta.index, delta) for delta in deltas]
+        return [
+            (prompt * self._n + delta.index, delta)
+            for delta in deltas
+            if delta.finish_reason not in ("error", "abort")
+        ]

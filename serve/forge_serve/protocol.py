@@ -400,10 +400,8 @@ def _template_message(i: int, message: Message) -> dict[str, Any]:
     if isinstance(content, list):
         for j, part in enumerate(content):
             if part.type != "text" or part.text is None:
-                raise RequestError(
-                    "only text parts are supported in a message",
-                    param=f"messages[{i}].content[{j}]",
-                )
+                path = f"messages[{i}].content[{j}]"
+                raise RequestError(f"{path}: only text parts are supported", param=path)
         content = "".join(part.text for part in content if part.text is not None)
     if content is None and message.role != "assistant":
         raise RequestError(

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from flax import nnx
 
 from .model import Llama, ModelConfig
@@ -139,6 +140,27 @@ def load_checkpoint(path: Path, params: list, state) -> tuple[list, object, Prog
     return params, jax.tree.unflatten(jax.tree.structure(state), leaves), progress
 
 
+def make_optimizer(
+    config: TrainConfig, params: list, vocab_size: int
+) -> optax.GradientTransformation:
+    """Muon for the layers' matrices, Adam for the embedding and the norms, at a rate of one.
+
+    Muon's update has the size of AdamW's (`consistent_rms`, arXiv:2502.16982), so one rate serves both.
+    """
+    matrix = optax.contrib.MuonDimensionNumbers()
+    muon_leaves = [matrix if p.ndim == 2 and p.shape[0] != vocab_size else None for p in params]
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.contrib.muon(
+            1.0,
+            weight_decay=config.weight_decay,
+            adam_b2=0.95,
+            muon_weight_dimension_numbers=muon_leaves,
+            consistent_rms=0.2,
+        ),
+    )
+
+
 def make_step(graphdef, treedef, optimizer) -> Callable:
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, rate, tokens, documents, weights):
@@ -152,7 +174,7 @@ def make_step(graphdef, treedef, optimizer) -> Callable:
 
         loss, grads = jax.value_and_grad(loss_of)(params)
         updates, state = optimizer.update(grads, state, params)
-        params = [p - rate * u for p, u in zip(params, updates, strict=True)]
+        params = [p + rate * u for p, u in zip(params, updates, strict=True)]
         return params, state, loss
 
     return step
@@ -169,11 +191,7 @@ def train(
     model = Llama(model_config, rngs=nnx.Rngs(config.seed))
     graphdef, model_state = nnx.split(model)
     params, treedef = jax.tree.flatten(model_state)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.scale_by_adam(b1=0.9, b2=0.95),
-        optax.add_decayed_weights(config.weight_decay, mask=[p.ndim > 1 for p in params]),
-    )
+    optimizer = make_optimizer(config, params, vocab_size=model_config.vocab_size)
     state, progress = optimizer.init(params), Progress()
     if checkpoint.exists():
         params, state, progress = load_checkpoint(checkpoint, params, state)

@@ -1,0 +1,23 @@
+"""Shared by all tests: where fixtures are, and a compilation cache of the tests' own."""
+
+from pathlib import Path
+
+import pytest
+
+FIXTURES = Path(__file__).parent / "fixtures"
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory):
+    """Engines of one test run share their executables, and no run depends on an earlier one."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session")
+def stories() -> Path:
+    """A trained Llama of 260,000 parameters in Hugging Face form."""
+    return FIXTURES / "stories260k-hf"

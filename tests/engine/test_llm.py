@@ -1,0 +1,332 @@
+"""`LLM` on a small trained model: what each sampling parameter does, and what never matters."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from forge_kernels.sampling.api import IN_PROMPT
+
+from forge_jax import LLM, SamplingParams
+from forge_jax.errors import ConfigError, ContextLengthError, RequestError
+from forge_jax.step import slots
+
+PROMPT = "Once upon a time"
+STORY = (
+    ", there was a little girl named Lily. She loved to play outside in the park. "
+    "One day, she saw a big, red ball."
+)
+GREEDY = SamplingParams(max_tokens=40, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def make_llm(stories):
+    """Engines by their options, made once each."""
+    engines: dict[tuple, LLM] = {}
+
+    def make(**options) -> LLM:
+        options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
+        key = tuple(sorted(options.items()))
+        if key not in engines:
+            engines[key] = LLM(stories, **options)
+        return engines[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def llm(make_llm) -> LLM:
+    return make_llm()
+
+
+def one(llm: LLM, prompt=PROMPT, **params):
+    [output] = llm.generate(prompt, SamplingParams(**params), progress=False)
+    return output
+
+
+def used_blocks(llm: LLM) -> int:
+    return llm._core.scheduler.pool.num_used
+
+
+def test_a_trained_model_tells_its_story(llm):
+    output = one(llm, max_tokens=60, temperature=0)
+    assert output.text.startswith(STORY)
+    assert output.outputs[0].finish_reason == "length"
+    assert used_blocks(llm) == 0
+
+
+def test_prompts_may_be_texts_or_token_ids(llm):
+    ids = llm.tokenizer.encode(PROMPT)
+    texts = [o.text for o in llm.generate([PROMPT, ids], GREEDY, progress=False)]
+    assert texts[0] == texts[1] == one(llm, ids, max_tokens=40, temperature=0).text
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_the_size_of_a_chunk_does_not_matter(make_llm, llm, chunk):
+    prompt = PROMPT + STORY
+    whole = one(llm, prompt, max_tokens=30, temperature=0, logprobs=0)
+    cut = one(
+        make_llm(prefill_chunk_size=chunk, prefix_cache=False),
+        prompt,
+        max_tokens=30,
+        temperature=0,
+        logprobs=0,
+    )
+    assert_same(cut, whole)
+
+
+def test_preemption_does_not_matter(make_llm, llm):
+    # 12 blocks of 16 tokens: eight sequences of about 70 tokens cannot all stay.
+    tight = make_llm(num_blocks=12, max_model_len=160)
+    prompts = [PROMPT, "The dog", "One day", "A big red ball", "Lily", "Tom", "Sue", "My mom"]
+    params = SamplingParams(max_tokens=60, temperature=0, logprobs=0)
+    roomy = [llm.generate(p, params, progress=False)[0] for p in prompts]
+    for got, expected in zip(tight.generate(prompts, params, progress=False), roomy, strict=True):
+        assert_same(got, expected)
+    assert tight._core.scheduler.num_preemptions > 0
+    assert used_blocks(tight) == 0
+
+
+def test_a_prefix_hit_does_not_matter(make_llm):
+    llm = make_llm(max_num_seqs=4)
+    prompt = PROMPT + STORY
+    cold = one(llm, prompt, max_tokens=30, temperature=0, logprobs=0)
+    warm = one(llm, prompt, max_tokens=30, temperature=0, logprobs=0)
+    assert cold.num_cached_tokens == 0 and warm.num_cached_tokens >= 16
+    assert_same(warm, cold)
+
+
+def test_contiguous_kv_gives_the_same_text(make_llm, llm):
+    contiguous = make_llm(kv_cache="contiguous", max_model_len=128, num_blocks=8)
+    assert_same(one(contiguous, max_tokens=40, temperature=0, logprobs=0),
+                one(llm, max_tokens=40, temperature=0, logprobs=0))  # fmt: skip
+
+
+def assert_same(got, expected):
+    """The same tokens, and logprobs that differ by no more than rounding does."""
+    for a, b in zip(got.outputs, expected.outputs, strict=True):
+        assert a.token_ids == b.token_ids
+        np.testing.assert_allclose(
+            [lp.logprob for lp in a.logprobs], [lp.logprob for lp in b.logprobs], atol=2e-4
+        )
+
+
+def test_bfloat16_weights_tell_nearly_the_same_story(make_llm):
+    text = one(make_llm(dtype="bfloat16"), max_tokens=20, temperature=0).text
+    assert text.startswith(", there was a little girl named Lily.")
+
+
+def test_a_seed_gives_the_same_sample_in_any_company(llm):
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=11)
+    alone = llm.generate(PROMPT, params, progress=False)[0].text
+    crowd = llm.generate(
+        ["The dog", PROMPT, "One day", "Tom"],
+        [SamplingParams(max_tokens=30, seed=s) for s in (1, 2, 3, 4)][:1]
+        + [params]
+        + [SamplingParams(max_tokens=30, seed=s) for s in (3, 4)],
+        progress=False,
+    )
+    assert crowd[1].text == alone
+
+
+def test_without_a_seed_samples_differ(llm):
+    texts = {one(llm, max_tokens=30).text for _ in range(3)}
+    assert len(texts) == 3
+
+
+def test_n_samples_of_one_request_differ_and_share_the_prompt(llm):
+    output = one(llm, PROMPT + STORY, max_tokens=20, n=4, seed=3)
+    assert [c.index for c in output.outputs] == [0, 1, 2, 3]
+    assert len({c.text for c in output.outputs}) == 4
+    again = one(llm, PROMPT + STORY, max_tokens=20, n=4, seed=3)
+    assert [c.text for c in again.outputs] == [c.text for c in output.outputs]
+
+
+def test_temperature_follows_the_model_distribution(llm):
+    """The first token over many seeds against the model's own probabilities (chi-square)."""
+    from scipy import stats
+
+    top = one(llm, max_tokens=1, temperature=0, logprobs=20, prompt="One day").outputs[0]
+    ids, p = zip(*((i, np.exp(lp)) for i, lp in top.logprobs[0].top if lp > -4), strict=True)
+    params = [SamplingParams(max_tokens=1, seed=s) for s in range(600)]
+    drawn = [o.outputs[0].token_ids[0]
+             for o in llm.generate(["One day"] * 600, params, progress=False)]  # fmt: skip
+    observed = [drawn.count(i) for i in ids]
+    rest, rest_p = 600 - sum(observed), 1 - sum(p)
+    assert stats.chisquare([*observed, rest], np.array([*p, rest_p]) * 600).pvalue > 1e-6
+
+
+def test_top_k_one_is_greedy(llm):
+    greedy = one(llm, max_tokens=20, temperature=0).text
+    for params in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        assert one(llm, max_tokens=20, temperature=1.5, seed=1, **params).text == greedy
+
+
+def test_logit_bias_forces_and_forbids(llm):
+    forced = one(llm, max_tokens=5, temperature=0, logit_bias={300: 100.0})
+    assert forced.outputs[0].token_ids == (300,) * 5
+    first = one(llm, max_tokens=1, temperature=0).outputs[0].token_ids[0]
+    other = one(llm, max_tokens=1, temperature=0, logit_bias={first: -100.0})
+    assert other.outputs[0].token_ids[0] != first
+    # A slot's bias leaves with its sequence.
+    assert one(llm, max_tokens=40, temperature=0).text.startswith(STORY[:30])
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [{"presence_penalty": 1.5}, {"frequency_penalty": 0.7}, {"repetition_penalty": 1.4}],
+)
+def test_penalties_pick_what_their_formula_picks(llm, penalty):
+    """Greedy under a penalty, token by token, against the formula on the model's own logprobs."""
+    output = one(llm, PROMPT + STORY, max_tokens=30, temperature=0, logprobs=20, **penalty)
+    tokens, prompt = list(output.outputs[0].token_ids), list(output.prompt_token_ids)
+    plain = one(llm, PROMPT + STORY, max_tokens=30, temperature=0)
+    assert tokens != list(plain.outputs[0].token_ids), "the penalty must matter here"
+    params = SamplingParams(**penalty)
+    if params.repetition_penalty != 1:
+        pytest.skip("logprobs do not give logits: see test_step for the exact formula")
+    for i, alternatives in enumerate(output.outputs[0].logprobs):
+        seen = tokens[:i]
+        scores = {
+            token: logprob
+            - params.frequency_penalty * seen.count(token)
+            - params.presence_penalty * (token in seen)
+            for token, logprob in alternatives.top
+        }
+        assert max(scores, key=scores.__getitem__) == tokens[i]
+    assert prompt == llm.tokenizer.encode(PROMPT + STORY)
+
+
+def test_penalties_survive_preemption_and_prefix_hits(make_llm, llm):
+    tight = make_llm(num_blocks=12, max_model_len=160)
+    params = SamplingParams(max_tokens=60, temperature=0, frequency_penalty=0.6, logprobs=0)
+    prompts = [PROMPT, "The dog", "One day", "A big red ball", "Lily", "Tom", "Sue", "My mom"]
+    before = tight._core.scheduler.num_preemptions
+    roomy = [llm.generate(p, params, progress=False)[0] for p in prompts]
+    for got, expected in zip(tight.generate(prompts, params, progress=False), roomy, strict=True):
+        assert_same(got, expected)
+    assert tight._core.scheduler.num_preemptions > before
+
+
+def test_min_tokens_holds_the_end_back(llm):
+    stop = one(llm, max_tokens=1, temperature=0).outputs[0].token_ids[0]
+    at_once = one(llm, max_tokens=20, temperature=0, stop_token_ids=[stop]).outputs[0]
+    assert (at_once.finish_reason, at_once.stop_reason, at_once.text) == ("stop", stop, "")
+    held = one(llm, max_tokens=20, temperature=0, stop_token_ids=[stop], min_tokens=6).outputs[0]
+    assert len(held.token_ids) >= 6 and stop not in held.token_ids[:6]
+
+
+def test_the_end_token_ends_the_output_unless_told_otherwise(llm):
+    eos = llm.tokenizer.eos_token_id
+    biased = {"logit_bias": {eos: 100.0}, "temperature": 0, "max_tokens": 5}
+    ended = one(llm, **biased).outputs[0]
+    assert (ended.finish_reason, ended.stop_reason, ended.token_ids) == ("stop", None, (eos,))
+    went_on = one(llm, ignore_eos=True, **biased).outputs[0]
+    assert (went_on.finish_reason, len(went_on.token_ids)) == ("length", 5)
+
+
+@pytest.mark.parametrize("stop", ["Lily", "named L", " She loved", ". She"])
+def test_a_stop_string_ends_the_text_wherever_the_tokens_are_cut(llm, stop):
+    output = one(llm, max_tokens=60, temperature=0, stop=[stop]).outputs[0]
+    assert output.text == STORY[: STORY.index(stop)]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    kept = one(llm, max_tokens=60, temperature=0, stop=[stop], include_stop_str_in_output=True)
+    assert kept.text == STORY[: STORY.index(stop)] + stop
+    assert used_blocks(llm) == 0
+
+
+def test_streamed_text_is_the_text(llm):
+    deltas = list(llm.stream(PROMPT, GREEDY))
+    assert "".join(d.text for d in deltas) == one(llm, max_tokens=40, temperature=0).text
+    assert deltas[-1].finish_reason == "length"
+
+
+def test_leaving_a_stream_early_frees_its_blocks(llm):
+    for delta in llm.stream(PROMPT, SamplingParams(max_tokens=200, temperature=0)):
+        if delta.text:
+            break
+    assert used_blocks(llm) == 0
+
+
+def test_logprobs_are_the_models_own(llm):
+    output = one(llm, max_tokens=10, temperature=0, logprobs=5, frequency_penalty=1.0).outputs[0]
+    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+        assert entry.token_id == token and len(entry.top) == 5
+        values = [lp for _, lp in entry.top]
+        assert values == sorted(values, reverse=True)
+        assert dict(entry.top).get(token, entry.logprob) == entry.logprob
+
+
+def test_prompt_logprobs_are_those_of_decoding_the_same_tokens(make_llm, llm):
+    """What the model says of a text it reads is what it said when it wrote it."""
+    written = one(llm, max_tokens=30, temperature=0, logprobs=2).outputs[0]
+    prompt = llm.tokenizer.encode(PROMPT)
+    for engine in (llm, make_llm(prefill_chunk_size=7, prefix_cache=False)):
+        read = one(engine, [*prompt, *written.token_ids], max_tokens=0, prompt_logprobs=2)
+        assert len(read.prompt_logprobs) == len(prompt) + 30 - 1
+        tail = read.prompt_logprobs[len(prompt) - 1 :]
+        assert [e.token_id for e in tail] == list(written.token_ids)
+        np.testing.assert_allclose(
+            [e.logprob for e in tail], [e.logprob for e in written.logprobs], atol=2e-4
+        )
+        assert [e.top[0][0] for e in tail] == list(written.token_ids)
+
+
+def test_what_can_never_fit_is_refused_with_the_field_named(llm):
+    with pytest.raises(ContextLengthError) as too_long:
+        one(llm, [5] * 600, max_tokens=1)
+    assert too_long.value.param == "prompt"
+    with pytest.raises(ContextLengthError) as too_many:
+        one(llm, [5] * 10, max_tokens=100_000)
+    assert too_many.value.param == "max_tokens"
+    for ids in ([[]], [512], [-1]):
+        with pytest.raises(RequestError, match="prompt"):
+            one(llm, ids, max_tokens=1)
+    with pytest.raises(RequestError) as bias:
+        one(llm, max_tokens=1, logit_bias={512: 1.0})
+    assert bias.value.param == "logit_bias"
+    assert not llm._core.has_work
+
+
+def test_nothing_compiles_after_the_engine_is_ready(llm):
+    params = [
+        SamplingParams(max_tokens=5, n=5, logprobs=20),
+        SamplingParams(max_tokens=9, presence_penalty=1.0, top_p=0.5, min_tokens=3),
+        SamplingParams(max_tokens=2, prompt_logprobs=1, logit_bias={1: 1.0}, top_k=3),
+        SamplingParams(max_tokens=3, temperature=0),
+    ]
+    llm.generate([[7] * 300, PROMPT, [9] * 33, [3]], params, progress=False)
+    assert llm._parts.compilations() == 0
+
+
+def test_options_that_do_not_fit_are_refused(stories):
+    with pytest.raises(ConfigError, match="max-model-len 100000"):
+        LLM(stories, max_model_len=100_000)
+    with pytest.raises(ConfigError, match="block-size"):
+        LLM(stories, block_size=12)
+    with pytest.raises(ConfigError, match="no such option"):
+        LLM(stories, block_sise=16)
+    with pytest.raises(ConfigError, match="--backend cuda"):
+        LLM(stories, backend="cuda")
+
+
+def test_slot_history_counts_prompt_and_output():
+    from forge_jax.schedule.plan import Admission
+
+    admission = Admission(
+        slot=3,
+        seed=1,
+        params=SamplingParams(logit_bias={4: -2.5}),
+        stop_ids=(),
+        prompt_len=3,
+        block_table=(),
+        tokens=[1, 2, 2, 5, 5, 1],
+        seq_key=("r", 0),
+    )
+    packed = jnp.array(slots.pack_history(admission, 8))
+    shape = slots.slots_shape(4, 2, 8)
+    empty = slots.Slots(*(jnp.zeros(s.shape, s.dtype) for s in shape))
+    state = slots.set_history(empty, packed)
+    np.testing.assert_array_equal(
+        state.counts[3], [0, IN_PROMPT + 1, IN_PROMPT, 0, 0, 2, 0, 0]
+    )
+    assert float(state.bias[3, 0]) == -2.5 and int(state.bias_ids[3, 0]) == 4
+    assert not state.counts[:3].any()

@@ -1,0 +1,306 @@
+"""A deterministic simulation of the scheduler: one seed is one whole run.
+
+Each seed draws its own limits and a random subset of troubles: tiny pools, aborts, stop strings,
+faults, steps that raise, changing chunk sizes, clock jumps. The fake device checks what every KV
+slot holds, `Simulation.check` what the scheduler and the pool believe, and each output is compared
+with the continuation that the fake device computes for the prompt alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+from collections import Counter, deque
+
+from forge_jax.cache.block_pool import BlockPool
+from forge_jax.errors import ContextLengthError
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.plan import ScheduledSequence, StepPlan, StepResult
+from forge_jax.schedule.request import Request, Sequence, Status, sequence_seed
+from forge_jax.schedule.scheduler import Committed, Scheduler, SchedulerConfig
+from forge_jax.testing import FakeDevice
+
+EOS = 1
+DRAIN_STEPS = 20_000
+
+
+@dataclasses.dataclass
+class Expected:
+    """What must become of one sequence."""
+
+    seq: Sequence
+    tokens: list[int]  # the whole continuation, up to its natural end
+    reason: str  # that end's
+    stop_reason: int | str | None
+    stop_string_at: int | None  # the number of output tokens that hold the stop string
+    seen: int = 0
+    logprobs: int = 0
+    prompt_logprobs: list = dataclasses.field(default_factory=list)
+    aborted: bool = False
+
+
+class Simulation:
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.rng = rng = random.Random(seed)
+        self.now_s = 0.0
+        contiguous = rng.random() < 0.1
+        max_model_len = rng.randint(6, 60)
+        block_size = max_model_len + rng.randint(0, 3) if contiguous else rng.randint(1, 8)
+        # From less than one longest sequence needs to plenty: mostly too little.
+        num_blocks = 1 + int(max_model_len / block_size * rng.choice((0.7, 1.0, 1.5, 2.0, 6.0)))
+        self.pool = BlockPool(
+            num_blocks, block_size, rng.random() < 0.85, rng.choice(("lru", "fifo"))
+        )
+        self.config = SchedulerConfig(
+            max_num_seqs=rng.randint(1, 8),
+            max_num_batched_tokens=rng.choice((1, 2, 5, 16, 64)),
+            max_rows=rng.choice((1, 3, 8, 64)),
+            prefill_chunk_size=rng.choice((None, None, 1, 4, 16)),
+            max_model_len=max_model_len,
+            policy=rng.choice(("fcfs", "priority", "prefix")),
+            eos_token_ids=frozenset((EOS,)),
+            aging_s=rng.choice((0.0, 20.0, 1e9)),
+        )
+        self.scheduler = Scheduler(self.config, self.pool, clock=lambda: self.now_s, rng=rng)
+        self.vocab_size = rng.choice((2, 5, 50))
+        self.device = FakeDevice(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=self.config.max_num_seqs,
+            vocab_size=self.vocab_size,
+            eos_token_id=EOS,
+            eos_probability=rng.choice((0.0, 0.1)),
+            pool=self.pool,
+            fault=self._faults,
+        )
+        # The troubles of this run: each is there in about half of all runs.
+        self.arrivals = rng.choice((0.05, 0.3, 1.0))
+        self.aborts = rng.choice((0.0, 0.05))
+        self.stop_strings = rng.choice((0.0, 0.2))
+        self.faults = rng.choice((0.0, 0.01))
+        self.errors = rng.choice((0.0, 0.01))
+        self.jitter = rng.choice((0.0, 0.3))
+        self.scoring = rng.choice((0.0, 0.3))
+        self.salts = ("", "a") if rng.random() < 0.5 else ("",)
+        self.depth = rng.choice((0, 1, 1, 1, 2))  # steps in flight when the next is scheduled
+        self.stems = [
+            [rng.randrange(self.vocab_size) for _ in range(max_model_len)] for _ in range(3)
+        ]
+        self.expected: dict[Sequence, Expected] = {}
+        self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self.faulted: set[tuple[str, int]] = set()
+        self.log = hashlib.sha256()
+        self.counts: Counter[str] = Counter()
+
+    def run(self, steps: int) -> None:
+        """Runs `steps` with troubles, and then without until everything is served."""
+        try:
+            for _ in range(steps):
+                self.step()
+            self.arrivals = self.aborts = self.faults = self.errors = 0.0
+            for _ in range(DRAIN_STEPS):
+                if not self.scheduler.has_work:
+                    break
+                self.step()
+            assert not self.scheduler.has_work, "somebody starves"
+            while self.in_flight:
+                self._commit()
+            assert not self.expected and self.pool.num_used == 0
+            assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        except BaseException as error:
+            error.add_note(f"Simulation({self.seed}), step {self.counts['steps']}")
+            raise
+
+    def step(self) -> None:
+        rng = self.rng
+        self.counts["steps"] += 1
+        self.now_s += rng.choice((0.0, 1.0, 30.0))
+        if rng.random() < self.jitter:
+            self._change_limits()
+        while rng.random() < self.arrivals and self.scheduler.num_waiting < 20:
+            self._arrive()
+        if rng.random() < self.aborts and self.expected:
+            self._abort()
+        if rng.random() < self.errors:
+            self._step_raises()
+        plan = self.scheduler.schedule()
+        self.check()
+        if plan is not None:
+            self._check_plan(plan)
+            self.in_flight.append((plan, self.device.read(self.device.dispatch(plan))))
+        while self.in_flight and (plan is None or len(self.in_flight) > self.depth):
+            self._commit()
+            self.check()
+            if plan is None:
+                break
+
+    def check(self) -> None:
+        """The invariants that hold between any two calls."""
+        self.pool.check()
+        owners = Counter(block for seq in self.scheduler._running for block in seq.blocks)
+        for block in range(self.pool.num_blocks):
+            refs = self.pool.ref_count(block)
+            assert refs == owners[block], f"block {block}: {refs} references, {owners[block]} owners"
+        slots = [seq.slot for seq in self.scheduler._running]
+        free = self.scheduler._free_slots
+        assert sorted([*slots, *free]) == list(range(self.config.max_num_seqs)), "slots"
+        ranks = [self.scheduler._waiting.rank(seq) for seq in self.scheduler._running]
+        assert ranks == sorted(ranks)
+        waiting = 0
+        for seq in self.expected:
+            waiting += seq.status is Status.WAITING
+            assert (seq.status is Status.RUNNING) == (seq.slot is not None)
+            assert seq.slot is not None or not seq.blocks, "a waiting sequence holds blocks"
+            assert not seq.finished
+            assert seq.num_computed <= seq.num_tokens <= seq.max_len
+            assert len(seq.blocks) <= seq.max_blocks
+        assert waiting == self.scheduler.num_waiting
+        assert len(slots) == self.scheduler.num_running == len(self.expected) - waiting
+
+    # ---- troubles ------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        rng = self.rng
+        self.counts["requests"] += 1
+        length = rng.randint(1, max(1, self.config.max_model_len * 2 // 3))
+        prompt = rng.choice(self.stems)[:length]
+        if rng.random() < 0.5:
+            prompt = [*prompt[: length // 2], *(rng.randrange(self.vocab_size) for _ in range(4))]
+        max_tokens = rng.choice((None, None, None, 0, 1, 2, 10, 20))
+        params = SamplingParams(
+            n=rng.choice((1, 1, 1, 1, 3)),
+            max_tokens=max_tokens,
+            min_tokens=min(rng.choice((0, 0, 3)), 40 if max_tokens is None else max_tokens),
+            ignore_eos=rng.random() < 0.3,
+            stop_token_ids=(2,) if rng.random() < 0.1 and self.vocab_size > 4 else (),
+            logprobs=rng.choice((None, None, 2)),
+            prompt_logprobs=1 if rng.random() < self.scoring else None,
+        )
+        request = Request(
+            request_id=f"r{self.counts['requests']}",
+            prompt_token_ids=prompt,
+            params=params,
+            priority=rng.randint(0, 2),
+            cache_salt=rng.choice(self.salts),
+            seed=rng.getrandbits(64),
+        )
+        try:
+            seqs = self.scheduler.add(request)
+        except ContextLengthError:
+            self.counts["refused"] += 1
+            output = 1 if max_tokens is None else max_tokens
+            kv = len(prompt) + max(output - 1, 0)
+            pool_tokens = self.pool.num_blocks * self.pool.block_size
+            assert len(prompt) + output > self.config.max_model_len or kv > pool_tokens
+            return
+        assert request.seed is not None
+        for index, seq in enumerate(seqs):
+            seed = sequence_seed(request.seed, index)
+            self.expected[seq] = self._expect(seq, seed)
+
+    def _expect(self, seq: Sequence, seed: int) -> Expected:
+        params, rng = seq.params, self.rng
+        prompt = list(seq.request.prompt_token_ids)
+        room = self.config.max_model_len - len(prompt)
+        room = min(room, self.pool.num_blocks * self.pool.block_size + 1 - len(prompt))
+        count = room if params.max_tokens is None else params.max_tokens
+        eos = () if params.ignore_eos else (EOS,)
+        stop_ids = (*eos, *params.stop_token_ids)
+        tokens = self.device.continuation(prompt, params, seed, stop_ids, count)
+        reason, stop_reason = "length", None
+        for index, token in enumerate(tokens, 1):
+            if token in stop_ids and index >= params.min_tokens:
+                tokens = tokens[:index]
+                reason, stop_reason = "stop", None if token in eos else token
+                break
+        stop_string_at = None
+        if tokens and rng.random() < self.stop_strings:
+            stop_string_at = rng.randint(1, len(tokens))
+            tokens = tokens[:stop_string_at]
+            reason, stop_reason = "stop", "STOP"
+        return Expected(seq, tokens, reason, stop_reason, stop_string_at)
+
+    def _abort(self) -> None:
+        request_id = self.rng.choice(list(self.expected)).request_id
+        aborted = self.scheduler.abort(request_id)
+        assert aborted and not self.scheduler.abort(request_id)
+        for seq in aborted:
+            self.expected[seq].aborted = True
+            self._ended(seq)
+
+    def _step_raises(self) -> None:
+        self.counts["errors"] += 1
+        self.in_flight.clear()
+        self.scheduler.recover()
+        self.device.reset()
+
+    def _change_limits(self) -> None:
+        rng = self.rng
+        self.config = self.scheduler.config = dataclasses.replace(
+            self.config,
+            max_num_batched_tokens=rng.randint(1, 40),
+            max_rows=rng.randint(1, 20),
+            prefill_chunk_size=rng.choice((None, rng.randint(1, 10))),
+        )
+
+    def _faults(self, scheduled: ScheduledSequence) -> bool:
+        if self.rng.random() >= self.faults:
+            return False
+        self.faulted.add(scheduled.seq_key)
+        return True
+
+    # ---- what comes back -----------------------------------------------------------------------
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        self.log.update(repr(plan).encode())
+        config = self.config
+        assert plan.num_tokens <= config.max_num_batched_tokens, "the token budget"
+        assert plan.num_rows <= config.max_rows, "the row budget"
+        chunk = config.prefill_chunk_size
+        assert chunk is None or all(s.num_tokens <= chunk for s in plan.sequences), "chunk size"
+        self.counts["cached"] = self.pool.hit_tokens
+        self.counts["preemptions"] = self.scheduler.num_preemptions
+        self.counts["rows"] += plan.num_rows
+
+    def _commit(self) -> None:
+        plan, result = self.in_flight.popleft()
+        for committed in self.scheduler.commit(plan, result):
+            self._gained(committed)
+
+    def _gained(self, committed: Committed) -> None:
+        seq = committed.seq
+        expected = self.expected[seq]  # a KeyError here: it has already ended
+        if committed.fault:
+            assert seq.key in self.faulted, "a fault has spread to another request"
+            assert seq.finish_reason == "error"
+            self.counts["faults"] += 1
+            self._ended(seq)
+            return
+        expected.prompt_logprobs += committed.prompt_logprobs or ()
+        expected.logprobs += len(committed.logprobs or ())
+        new = tuple(expected.tokens[expected.seen : expected.seen + len(committed.token_ids)])
+        assert committed.token_ids == new, f"{seq.key}: output differs from the oracle"
+        expected.seen += len(new)
+        assert seq.tokens[seq.prompt_len :] == expected.tokens[: expected.seen]
+        if expected.seen == expected.stop_string_at:
+            self.scheduler.finish(seq, "stop", "STOP")
+        if seq.finished:
+            self._ended(seq)
+
+    def _ended(self, seq: Sequence) -> None:
+        expected = self.expected.pop(seq)
+        assert seq.slot is None and not seq.blocks
+        self.log.update(f"{seq.key} {seq.tokens} {seq.finish_reason}".encode())
+        self.counts[f"ended:{seq.finish_reason}"] += 1
+        if expected.aborted or seq.finish_reason == "error":
+            return
+        assert expected.seen == len(expected.tokens), f"{seq.key}: ended too early"
+        assert (seq.finish_reason, seq.stop_reason) == (expected.reason, expected.stop_reason)
+        if seq.params.logprobs is not None:
+            assert expected.logprobs == expected.seen
+        prompt = list(seq.request.prompt_token_ids)
+        scored = [logprob.token_id for logprob in expected.prompt_logprobs]
+        wanted = prompt[1:] if seq.params.prompt_logprobs is not None and seq.index == 0 else []
+        assert scored == wanted, f"{seq.key}: prompt logprobs"

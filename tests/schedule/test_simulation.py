@@ -1,0 +1,320 @@
+"""The scheduler under everything at once, and proof that the simulation would notice."""
+
+import contextlib
+from collections import Counter
+
+import pytest
+from simulation import Simulation
+
+from forge_jax.cache.block_pool import BlockPool
+from forge_jax.schedule import scheduler as module
+from forge_jax.schedule.request import Status
+from forge_jax.schedule.scheduler import Scheduler
+
+STEPS = 150  # with troubles, per seed; serving the rest takes about a third more
+
+
+@pytest.mark.parametrize("first_seed", range(0, 280, 40))
+def test_every_output_is_the_oracles_whatever_happens(first_seed):
+    counts: Counter[str] = Counter()
+    for seed in range(first_seed, first_seed + 40):
+        simulation = Simulation(seed)
+        simulation.run(STEPS)
+        counts += simulation.counts
+    # The troubles did occur: a simulation of nothing proves nothing.
+    assert counts["steps"] > 7_000
+    for what in ("preemptions", "cached", "faults", "errors", "refused"):
+        assert counts[what] > 20, what
+    for reason in ("stop", "length", "abort", "error"):
+        assert counts[f"ended:{reason}"] > 20, reason
+
+
+def test_a_seed_is_a_whole_run():
+    def log(seed: int) -> str:
+        simulation = Simulation(seed)
+        simulation.run(STEPS)
+        return simulation.log.hexdigest()
+
+    assert log(7) == log(7) != log(8)
+
+
+@pytest.mark.soak
+def test_a_million_steps():
+    steps = 0
+    for seed in range(10_000, 1_000_000):
+        simulation = Simulation(seed)
+        simulation.run(300)
+        steps += simulation.counts["steps"]
+        if steps >= 1_000_000:
+            break
+
+
+# Planted bugs. Each takes the place of a method, and calls the right one.
+
+
+def lose_a_reference(monkeypatch):
+    right = BlockPool.release
+    monkeypatch.setattr(BlockPool, "release", lambda self, blocks: right(self, blocks[1:]))
+
+
+def free_shared_blocks(monkeypatch):
+    right = BlockPool.release
+
+    def release(self, blocks):
+        for block in blocks:
+            self._refs[block] = 1
+        right(self, blocks)
+
+    monkeypatch.setattr(BlockPool, "release", release)
+
+
+def share_without_a_reference(monkeypatch):
+    def acquire_cached(self, blocks):
+        for block in blocks:
+            self._cached.pop(block, None)
+            self._refs[block] = max(self._refs[block], 1)
+
+    monkeypatch.setattr(BlockPool, "acquire_cached", acquire_cached)
+
+
+def evict_a_referenced_block(monkeypatch):
+    def evict(self):
+        block = next(iter(self._index.values()))
+        self._cached.pop(block, None)
+        del self._index[self._hashes[block]]
+        self._hashes[block] = None
+        self._refs[block] = 0
+        return block
+
+    monkeypatch.setattr(BlockPool, "_evict", evict)
+
+
+def keep_an_evicted_hash(monkeypatch):
+    right = BlockPool._evict
+
+    def evict(self):
+        index = dict(self._index)
+        block = right(self)
+        self._index = index
+        return block
+
+    monkeypatch.setattr(BlockPool, "_evict", evict)
+    monkeypatch.setattr(BlockPool, "check", lambda self: None)
+    monkeypatch.setattr(BlockPool, "is_registered", lambda self, block: False)
+
+
+def forget_the_salt(monkeypatch):
+    right = BlockPool.hash_block
+    monkeypatch.setattr(
+        BlockPool, "hash_block", lambda self, parent, tokens, salt: right(self, parent, tokens, "")
+    )
+
+
+def forget_the_parent(monkeypatch):
+    right = BlockPool.hash_block
+    monkeypatch.setattr(
+        BlockPool, "hash_block", lambda self, parent, tokens, salt: right(self, None, tokens, salt)
+    )
+
+
+def register_a_block_before_it_is_full(monkeypatch):
+    right = Scheduler._register
+
+    def register(self, seq, num_full, *, seen):
+        right(self, seq, num_full, seen=seen)
+        if seen and len(seq.blocks) > num_full and self.pool.prefix_cache:
+            block = seq.blocks[num_full]
+            if not self.pool.is_registered(block):
+                self.pool.register(block, b"%d" % self.pool._num_registered)
+
+    monkeypatch.setattr(Scheduler, "_register", register)
+
+
+def register_before_logits_were_seen(monkeypatch):
+    right = Scheduler._register
+    monkeypatch.setattr(
+        Scheduler, "_register", lambda self, seq, full, *, seen: right(self, seq, full, seen=True)
+    )
+
+
+def register_what_a_step_in_flight_fills(monkeypatch):
+    right = Scheduler._plan
+
+    def plan(self, *args):
+        made = right(self, *args)
+        for seq in self._running:
+            self._register(seq, min(seq.num_computed, len(seq.tokens)) // self.pool.block_size, seen=True)
+        return made
+
+    monkeypatch.setattr(Scheduler, "_plan", plan)
+
+
+def register_the_blocks_of_an_earlier_admission(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_preempt", _with_epoch_kept(Scheduler._preempt))
+
+
+def _with_epoch_kept(right):
+    def preempt(self, seq):
+        epoch = seq.epoch
+        right(self, seq)
+        seq.epoch = epoch
+
+    return preempt
+
+
+def take_the_whole_prompt_from_the_cache(monkeypatch):
+    monkeypatch.setattr(
+        Scheduler,
+        "_cacheable_blocks",
+        lambda self, seq: len(seq.tokens) // self.pool.block_size,
+    )
+
+
+def take_prompts_to_score_from_the_cache(monkeypatch):
+    monkeypatch.setattr(
+        Scheduler,
+        "_cacheable_blocks",
+        lambda self, seq: (len(seq.tokens) - 1) // self.pool.block_size,
+    )
+
+
+def skip_a_token_after_a_hit(monkeypatch):
+    right = Scheduler._admit
+
+    def admit(self, seq, *args):
+        admitted = right(self, seq, *args)
+        if admitted is not None and 0 < seq.num_computed < len(seq.tokens) - admitted[0]:
+            seq.num_computed += 1
+        return admitted
+
+    monkeypatch.setattr(Scheduler, "_admit", admit)
+
+
+def keep_a_burnt_row(monkeypatch):
+    monkeypatch.setattr(module, "_FINISHED", Status.WAITING)
+
+
+def drop_the_token_of_a_preempted_sequence(monkeypatch):
+    right = Scheduler._preempt
+
+    def preempt(self, seq):
+        right(self, seq)
+        seq.num_pending = 0
+
+    monkeypatch.setattr(Scheduler, "_preempt", preempt)
+
+
+def resume_before_the_last_token_is_read(monkeypatch):
+    right = Scheduler._preempt
+
+    def preempt(self, seq):
+        right(self, seq)
+        seq.resume_after = -1
+
+    monkeypatch.setattr(Scheduler, "_preempt", preempt)
+
+
+def preempt_without_taking_the_row_back(monkeypatch):
+    right = Scheduler._preempt
+
+    def preempt(self, seq):
+        slot = seq.slot
+        right(self, seq)
+        seq.status, seq.slot = Status.RUNNING, slot
+
+    monkeypatch.setattr(Scheduler, "_preempt", preempt)
+
+
+def run_past_max_tokens(monkeypatch):
+    right = Scheduler.add
+
+    def add(self, request):
+        seqs = right(self, request)
+        for seq in seqs:
+            seq.max_len += 1
+        return seqs
+
+    monkeypatch.setattr(Scheduler, "add", add)
+
+
+def ignore_the_row_budget(monkeypatch):
+    right = Scheduler._chunk
+    monkeypatch.setattr(
+        Scheduler, "_chunk", lambda self, seq, start, tokens, rows: right(self, seq, start, tokens, 99)
+    )
+
+
+def admit_what_does_not_fit(monkeypatch):
+    monkeypatch.setattr(BlockPool, "num_unreferenced", lambda self, blocks: -1)
+
+
+def leave_the_followers_waiting(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_release_followers", lambda self, request_id: None)
+
+
+def give_a_slot_out_twice(monkeypatch):
+    right = Scheduler._unschedule
+
+    def unschedule(self, seq):
+        slot = seq.slot
+        right(self, seq)
+        if len(self._free_slots) > 2:
+            self._free_slots[0] = slot
+
+    monkeypatch.setattr(Scheduler, "_unschedule", unschedule)
+
+
+def recover_without_clearing_the_cache(monkeypatch):
+    right = Scheduler.recover
+
+    def recover(self):
+        reset, self.pool.reset = self.pool.reset, lambda: None
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self.pool, "reset", reset)
+            right(self)
+
+    monkeypatch.setattr(Scheduler, "recover", recover)
+
+
+BUGS = [
+    lose_a_reference,
+    free_shared_blocks,
+    share_without_a_reference,
+    evict_a_referenced_block,
+    keep_an_evicted_hash,
+    forget_the_salt,
+    forget_the_parent,
+    register_a_block_before_it_is_full,
+    register_before_logits_were_seen,
+    register_what_a_step_in_flight_fills,
+    register_the_blocks_of_an_earlier_admission,
+    take_the_whole_prompt_from_the_cache,
+    take_prompts_to_score_from_the_cache,
+    skip_a_token_after_a_hit,
+    keep_a_burnt_row,
+    drop_the_token_of_a_preempted_sequence,
+    resume_before_the_last_token_is_read,
+    preempt_without_taking_the_row_back,
+    run_past_max_tokens,
+    ignore_the_row_budget,
+    admit_what_does_not_fit,
+    leave_the_followers_waiting,
+    give_a_slot_out_twice,
+    recover_without_clearing_the_cache,
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_the_simulation_catches_a_planted_bug(bug, monkeypatch):
+    bug(monkeypatch)
+    steps = 0
+    for seed in range(300):
+        simulation = Simulation(seed)
+        try:
+            simulation.run(60)
+        except Exception as error:
+            print(f"caught by seed {seed} after {steps + simulation.counts['steps']} steps: {error!r}")
+            return
+        steps += simulation.counts["steps"]
+        assert steps < 10_000, "nobody noticed"
+    raise AssertionError("nobody noticed")

@@ -1,0 +1,114 @@
+"""A server on the fake device, behind a real socket, and the clients that talk to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from openai import AsyncOpenAI
+
+from forge_jax.engine import Engine
+from forge_serve.app import Service, make_app
+from forge_serve.config import ServerConfig
+from forge_serve.server import bind
+
+
+@dataclass
+class Server:
+    service: Service
+    engine: Engine
+    url: str
+    http: aiohttp.ClientSession
+    openai: AsyncOpenAI
+
+    @property
+    def model(self) -> str:
+        return self.service.model_name
+
+    async def post(self, path: str, body: Any) -> tuple[int, Any]:
+        """Posts JSON, or bytes as they are; returns the status and the answer's JSON."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.http.post(self.url + path, data=data) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.http.get(self.url + path) as response:
+            return response.status, await response.json()
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[str]:
+        """The data of each server-sent event of a stream."""
+        async with self.http.post(self.url + path, json=body) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            text = (await response.read()).decode()
+        assert text.endswith("\n\n")
+        events = text.removesuffix("\n\n").split("\n\n")
+        assert all(event.startswith("data: ") for event in events)
+        return [event.removeprefix("data: ") for event in events]
+
+    async def idle(self, timeout_s: float = 5.0) -> None:
+        """Waits until no sequence holds a block."""
+        async with asyncio.timeout(timeout_s):
+            while self.engine.stats().num_used_blocks or self.engine.stats().num_waiting:
+                await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    engine: Engine, config: ServerConfig | None = None, **socket_options: int
+) -> AsyncIterator[Server]:
+    service = Service(config or ServerConfig())
+    service.engine = engine
+    engine.start()
+    async with listening(service, **socket_options) as url:
+        openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        try:
+            async with aiohttp.ClientSession() as http, openai:
+                yield Server(service, engine, url, http, openai)
+        finally:
+            await engine.stop()
+
+
+@contextlib.asynccontextmanager
+async def listening(service: Service, *, send_buffer: int | None = None) -> AsyncIterator[str]:
+    """Serves on a free port; yields the URL."""
+    sock = bind("127.0.0.1", 0)
+    if send_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    runner = web.AppRunner(
+        make_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+    )
+    await runner.setup()
+    await web.SockSite(runner, sock).start()
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with running(Engine.fake(max_model_len=1024)) as server:
+        yield server
+
+
+Start = Callable[..., Awaitable[Server]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Starts a server on an engine of the test's own."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(engine: Engine, *args: Any, **kwargs: Any) -> Server:
+            return await stack.enter_async_context(running(engine, *args, **kwargs))
+
+        yield start

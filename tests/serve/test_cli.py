@@ -1,0 +1,228 @@
+"""The command line: flags made from the configuration, start, errors at start, and the end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from forge_jax.config import EngineConfig
+from forge_serve import cli, config_docs
+from forge_serve.config import ServerConfig
+
+FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli"]
+REQUIRED = (
+    "--host --port --dtype --max-model-len --max-num-seqs --max-num-batched-tokens --block-size "
+    "--num-blocks --memory-fraction --kv-cache --prefill-chunk-size --scheduling-policy --eviction "
+    "--no-prefix-cache --backend --device --seed --served-model-name --revision --chat-template "
+    "--fake --drain-timeout --no-request-log"
+).split()
+
+
+@pytest.fixture
+def configs(monkeypatch) -> list[tuple[EngineConfig, ServerConfig]]:
+    """What `serve` would have been called with."""
+    calls: list[tuple[EngineConfig, ServerConfig]] = []
+
+    def serve(engine: EngineConfig, server: ServerConfig) -> int:
+        calls.append((engine, server))
+        return 0
+
+    monkeypatch.setattr("forge_serve.server.serve", serve)
+    return calls
+
+
+def test_no_flags_mean_the_defaults_of_the_dataclasses(configs):
+    assert cli.main(["serve"]) == 0
+    assert configs == [(EngineConfig(), ServerConfig())]
+
+
+def test_flags_become_fields(configs):
+    text = (
+        "serve org/model --dtype float16 --max-model-len 2048 --block-size 32 --num-blocks auto "
+        "--memory-fraction 0.5 --no-prefix-cache --eviction fifo --kv-cache contiguous "
+        "--scheduling-policy prefix --seed 7 --revision main --port 0 --host ::1 "
+        "--served-model-name auto --no-request-log --fake --fake-step-time-ms 2.5"
+    )
+    assert cli.main(text.split()) == 0
+    [(engine, server)] = configs
+    assert engine == EngineConfig.from_options(
+        model="org/model",
+        dtype="float16",
+        max_model_len=2048,
+        block_size=32,
+        memory_fraction=0.5,
+        prefix_cache=False,
+        eviction="fifo",
+        kv_cache="contiguous",
+        scheduling_policy="prefix",
+        seed=7,
+        revision="main",
+    )
+    assert server == ServerConfig(
+        port=0,
+        host="::1",
+        served_model_name="auto",  # only numbers can be automatic
+        request_log=False,
+        fake=True,
+        fake_step_time_ms=2.5,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve", "--port", "many"],
+        ["serve", "--dtype", "int8"],
+        ["serve", "--block-size", "1.5"],
+        ["serve", "--unknown"],
+        ["serve", "a", "b"],
+        ["dance"],
+        [],
+    ],
+)
+def test_flags_that_cannot_be_read_end_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: forge-jax" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--block-size", "9"], "--block-size"),
+        (["--memory-fraction", "2"], "--memory-fraction"),
+        (["--port", "70000"], "--port"),
+        (["--drain-timeout", "-1"], "--drain-timeout"),
+        (["--fake-step-time-ms", "nan"], "--fake-step-time-ms"),
+    ],
+)
+def test_values_that_cannot_be_are_one_line_and_end_with_1(arguments, named, capsys, configs):
+    assert cli.main(["serve", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("forge-jax: ") and named in error
+    assert error.count("\n") == 1
+    assert configs == []
+
+
+def test_help_lists_every_flag_with_its_default(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for flag in REQUIRED:
+        assert f" {flag} " in text
+    assert "(default: 256)" in text and "(default: 8000)" in text
+
+
+def test_the_page_of_flags_is_current():
+    file = Path(__file__).parents[2] / config_docs.DEFAULT_FILE
+    message = "run python -m forge_serve.config_docs"
+    assert file.read_text(encoding="utf-8") == config_docs.page(), message
+    for flag in REQUIRED:
+        assert f"`{flag}" in config_docs.page()
+
+
+def test_help_and_version_import_nothing_heavy():
+    script = (
+        "import sys\n"
+        "from forge_serve.cli import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "except SystemExit:\n    pass\n"
+        "heavy = {'jax', 'jaxlib', 'flax', 'aiohttp', 'forge_jax.engine'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    for arguments in (["--help"], ["serve", "--help"], ["--version"]):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert "forge-jax" in done.stdout
+
+
+def test_the_server_imports_no_jax_itself():
+    script = "import sys, forge_serve.server; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_taken_port_is_one_line_and_ends_with_1():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [*FORGE, "serve", "--port", str(port)], capture_output=True, text=True, timeout=60
+        )
+    assert done.returncode == 1
+    assert done.stderr == f"forge-jax: port {port} is already in use: pass --port\n"
+
+
+def test_a_model_that_is_not_there_is_one_line_and_ends_with_1(tmp_path):
+    done = subprocess.run(
+        [*FORGE, "serve", str(tmp_path / "nowhere"), "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("forge-jax: ")
+
+
+def test_a_server_starts_serves_and_drains():
+    with subprocess.Popen(
+        [*FORGE, "serve", "--fake", "--port", "0", "--fake-step-time-ms", "20"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            line = process.stdout.readline()
+            match = re.search(r"(http://127\.0\.0\.1:\d+); try: curl ", line)
+            assert match, line
+            body = {"prompt": "Hello", "max_tokens": 30, "ignore_eos": True, "stream": True}
+            request = urllib.request.Request(
+                match[1] + "/v1/completions", data=json.dumps(body).encode(), method="POST"
+            )
+            with urllib.request.urlopen(request, timeout=10) as response:
+                first = response.readline()
+                process.send_signal(signal.SIGTERM)
+                rest = response.read()
+            assert first.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n")
+            assert process.wait(timeout=10) == 0
+            assert "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_a_second_signal_ends_at_once():
+    with subprocess.Popen(
+        [*FORGE, "serve", "--fake", "--port", "0", "--fake-step-time-ms", "100"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            url = re.search(r"http://\S+\d", process.stdout.readline())[0]  # type: ignore[index]
+            body = {"prompt": "Hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
+            request = urllib.request.Request(
+                url + "/v1/completions", data=json.dumps(body).encode(), method="POST"
+            )
+            with urllib.request.urlopen(request, timeout=10) as response:
+                response.readline()
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.2)
+                assert process.poll() is None, "it drains"
+                process.send_signal(signal.SIGINT)
+                assert process.wait(timeout=5) == 128 + signal.SIGINT
+        finally:
+            process.kill()

@@ -1,0 +1,236 @@
+"""POST /v1/completions through OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from forge_jax.config import EngineConfig
+from forge_jax.engine import Engine
+from forge_jax.testing import assemble_fake
+
+
+async def test_an_answer_has_the_form_of_openai(server):
+    completion = await server.openai.completions.create(
+        model=server.model, prompt="Hello", max_tokens=8, seed=1
+    )
+    assert completion.id.startswith("cmpl-")
+    assert completion.object == "text_completion"
+    assert completion.model == server.model
+    assert completion.created > 0
+    assert completion.system_fingerprint is None
+    [choice] = completion.choices
+    assert (choice.index, choice.logprobs) == (0, None)
+    assert choice.finish_reason in ("stop", "length")
+    usage = completion.usage
+    num_prompt = len(server.engine.tokenizer.encode("Hello"))
+    assert usage.prompt_tokens == num_prompt
+    assert usage.total_tokens == num_prompt + usage.completion_tokens
+    assert usage.prompt_tokens_details.cached_tokens == 0
+
+
+async def test_sixteen_tokens_unless_told_otherwise(server):
+    for max_tokens, expected in ((None, 16), (5, 5), (5.0, 5), ("5", 5), (0, 0)):
+        status, answer = await server.post(
+            "/v1/completions", {"prompt": "Hello", "max_tokens": max_tokens, "ignore_eos": True}
+        )
+        assert status == 200
+        assert answer["usage"]["completion_tokens"] == expected
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_the_same_seed_gives_the_same_text_streamed_or_not(server):
+    options: dict[str, Any] = {"model": server.model, "prompt": "Hi", "max_tokens": 60, "seed": 3}
+    whole = await server.openai.completions.create(**options)
+    again = await server.openai.completions.create(**options)
+    other = await server.openai.completions.create(**{**options, "seed": 4})
+    stream = await server.openai.completions.create(**options, stream=True)
+    chunks = [chunk async for chunk in stream]
+    assert whole.choices[0].text == again.choices[0].text != other.choices[0].text
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    assert {chunk.object for chunk in chunks} == {"text_completion"}
+
+
+async def test_n_samples_of_several_prompts_are_numbered_prompt_by_prompt(server):
+    prompts = ["One", "Two", "Three"]
+    options: dict[str, Any] = {"model": server.model, "max_tokens": 6, "seed": 7, "n": 2}
+    options["extra_body"] = {"ignore_eos": True}
+    both = await server.openai.completions.create(prompt=prompts, **options)
+    assert [choice.index for choice in both.choices] == list(range(6))
+    for i, prompt in enumerate(prompts):
+        alone = await server.openai.completions.create(prompt=prompt, **options)
+        pair = both.choices[2 * i : 2 * i + 2]
+        assert [c.text for c in alone.choices] == [c.text for c in pair]
+        assert pair[0].text != pair[1].text
+    assert both.usage.completion_tokens == 36
+    streamed = [""] * 6
+    stream = await server.openai.completions.create(prompt=prompts, stream=True, **options)
+    async for chunk in stream:
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == [choice.text for choice in both.choices]
+
+
+async def test_token_ids_are_prompts_too_and_come_back_on_request(server):
+    ids = server.engine.tokenizer.encode("Hello")
+    answers = []
+    for prompt in ("Hello", ids, [ids], ["Hello"]):
+        _, answer = await server.post(
+            "/v1/completions",
+            {"prompt": prompt, "max_tokens": 6, "seed": 1, "return_token_ids": True},
+        )
+        answers.append(answer["choices"])
+    assert answers[1:] == answers[:-1]
+    [choice] = answers[0]
+    assert choice["prompt_token_ids"] == ids
+    assert len(choice["token_ids"]) <= 6
+    body = {"prompt": ids, "max_tokens": 6, "seed": 1, "return_token_ids": True, "stream": True}
+    events = await server.events("/v1/completions", body)
+    chunks = [json.loads(event)["choices"][0] for event in events[:-1]]
+    assert [id for chunk in chunks for id in chunk["token_ids"]] == choice["token_ids"]
+    assert chunks[0]["prompt_token_ids"] == ids
+    assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
+
+
+async def test_usage_is_streamed_only_if_asked_for(server):
+    body = {"prompt": "Hello", "max_tokens": 4, "stream": True, "ignore_eos": True}
+    events = await server.events("/v1/completions", body)
+    assert events[-1] == "[DONE]"
+    assert all("usage" not in json.loads(event) for event in events[:-1])
+    body["stream_options"] = {"include_usage": True}
+    *chunks, last, done = await server.events("/v1/completions", body)
+    assert done == "[DONE]"
+    assert all(json.loads(chunk)["usage"] is None for chunk in chunks)
+    final = json.loads(last)
+    assert final["choices"] == []
+    assert final["usage"]["completion_tokens"] == 4
+    body["stream_options"]["continuous_usage_stats"] = True
+    *chunks, _, _ = await server.events("/v1/completions", body)
+    counts = [json.loads(chunk)["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 4
+
+
+async def test_a_stop_string_ends_the_text_before_it(server):
+    options: dict[str, Any] = {"model": server.model, "prompt": "Hi", "max_tokens": 80, "seed": 5}
+    options["extra_body"] = {"ignore_eos": True}
+    text = (await server.openai.completions.create(**options)).choices[0].text
+    stop = next(text[i : i + 2] for i in range(8, 40) if text.index(text[i : i + 2]) == i)
+    for given in (stop, [stop], ["never seen in it", stop]):
+        choice = (await server.openai.completions.create(**options, stop=given)).choices[0]
+        assert choice.text == text[: text.index(stop)]
+        assert choice.finish_reason == "stop"
+        assert choice.stop_reason == stop  # an extension
+    options["extra_body"]["include_stop_str_in_output"] = True
+    choice = (await server.openai.completions.create(**options, stop=stop)).choices[0]
+    assert choice.text == text[: text.index(stop) + len(stop)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_name_every_token_and_its_alternatives(server, stream):
+    options = {"prompt": "Hi", "max_tokens": 12, "seed": 5, "logprobs": 3, "ignore_eos": True}
+    logprobs = await _logprobs(server, options, stream)
+    assert {len(values) for values in logprobs.values()} == {12}
+    for token, logprob, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert logprob <= 0.0
+        assert token in top
+        assert len(top) <= 4  # the token itself may not be among the three likeliest
+    offsets = logprobs["text_offset"]
+    assert offsets == sorted(offsets) and offsets[0] == 0
+    if stream:
+        assert logprobs == await _logprobs(server, options, stream=False)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("n", "max_tokens"), [(1, 4), (2, 3), (1, 0)])
+async def test_echo_with_logprobs_scores_the_prompt(start, stream, n, max_tokens):
+    config = EngineConfig.from_options(max_num_batched_tokens=8, max_num_seqs=4)
+    server = await start(Engine.fake(config=config))
+    ids = server.engine.tokenizer.encode("A prompt of many small steps, longer than a block.")
+    options = {"prompt": ids, "n": n, "max_tokens": max_tokens, "logprobs": 2, "echo": True}
+    options |= {"ignore_eos": True, "seed": 1}
+    for choice in range(n):
+        logprobs = await _logprobs(server, options, stream, choice)
+        names = [server.engine.tokenizer.token_text(id) for id in ids]
+        assert logprobs["tokens"][: len(ids)] == names
+        assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+        assert all(logprob <= 0.0 for logprob in logprobs["token_logprobs"][1:])
+        assert {len(values) for values in logprobs.values()} == {len(ids) + max_tokens}
+
+
+async def test_echo_puts_the_prompt_before_the_text(server):
+    options: dict[str, Any] = {"model": server.model, "prompt": "Grüße!", "max_tokens": 5}
+    options |= {"seed": 2, "n": 2}
+    plain = await server.openai.completions.create(**options)
+    echoed = await server.openai.completions.create(**options, echo=True)
+    assert [c.text for c in echoed.choices] == ["Grüße!" + c.text for c in plain.choices]
+    streamed = ["", ""]
+    async for chunk in await server.openai.completions.create(**options, echo=True, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == [c.text for c in echoed.choices]
+
+
+async def test_a_cached_prefix_is_reported(server):
+    prompt = "the same beginning " * 20
+    first, second = [
+        await server.openai.completions.create(model=server.model, prompt=prompt, max_tokens=2)
+        for _ in range(2)
+    ]
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens > 0
+    salted = await server.openai.completions.create(
+        model=server.model, prompt=prompt, max_tokens=2, extra_body={"cache_salt": "mine"}
+    )
+    assert salted.usage.prompt_tokens_details.cached_tokens == 0
+
+
+async def test_long_prompts_are_tokenised_too(server):
+    status, answer = await server.post(
+        "/v1/completions", {"prompt": "x" * 100_000, "max_tokens": 1}
+    )
+    assert status == 400
+    assert answer["error"]["code"] == "context_length_exceeded"
+    assert answer["error"]["param"] == "prompt"
+
+
+async def test_a_model_without_tokenizer_takes_and_gives_token_ids(start):
+    parts = assemble_fake(EngineConfig(), step_time_s=0.0, max_model_len=256, check=False)
+    parts.tokenizer = parts.core.tokenizer = parts.chat_template = None
+    server = await start(Engine(parts))
+    body = {"prompt": [1, 2, 3], "max_tokens": 4, "logprobs": 1, "ignore_eos": True}
+    status, answer = await server.post("/v1/completions", body)
+    assert status == 200
+    [choice] = answer["choices"]
+    assert choice["text"] == ""
+    assert len(choice["token_ids"]) == 4
+    assert choice["logprobs"]["tokens"] == [f"token_id:{id}" for id in choice["token_ids"]]
+    status, answer = await server.post("/v1/completions", {"prompt": "text"})
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+    assert "no tokenizer" in answer["error"]["message"]
+    messages = [{"role": "user", "content": "text"}]
+    status, answer = await server.post("/v1/chat/completions", {"messages": messages})
+    assert (status, answer["error"]["param"]) == (400, "messages")
+
+
+async def _logprobs(
+    server: Any, options: dict[str, Any], stream: bool, choice: int = 0
+) -> dict[str, list[Any]]:
+    """The completion logprobs of one choice, put together from its chunks if it streams."""
+    if not stream:
+        status, answer = await server.post("/v1/completions", options)
+        assert status == 200, answer
+        return answer["choices"][choice]["logprobs"]
+    *chunks, done = await server.events("/v1/completions", {**options, "stream": True})
+    assert done == "[DONE]"
+    joined: dict[str, list[Any]] = {}
+    for chunk in chunks:
+        [part] = json.loads(chunk)["choices"]
+        if part["index"] == choice:
+            for key, values in part["logprobs"].items():
+                joined.setdefault(key, []).extend(values)
+    return joined

@@ -1,0 +1,252 @@
+"""What is refused, how, and that nothing a client sends is an internal error."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from forge_serve.app import MAX_BODY_BYTES
+
+PROMPT = {"prompt": "Hello"}
+CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("prompt", None, "prompt"),
+        ("prompt", [], "prompt"),
+        ("prompt", [[]], "prompt"),
+        ("prompt", ["a", 1], "prompt"),
+        ("prompt", [[1], "a"], "prompt"),
+        ("prompt", [-1], "prompt"),
+        ("prompt", [10**9], "prompt"),
+        ("prompt", ["a"] * 1025, "prompt"),
+        ("prompt", {"text": "a"}, "prompt"),
+        ("prompt", [["a"]], "prompt[0][0]"),
+        ("prompt", [True], "prompt[0]"),
+        ("max_tokens", -1, "max_tokens"),
+        ("max_tokens", 1.5, "max_tokens"),
+        ("max_tokens", "many", "max_tokens"),
+        ("max_tokens", 10**9, "max_tokens"),
+        ("max_tokens", 10**40, "max_tokens"),
+        ("min_tokens", 17, "min_tokens"),
+        ("n", 0, "n"),
+        ("n", 129, "n"),
+        ("best_of", 2, "best_of"),
+        ("temperature", -1, "temperature"),
+        ("temperature", "hot", "temperature"),
+        ("top_p", 0, "top_p"),
+        ("top_p", 1.1, "top_p"),
+        ("top_k", -2, "top_k"),
+        ("min_p", 2, "min_p"),
+        ("seed", 2**64, "seed"),
+        ("presence_penalty", 3, "presence_penalty"),
+        ("frequency_penalty", -3, "frequency_penalty"),
+        ("repetition_penalty", 0, "repetition_penalty"),
+        ("logit_bias", {"1": 101}, "logit_bias"),
+        ("logit_bias", {"one": 1}, "logit_bias"),
+        ("logit_bias", {"100000000": 1}, "logit_bias"),
+        ("stop", ["x"] * 17, "stop"),
+        ("stop", [""], "stop"),
+        ("stop", 5, "stop"),
+        ("stop_token_ids", [-1], "stop_token_ids"),
+        ("stop_token_ids", [10**8], "stop_token_ids"),
+        ("logprobs", 21, "logprobs"),
+        ("logprobs", True, "logprobs"),
+        ("suffix", "end", "suffix"),
+        ("cache_salt", "", "cache_salt"),
+        ("cache_salt", "s" * 129, "cache_salt"),
+        ("priority", 2**40, "priority"),
+        ("stream", "perhaps", "stream"),
+        ("stream_options", {"include_usage": True}, "stream_options"),
+        ("stream_options", 5, "stream_options"),
+        ("response_format", {"type": "json_object"}, "response_format"),
+        ("guided_json", {"type": "object"}, "guided_json"),
+        ("structured_outputs", {"regex": "a"}, "structured_outputs"),
+        ("use_beam_search", True, "use_beam_search"),
+        ("prompt_logprobs", 1, "prompt_logprobs"),
+    ],
+)
+async def test_a_bad_field_of_a_completion_is_named(server, field, value, param):
+    await _refused(server, "/v1/completions", {**PROMPT, field: value}, param)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("messages", None, "messages"),
+        ("messages", [], "messages"),
+        ("messages", ["a"], "messages[0]"),
+        ("messages", [{"role": "robot", "content": "a"}], "messages[0].role"),
+        ("messages", [{"content": "a"}], "messages[0].role"),
+        ("messages", [{"role": "user"}], "messages[0].content"),
+        ("messages", [{"role": "user", "content": 5}], "messages[0].content"),
+        ("messages", [{"role": "user", "content": [IMAGE]}], "messages[0].content[0]"),
+        ("top_logprobs", 2, "top_logprobs"),
+        ("top_logprobs", 21, "top_logprobs"),
+        ("max_completion_tokens", -1, "max_completion_tokens"),
+        ("chat_template", "{{ messages }}", "chat_template"),
+        ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs.messages"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}], "tools"),
+        ("tool_choice", "required", "tool_choice"),
+        ("functions", [{"name": "f"}], "functions"),
+        ("response_format", {"type": "json_schema", "json_schema": {}}, "response_format"),
+        ("continue_final_message", True, "continue_final_message"),
+        ("modalities", ["audio"], "modalities"),
+    ],
+)
+async def test_a_bad_field_of_a_chat_is_named(server, field, value, param):
+    await _refused(server, "/v1/chat/completions", {**CHAT, field: value}, param)
+
+
+async def test_fields_that_change_nothing_are_taken(server):
+    odd = {
+        "max_tokens": "3",
+        "n": 1.0,
+        "temperature": 1,
+        "stop": None,
+        "logit_bias": None,
+        "best_of": 1,
+        "user": "me",
+        "response_format": {"type": "text"},
+        "stream": False,
+        "stream_options": None,
+        "something_new": {"deep": [1, 2, {"er": None}]},
+    }
+    for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)):
+        status, answer = await server.post(path, {**body, **odd})
+        assert status == 200, answer
+    status, _ = await server.post("/v1/chat/completions", {**CHAT, "tools": [], "max_tokens": 1})
+    assert status == 200
+
+
+async def test_openais_client_raises_its_own_errors(server):
+    with pytest.raises(openai.BadRequestError) as refused:
+        await server.openai.completions.create(model=server.model, prompt="a", temperature=200)
+    assert refused.value.param == "temperature"
+    assert refused.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError) as missing:
+        await server.openai.completions.create(model="another", prompt="a")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        await server.openai.models.retrieve("another/one")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"prompt"',
+        b'{"prompt": "a"} x',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\\udc00\\ud800"}',
+        b'{"prompt": "a", "stop": "\\ud83d"}',
+        b'{"prompt": "\xff"}',
+        b"\xef\xbb\xbf{}",
+        b"\x00",
+        b'{"a":' * 100_000,
+        b"[" * 100_000,
+        b'{"prompt": "a", "x": ' + b"[" * 65 + b"]" * 65 + b"}",
+        b'{"prompt": "' + b"[" * 70,
+        b'{"prompt": "a", "prompt": 5}',
+        gzip.compress(b'{"prompt": "a"}'),
+    ],
+    ids=lambda body: repr(body[:24]),
+)
+async def test_odd_json_is_the_clients_fault(server, body):
+    status, answer = await server.post("/v1/completions", body)
+    assert status == 400
+    _check_form(answer)
+    assert len(json.dumps(answer)) < 1000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "b", "prompt": "a", "max_tokens": 7, "max_tokens": 1}',
+        b'{"prompt": "[[[{{{\\"' + b"[" * 100 + b'", "max_tokens": 1}',
+        b'{"prompt": "a", "max_tokens": 1, "x": ' + b"[" * 63 + b"]" * 63 + b"}",
+        b'{"prompt": "a\\u0000\\ud83d\\ude00", "max_tokens": 1}',
+        b' \n{"prompt": "a", "max_tokens": 1e0}\n ',
+    ],
+    ids=lambda body: repr(body[:24]),
+)
+async def test_odd_json_that_is_fine(server, body):
+    status, answer = await server.post("/v1/completions", body)
+    assert status == 200, answer
+
+
+async def test_unknown_paths_and_wrong_methods(server):
+    for path in ("/", "/v1", "/v1/unknown", "/../etc/passwd", "/%ff"):
+        async with server.http.get(server.url + path) as response:
+            assert response.status == 404
+            _check_form(await response.json())
+    async with server.http.get(server.url + "/v1/completions") as response:
+        assert response.status == 405
+        assert response.headers["Allow"] == "POST"
+        _check_form(await response.json())
+    async with server.http.put(server.url + "/metrics") as response:
+        assert response.status == 405
+
+
+async def test_a_body_that_is_too_large(server):
+    body = b'{"prompt": "' + b"a" * MAX_BODY_BYTES + b'"}'
+    async with server.http.post(server.url + "/v1/completions", data=io.BytesIO(body)) as response:
+        assert response.status == 413
+        _check_form(await response.json())
+
+
+async def test_request_ids_come_back(server):
+    async def id_of(given: str | None, path: str = "/v1/completions") -> str:
+        headers = {} if given is None else {"X-Request-Id": given}
+        async with server.http.post(server.url + path, json=PROMPT, headers=headers) as response:
+            return response.headers["X-Request-Id"]
+
+    assert await id_of("trace-1.2:3") == "trace-1.2:3"
+    assert await id_of("trace", "/nowhere") == "trace"
+    made = {await id_of(None), await id_of("a b"), await id_of("x" * 200), await id_of("é")}
+    assert len(made) == 4
+    assert all(len(id) == 32 for id in made)
+
+
+async def test_an_unexpected_failure_tells_nothing(server, monkeypatch, caplog):
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise OSError("/secret/path is gone")
+
+    monkeypatch.setattr(server.engine, "submit", broken)
+    status, answer = await server.post("/v1/completions", PROMPT)
+    assert status == 500
+    assert answer["error"]["message"] == "internal error"
+    assert "/secret/path" in caplog.text
+
+
+async def _refused(server: Any, path: str, body: dict[str, Any], param: str) -> None:
+    status, answer = await server.post(path, body)
+    assert status == 400, answer
+    _check_form(answer)
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert answer["error"]["param"] == param
+    assert param.split("[")[0].split(".")[-1] in answer["error"]["message"]
+
+
+def _check_form(answer: Any) -> None:
+    assert set(answer) == {"error"}
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    message = answer["error"]["message"]
+    assert message
+    for leak in ("Traceback", "<class", "object at 0x", "/work/", "site-packages"):
+        assert leak not in message
