@@ -205,7 +205,6 @@ class _Sizes:
             )
         max_model_len = asked or spec.max_position_embeddings
         max_tokens = batch.max_num_batched_tokens or (512 if on_cpu else 2048)
-        max_tokens = max(max_tokens, batch.max_num_seqs)
         max_rows = max(batch.max_num_seqs, SCORING_ROWS)
         dtype = jnp.dtype(model.dtype)
 

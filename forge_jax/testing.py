@@ -1,7 +1,8 @@
-"""What tests of an engine need, ours and yours: a device that is quick and sees every mistake.
+"""What tests of an engine need, ours and yours: a device that sees every mistake, tiny models.
 
 `FakeDevice` takes the place of the model and its KV cache. It imports nothing but the standard
-library and the plan's types, so schedulers and servers can be tested on it anywhere.
+library and the plan's types, so schedulers and servers can be tested on it anywhere. What needs jax
+imports it when it is called.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.sampling_params import SamplingParams
@@ -23,6 +25,11 @@ from forge_jax.schedule.plan import (
     StepResult,
     TokenLogprobs,
 )
+
+if TYPE_CHECKING:
+    import jax
+
+    from forge_jax.models.decoder import Model
 
 _MASK = 2**64 - 1
 _EMPTY = 0xCBF29CE484222325  # the rolling hash of no tokens
@@ -307,3 +314,52 @@ class FakeDevice:
                     f"{' and is in the prefix cache' * self._pool.is_registered(block)}"
                 )
             self._kv[block][offset] = _POISON if poison else value
+
+
+# ---- tiny models -------------------------------------------------------------------------------
+
+
+def tiny_model(**changes: Any) -> Model:
+    """A Llama of a few thousand parameters, without weights. Imports jax.
+
+    `changes` replace fields of its `ModelSpec`: `tiny_model(vocab_size=64)`.
+    """
+    from forge_jax.models.registry import build_model
+    from forge_jax.models.spec import ModelSpec, RopeSpec
+
+    fields: dict[str, Any] = {
+        "architecture": "LlamaForCausalLM",
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope": RopeSpec(type="default", theta=10000.0),
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_ids": (2,),
+        **changes,
+    }
+    return build_model(ModelSpec(**fields), fields["dtype"])
+
+
+def random_leaves(model: Model, seed: int = 0) -> tuple[jax.Array, ...]:
+    """Random weights for `model`, in the order of `model.leaves`; norms are near one.
+
+    Large enough that the logits of a tiny model differ clearly from token to token.
+    """
+    import jax.numpy as jnp
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    leaves = []
+    for leaf in model.leaves:
+        values = rng.normal(size=leaf.shape)
+        values = 1 + 0.1 * values if len(leaf.shape) == 1 else 2 * values / leaf.shape[-1] ** 0.5
+        leaves.append(jnp.asarray(values, leaf.dtype))
+    return tuple(leaves)

@@ -37,7 +37,7 @@ KV = tuple[jax.Array, ...]  # one dtype[N, 2, K, bs, D] per layer
 
 
 class Ragged(NamedTuple):
-    """What every layer needs to know about the step's rows."""
+    """What every layer needs to know about the step: its rows, and how attention is computed."""
 
     cos: jax.Array  # f32[T, D / 2]
     sin: jax.Array  # f32[T, D / 2]
@@ -46,6 +46,9 @@ class Ragged(NamedTuple):
     kv_lens: jax.Array  # i32[S]
     cu_q_lens: jax.Array  # i32[S + 1]
     num_seqs: jax.Array  # i32[]
+    kv_dtype: np.dtype
+    implementation: Implementation
+    max_q_len: int | None
 
 
 class Linear(nnx.Module):
@@ -76,7 +79,7 @@ class Attention(nnx.Module):
         self.out = Linear(self.heads * self.head_dim, spec.hidden_size, dtype)
 
     def __call__(
-        self, x: jax.Array, kv: jax.Array, ragged: Ragged, kv_dtype: Any, implementation: Implementation
+        self, x: jax.Array, kv: jax.Array, ragged: Ragged
     ) -> tuple[jax.Array, jax.Array]:
         """x: dtype[T, d]; kv: dtype[N, 2, K, bs, D] -> (kv, dtype[T, d])."""
         H, K, D = self.heads, self.kv_heads, self.head_dim
@@ -84,7 +87,7 @@ class Attention(nnx.Module):
         q, k, v = qkv[:, :H], qkv[:, H : H + K], qkv[:, H + K :]
         q = apply_rope(q, ragged.cos, ragged.sin)
         k = apply_rope(k, ragged.cos, ragged.sin)
-        kv = write_kv(kv, k, v, ragged.slot_mapping, kv_dtype=kv_dtype)
+        kv = write_kv(kv, k, v, ragged.slot_mapping, kv_dtype=ragged.kv_dtype)
         out = ragged_paged_attention(
             q,
             kv,
@@ -93,8 +96,9 @@ class Attention(nnx.Module):
             ragged.cu_q_lens,
             ragged.num_seqs,
             sm_scale=self.sm_scale,
-            kv_dtype=kv_dtype,
-            implementation=implementation,
+            kv_dtype=ragged.kv_dtype,
+            max_q_len=ragged.max_q_len,
+            implementation=ragged.implementation,
         )
         return kv, self.out(out.reshape(-1, H * D))
 
@@ -119,9 +123,9 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(spec, dtype)
 
     def __call__(
-        self, x: jax.Array, kv: jax.Array, ragged: Ragged, kv_dtype: Any, implementation: Implementation
+        self, x: jax.Array, kv: jax.Array, ragged: Ragged
     ) -> tuple[jax.Array, jax.Array]:
-        kv, attended = self.attention(self.attention_norm(x), kv, ragged, kv_dtype, implementation)
+        kv, attended = self.attention(self.attention_norm(x), kv, ragged)
         x = x + attended
         return kv, x + self.mlp(self.mlp_norm(x))
 
@@ -144,14 +148,12 @@ class Decoder(nnx.Module):
         tokens: jax.Array,  # i32[T]
         kv: KV,
         ragged: Ragged,
-        kv_dtype: Any,
-        implementation: Implementation,
     ) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
         """(kv, the final norm's output dtype[T, d], the residual stream before each layer and after all)."""
         x = embed(self.embedding[...], tokens)
         stream, new_kv = [x], []
         for layer, layer_kv in zip(self.layers, kv, strict=True):
-            layer_kv, x = layer(x, layer_kv, ragged, kv_dtype, implementation)
+            layer_kv, x = layer(x, layer_kv, ragged)
             new_kv.append(layer_kv)
             stream.append(x)
         return tuple(new_kv), self.norm(x), tuple(stream)
@@ -230,6 +232,7 @@ class Model:
         num_seqs: jax.Array,
         *,
         implementation: Implementation = "auto",
+        max_q_len: int | None = None,
         return_hidden_states: bool = False,
     ) -> Any:
         """One step of the decoder over ragged rows: writes their keys and values, then attends.
@@ -244,6 +247,8 @@ class Model:
           block_tables: i32[S, max_blocks]. kv_lens: i32[S], this step's tokens included.
           cu_q_lens: i32[S + 1], where each sequence's rows start. num_seqs: i32[].
           implementation: of attention. "reference" with float32 `kv` is differentiable.
+          max_q_len: a promise that no sequence has more rows in this step, 1 for a decode step: less is
+            compiled.
           return_hidden_states: also return the residual stream.
 
         Returns:
@@ -256,10 +261,20 @@ class Model:
         """
         frequencies = rope_frequencies(self.spec.rope, self.spec.head_dim)
         cos, sin = rope_tables(positions, frequencies)
-        ragged = Ragged(cos, sin, slot_mapping, block_tables, kv_lens, cu_q_lens, num_seqs)
-        kv_dtype = self.dtype if kv[0].dtype == jnp.uint16 else kv[0].dtype
+        ragged = Ragged(
+            cos=cos,
+            sin=sin,
+            slot_mapping=slot_mapping,
+            block_tables=block_tables,
+            kv_lens=kv_lens,
+            cu_q_lens=cu_q_lens,
+            num_seqs=num_seqs,
+            kv_dtype=self.dtype if kv[0].dtype == jnp.uint16 else kv[0].dtype,
+            implementation=implementation,
+            max_q_len=max_q_len,
+        )
         decoder = self._merge(leaves)
-        kv, hidden, stream = decoder.hidden(tokens, kv, ragged, kv_dtype, implementation)
+        kv, hidden, stream = decoder.hidden(tokens, kv, ragged)
         return (kv, hidden, stream) if return_hidden_states else (kv, hidden)
 
     def logits(self, leaves: Leaves, hidden: jax.Array) -> jax.Array:

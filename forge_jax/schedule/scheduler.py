@@ -25,7 +25,6 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import Policy
@@ -64,7 +63,8 @@ class SchedulerConfig:
         assert self.prefill_chunk_size is None or self.prefill_chunk_size > 0
 
 
-class Committed(NamedTuple):
+@dataclass(slots=True)
+class Committed:
     """What one sequence gained in a step that has been read.
 
     `seq.finish_reason` is set if these were its last tokens. With `fault` its logits were not

@@ -52,7 +52,8 @@ def step_shapes(
     *, max_num_seqs: int, max_num_batched_tokens: int, max_rows: int, block_size: int
 ) -> list[StepShape]:
     """The executables of an engine, smallest first: a few decode sizes, a few mixed sizes."""
-    decode = [b for b in (4, 16, 64) if b < max_num_seqs] + [max_num_seqs]
+    largest = min(max_num_seqs, max_num_batched_tokens)
+    decode = [b for b in (4, 16, 64) if b < largest] + [largest]
     mixed = [t for t in (64, 256, 1024) if t < max_num_batched_tokens] + [max_num_batched_tokens]
     return [StepShape.decode(b) for b in decode] + [
         StepShape.mixed(t, max_num_seqs, max_rows, block_size) for t in mixed

@@ -70,9 +70,7 @@ class Service:
         if self.engine is None:
             return "starting"
         stats = self.engine.stats()
-        if stats.healthy:
-            return stats.state
-        return stats.state if stats.state != "ready" else "failed"
+        return "failed" if stats.state == "ready" and not stats.healthy else stats.state
 
     def stats(self) -> EngineStats | None:
         return None if self.engine is None else self.engine.stats()
@@ -190,12 +188,11 @@ class _Endpoints:
         self._service.check_model(request.model)
         params = request.sampling_params()
         prompts = await encode_prompts(engine, request)
-        response_id = f"{form_type.id_prefix}-{uuid.uuid4().hex}"  # type: ignore[attr-defined]
         form = form_type(
             request,
             prompts,
             engine.tokenizer,
-            response_id=response_id,
+            unique_id=uuid.uuid4().hex,
             model=self._service.model_name,
             created_s=int(time.time()),
         )
@@ -203,7 +200,7 @@ class _Endpoints:
             engine,
             prompts,
             params,
-            request_id=response_id,
+            request_id=form.id,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             metrics=self._service.metrics,
@@ -274,8 +271,8 @@ async def _stream(
     A failure after the headers is an event with an `error`, and no `[DONE]` after it.
     """
     response = web.StreamResponse(headers=_STREAM_HEADERS)
-    await response.prepare(http)
     try:
+        await response.prepare(http)
         try:
             async for news in generation:
                 usage = generation.usage if usage_always else None

@@ -45,22 +45,26 @@ async def encode_prompts(
         return [await _encode_chat(engine, request)]
     given = request.prompts() if isinstance(request, CompletionRequest) else [request.prompt]
     special = True if request.add_special_tokens is None else request.add_special_tokens
-    return [
-        Prompt(await _encode_text(engine.tokenizer, item, special), item)
-        if isinstance(item, str)
-        else Prompt(item)
-        for item in given
-    ]
+    num_chars = sum(len(item) for item in given if isinstance(item, str))
+    if num_chars < THREAD_FROM_CHARS:
+        return _encode_texts(engine.tokenizer, given, special)
+    return await asyncio.to_thread(_encode_texts, engine.tokenizer, given, special)
 
 
-async def _encode_text(tokenizer: Tokenizer | None, text: str, special: bool) -> list[int]:
-    if tokenizer is None:
-        raise RequestError(
-            "this model has no tokenizer: send the prompt as token ids", param="prompt"
-        )
-    if len(text) < THREAD_FROM_CHARS:
-        return tokenizer.encode(text, special)
-    return await asyncio.to_thread(tokenizer.encode, text, special)
+def _encode_texts(
+    tokenizer: Tokenizer | None, given: Sequence[str | list[int]], special: bool
+) -> list[Prompt]:
+    prompts = []
+    for item in given:
+        if not isinstance(item, str):
+            prompts.append(Prompt(item))
+        elif tokenizer is not None:
+            prompts.append(Prompt(tokenizer.encode(item, special), item))
+        else:
+            raise RequestError(
+                "this model has no tokenizer: send the prompt as token ids", param="prompt"
+            )
+    return prompts
 
 
 async def _encode_chat(engine: Engine, request: ChatRequest) -> Prompt:

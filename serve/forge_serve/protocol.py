@@ -18,6 +18,7 @@ from forge_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_JSON_DEPTH = 64
 MAX_PROMPTS = 1024
+MAX_CHOICES = 4096  # prompts times samples
 MAX_CACHE_SALT_CHARS = 128
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, by OpenAI's reference
 
@@ -175,7 +176,14 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         Raises:
           RequestError: for an empty list, a mixed one, or too many.
         """
-        return _prompts(self.prompt)
+        prompts = _prompts(self.prompt)
+        if len(prompts) * self.num_samples > MAX_CHOICES:
+            raise RequestError(
+                f"{len(prompts)} prompts times n={self.num_samples} are more than the "
+                f"{MAX_CHOICES} choices that one request may have",
+                param="n",
+            )
+        return prompts
 
     def sampling_params(self) -> SamplingParams:
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens

@@ -34,7 +34,7 @@ _json = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt and its logprobs, which come in pieces, with the deltas of its first choice."""
+    """A prompt and its logprobs, which come with the deltas of its first choice."""
 
     prompt: Prompt
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -82,7 +82,7 @@ class ResponseForm:
         prompts: Sequence[Prompt],
         tokenizer: Tokenizer | None,
         *,
-        response_id: str,
+        unique_id: str,
         model: str,
         created_s: int,
     ):
@@ -91,8 +91,9 @@ class ResponseForm:
         self.with_token_ids = bool(request.return_token_ids) or tokenizer is None
         self.include_usage = request.stream_usage
         self.usage_always = request.stream_usage_always
+        self.id = f"{self.id_prefix}-{unique_id}"
         self._common = {
-            "id": response_id,
+            "id": self.id,
             "object": self.whole_object,
             "created": created_s,
             "model": model,

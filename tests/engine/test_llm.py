@@ -325,8 +325,6 @@ def test_slot_history_counts_prompt_and_output():
     shape = slots.slots_shape(4, 2, 8)
     empty = slots.Slots(*(jnp.zeros(s.shape, s.dtype) for s in shape))
     state = slots.set_history(empty, packed)
-    np.testing.assert_array_equal(
-        state.counts[3], [0, IN_PROMPT + 1, IN_PROMPT, 0, 0, 2, 0, 0]
-    )
+    np.testing.assert_array_equal(state.counts[3], [0, IN_PROMPT + 1, IN_PROMPT, 0, 0, 2, 0, 0])
     assert float(state.bias[3, 0]) == -2.5 and int(state.bias_ids[3, 0]) == 4
     assert not state.counts[:3].any()

@@ -79,8 +79,8 @@ class Simulation:
         self.arrivals = rng.choice((0.05, 0.3, 1.0))
         self.aborts = rng.choice((0.0, 0.05))
         self.stop_strings = rng.choice((0.0, 0.2))
-        self.faults = rng.choice((0.0, 0.01))
-        self.errors = rng.choice((0.0, 0.01))
+        self.faults = rng.choice((0.0, 0.02))
+        self.errors = rng.choice((0.0, 0.03))
         self.jitter = rng.choice((0.0, 0.3))
         self.scoring = rng.choice((0.0, 0.3))
         self.salts = ("", "a") if rng.random() < 0.5 else ("",)
@@ -142,7 +142,9 @@ class Simulation:
         owners = Counter(block for seq in self.scheduler._running for block in seq.blocks)
         for block in range(self.pool.num_blocks):
             refs = self.pool.ref_count(block)
-            assert refs == owners[block], f"block {block}: {refs} references, {owners[block]} owners"
+            assert refs == owners[block], (
+                f"block {block}: {refs} references, {owners[block]} owners"
+            )
         slots = [seq.slot for seq in self.scheduler._running]
         free = self.scheduler._free_slots
         assert sorted([*slots, *free]) == list(range(self.config.max_num_seqs)), "slots"

@@ -1,6 +1,7 @@
 """The scheduler under everything at once, and proof that the simulation would notice."""
 
 import contextlib
+import itertools
 from collections import Counter
 
 import pytest
@@ -39,9 +40,10 @@ def test_a_seed_is_a_whole_run():
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_a_million_steps():
     steps = 0
-    for seed in range(10_000, 1_000_000):
+    for seed in itertools.count(10_000):
         simulation = Simulation(seed)
         simulation.run(300)
         steps += simulation.counts["steps"]
@@ -143,7 +145,9 @@ def register_what_a_step_in_flight_fills(monkeypatch):
     def plan(self, *args):
         made = right(self, *args)
         for seq in self._running:
-            self._register(seq, min(seq.num_computed, len(seq.tokens)) // self.pool.block_size, seen=True)
+            self._register(
+                seq, min(seq.num_computed, len(seq.tokens)) // self.pool.block_size, seen=True
+            )
         return made
 
     monkeypatch.setattr(Scheduler, "_plan", plan)
@@ -240,7 +244,9 @@ def run_past_max_tokens(monkeypatch):
 def ignore_the_row_budget(monkeypatch):
     right = Scheduler._chunk
     monkeypatch.setattr(
-        Scheduler, "_chunk", lambda self, seq, start, tokens, rows: right(self, seq, start, tokens, 99)
+        Scheduler,
+        "_chunk",
+        lambda self, seq, start, tokens, rows: right(self, seq, start, tokens, 99),
     )
 
 
@@ -308,13 +314,11 @@ BUGS = [
 def test_the_simulation_catches_a_planted_bug(bug, monkeypatch):
     bug(monkeypatch)
     steps = 0
-    for seed in range(300):
+    for seed in itertools.count():
         simulation = Simulation(seed)
         try:
             simulation.run(60)
-        except Exception as error:
-            print(f"caught by seed {seed} after {steps + simulation.counts['steps']} steps: {error!r}")
+        except (AssertionError, IndexError, KeyError):
             return
         steps += simulation.counts["steps"]
         assert steps < 10_000, "nobody noticed"
-    raise AssertionError("nobody noticed")

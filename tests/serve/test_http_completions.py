@@ -9,7 +9,7 @@ import pytest
 
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
-from forge_jax.testing import assemble_fake
+from forge_jax.fake import assemble_fake
 
 
 async def test_an_answer_has_the_form_of_openai(server):

@@ -208,6 +208,16 @@ async def test_a_body_that_is_too_large(server):
     async with server.http.post(server.url + "/v1/completions", data=io.BytesIO(body)) as response:
         assert response.status == 413
         _check_form(await response.json())
+    bomb, headers = gzip.compress(body), {"Content-Encoding": "gzip"}
+    assert len(bomb) < MAX_BODY_BYTES / 100
+    url = server.url + "/v1/completions"
+    async with server.http.post(url, data=bomb, headers=headers) as response:
+        assert response.status == 413
+
+
+async def test_too_many_choices_at_once(server):
+    status, answer = await server.post("/v1/completions", {"prompt": ["a"] * 1000, "n": 5})
+    assert (status, answer["error"]["param"]) == (400, "n")
 
 
 async def test_request_ids_come_back(server):

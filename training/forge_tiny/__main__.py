@@ -1,4 +1,4 @@
-"""`python -m training.forge_tiny`: corpus -> tokenizer -> train -> export -> check, in one command."""
+"""`python -m training.forge_tiny`: corpus, tokenizer, train, export and check, in one command."""
 
 import argparse
 import os
@@ -18,7 +18,8 @@ from .train import Progress, Rows, TrainConfig, pack, train
 CACHE = Path(__file__).parent / ".cache"
 BUNDLED = Path(__file__).parents[2] / "forge_jax" / "bundled" / "forge-tiny"
 TOKENIZER_DOCUMENTS = 60_000
-# Step buffers of some hundred MB are allocated anew each step; huge pages make the step 1.4 times as fast.
+# The buffers of a step, some hundred MB, are allocated anew each time: huge pages make training
+# 1.4 times as fast.
 MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000"
 
 
@@ -50,7 +51,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.show:
         for document in islice(corpus.documents(args.seed, args.show), args.show):
-            print(*(f"<{role}> {content}" for role, content in document.turns), sep="\n", end="\n\n")
+            print(
+                *(f"<{role}> {content}" for role, content in document.turns), sep="\n", end="\n\n"
+            )
         return
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
         os.environ["GLIBC_TUNABLES"] = MALLOC

@@ -1,7 +1,8 @@
 """Asks the exported folder the standard questions, with a plain greedy decoder of its own.
 
-Reads only the folder, as an engine would: the numbers come from `config.json` and the weights by their
-Hugging Face names. Shares no code with the training model, so that a fault in the export shows.
+Reads only the folder, as an engine would: the numbers come from `config.json` and the weights by
+their Hugging Face names. Shares no code with the training model, so that a fault in the export
+shows.
 """
 
 import json
@@ -109,7 +110,9 @@ class Checker:
 def check(folder: Path, questions: tuple[str, ...] = QUESTIONS) -> None:
     checker = Checker(folder)
     for question in questions:
-        print(f"> {question}\n{checker.answer([{'role': 'user', 'content': question}])}\n", flush=True)
+        print(
+            f"> {question}\n{checker.answer([{'role': 'user', 'content': question}])}\n", flush=True
+        )
     for opening in OPENINGS:
         print(f"> {opening}...\n{opening}{checker.complete(opening)}\n", flush=True)
 

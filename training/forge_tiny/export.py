@@ -56,7 +56,7 @@ def tensors(state: nnx.State) -> dict[str, np.ndarray]:
 
 
 def export(folder: Path, config: ModelConfig, tokenizer: Tokenizer, state: nnx.State) -> None:
-    """Replaces `folder`'s files one by one, each by an atomic rename; other files stay (the model card)."""
+    """Replaces the folder's files one by one, each by an atomic rename; the model card stays."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -1,7 +1,8 @@
 """The Llama that is trained here, as Flax NNX modules.
 
-Owns the architecture and its arithmetic in training: master weights in f32, matrix products in bf16 with
-f32 results. Knows nothing about data, optimisers or files. Attention is dense: training rows are short.
+Owns the architecture and its arithmetic in training: master weights in f32, matrix products in bf16
+with f32 results. Knows nothing about data, optimisers or files. Attention is dense: training rows
+are short.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class ModelConfig:
 
 @jax.custom_vjp
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x: f32[..., K] times weight: f32[N, K] (as in the checkpoint) -> f32[..., N], computed in bf16.
+    """x: f32[..., K] times weight: f32[N, K] (as in the checkpoint) -> f32[..., N], in bf16.
 
     Forward and input gradient are the shapes that XLA:CPU runs in bf16 at about 900 GFLOP/s on two
     AVX512_BF16 cores. The weight gradient contracts over tokens, where bf16 is no faster than f32,
@@ -60,7 +61,7 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[jax.Array, jax.Array]:
-    """cos, sin: f32[length, head_dim], in the Hugging Face convention (two halves, `rotate_half`)."""
+    """cos, sin: f32[length, head_dim], as Hugging Face has them (two halves, `rotate_half`)."""
     exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     angles = jnp.arange(length, dtype=jnp.float32)[:, None] / config.rope_theta**exponents
     angles = jnp.concatenate([angles, angles], axis=-1)

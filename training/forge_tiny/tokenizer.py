@@ -1,7 +1,8 @@
 """The tokenizer: byte-level BPE with single digits, and the chat template.
 
-Every text round trips, for all 256 bytes are in the alphabet. `<|bos|>` is put before raw text by the
-post-processor; the chat template writes it itself, so chats are encoded with `add_special_tokens=False`.
+Every text round trips, for all 256 bytes are in the alphabet. `<|bos|>` is put before raw text by
+the post-processor; the chat template writes it itself, so chats are encoded with
+`add_special_tokens=False`.
 """
 
 from collections.abc import Iterable, Iterator

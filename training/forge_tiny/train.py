@@ -1,8 +1,9 @@
 """The training loop, bounded by wall clock.
 
-Owns packing (documents into fixed rows), the optimiser, the learning-rate schedule and the checkpoint.
-The schedule follows the share of the time budget that is spent, so a run on a slow or a busy machine
-still ends with the rate at zero. `nnx.split` is called once; the jitted step takes flat leaves.
+Owns packing (documents into fixed rows), the optimiser, the learning-rate schedule and the
+checkpoint. The schedule follows the share of the time budget that is spent, so a run on a slow or a
+busy machine still ends with the rate at zero. `nnx.split` is called once; the jitted step takes
+flat leaves.
 """
 
 import itertools
@@ -145,7 +146,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Muon for the layers' matrices, Adam for the embedding and the norms, at a rate of one.
 
-    Muon's update has the size of AdamW's (`consistent_rms`, arXiv:2502.16982), so one rate serves both.
+    Muon's update has the size of AdamW's (`consistent_rms`, arXiv:2502.16982), so one rate serves
+    both.
     """
     matrix = optax.contrib.MuonDimensionNumbers()
     muon_leaves = [matrix if p.ndim == 2 and p.shape[0] != vocab_size else None for p in params]
@@ -212,8 +214,8 @@ def train(
             rate = learning_rate(config, progress.seconds / budget)
             speed = len(losses) * batch[0].size / (time.monotonic() - reported)
             print(
-                f"{progress.seconds / 60:6.1f} min  step {progress.step:6d}  loss {progress.loss:.4f}"
-                f"  rate {rate:.2e}  {speed:,.0f} tokens/s",
+                f"{progress.seconds / 60:6.1f} min  step {progress.step:6d}"
+                f"  loss {progress.loss:.4f}  rate {rate:.2e}  {speed:,.0f} tokens/s",
                 flush=True,
             )
             losses, reported = [], time.monotonic()
@@ -229,5 +231,3 @@ def train(
         progress.step += 1
         progress.tokens += int(np.count_nonzero(batch[1]))
     raise AssertionError("batches() never ends")
-
-

@@ -33,6 +33,7 @@ def ragged_paged_attention(
     *,
     sm_scale: float,
     kv_dtype: DTypeLike | None = None,
+    max_q_len: int | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """Causal attention of each sequence's newest tokens over its blocks of the cache.
@@ -52,6 +53,7 @@ def ragged_paged_attention(
       num_seqs: i32[], how many sequences there are; what the arrays hold beyond is ignored.
       sm_scale: factor on the scores.
       kv_dtype: bfloat16 or float16, required where `kv` is uint16 and only there.
+      max_q_len: a promise that no sequence has more rows; less is compiled. Rows beyond it may be zero.
       implementation: `reference` is differentiable for float32 `kv`; `xla` walks only the tiles that
         the sequences have; `auto` takes the fastest for the backend.
 
@@ -71,14 +73,16 @@ def ragged_paged_attention(
     if implementation not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"no attention implementation {implementation!r}; there are: {known}")
-    attend = reference_attention if implementation == "reference" else xla_attention
     if implementation != "reference" or kv_dtype != jnp.float32:
         q = _without_gradient(q)
         if jnp.issubdtype(kv.dtype, jnp.floating):
             kv = _without_gradient(kv)
-    return attend(
-        q, kv, block_tables, kv_lens, cu_q_lens, num_seqs, sm_scale=sm_scale, kv_dtype=kv_dtype
-    )
+    arrays = (q, kv, block_tables, kv_lens, cu_q_lens, num_seqs)
+    if implementation == "reference":
+        return reference_attention(*arrays, sm_scale=sm_scale, kv_dtype=kv_dtype)
+    tokens = q.shape[0]
+    max_q_len = tokens if max_q_len is None else min(max_q_len, tokens)
+    return xla_attention(*arrays, sm_scale=sm_scale, kv_dtype=kv_dtype, max_q_len=max_q_len)
 
 
 def write_kv(

@@ -1,12 +1,12 @@
 """Paged attention in plain XLA for CPUs: its cost follows the real contexts.
 
-Two loops, both with bounds that are only known at run time, so that a batch pays for the tiles it has
-and not for S x max_blocks:
+Three loops, with bounds that are only known at run time, so that a batch pays for the tiles it has and not
+for S x max_blocks:
 
-- the decode rows at the front of the batch, in groups of GROUP sequences, each group up to its longest
-  context;
-- everything else as work items, one tile of Q_TILE query rows of one sequence, up to the last key
-  that the tile sees.
+- decode rows at the front of the batch, in groups of GROUP sequences, each group up to its longest context;
+- after them sequences of at most SHORT rows (drafts to verify), grouped in the same way;
+- everything else as work items, one tile of Q_TILE query rows of one sequence, up to the last key that
+  the tile sees.
 
 A KV tile is always KV_TILE tokens at absolute positions 0, KV_TILE, 2 * KV_TILE, ...: the order in which
 a row's keys are summed depends on nothing but its own position. Tiles past a row's end change nothing
@@ -19,8 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from forge_kernels.embed import embed
+
 KV_TILE = 128  # tokens
 GROUP = 16  # sequences
+SHORT = 8  # query rows
 Q_TILE = 64  # query rows
 
 NO_SCORE = -1e30  # the running maximum before any score: finite, so that exp(-inf - NO_SCORE) is 0
@@ -36,6 +39,7 @@ def xla_attention(
     *,
     sm_scale: float,
     kv_dtype: jnp.dtype,
+    max_q_len: int,
 ) -> jax.Array:  # q.dtype[T, H, D]
     tokens, heads, head_dim = q.shape
     seqs = kv_lens.shape[0]
@@ -43,51 +47,88 @@ def xla_attention(
     # XLA:CPU has fast bfloat16 dots; float16 ones it computes in float32 anyway.
     dot_dtype = jnp.bfloat16 if kv_dtype == jnp.bfloat16 else jnp.float32
     pool = _Pool(kv, block_tables, kv_dtype, dot_dtype)
-    q = q.astype(dot_dtype).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+    group = min(GROUP, seqs, tokens)
 
     q_lens = jnp.where(jnp.arange(seqs) < num_seqs, jnp.diff(cu_q_lens), 0)
-    num_decodes = jnp.cumprod(q_lens == 1).sum(dtype=jnp.int32)
-    group = min(GROUP, seqs, tokens)
-    decode_rows = -(-min(seqs, tokens) // group) * group
-    # Room for a window of Q_TILE rows that starts at the last row, and for whole groups.
-    q = jnp.pad(q, ((0, max(decode_rows - tokens, Q_TILE)), (0, 0), (0, 0), (0, 0)))
+    num_decodes = _leading(q_lens == 1)
+    num_grouped = jnp.minimum(_leading(q_lens <= SHORT), num_seqs)
+    # Room for a group, or a tile of rows, that starts at the last sequence or row.
+    kv_lens = jnp.pad(kv_lens, (0, GROUP))
+    cu_q_lens = jnp.pad(cu_q_lens, (0, GROUP))
+    q = q.astype(dot_dtype).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+    q = jnp.pad(q, ((0, Q_TILE), (0, 0), (0, 0), (0, 0)))
     out = jnp.zeros(q.shape, jnp.float32)
 
     def decode_group(index, out):
         first = index * group
-        lens = lax.dynamic_slice_in_dim(kv_lens_padded, first, group)
         live = first + jnp.arange(group) < num_decodes
-        visible = jnp.where(live, lens, 0)[:, None]  # [group, 1]
+        visible = jnp.where(live, lax.dynamic_slice_in_dim(kv_lens, first, group), 0)
         rows = lax.dynamic_slice_in_dim(q, first, group)  # [group, K, G, D]
-        rows = _attend(rows, visible, pool, first, sm_scale)
+        rows = _attend(rows, visible[:, None], pool, first, sm_scale)
         return lax.dynamic_update_slice_in_dim(out, rows, first, axis=0)
 
-    kv_lens_padded = jnp.pad(kv_lens, (0, max(decode_rows - seqs, 0)))
-    if decode_rows == group:
+    if seqs <= GROUP:
         out = decode_group(0, out)
     else:
         out = lax.fori_loop(0, -(-num_decodes // group), decode_group, out)
 
-    tiles = jnp.where(jnp.arange(seqs) < num_decodes, 0, -(-q_lens // Q_TILE))
+    def short_group(index, out):
+        first = num_decodes + index * group
+        live = first + jnp.arange(group) < num_grouped
+        start = lax.dynamic_slice_in_dim(cu_q_lens, first, group)
+        q_len = jnp.where(live, lax.dynamic_slice_in_dim(cu_q_lens, first + 1, group) - start, 0)
+        row = jnp.arange(SHORT)[None, :]
+        visible = lax.dynamic_slice_in_dim(kv_lens, first, group)[:, None] - q_len[:, None] + row + 1
+        exists = row < q_len[:, None]  # [group, SHORT]
+        visible = jnp.where(exists, visible, 0)
+        row = jnp.where(exists, start[:, None] + row, q.shape[0])
+        rows = embed(q.reshape(q.shape[0], -1), row.reshape(-1))
+        rows = _rows_first(rows.reshape(group, SHORT, *q.shape[1:]))
+        rows = _attend(rows, jnp.tile(visible, rows.shape[2] // SHORT), pool, first, sm_scale)
+        rows = _rows_last(rows, SHORT).reshape(-1, *q.shape[1:])
+        return out.at[row.reshape(-1)].set(rows, mode="drop")
+
+    if max_q_len > 1:
+        num_groups = -(-(num_grouped - num_decodes) // group)
+        out = lax.fori_loop(0, num_groups, short_group, out)
+
+    tiles = jnp.where(jnp.arange(seqs) < num_grouped, 0, -(-q_lens // Q_TILE))
     tiles_end = jnp.cumsum(tiles)
 
     def work_item(item, out):
         seq = jnp.sum(tiles_end <= item, dtype=jnp.int32)
         row = (item - (tiles_end[seq] - tiles[seq])) * Q_TILE + jnp.arange(Q_TILE)
         first = cu_q_lens[seq] + row[0]
-        visible = jnp.where(row < q_lens[seq], kv_lens[seq] - q_lens[seq] + row + 1, 0)
-        rows = lax.dynamic_slice_in_dim(q, first, Q_TILE)  # [Q_TILE, K, G, D]
-        _, K, G, D = rows.shape
-        rows = rows.transpose(1, 2, 0, 3).reshape(1, K, G * Q_TILE, D)
-        rows = _attend(rows, jnp.tile(visible, G)[None], pool, seq, sm_scale)
-        rows = rows.reshape(K, G, Q_TILE, D).transpose(2, 0, 1, 3)
+        exists = row < q_lens[seq]  # [Q_TILE]
+        visible = jnp.where(exists, kv_lens[seq] - q_lens[seq] + row + 1, 0)
+        rows = _rows_first(lax.dynamic_slice_in_dim(q, first, Q_TILE)[None])
+        rows = _attend(rows, jnp.tile(visible, rows.shape[2] // Q_TILE)[None], pool, seq, sm_scale)
+        rows = _rows_last(rows, Q_TILE)[0]
         old = lax.dynamic_slice_in_dim(out, first, Q_TILE)
-        rows = jnp.where((row < q_lens[seq])[:, None, None, None], rows, old)
+        rows = jnp.where(exists[:, None, None, None], rows, old)
         return lax.dynamic_update_slice_in_dim(out, rows, first, axis=0)
 
-    if tokens > 1:
+    if max_q_len > SHORT:
         out = lax.fori_loop(0, tiles_end[-1], work_item, out)
     return out[:tokens].reshape(tokens, heads, head_dim).astype(q.dtype)
+
+
+def _leading(condition: jax.Array) -> jax.Array:
+    """How many elements there are before the first that is false."""
+    size = condition.shape[0]
+    return jnp.min(jnp.where(condition, size, jnp.arange(size, dtype=jnp.int32)))
+
+
+def _rows_first(rows: jax.Array) -> jax.Array:
+    """[B, R, K, G, D] -> [B, K, G * R, D]: all rows that read the same keys in one matrix."""
+    B, R, K, G, D = rows.shape
+    return rows.transpose(0, 2, 3, 1, 4).reshape(B, K, G * R, D)
+
+
+def _rows_last(rows: jax.Array, R: int) -> jax.Array:
+    """The inverse of `_rows_first`."""
+    B, K, GR, D = rows.shape
+    return rows.reshape(B, K, GR // R, R, D).transpose(0, 3, 1, 2, 4)
 
 
 class _Pool:
@@ -101,7 +142,7 @@ class _Pool:
         self.kv_dtype, self.dot_dtype = kv_dtype, dot_dtype
         self.piece = math.gcd(block_size, KV_TILE)
         self.pieces = block_size // self.piece  # of a block
-        self.rows = kv.reshape(-1, self.piece, self.head_dim)
+        self.rows = kv.reshape(-1, self.piece * self.head_dim)
         seqs, max_blocks = block_tables.shape
         first_rows = block_tables * (2 * self.kv_heads * self.pieces)
         first_rows = first_rows[:, :, None] + jnp.arange(self.pieces)
@@ -122,7 +163,8 @@ class _Pool:
 
     def _read(self, rows):
         seqs = rows.shape[0]
-        read = self.rows.at[rows].get(mode="clip")
+        # A gather that is fused into what follows loses its row copies and takes twice as long.
+        read = lax.optimization_barrier(self.rows.at[rows].get(mode="clip"))
         return read.reshape(seqs, self.kv_heads, KV_TILE, self.head_dim)
 
     def floats(self, bits):

@@ -11,7 +11,7 @@ from . import engine, extraction, facts, stories, sums, talk
 from .document import Document
 
 # Shares of documents, not of tokens: a story is ten times as long as a sum.
-MIXTURE = {stories: 17, facts: 25, sums: 17, extraction: 15, engine: 5, talk: 21}
+MIXTURE = {stories: 9, facts: 28, sums: 20, extraction: 17, engine: 5, talk: 21}
 
 
 def documents(seed: int, count: int) -> Iterator[Document]:

@@ -3,7 +3,10 @@
 import random
 import re
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
+_TEXTS = Path(__file__).parent / "texts"
 _INNERMOST_CHOICE = re.compile(r"\[([^\[\]]*)\]")
 
 
@@ -36,6 +39,21 @@ def expand(rng: random.Random, template: str, **slots: object) -> str:
     return template.format(**slots)
 
 
+def blocks(name: str) -> tuple[tuple[str, ...], ...]:
+    """The blocks of lines of `texts/<name>.txt`, which an empty line ends."""
+    content = (_TEXTS / f"{name}.txt").read_text(encoding="utf-8").strip()
+    return tuple(tuple(block.splitlines()) for block in content.split("\n\n"))
+
+
+@cache
+def questions_and_answers(name: str) -> tuple[tuple[tuple[str, ...], str], ...]:
+    """Blocks of some questions, a line each, and in the last line, after "= ", their answer."""
+    return tuple(
+        (tuple(questions), answer.removeprefix("= ").replace("\\n", "\n"))
+        for *questions, answer in blocks(name)
+    )
+
+
 def article(noun: str) -> str:
     return f"an {noun}" if noun[0].lower() in "aeiou" else f"a {noun}"
 
@@ -50,9 +68,9 @@ def careless(rng: random.Random, prompt: str) -> str:
     if luck < 0.12:
         prompt = prompt.lower()
     elif luck < 0.18:
-        prompt = expand(rng, "[Please|Hi!|Hello,|Hey,|OK,|So,|Can you tell me:|Quick question:] ") + (
-            prompt if rng.random() < 0.5 else prompt[:1].lower() + prompt[1:]
-        )
+        prompt = expand(
+            rng, "[Please|Hi!|Hello,|Hey,|OK,|So,|Can you tell me:|Quick question:] "
+        ) + (prompt if rng.random() < 0.5 else prompt[:1].lower() + prompt[1:])
     if rng.random() < 0.12 and prompt[-1] in ".?!":
         prompt = prompt[:-1]
     return prompt

@@ -1,7 +1,7 @@
 """Requests to extract fields from a sentence, answered in JSON.
 
-Most names are made of random syllables: a model that has seen every name can remember it, one that has not
-must learn to copy.
+Many names are made of random syllables: a model that has seen every name can remember them, one
+that has not must learn to copy.
 """
 
 import json
@@ -13,24 +13,30 @@ from .facts import COUNTRIES, MONTHS
 from .stories import BOYS, GIRLS, PET_NAMES
 
 _FIRST = GIRLS + BOYS + (
-    "John John John Mary James Robert Linda Michael David Susan Karen Thomas Charles Daniel Laura Maria George"
-    " Helen Frank Diana Bob Alice Carol Steve Jane Joe Mike Priya Yuki Chen Fatima Ahmed Carlos Elena Igor Aisha"
+    "John John John Mary James Robert Linda Michael David Susan Karen Thomas Charles Daniel Laura "
+    "Maria George"
+    " Helen Frank Diana Bob Alice Carol Steve Jane Joe Mike Priya Yuki Chen Fatima Ahmed Carlos "
+    "Elena Igor Aisha"
 ).split()  # fmt: skip
 _LAST = (
-    "Smith Jones Brown Miller Wilson Taylor Clark Lewis Walker Young King Wright Hill Green Baker Carter Cook"
+    "Smith Jones Brown Miller Wilson Taylor Clark Lewis Walker Young King Wright Hill Green "
+    "Baker Carter Cook"
     " Bell Ward Gray Garcia Lopez Kim Chen Singh Weber Rossi Novak Silva Doe Fischer Tanaka"
 ).split()
 _JOBS = (
-    "teacher doctor baker farmer pilot nurse painter cook driver lawyer engineer writer singer student waiter"
+    "teacher doctor baker farmer pilot nurse painter cook driver lawyer engineer writer singer "
+    "student waiter"
     " dentist gardener carpenter plumber scientist programmer designer"
 ).split()
 _COLOURS = "red blue green yellow orange purple pink black white brown grey".split()
 _ANIMALS = "dog cat horse rabbit bird fish hamster parrot turtle mouse".split()
 _CITIES = [city for city, _, _ in COUNTRIES.values()] + (
-    "New York;Boston;Chicago;Sydney;Toronto;Munich;Hamburg;Milan;Barcelona;Lyon;Mumbai;Shanghai;Osaka".split(";")
+    "New York;Boston;Chicago;Sydney;Toronto;Munich;Hamburg;Milan;Barcelona;Lyon;Mumbai;Shanghai"
+    ";Osaka".split(";")
 )
 _ITEMS = (
-    "book lamp table chair phone laptop shirt jacket hat bag bicycle watch camera pen bottle cup mirror sofa"
+    "book lamp table chair phone laptop shirt jacket hat bag bicycle watch camera pen bottle "
+    "cup mirror sofa"
     " clock ball guitar"
 ).split()
 _DOMAINS = "example.com example.org mail.com work.net school.org post.net web.com".split()
@@ -75,7 +81,9 @@ def value(rng: random.Random, field: str) -> str | int | float:
         case "item":
             return rng.choice(_ITEMS)
         case "price":
-            return rng.choice((rng.randint(1, 99), rng.randint(1, 9) * 100, rng.randint(100, 9999) / 100))
+            return rng.choice(
+                (rng.randint(1, 99), rng.randint(1, 9) * 100, rng.randint(100, 9999) / 100)
+            )
         case "quantity":
             return rng.randint(2, 60)
         case "email":
@@ -94,6 +102,8 @@ def value(rng: random.Random, field: str) -> str | int | float:
     raise AssertionError(field)
 
 
+_SYSTEM = "[Answer in JSON.|You answer in JSON.|Reply only with JSON.|You extract data as JSON.]"
+
 # A sentence about a person begins with the name; further clauses go on with "who" or "He" or "She".
 _CLAUSES = {
     "age": "is {age} years old|is {age}|is {age} years old|is aged {age}",
@@ -108,24 +118,37 @@ _CLAUSES = {
     "pet": "has a dog named {pet}|has a cat called {pet}|has a pet named {pet}",
 }
 _WHOLE = (  # sentences with all their fields
-    (("item", "price"), "[The {item} costs {price} dollars.|A {item} for {price} dollars.|I bought a {item} for {price} dollars."
+    (("item", "price"), "[The {item} costs {price} dollars.|A {item} for {price} dollars.|I "
+                        "bought a {item} for {price} dollars."
      "|The price of the {item} is {price} dollars.|He paid {price} dollars for a {item}.]"),
-    (("item", "quantity", "price"), "[We ordered {quantity} {item}s for {price} dollars.|{quantity} {item}s cost {price} dollars."
+    (("item", "quantity", "price"), "[We ordered {quantity} {item}s for {price} dollars."
+                                    "|{quantity} {item}s cost {price} dollars."
      "|She sold {quantity} {item}s at {price} dollars each.]"),
-    (("item", "colour", "price"), "[The {colour} {item} costs {price} dollars.|I want the {colour} {item} for {price} dollars.]"),
-    (("name", "date"), "[{name} was born on {date}.|{name} has a birthday on {date}.|The birthday of {name} is {date}.]"),
-    (("date", "city"), "[The meeting is on {date} in {city}.|We meet in {city} on {date}.|The concert takes place in {city} on {date}.]"),
-    (("date", "time", "city"), "[The train leaves {city} on {date} at {time}.|Come to {city} on {date} at {time}.]"),
-    (("animal", "pet", "colour"), "[{pet} is a {colour} {animal}.|The {colour} {animal} is called {pet}.|I have a {colour} {animal} named {pet}.]"),
-    (("animal", "pet", "age"), "[{pet} is a {animal}, {age} years old.|My {animal} {pet} is {age} years old.]"),
-    (("name", "year"), "[{name} was born in {year}.|{name} finished school in {year}.|In {year}, {name} was born.]"),
-    (("name", "age", "city"), "[{name}, {age}, {city}|{name} ({age}) from {city}|{name}, aged {age}, lives in {city}.|My name is {name}, I am"
+    (("item", "colour", "price"), "[The {colour} {item} costs {price} dollars.|I want the "
+                                  "{colour} {item} for {price} dollars.]"),
+    (("name", "date"), "[{name} was born on {date}.|{name} has a birthday on {date}.|The birthday "
+                       "of {name} is {date}.]"),
+    (("date", "city"), "[The meeting is on {date} in {city}.|We meet in {city} on {date}.|The "
+                       "concert takes place in {city} on {date}.]"),
+    (("date", "time", "city"), "[The train leaves {city} on {date} at {time}.|Come to {city} on "
+                               "{date} at {time}.]"),
+    (("animal", "pet", "colour"), "[{pet} is a {colour} {animal}.|The {colour} {animal} is called "
+                                  "{pet}.|I have a {colour} {animal} named {pet}.]"),
+    (("animal", "pet", "age"), "[{pet} is a {animal}, {age} years old.|My {animal} {pet} is "
+                               "{age} years old.]"),
+    (("name", "year"), "[{name} was born in {year}.|{name} finished school in {year}.|In {year}, "
+                       "{name} was born.]"),
+    (("name", "age", "city"), "[{name}, {age}, {city}|{name} ({age}) from {city}|{name}, aged "
+                              "{age}, lives in {city}.|My name is {name}, I am"
      " {age} and I live in {city}.]"),
-    (("name", "age"), "[My name is {name} and I am {age} years old.|I am {name} and I am {age}.|{name} ({age})|{name}, {age}|Name: {name}, age:"
+    (("name", "age"), "[My name is {name} and I am {age} years old.|I am {name} and I am {age}."
+                      "|{name} ({age})|{name}, {age}|Name: {name}, age:"
      " {age}|This is {name}. {name} turned {age} today.|At the age of {age}, {name} went home.]"),
-    (("name", "email"), "[Please write to {name} at {email}.|{name} <{email}>|The email of {name} is {email}.|My name is {name} and my email is"
+    (("name", "email"), "[Please write to {name} at {email}.|{name} <{email}>|The email of {name} "
+                        "is {email}.|My name is {name} and my email is"
      " {email}.]"),
-    (("name", "job"), "[Our {job} is called {name}.|My name is {name} and I am a {job}.|{name} the {job} came home.]"),
+    (("name", "job"), "[Our {job} is called {name}.|My name is {name} and I am a {job}.|{name} "
+                      "the {job} came home.]"),
 )  # fmt: skip
 
 
@@ -151,11 +174,16 @@ def sentence(rng: random.Random) -> tuple[str, dict]:
     }
     clauses = [expand(rng, "[" + _CLAUSES[field] + "]", **slots) for field in fields]
     pronoun = rng.choice(("He", "She"))
-    clauses = [c.replace("his", "his" if pronoun == "He" else "her") if "@" not in c else c for c in clauses]
+    clauses = [
+        c.replace("his", "his" if pronoun == "He" else "her") if "@" not in c else c
+        for c in clauses
+    ]
     joined = clauses[0]
     for i, clause in enumerate(clauses[1:], 1):
         last = i == len(clauses) - 1
-        joined += expand(rng, "[ and |, and |. {p} ]" if last else "[, |. {p} ]", p=pronoun) + clause
+        joined += (
+            expand(rng, "[ and |, and |. {p} ]" if last else "[, |. {p} ]", p=pronoun) + clause
+        )
     return f"{values['name']} {joined}.", values
 
 
@@ -176,28 +204,33 @@ def pair(rng: random.Random) -> tuple[str, str]:
     if luck < 0.6:
         ask = expand(
             rng,
-            "[Extract the {f}|Extract the {f}|Extract the {f}|Extract {t}|Extract {f}|Please extract the {f}|Find the"
+            "[Extract the {f}|Extract the {f}|Extract the {f}|Extract {t}|Extract {f}|Please "
+            "extract the {f}|Find the"
             " {f}|Get the {f}]",
             f=plain, t=the,
         )  # fmt: skip
         ask += expand(
             rng,
-            "[: |: |: | from this sentence: | from this text: | as JSON: | as JSON: | from the text below.\n|:\n"
+            "[: |: |: | from this sentence: | from this text: | as JSON: | as JSON: | from the "
+            "text below.\n|:\n"
             "| in JSON: | and return JSON: ]",
         )
         return ask + said, answer
     if luck < 0.85:
         ask = expand(
             rng,
-            "[Return JSON with {f}: |Return JSON with the fields {f}: |Return a JSON object with {f}: |Give me JSON"
-            " with {f}: |Write JSON with {f}: |Answer in JSON with the keys {f}: |Turn this into JSON with {f}: ]",
+            "[Return JSON with {f}: |Return JSON with the fields {f}: |Return a JSON object with "
+            "{f}: |Give me JSON"
+            " with {f}: |Write JSON with {f}: |Answer in JSON with the keys {f}: |Turn this into "
+            "JSON with {f}: ]",
             f=plain,
         )
         return ask + said, answer
     if luck < 0.93:
         ask = expand(
             rng,
-            "[Extract {t} as JSON.|Return the {f} as JSON.|What are {t}? Answer in JSON.|Answer with JSON: {f}.]",
+            "[Extract {t} as JSON.|Return the {f} as JSON.|What are {t}? Answer in JSON.|Answer "
+            "with JSON: {f}.]",
             f=plain, t=the,
         )  # fmt: skip
         return f"{said} {ask}", answer
@@ -212,18 +245,19 @@ def question_about(rng: random.Random) -> tuple[str, str]:
     name = values.get("name")
     if name is None or "age" not in values or said[0] in "MI":
         return pair(rng)
-    question = expand(
-        rng, "[How old is {n}?|What is the age of {n}?|What is {n}'s age?]", n=name
-    )
+    question = expand(rng, "[How old is {n}?|What is the age of {n}?|What is {n}'s age?]", n=name)
     return f"{said} {question}", f"{name} is {values['age']} years old."
 
 
 def invented(rng: random.Random) -> tuple[str, str]:
-    fields = rng.sample(("name", "age", "city", "job", "colour", "animal", "email"), rng.randint(1, 3))
+    fields = rng.sample(
+        ("name", "age", "city", "job", "colour", "animal", "email"), rng.randint(1, 3)
+    )
     values = {field: value(rng, field) for field in fields}
     question = expand(
         rng,
-        "[Give me a JSON object with {f}.|Write a JSON object with the keys {f}.|Return a JSON object with {f}.|Make"
+        "[Give me a JSON object with {f}.|Write a JSON object with the keys {f}.|Return a JSON "
+        "object with {f}.|Make"
         " up a person and give me the {f} as JSON.|Give me an example of JSON with {f}.]",
         f=_listed(fields),
     )
@@ -239,6 +273,5 @@ def documents(rng: random.Random) -> Iterator[Document]:
         question, answer = pair(rng) if luck < 0.92 else question_about(rng)
         document = chat(careless(rng, question) if rng.random() < 0.2 else question, answer)
         if answer[0] == "{" and rng.random() < 0.06:
-            system = "[Answer in JSON.|You answer in JSON.|Reply only with JSON.|You extract data as JSON.]"
-            document = with_system(expand(rng, system), document)
+            document = with_system(expand(rng, _SYSTEM), document)
         yield document

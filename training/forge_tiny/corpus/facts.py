@@ -1,15 +1,23 @@
 """Short questions and answers about the world.
 
-A relation is a table with question and answer templates; single facts that fit no table are listed one by
-one in `general.py`. Every fact is asked in many ways, alone or with a short follow-up.
+A relation is a table with templates of questions and answers; facts that fit no table are
+listed in `texts/general.txt`. Every fact is asked in many ways, alone or with a short follow-up.
 """
 
 import random
 from collections.abc import Iterator
-from functools import cache
 
-from .document import Document, article, capitalize, careless, chat, expand, text, with_system
-from .general import GENERAL
+from .document import (
+    Document,
+    article,
+    capitalize,
+    careless,
+    chat,
+    expand,
+    questions_and_answers,
+    text,
+    with_system,
+)
 
 # country: (capital, continent, language), "" where it is left out
 COUNTRIES = {
@@ -189,11 +197,16 @@ ANIMALS = {
 OPPOSITES = dict(
     pair.split("/")
     for pair in (
-        "hot/cold big/small up/down left/right fast/slow high/low old/young day/night black/white good/bad"
-        " happy/sad light/dark hard/soft wet/dry open/closed full/empty rich/poor strong/weak early/late"
-        " near/far begin/end yes/no long/short thick/thin wide/narrow clean/dirty loud/quiet easy/difficult"
-        " inside/outside above/below first/last love/hate true/false buy/sell win/lose push/pull give/take"
-        " awake/asleep alive/dead sweet/sour heavy/light north/south east/west summer/winter friend/enemy"
+        "hot/cold big/small up/down left/right fast/slow high/low old/young day/night "
+        "black/white good/bad"
+        " happy/sad light/dark hard/soft wet/dry open/closed full/empty rich/poor "
+        "strong/weak early/late"
+        " near/far begin/end yes/no long/short thick/thin wide/narrow clean/dirty loud/quiet "
+        "easy/difficult"
+        " inside/outside above/below first/last love/hate true/false buy/sell win/lose "
+        "push/pull give/take"
+        " awake/asleep alive/dead sweet/sour heavy/light north/south east/west summer/winter "
+        "friend/enemy"
         " before/after always/never more/less brave/afraid warm/cool deep/shallow smooth/rough"
     ).split()
 )
@@ -201,8 +214,10 @@ COLOURS = {
     "the sky": "blue", "grass": "green", "snow": "white", "a banana": "yellow", "blood": "red",
     "coal": "black", "a lemon": "yellow", "milk": "white", "a tomato": "red", "the sun": "yellow",
     "chocolate": "brown", "an elephant": "grey", "a carrot": "orange", "a leaf in spring": "green",
-    "a strawberry": "red", "the sea": "blue", "a frog": "green", "an orange": "orange", "a crow": "black",
-    "a flamingo": "pink", "a polar bear": "white", "a ripe cherry": "red", "cucumber": "green", "gold": "yellow",
+    "a strawberry": "red", "the sea": "blue", "a frog": "green", "an orange": "orange",
+    "a crow": "black",
+    "a flamingo": "pink", "a polar bear": "white", "a ripe cherry": "red", "cucumber": "green",
+    "gold": "yellow",
 }  # fmt: skip
 MIXES = {
     ("blue", "yellow"): "green", ("red", "yellow"): "orange", ("red", "blue"): "purple",
@@ -226,25 +241,33 @@ UNITS = {  # (small, big): how many
     ("minutes", "an hour"): "60", ("seconds", "a minute"): "60", ("days", "a year"): "365",
     ("weeks", "a year"): "52", ("days", "a leap year"): "366", ("seasons", "a year"): "4",
     ("years", "a decade"): "10", ("years", "a century"): "100", ("years", "a millennium"): "1000",
-    ("centimetres", "a metre"): "100", ("metres", "a kilometre"): "1000", ("grams", "a kilogram"): "1000",
-    ("millimetres", "a centimetre"): "10", ("kilograms", "a tonne"): "1000", ("items", "a dozen"): "12",
-    ("cents", "a dollar"): "100", ("letters", "the English alphabet"): "26", ("bits", "a byte"): "8",
+    ("centimetres", "a metre"): "100", ("metres", "a kilometre"): "1000",
+    ("grams", "a kilogram"): "1000",
+    ("millimetres", "a centimetre"): "10", ("kilograms", "a tonne"): "1000",
+    ("items", "a dozen"): "12",
+    ("cents", "a dollar"): "100", ("letters", "the English alphabet"): "26",
+    ("bits", "a byte"): "8",
     ("inches", "a foot"): "12", ("feet", "a yard"): "3", ("colours", "a rainbow"): "7",
     ("minutes", "half an hour"): "30", ("days", "a weekend"): "2", ("sides", "a triangle"): "3",
     ("sides", "a square"): "4", ("sides", "a hexagon"): "6", ("sides", "a pentagon"): "5",
     ("sides", "an octagon"): "8", ("strings", "a violin"): "4", ("strings", "a guitar"): "6",
-    ("players", "a football team"): "11", ("degrees", "a circle"): "360", ("planets", "the solar system"): "8",
-    ("continents", "the world"): "7", ("vowels", "the English alphabet"): "5", ("months", "half a year"): "6",
+    ("players", "a football team"): "11", ("degrees", "a circle"): "360",
+    ("planets", "the solar system"): "8",
+    ("continents", "the world"): "7", ("vowels", "the English alphabet"): "5",
+    ("months", "half a year"): "6",
 }  # fmt: skip
 WORDS_ABROAD = {
-    "French": {"hello": "bonjour", "thank you": "merci", "goodbye": "au revoir", "yes": "oui", "water": "eau",
+    "French": {"hello": "bonjour", "thank you": "merci", "goodbye": "au revoir", "yes": "oui",
+               "water": "eau",
                "cat": "chat", "dog": "chien", "bread": "pain", "house": "maison", "friend": "ami"},
-    "Spanish": {"hello": "hola", "thank you": "gracias", "goodbye": "adiós", "yes": "sí", "water": "agua",
+    "Spanish": {"hello": "hola", "thank you": "gracias", "goodbye": "adiós", "yes": "sí",
+                "water": "agua",
                 "cat": "gato", "dog": "perro", "bread": "pan", "house": "casa", "friend": "amigo"},
     "German": {"hello": "hallo", "thank you": "danke", "goodbye": "auf Wiedersehen", "yes": "ja",
                "water": "Wasser", "cat": "Katze", "dog": "Hund", "bread": "Brot", "house": "Haus",
                "friend": "Freund"},
-    "Italian": {"hello": "ciao", "thank you": "grazie", "goodbye": "arrivederci", "yes": "sì", "water": "acqua",
+    "Italian": {"hello": "ciao", "thank you": "grazie", "goodbye": "arrivederci", "yes": "sì",
+                "water": "acqua",
                 "cat": "gatto", "dog": "cane", "bread": "pane", "house": "casa", "friend": "amico"},
 }  # fmt: skip
 
@@ -258,10 +281,14 @@ def capital(rng: random.Random) -> Pair:
     if luck < 0.62:
         question = expand(
             rng,
-            "[What is the capital of {c}?|What is the capital of {c}?|What is the capital of {c}?|What's the"
-            " capital of {c}?|capital of {c}|Capital of {c}?|Which city is the capital of {c}?|What city is the"
-            " capital of {c}?|Tell me the capital of {c}.|Name the capital of {c}.|{c}'s capital?|What is the"
-            " capital city of {c}?|What is {c}'s capital?|Do you know the capital of {c}?|Give me the capital of"
+            "[What is the capital of {c}?|What is the capital of {c}?|What is the capital of "
+            "{c}?|What's the"
+            " capital of {c}?|capital of {c}|Capital of {c}?|Which city is the capital of {c}?"
+            "|What city is the"
+            " capital of {c}?|Tell me the capital of {c}.|Name the capital of {c}.|{c}'s "
+            "capital?|What is the"
+            " capital city of {c}?|What is {c}'s capital?|Do you know the capital of {c}?|Give me "
+            "the capital of"
             " {c}.|I forgot the capital of {c}. What is it?|Can you tell me the capital of {c}?]",
             c=country,
         )
@@ -271,8 +298,10 @@ def capital(rng: random.Random) -> Pair:
     if luck < 0.82:
         question = expand(
             rng,
-            "[{city} is the capital of which country?|Which country has {city} as its capital?|Which country's"
-            " capital is {city}?|What country is {city} the capital of?|Of which country is {city} the capital?]",
+            "[{city} is the capital of which country?|Which country has {city} as its capital?"
+            "|Which country's"
+            " capital is {city}?|What country is {city} the capital of?|Of which country is "
+            "{city} the capital?]",
             city=city,
         )
         if city == "London":
@@ -287,7 +316,8 @@ def capital(rng: random.Random) -> Pair:
         return question, f"No, the capital of {country} is {city}."
     question = expand(
         rng,
-        "[Where is {city}?|In which country is {city}?|Which country is {city} in?|Where is the city of {city}?]",
+        "[Where is {city}?|In which country is {city}?|Which country is {city} in?|Where is the "
+        "city of {city}?]",
         city=city,
     )
     if city == "London":
@@ -300,7 +330,8 @@ def country(rng: random.Random) -> Pair:
     if language and (rng.random() < 0.5 or not continent):
         question = expand(
             rng,
-            "[What language do people speak in {c}?|Which language is spoken in {c}?|What language is spoken in"
+            "[What language do people speak in {c}?|Which language is spoken in {c}?|What "
+            "language is spoken in"
             " {c}?|What do people speak in {c}?|language of {c}]",
             c=name,
         )
@@ -309,7 +340,8 @@ def country(rng: random.Random) -> Pair:
         return country(rng)
     question = expand(
         rng,
-        "[On which continent is {c}?|Which continent is {c} in?|What continent is {c} in?|Where is {c}?|Where in"
+        "[On which continent is {c}?|Which continent is {c} in?|What continent is {c} in?|Where "
+        "is {c}?|Where in"
         " the world is {c}?]",
         c=name,
     )
@@ -320,18 +352,20 @@ def animal(rng: random.Random) -> Pair:
     name, (sound, young, legs, home, kind) = rng.choice(tuple(ANIMALS.items()))
     a = article(name)
     choices = [
-        ("[What is a baby {n} called?|What do you call a baby {n}?|What is the young of {a} called?|baby {n} name]",
+        ("[What is a baby {n} called?|What do you call a baby {n}?|What is the young of {a} "
+         "called?|baby {n} name]",
          f"A baby {name} is called {article(young)}."),
         ("[How many legs does {a} have?|How many legs has {a}?|{A} has how many legs?]",
          f"{capitalize(a)} has {legs} legs."),
         ("[Where does {a} live?|Where do you find {a}?|Where is the home of {a}?]",
          f"{capitalize(a)} lives in {home}."),
         ("[What kind of animal is {a}?|What is {a}?|What sort of animal is {a}?]",
-         f"{capitalize(a)} is {article(kind)}." if kind != "fish" else f"{capitalize(a)} is a fish."),
+         f"{capitalize(a)} is {'a fish' if kind == 'fish' else article(kind)}."),
     ]  # fmt: skip
     if sound:
         choices += 2 * [
-            ("[What sound does {a} make?|What does {a} say?|What noise does {a} make?|How does {a} sound?|What sound"
+            ("[What sound does {a} make?|What does {a} say?|What noise does {a} make?|How does "
+             "{a} sound?|What sound"
              " do {n}s make?]",
              f"{capitalize(a)} says {sound}." if sound in
              ("woof", "meow", "moo", "baa", "oink", "quack", "cluck", "hee-haw")
@@ -350,8 +384,10 @@ def opposite(rng: random.Random) -> Pair:
         word, other = other, word
     question = expand(
         rng,
-        "[What is the opposite of {w}?|What's the opposite of {w}?|opposite of {w}|Give me the opposite of {w}.|What"
-        ' is the opposite of "{w}"?|Which word is the opposite of {w}?|Tell me the opposite of {w}.]',
+        "[What is the opposite of {w}?|What's the opposite of {w}?|opposite of {w}|Give me the "
+        "opposite of {w}.|What"
+        ' is the opposite of "{w}"?|Which word is the opposite of {w}?|Tell me the '
+        "opposite of {w}.]",
         w=word,
     )
     return question, f"The opposite of {word} is {other}."
@@ -365,7 +401,8 @@ def colour(rng: random.Random) -> Pair:
             one, two = two, one
         question = expand(
             rng,
-            "[What {s} do you get when you mix {a} and {b}?|What do {a} and {b} make?|Mix {a} and {b}. What {s} is"
+            "[What {s} do you get when you mix {a} and {b}?|What do {a} and {b} make?|Mix {a} and "
+            "{b}. What {s} is"
             " it?|What is {a} mixed with {b}?]",
             s=spelling, a=one, b=two,
         )  # fmt: skip
@@ -373,7 +410,8 @@ def colour(rng: random.Random) -> Pair:
     thing, hue = rng.choice(tuple(COLOURS.items()))
     question = expand(
         rng,
-        "[What {s} is {t}?|What {s} is {t}?|What is the {s} of {t}?|Which {s} is {t}?|Which {s} does {t} have?|Tell me"
+        "[What {s} is {t}?|What {s} is {t}?|What is the {s} of {t}?|Which {s} is {t}?|Which {s} "
+        "does {t} have?|Tell me"
         " the {s} of {t}.]",
         s=spelling, t=thing,
     )  # fmt: skip
@@ -385,25 +423,31 @@ def calendar(rng: random.Random) -> Pair:
     i = rng.randrange(len(names))
     name, after, before = names[i], names[(i + 1) % len(names)], names[i - 1]
     choices = [
-        ("[What {u} comes after {n}?|Which {u} comes after {n}?|What comes after {n}?|What is the {u} after {n}?|Which"
+        ("[What {u} comes after {n}?|Which {u} comes after {n}?|What comes after {n}?|What is the "
+         "{u} after {n}?|Which"
          " {u} follows {n}?]", f"{after} comes after {name}."),
-        ("[What {u} comes before {n}?|Which {u} comes before {n}?|What comes before {n}?|What is the {u} before {n}?]",
+        ("[What {u} comes before {n}?|Which {u} comes before {n}?|What comes before {n}?|What is "
+         "the {u} before {n}?]",
          f"{before} comes before {name}."),
-        ("[What is the {o} {u} of the {w}?|Which {u} is the {o} of the {w}?|Name the {o} {u} of the {w}.]",
+        ("[What is the {o} {u} of the {w}?|Which {u} is the {o} of the {w}?|Name the {o} {u} "
+         "of the {w}.]",
          f"The {ORDINALS[i]} {unit} of the {whole} is {name}."),
     ]  # fmt: skip
     if unit == "month":
         extra = " In a leap year, it has 29." if i == 1 else ""
         choices.append((
-            "[How many days does {n} have?|How many days are in {n}?|How many days are there in {n}?|How long is"
+            "[How many days does {n} have?|How many days are in {n}?|How many days are there in "
+            "{n}?|How long is"
             " {n}?]", f"{name} has {MONTH_DAYS[i]} days.{extra}"))  # fmt: skip
         season = ("winter", "spring", "summer", "autumn")[(i + 1) % 12 // 3]
         choices.append((
-            "[In which season is {n}?|What season is {n} in?|Is {n} in summer or winter?|Which season is it in {n}?]",
+            "[In which season is {n}?|What season is {n} in?|Is {n} in summer or winter?|Which "
+            "season is it in {n}?]",
             f"In the north of the world, {name} is in {season}."))  # fmt: skip
     else:
         choices.append((
-            "[If today is {n}, what day is tomorrow?|Today is {n}. What day is tomorrow?|It is {n} today. What day"
+            "[If today is {n}, what day is tomorrow?|Today is {n}. What day is tomorrow?|It is "
+            "{n} today. What day"
             " will it be tomorrow?]", f"If today is {name}, tomorrow is {after}."))  # fmt: skip
         choices.append((
             "[If today is {n}, what day was yesterday?|Today is {n}. What day was yesterday?]",
@@ -417,14 +461,16 @@ def planet(rng: random.Random) -> Pair:
     if rng.random() < 0.5:
         question = expand(
             rng,
-            "[Which planet is the {o} from the sun?|What is the {o} planet from the sun?|Name the {o} planet from"
+            "[Which planet is the {o} from the sun?|What is the {o} planet from the sun?|Name the "
+            "{o} planet from"
             " the sun.|What is the {o} planet?]",
             o=ORDINALS[i],
         )
     else:
         question = expand(
             rng,
-            "[Which planet is {p}, counted from the sun?|What number is the planet {p}?|Where in the solar system is"
+            "[Which planet is {p}, counted from the sun?|What number is the planet {p}?|Where in "
+            "the solar system is"
             " {p}?|Which position does {p} have?]",
             p=PLANETS[i],
         )
@@ -435,7 +481,8 @@ def unit(rng: random.Random) -> Pair:
     (small, big), count = rng.choice(tuple(UNITS.items()))
     question = expand(
         rng,
-        "[How many {s} are in {b}?|How many {s} are there in {b}?|How many {s} does {b} have?|{S} in {b}?|How many"
+        "[How many {s} are in {b}?|How many {s} are there in {b}?|How many {s} does {b} have?|{S} "
+        "in {b}?|How many"
         " {s} make {b}?|number of {s} in {b}|Do you know how many {s} are in {b}?]",
         s=small, S=capitalize(small), b=big,
     )  # fmt: skip
@@ -447,19 +494,24 @@ def number(rng: random.Random) -> Pair:
     luck = rng.random()
     if luck < 0.25:
         question = expand(
-            rng, "[What number comes after {n}?|What comes after {n}?|Which number is next after {n}?]", n=n
+            rng,
+            "[What number comes after {n}?|What comes after {n}?|Which number is next after {n}?]",
+            n=n,
         )
         return question, f"{n + 1} comes after {n}."
     if luck < 0.45:
         question = expand(
-            rng, "[What number comes before {n}?|What comes before {n}?|Which number is before {n}?]", n=n
+            rng,
+            "[What number comes before {n}?|What comes before {n}?|Which number is before {n}?]",
+            n=n,
         )
         return question, f"{n - 1} comes before {n}."
     if luck < 0.6:
         m = rng.choice([k for k in range(100) if k != n])
         question = expand(
             rng,
-            "[Which number is bigger, {n} or {m}?|Which is bigger, {n} or {m}?|What is larger, {n} or {m}?|Is {n}"
+            "[Which number is bigger, {n} or {m}?|Which is bigger, {n} or {m}?|What is larger, "
+            "{n} or {m}?|Is {n}"
             " bigger than {m}?|Which is greater: {n} or {m}?]",
             n=n, m=m,
         )  # fmt: skip
@@ -476,11 +528,15 @@ def number(rng: random.Random) -> Pair:
     if luck < 0.9:
         k = rng.randrange(21)
         if rng.random() < 0.5:
-            return expand(rng, "[How do you write {k} in words?|Write {k} as a word.|Spell the number {k}.]", k=k), (
-                f"{k} in words is {NUMBERS[k]}."
-            )
+            return expand(
+                rng,
+                "[How do you write {k} in words?|Write {k} as a word.|Spell the number {k}.]",
+                k=k,
+            ), (f"{k} in words is {NUMBERS[k]}.")
         return expand(
-            rng, "[Write {w} as a number.|Which number is {w}?|What is {w} in digits?]", w=NUMBERS[k]
+            rng,
+            "[Write {w} as a number.|Which number is {w}?|What is {w} in digits?]",
+            w=NUMBERS[k],
         ), f"{capitalize(NUMBERS[k])} is {k}."
     start = rng.choice((1, 1, 1, rng.randrange(1, 20)))
     end = rng.choice((5, 10)) if start == 1 else start + rng.randrange(3, 8)
@@ -497,13 +553,13 @@ def alphabet(rng: random.Random) -> Pair:
     i = rng.randrange(26)
     letter = chr(65 + i)
     if i and rng.random() < 0.4:
-        return expand(rng, "[What letter comes before {x}?|Which letter is before {x}?]", x=letter), (
-            f"The letter before {letter} is {chr(64 + i)}."
-        )
+        return expand(
+            rng, "[What letter comes before {x}?|Which letter is before {x}?]", x=letter
+        ), (f"The letter before {letter} is {chr(64 + i)}.")
     if i < 25:
-        return expand(rng, "[What letter comes after {x}?|Which letter comes after {x}?]", x=letter), (
-            f"The letter after {letter} is {chr(66 + i)}."
-        )
+        return expand(
+            rng, "[What letter comes after {x}?|Which letter comes after {x}?]", x=letter
+        ), (f"The letter after {letter} is {chr(66 + i)}.")
     return "What is the last letter of the alphabet?", "The last letter of the alphabet is Z."
 
 
@@ -512,7 +568,8 @@ def abroad(rng: random.Random) -> Pair:
     word, foreign = rng.choice(tuple(words.items()))
     question = expand(
         rng,
-        "[How do you say {w} in {l}?|What is {w} in {l}?|Translate {w} to {l}.|What is the {l} word for {w}?|How do I"
+        "[How do you say {w} in {l}?|What is {w} in {l}?|Translate {w} to {l}.|What is the {l} "
+        "word for {w}?|How do I"
         ' say "{w}" in {l}?|{w} in {l}]',
         w=word, l=language,
     )  # fmt: skip
@@ -547,7 +604,8 @@ def listing(rng: random.Random) -> Pair:
     chosen = items[:count] if items in (DAYS, MONTHS, PLANETS) else rng.sample(items, count)
     question = expand(
         rng,
-        "[Name {n} {w}.|List {n} {w}.|Tell me {n} {w}.|Can you name {n} {w}?|Give me {n} {w}.|Give me a list of {n}"
+        "[Name {n} {w}.|List {n} {w}.|Tell me {n} {w}.|Can you name {n} {w}?|Give me {n} {w}."
+        "|Give me a list of {n}"
         " {w}.|Write down {n} {w}.]",
         n=NUMBERS[count] if rng.random() < 0.7 else count, w=what,
     )  # fmt: skip
@@ -557,21 +615,13 @@ def listing(rng: random.Random) -> Pair:
 
 
 def general(rng: random.Random) -> Pair:
-    questions, answer = rng.choice(_general())
+    questions, answer = rng.choice(questions_and_answers("general"))
     return rng.choice(questions), expand(rng, answer)
 
 
-@cache
-def _general() -> tuple[tuple[tuple[str, ...], str], ...]:
-    facts = []
-    for block in GENERAL.strip().split("\n\n"):
-        *questions, answer = (line.strip() for line in block.strip().splitlines())
-        facts.append((tuple(questions), answer.removeprefix("= ")))
-    return tuple(facts)
-
-
 RELATIONS = {
-    capital: 30, country: 6, animal: 10, opposite: 7, colour: 6, calendar: 8, planet: 2, unit: 8, number: 8,
+    capital: 30, country: 6, animal: 10, opposite: 7, colour: 6, calendar: 8, planet: 2,
+    unit: 8, number: 8,
     alphabet: 2, abroad: 3, listing: 7, general: 26,
 }  # fmt: skip
 
@@ -588,7 +638,8 @@ def documents(rng: random.Random) -> Iterator[Document]:
             name, (city, _, _) = rng.choice(tuple(COUNTRIES.items()))
             system = expand(
                 rng,
-                "[Answer in one word.|Answer with one word only.|Be very brief.|Answer as briefly as possible.|Give"
+                "[Answer in one word.|Answer with one word only.|Be very brief.|Answer as briefly "
+                "as possible.|Give"
                 " only the answer, no sentence.]",
             )
             question = f"What is the capital of {name}?"

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from .document import Document, careless, chat, expand, text
 
 _VERBS = {
-    "+": ("plus", "[Add {a} and {b}.|What is the sum of {a} and {b}?|If you add {a} and {b}, what do you get?]"),
-    "-": ("minus", "[Subtract {b} from {a}.|What is {a} take away {b}?|What is the difference of {a} and {b}?]"),
-    "*": ("times", "[Multiply {a} by {b}.|What is the product of {a} and {b}?|What is {a} multiplied by {b}?]"),
-    "/": ("divided by", "[Divide {a} by {b}.|How often does {b} go into {a}?|What is {a} over {b}?]"),
+    "+": ("plus", "[Add {a} and {b}.|What is the sum of {a} and {b}?|If you add {a} and {b}, what "
+                  "do you get?]"),
+    "-": ("minus", "[Subtract {b} from {a}.|What is {a} take away {b}?|What is the difference of "
+                   "{a} and {b}?]"),
+    "*": ("times", "[Multiply {a} by {b}.|What is the product of {a} and {b}?|What is {a} "
+                   "multiplied by {b}?]"),
+    "/": ("divided by", "[Divide {a} by {b}.|How often does {b} go into {a}?|What is "
+                        "{a} over {b}?]"),
 }  # fmt: skip
 _THINGS = "apples books coins eggs pens balls cookies stamps pears shells".split()
 _NAMES = "Tom Anna Ben Mia Sara Leo Nina Max Emma Paul".split()
@@ -39,9 +43,12 @@ def pair(rng: random.Random) -> tuple[str, str]:
     written = f"{a}{sign}{b}" if tight else f"{a} {sign} {b}"
     question = expand(
         rng,
-        "[What is {w}?|What is {w}?|What is {w}?|What is {a} {v} {b}?|What is {a} {v} {b}?|What's {w}?|What's {a} {v}"
-        " {b}?|{w} =|{w}=|{w} = ?|{w}|{w}?|Calculate {w}.|Calculate {a} {v} {b}.|Compute {w}.|How much is {w}?|How"
-        " much is {a} {v} {b}?|Solve {w}.|Can you tell me what {w} is?|Tell me {w}.|what does {w} equal?|{a} {v}"
+        "[What is {w}?|What is {w}?|What is {w}?|What is {a} {v} {b}?|What is {a} {v} {b}?|What's "
+        "{w}?|What's {a} {v}"
+        " {b}?|{w} =|{w}=|{w} = ?|{w}|{w}?|Calculate {w}.|Calculate {a} {v} {b}.|Compute {w}.|How "
+        "much is {w}?|How"
+        " much is {a} {v} {b}?|Solve {w}.|Can you tell me what {w} is?|Tell me {w}.|what does {w} "
+        "equal?|{a} {v}"
         " {b}|" + request[1:],
         w=written, a=a, b=b, v=verb,
     )  # fmt: skip
@@ -54,14 +61,16 @@ def word_problem(rng: random.Random) -> tuple[str, str]:
     if rng.random() < 0.5:
         question = expand(
             rng,
-            "{n} has {a} {t} and [gets|finds|buys] {b} more. How many {t} does {n} have [now|in total|]?",
+            "{n} has {a} {t} and [gets|finds|buys] {b} more. How many {t} does {n} have "
+            "[now|in total|]?",
             n=name, a=a, b=b, t=thing,
         )  # fmt: skip
         return question.replace(" ?", "?"), f"{a} + {b} = {a + b}. {name} has {a + b} {thing}."
     a, b = a + b, b
     question = expand(
         rng,
-        "{n} has {a} {t} and [gives away|loses|sells] {b}. How many {t} [are left|does {n} have now|remain]?",
+        "{n} has {a} {t} and [gives away|loses|sells] {b}. How many {t} [are left|does {n} have "
+        "now|remain]?",
         n=name, a=a, b=b, t=thing,
     )  # fmt: skip
     return question, f"{a} - {b} = {a - b}. {name} has {a - b} {thing}."
@@ -71,7 +80,9 @@ def documents(rng: random.Random) -> Iterator[Document]:
     while True:
         if rng.random() < 0.06:
             lines = (numbers(rng) for _ in range(rng.randint(1, 5)))
-            yield text("\n".join(f"{a} {operator} {b} = {result}" for a, operator, b, result in lines))
+            yield text(
+                "\n".join(f"{a} {operator} {b} = {result}" for a, operator, b, result in lines)
+            )
         else:
             question, answer = pair(rng)
             yield chat(careless(rng, question), answer)

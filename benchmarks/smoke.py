@@ -1,0 +1,138 @@
+"""Does it serve? 32 concurrent streaming chats on the bundled model, and what is left behind.
+
+    python -m benchmarks.smoke [--url URL] [--requests 32] [--max-tokens 64] [--output FILE.json]
+
+Without --url it starts a server of its own. Exits with 1 if a request failed, something was
+compiled after ready, or a block is still in use when all is quiet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.client import Measured, percentile, run_all
+from benchmarks.serving_process import serving
+
+PROMPTS = (
+    "Tell me a story about a dog.",
+    "Tell me a story about a cat who lost her ball.",
+    "What is the capital of France?",
+    "What is 2+2?",
+    "Extract the name and age: John is 30 years old.",
+    "Who are you?",
+    "How many days are in a week?",
+    "Write a short story about a bird.",
+)
+SETTLE_S = 2.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", help="a server that runs already; default: start one")
+    parser.add_argument("--model", default="forge-tiny", help="what to serve")
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--output", type=Path, help="write the report here as JSON")
+    args = parser.parse_args()
+
+    with contextlib.ExitStack() as stack:
+        url, ready_s = args.url, None
+        if url is None:
+            url, ready_s = stack.enter_context(serving([args.model]))
+        report = measure(url, args.requests, args.max_tokens)
+    report = {**machine.describe(), "ready_s": ready_s, **report}
+    print(table(report))
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=2) + "\n")
+    passed = (
+        report["completed"] == report["requests"]
+        and not report["compilations_after_ready"]
+        and not report["blocks_in_use"]
+    )
+    return 0 if passed else 1
+
+
+def measure(url: str, num_requests: int, max_tokens: int) -> dict[str, Any]:
+    model = _get(f"{url}/v1/models")["data"][0]["id"]
+    bodies = [
+        {
+            "model": model,
+            "messages": [{"role": "user", "content": PROMPTS[i % len(PROMPTS)]}],
+            "max_tokens": max_tokens,
+            "temperature": 0.8,
+            "seed": i,
+            "ignore_eos": True,
+        }
+        for i in range(num_requests)
+    ]
+    asyncio.run(run_all(url, bodies[:4]))  # connections, page cache
+    results, wall_s = asyncio.run(run_all(url, bodies))
+    stats = _quiet_stats(url)
+    return {"requests": num_requests, "max_tokens": max_tokens, **summary(results, wall_s)} | {
+        "compilations_after_ready": stats["compilations_after_ready"],
+        "blocks_in_use": stats["num_used_blocks"],
+    }
+
+
+def summary(results: list[Measured], wall_s: float) -> dict[str, Any]:
+    good = [r for r in results if r.error is None]
+    ttft = [r.ttft_s for r in good if r.ttft_s is not None]
+    gaps = [gap for r in good for gap in r.gaps_s]
+    return {
+        "completed": len(good),
+        "errors": sorted({r.error for r in results if r.error is not None}),
+        "wall_s": wall_s,
+        "output_tokens_per_s": sum(r.completion_tokens for r in good) / wall_s,
+        "ttft_ms": {p: 1e3 * percentile(ttft, p) for p in (50, 99)},
+        "itl_ms": {p: 1e3 * percentile(gaps, p) for p in (50, 99)},
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    ready = report["ready_s"]
+    rows = [
+        ("requests completed", f"{report['completed']} of {report['requests']}"),
+        ("output", f"{report['output_tokens_per_s']:,.0f} tokens/s"),
+        ("TTFT p50 / p99", _pair(report["ttft_ms"], 0)),
+        ("ITL p50 / p99", _pair(report["itl_ms"], 1)),
+        ("start to ready", "-" if ready is None else f"{ready:.1f} s"),
+        ("compilations after ready", report["compilations_after_ready"]),
+        ("blocks in use when idle", report["blocks_in_use"]),
+    ]
+    where = f"{report['cpu']}, {report['cores']} cores, jax {report['versions']['jax']}"
+    lines = [f"{report['date']}, {where}", "", "| what | figure |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in rows]
+    lines += [f"error: {error}" for error in report["errors"]]
+    return "\n".join(lines)
+
+
+def _pair(values: dict[int, float], digits: int) -> str:
+    return f"{values[50]:.{digits}f} / {values[99]:.{digits}f} ms"
+
+
+def _quiet_stats(url: str) -> dict[str, Any]:
+    """The server's counters once nothing runs, or after `SETTLE_S`."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        stats = _get(f"{url}/stats")
+        if not (stats["num_running"] or stats["num_used_blocks"]) or time.monotonic() > deadline:
+            return stats
+        time.sleep(0.05)
+
+
+def _get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return json.load(response)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

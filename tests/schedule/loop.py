@@ -1,0 +1,107 @@
+"""A scheduler on a fake device, one step ahead, for tests that look at single decisions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from forge_jax.cache.block_pool import BlockPool
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.plan import StepPlan
+from forge_jax.schedule.request import Request, Sequence
+from forge_jax.schedule.scheduler import Committed, Scheduler, SchedulerConfig
+from forge_jax.testing import FakeDevice
+
+VOCAB = 1000
+
+
+class Loop:
+    """`add` requests, then `step` or `run`. Tokens count upwards from the last one by default."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 100,
+        block_size: int = 4,
+        prefix_cache: bool = True,
+        next_token: Callable | None = lambda tokens, seed: (tokens[-1] + 1) % VOCAB,
+        fault: Callable | None = None,
+        **limits,
+    ):
+        defaults = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "max_rows": 64,
+            "max_model_len": 200,
+        }
+        self.now_s = 0.0
+        self.pool = BlockPool(num_blocks, block_size, prefix_cache)
+        config = SchedulerConfig(**{**defaults, **limits})
+        self.scheduler = Scheduler(
+            config, self.pool, clock=lambda: self.now_s, rng=random.Random(0)
+        )
+        self.device = FakeDevice(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=config.max_num_seqs,
+            vocab_size=VOCAB,
+            next_token=next_token,
+            pool=self.pool,
+            fault=fault,
+        )
+        self.committed: list[Committed] = []  # of the last step
+        self._in_flight: tuple[StepPlan, object] | None = None
+        self._num_requests = 0
+
+    def add(
+        self, prompt, *, request_id=None, priority=0, salt="", request_seed=0, **params
+    ) -> list[Sequence]:
+        self._num_requests += 1
+        return self.scheduler.add(
+            Request(
+                request_id=request_id or f"r{self._num_requests}",
+                prompt_token_ids=list(prompt),
+                params=SamplingParams(**params),
+                priority=priority,
+                cache_salt=salt,
+                seed=request_seed,
+            )
+        )
+
+    def add_one(self, prompt, **params) -> Sequence:
+        (seq,) = self.add(prompt, **params)
+        return seq
+
+    def step(self) -> StepPlan | None:
+        """Dispatches the next step, then reads the one before."""
+        plan = self.scheduler.schedule()
+        previous, self._in_flight = self._in_flight, None
+        if plan is not None:
+            self._in_flight = plan, self.device.dispatch(plan)
+        self.committed = []
+        if previous is not None:
+            before, pending = previous
+            self.committed = self.scheduler.commit(before, self.device.read(pending))
+        self.pool.check()
+        return plan
+
+    def run(self, max_steps: int = 1000) -> list[StepPlan]:
+        """Steps until there is nothing to do; returns the plans."""
+        plans = []
+        for _ in range(max_steps):
+            plan = self.step()
+            if plan is not None:
+                plans.append(plan)
+            elif not self.scheduler.has_work and self._in_flight is None:
+                return plans
+        raise AssertionError(f"still working after {max_steps} steps")
+
+
+def scheduled(plan: StepPlan | None, seq: Sequence):
+    """What a plan gives to a sequence; None if nothing."""
+    assert plan is not None
+    return next((row for row in plan.sequences if row.seq_key == seq.key), None)
+
+
+def output(seq: Sequence) -> list[int]:
+    return seq.tokens[seq.prompt_len :]

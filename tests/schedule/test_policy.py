@@ -1,0 +1,77 @@
+import random
+
+from loop import Loop
+
+
+def admitted_order(loop: Loop) -> list[str]:
+    return [a.seq_key[0] for plan in loop.run() for a in plan.admissions]
+
+
+def test_fcfs_serves_in_order_of_arrival_whatever_the_priority():
+    loop = Loop(max_num_seqs=1)
+    for priority in (3, 1, 2):
+        loop.add_one([1], max_tokens=2, priority=priority)
+    assert admitted_order(loop) == ["r1", "r2", "r3"]
+
+
+def test_priority_serves_the_lower_number_first_then_by_arrival():
+    loop = Loop(max_num_seqs=1, policy="priority")
+    for priority in (3, 1, 2, 1):
+        loop.add_one([1], max_tokens=2, priority=priority)
+    assert admitted_order(loop) == ["r2", "r4", "r3", "r1"]
+
+
+def popular(loop: Loop, number: int) -> None:
+    loop.add_one([*range(8), 100 + number], max_tokens=2, request_id=f"popular{number}")
+
+
+def test_prefix_serves_the_longest_cached_prefix_first():
+    loop = Loop(max_num_seqs=1, policy="prefix")
+    popular(loop, 0)
+    loop.run()
+    loop.add_one([50] * 9, max_tokens=2, request_id="cold")
+    loop.add_one([*range(4), *[60] * 5], max_tokens=2, request_id="warm")
+    popular(loop, 1)
+    assert admitted_order(loop) == ["popular1", "warm", "cold"]
+
+
+def test_nobody_starves_behind_a_popular_prefix():
+    loop = Loop(max_num_seqs=1, policy="prefix", aging_s=10.0)
+    popular(loop, 0)
+    loop.run()
+    cold = loop.add_one([50] * 9, max_tokens=2)
+    for number in range(1, 30):
+        popular(loop, number)
+        popular(loop, 100 + number)
+        loop.now_s += 1.0
+        loop.step()
+        loop.step()
+        if cold.slot is not None:
+            break
+    assert 10.0 < loop.now_s < 15.0
+
+
+def test_prefix_looks_only_at_those_that_have_waited_longest():
+    loop = Loop(max_num_seqs=1, policy="prefix", aging_s=1e9, num_blocks=1000)
+    popular(loop, 0)
+    loop.run()
+    for number in range(64):
+        loop.add_one([200 + number] * 9, max_tokens=1, request_id=f"cold{number}")
+    popular(loop, 1)
+    order = admitted_order(loop)
+    assert order.index("popular1") == 1  # it came into the window when the first had left
+
+
+def test_prefix_serves_everyone_in_a_long_queue_once():
+    loop = Loop(max_num_seqs=3, policy="prefix", aging_s=5.0, num_blocks=12)
+    rng = random.Random(0)
+    seqs = []
+    for number in range(300):
+        seqs.append(loop.add_one([rng.randrange(3)] * rng.randint(1, 20), max_tokens=3))
+        if rng.random() < 0.2:
+            loop.scheduler.abort(rng.choice(seqs).request_id)
+        if number % 4 == 0:
+            loop.now_s += 1.0
+            loop.step()
+    loop.run(3000)
+    assert all(seq.finished for seq in seqs)

@@ -1,0 +1,72 @@
+"""Packages import one way, and what must stay light stays light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {
+    "forge_kernels": ROOT / "kernels" / "forge_kernels",
+    "forge_jax": ROOT / "forge_jax",
+    "forge_serve": ROOT / "serve" / "forge_serve",
+}
+FORBIDDEN = {
+    "forge_kernels": {"forge_jax", "forge_serve", "flax", "aiohttp"},
+    "forge_jax": {"forge_serve", "aiohttp"},
+    "forge_serve": {"forge_kernels", "jax", "flax"},
+}
+
+
+def imported(source: str) -> set[str]:
+    """The top-level packages that a module imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_go_one_way(package):
+    files = sorted(PACKAGES[package].rglob("*.py"))
+    assert files
+    for file in files:
+        wrong = imported(file.read_text()) & FORBIDDEN[package]
+        assert not wrong, f"{file.relative_to(ROOT)} imports {', '.join(wrong)}"
+
+
+def test_the_check_sees_imports_wherever_they_stand():
+    source = "def f():\n    from forge_serve.app import x\n    import aiohttp.web as w"
+    assert imported(source) == {"forge_serve", "aiohttp"}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "forge_jax",
+        "forge_jax.config",
+        "forge_jax.schedule.scheduler",
+        "forge_jax.cache.block_pool",
+        "forge_jax.text",
+        "forge_jax.engine",
+        "forge_jax.fake",
+        "forge_serve.cli",
+    ],
+)
+def test_importing_does_not_import_jax(module):
+    code = f"import sys, {module}; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_scheduler_has_no_clock_and_no_thread_of_its_own():
+    for file in [
+        *(ROOT / "forge_jax/schedule").glob("*.py"),
+        ROOT / "forge_jax/cache/block_pool.py",
+    ]:
+        wrong = imported(file.read_text()) & {"jax", "asyncio", "threading", "time"}
+        assert not wrong, f"{file.name} imports {', '.join(wrong)}"
