@@ -36,7 +36,7 @@ SETTLE_S = 2.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Does it serve?")
     parser.add_argument("--url", help="a server that runs already; default: start one")
     parser.add_argument("--model", default="forge-tiny", help="what to serve")
     parser.add_argument("--requests", type=int, default=32)

@@ -91,7 +91,7 @@ class LLM:
           RequestError: a prompt or parameter cannot be served; nothing has been generated then.
           NumericalError: the model gave NaN or infinite logits for one of them.
         """
-        batch = [prompts] if _is_prompt(prompts) else list(prompts)
+        batch: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
         return self._run([self._encode(p) for p in batch], batch, params, progress)
 
     def chat(

@@ -1,7 +1,7 @@
 """ModelSpec: what a model is, read from `config.json` and checked.
 
 Knows both spellings of Hugging Face's files: `rope_theta`, `rope_scaling` and `torch_dtype` (transformers
-4), `rope_parameters` and `dtype` (transformers 5). Imports no jax.
+4), `rope_parameters` and `dtype` (transformers 5).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ _count = 0
 _listening = False
 
 
-def _on_duration(event: str, duration_s: float, **_: object) -> None:
+def _on_duration(event: str, duration_secs: float, **_: object) -> None:
     global _count
     if event == _EVENT:
         with _lock:

@@ -36,6 +36,7 @@ from forge_jax.step.slots import (
     slots_shape,
 )
 from forge_jax.step.step import StepOut, make_step
+from forge_kernels.attention import Implementation
 
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
@@ -75,7 +76,7 @@ class Runner:
         num_slots: int,
         max_blocks: int,
         device: jax.Device,
-        implementation: str = "auto",
+        implementation: Implementation = "auto",
     ):
         self._model = model
         self._kv_shape = kv_shape
@@ -83,7 +84,7 @@ class Runner:
         self._device = device
         self._sharding = jax.sharding.SingleDeviceSharding(device)
         self._shapes = list(shapes)
-        self._implementation = implementation
+        self._implementation: Implementation = implementation
         self._slots_shape = slots_shape(num_slots, max_blocks, model.spec.vocab_size)
         self._slot_params: list[SamplingParams | None] = [None] * num_slots
         self._executables: dict[str, Future[Any]] = {}

@@ -7,7 +7,7 @@ written whole at admission, so nothing has to be cleaned when a sequence leaves.
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,17 +54,20 @@ class Slots(NamedTuple):
 def slots_shape(num_slots: int, max_blocks: int, vocab_size: int) -> Slots:
     """The shapes of `Slots`, as `ShapeDtypeStruct`s."""
 
-    def i32(*shape: int) -> jax.ShapeDtypeStruct:
+    def i32(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def f32(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     return Slots(
         last_token=i32(num_slots),
         block_tables=i32(num_slots, max_blocks),
         params=i32(num_slots, NUM_COLUMNS),
         bias_ids=i32(num_slots, MAX_LOGIT_BIAS),
-        bias=jax.ShapeDtypeStruct((num_slots, MAX_LOGIT_BIAS), jnp.float32),
+        bias=f32(num_slots, MAX_LOGIT_BIAS),
         counts=i32(num_slots, vocab_size),
-    )  # type: ignore[return-value]
+    )
 
 
 def admission_width(max_blocks: int) -> int:

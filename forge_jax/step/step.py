@@ -18,6 +18,7 @@ from forge_jax.step import meta as meta_bits
 from forge_jax.step.meta import Meta, StepShape
 from forge_jax.step.slots import PADDING, Column, Slots, float_column
 from forge_kernels import sampling
+from forge_kernels.attention import Implementation
 
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
@@ -33,7 +34,7 @@ class StepOut(NamedTuple):
 
 
 def make_step(
-    model: Model, shape: StepShape, block_size: int, *, implementation: str = "auto"
+    model: Model, shape: StepShape, block_size: int, *, implementation: Implementation = "auto"
 ) -> Callable[..., tuple[tuple[jax.Array, ...], Slots, StepOut]]:
     """The step function of one shape, to be jitted with `donate_argnums=(1, 2)`."""
 

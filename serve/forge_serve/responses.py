@@ -164,6 +164,8 @@ class CompletionForm(ResponseForm):
         self.with_logprobs = request.logprobs is not None
         for state in self._choices:
             state.offsets = TextOffsets(self.tokens)
+            if self.echo and self.with_logprobs:
+                state.offsets.skip_to(self._prompt_text(state), state.of.prompt.token_ids)
 
     def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
         if not (self.echo and self.with_logprobs):
@@ -386,8 +388,14 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
+    def skip_to(self, text: str, token_ids: Sequence[int]) -> None:
+        """The tokens of `text` may spell something before it: a space that tokenizers put there."""
+        spelled = b"".join(map(self._tokens.shown, token_ids)).decode("utf-8", "replace")
+        if spelled.endswith(text):
+            self._offset = len(text) - len(spelled)
+
     def push(self, token_id: int) -> int:
-        begin = self._offset
+        begin = max(self._offset, 0)
         self._offset += len(self._decoder.decode(self._tokens.shown(token_id)))
         return begin
 

@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forge_kernels.sampling.api import IN_PROMPT
 
 from forge_jax import LLM, SamplingParams
 from forge_jax.errors import ConfigError, ContextLengthError, RequestError
 from forge_jax.step import slots
+from forge_kernels.sampling.api import IN_PROMPT
 
 PROMPT = "Once upon a time"
 STORY = (

@@ -68,7 +68,7 @@ async def running(
     service = Service(config or ServerConfig())
     service.engine = engine
     engine.start()
-    async with listening(service, **socket_options) as url:
+    async with _listening(service, **socket_options) as url:
         openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         try:
             async with aiohttp.ClientSession() as http, openai:
@@ -78,8 +78,7 @@ async def running(
 
 
 @contextlib.asynccontextmanager
-async def listening(service: Service, *, send_buffer: int | None = None) -> AsyncIterator[str]:
-    """Serves on a free port; yields the URL."""
+async def _listening(service: Service, *, send_buffer: int | None = None) -> AsyncIterator[str]:
     sock = bind("127.0.0.1", 0)
     if send_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -98,6 +97,12 @@ async def listening(service: Service, *, send_buffer: int | None = None) -> Asyn
 async def server() -> AsyncIterator[Server]:
     async with running(Engine.fake(max_model_len=1024)) as server:
         yield server
+
+
+@pytest.fixture
+def listening() -> Callable[[Service], contextlib.AbstractAsyncContextManager[str]]:
+    """Serves a service, with or without an engine, on a free port; yields the URL."""
+    return _listening
 
 
 Start = Callable[..., Awaitable[Server]]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,12 @@ import pytest
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
 from forge_jax.fake import assemble_fake
+from forge_jax.outputs import Delta
+from forge_jax.schedule.plan import TokenLogprobs
+from forge_jax.text import Tokenizer
+from forge_serve.generation import Prompt, Usage
+from forge_serve.protocol import CompletionRequest, decode
+from forge_serve.responses import CompletionForm
 
 
 async def test_an_answer_has_the_form_of_openai(server):
@@ -147,20 +155,57 @@ async def test_logprobs_name_every_token_and_its_alternatives(server, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("n", "max_tokens"), [(1, 4), (2, 3), (1, 0)])
-async def test_echo_with_logprobs_scores_the_prompt(start, stream, n, max_tokens):
-    config = EngineConfig.from_options(max_num_batched_tokens=8, max_num_seqs=4)
-    server = await start(Engine.fake(config=config))
-    ids = server.engine.tokenizer.encode("A prompt of many small steps, longer than a block.")
-    options = {"prompt": ids, "n": n, "max_tokens": max_tokens, "logprobs": 2, "echo": True}
-    options |= {"ignore_eos": True, "seed": 1}
+@pytest.mark.parametrize(
+    ("n", "max_tokens", "options"),
+    [
+        (1, 4, {"max_num_batched_tokens": 8, "max_num_seqs": 4}),
+        (1, 0, {"max_num_batched_tokens": 8, "max_num_seqs": 4}),
+        (2, 3, {"max_num_batched_tokens": 8, "max_num_seqs": 4}),
+        (2, 3, {"prefix_cache": False, "max_num_seqs": 4}),  # sample 1 does not wait
+    ],
+)
+async def test_echo_with_logprobs_scores_the_prompt(start, stream, n, max_tokens, options):
+    server = await start(Engine.fake(config=EngineConfig.from_options(**options)))
+    ids = server.engine.tokenizer.encode("A prompt of many small steps, longer than a block. " * 2)
+    body = {"prompt": ids, "n": n, "max_tokens": max_tokens, "logprobs": 2, "echo": True}
+    body |= {"ignore_eos": True, "seed": 1}
     for choice in range(n):
-        logprobs = await _logprobs(server, options, stream, choice)
+        logprobs = await _logprobs(server, body, stream, choice)
         names = [server.engine.tokenizer.token_text(id) for id in ids]
         assert logprobs["tokens"][: len(ids)] == names
         assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
         assert all(logprob <= 0.0 for logprob in logprobs["token_logprobs"][1:])
         assert {len(values) for values in logprobs.values()} == {len(ids) + max_tokens}
+
+
+async def test_a_logprob_of_minus_infinity_is_a_number(server, monkeypatch):
+    def impossible(rolling: int, token: int, count: int) -> TokenLogprobs:
+        return TokenLogprobs(token, -math.inf, ((token, -math.inf),))
+
+    monkeypatch.setattr(server.engine._core._device, "_logprobs", impossible)
+    body = {"prompt": "a", "max_tokens": 1, "logprobs": 1}
+    logprobs = await _logprobs(server, body, stream=False)
+    assert logprobs["token_logprobs"] == [-9999.0]
+    assert list(logprobs["top_logprobs"][0].values()) == [-9999.0]
+
+
+def test_text_offsets_point_at_the_tokens_of_the_text():
+    folder = Path(__file__).parents[1] / "fixtures" / "stories260k-hf"
+    tokenizer = Tokenizer.from_folder(folder)  # it puts a space before the first word
+    text = "Once upon a time, größer"
+    ids = tokenizer.encode(text)
+    request = decode(b'{"prompt": "", "echo": true, "logprobs": 0}', CompletionRequest)
+    form = CompletionForm(
+        request, [Prompt(ids, text)], tokenizer, unique_id="x", model="m", created_s=0
+    )
+    scores = tuple(TokenLogprobs(id, -1.0) for id in ids[1:])
+    form.add(0, Delta(0, prompt_logprobs=scores, finish_reason="length"))
+    answer = json.loads(form.body(Usage(len(ids), 0, len(ids), {})))
+    logprobs = answer["choices"][0]["logprobs"]
+    offsets, tokens = logprobs["text_offset"], logprobs["tokens"]
+    assert offsets[:2] == [0, 0]
+    for offset, token in zip(offsets[2:], tokens[2:], strict=True):
+        assert text[offset:].startswith(token) or "\ufffd" in token
 
 
 async def test_echo_puts_the_prompt_before_the_text(server):

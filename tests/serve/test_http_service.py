@@ -7,7 +7,6 @@ import logging
 
 import aiohttp
 import pytest
-from conftest import listening  # type: ignore[import-not-found]
 from prometheus_client.parser import text_string_to_metric_families
 
 from forge_jax.engine import Engine
@@ -33,7 +32,7 @@ async def test_the_served_name_can_be_chosen(start):
     assert status == 404
 
 
-async def test_health_is_503_until_there_is_an_engine_and_after_the_end(start):
+async def test_health_is_503_until_there_is_an_engine_and_after_the_end(start, listening):
     service = Service(ServerConfig())
     async with listening(service) as url, aiohttp.ClientSession() as http:
         for path in ("/health", "/healthz", "/forge/v1/health"):

@@ -222,7 +222,7 @@ def test_penalties_follow_their_formulas(runner, dense_logits, penalty):
 def test_readmission_restores_the_counts(runner, dense_logits):
     """A preempted sequence comes back with its output in the upload, not through the steps."""
     params = SamplingParams(temperature=0, max_tokens=16, frequency_penalty=2.0)
-    known = PROMPT + [11, 11, 4]
+    known = [*PROMPT, 11, 11, 4]
     back = admission(5, known, params=params, prompt_len=len(PROMPT))
     [result] = run(runner, [rows(5, 0, known, num_output=3)], [back])
     logits = dense_logits(known)[-1].astype(np.float64)

@@ -6,6 +6,7 @@ import sys
 from itertools import islice
 from pathlib import Path
 
+from flax import nnx
 from tokenizers import Tokenizer
 
 from . import corpus
@@ -64,7 +65,7 @@ def main() -> None:
     tokenizer = prepare_tokenizer(model_config, args.seed)
     rows = prepare_rows(tokenizer, config, args.documents)
 
-    def on_checkpoint(state, progress: Progress) -> None:
+    def on_checkpoint(state: nnx.State, progress: Progress) -> None:
         export(args.out, model_config, tokenizer, state)
         check(args.out)
 

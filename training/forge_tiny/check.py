@@ -7,7 +7,6 @@ shows.
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -78,8 +77,8 @@ class Checker:
         self.weights = load_file(folder / "model.safetensors")
         self.length = length
 
-        @partial(jax.jit, static_argnums=())
-        def next_token(weights, tokens, count):
+        @jax.jit
+        def next_token(weights: dict, tokens: jax.Array, count: int) -> jax.Array:
             return jnp.argmax(forward(self.config, weights, tokens)[count - 1])
 
         self.next_token = next_token

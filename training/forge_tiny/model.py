@@ -42,14 +42,14 @@ def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-def _matmul_forward(x, weight):
+def _matmul_forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple]:
     x_rows = x.reshape(-1, x.shape[-1]).astype(jnp.bfloat16)
     weight = weight.astype(jnp.bfloat16)
     out = _dot(x_rows, weight, 1, 1).reshape(*x.shape[:-1], weight.shape[0])
     return out, (x_rows, weight)
 
 
-def _matmul_backward(saved, grad):
+def _matmul_backward(saved: tuple, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_rows, weight = saved
     grad_rows = grad.reshape(-1, grad.shape[-1])
     grad_x = _dot(grad_rows.astype(jnp.bfloat16), weight, 1, 0)

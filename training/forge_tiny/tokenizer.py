@@ -89,7 +89,9 @@ def encode(
     yield from _encode_batch(tokenizer, held)
 
 
-def _encode_batch(tokenizer: Tokenizer, documents: list[Document]):
+def _encode_batch(
+    tokenizer: Tokenizer, documents: list[Document]
+) -> Iterator[tuple[list[int], list[int]]]:
     contents = [content for document in documents for _, content in document.turns]
     encoded = iter(tokenizer.encode_batch_fast(contents, add_special_tokens=False))
     bos, end = tokenizer.token_to_id(BOS), tokenizer.token_to_id(END)

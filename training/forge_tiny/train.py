@@ -101,7 +101,7 @@ def batches(rows: Rows, size: int, seed: int, skip: int) -> Iterator[tuple[np.nd
             yield rows.tokens[chosen], rows.documents[chosen], rows.weights[chosen]
 
 
-def loss_and_weight(logits: jax.Array, tokens: jax.Array, weights: jax.Array) -> jax.Array:
+def mean_loss(logits: jax.Array, tokens: jax.Array, weights: jax.Array) -> jax.Array:
     """Mean cross-entropy of the next token. logits: f32[B, T, V]; tokens, weights: [B, T]."""
     logits, targets, weights = logits[:, :-1], tokens[:, 1:], weights[:, 1:]
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
@@ -124,7 +124,7 @@ class Progress:
     loss: float = float("nan")  # mean over the last report
 
 
-def save_checkpoint(path: Path, params: list, state, progress: Progress) -> None:
+def save_checkpoint(path: Path, params: list, state: optax.OptState, progress: Progress) -> None:
     arrays = {f"param_{i}": np.asarray(leaf) for i, leaf in enumerate(params)}
     arrays |= {f"state_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
     partial_path = path.with_suffix(".partial.npz")
@@ -132,7 +132,9 @@ def save_checkpoint(path: Path, params: list, state, progress: Progress) -> None
     os.replace(partial_path, path)
 
 
-def load_checkpoint(path: Path, params: list, state) -> tuple[list, object, Progress]:
+def load_checkpoint(
+    path: Path, params: list, state: optax.OptState
+) -> tuple[list, optax.OptState, Progress]:
     with np.load(path) as arrays:
         progress = Progress(**json.loads(str(arrays["progress"])))
         params = [jnp.asarray(arrays[f"param_{i}"]) for i in range(len(params))]
@@ -163,7 +165,11 @@ def make_optimizer(
     )
 
 
-def make_step(graphdef, treedef, optimizer) -> Callable:
+def make_step(
+    graphdef: nnx.GraphDef,
+    treedef: jax.tree_util.PyTreeDef,
+    optimizer: optax.GradientTransformation,
+) -> Callable:
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, rate, tokens, documents, weights):
         def loss_of(leaves):
@@ -172,7 +178,7 @@ def make_step(graphdef, treedef, optimizer) -> Callable:
             token_weights = jnp.array([0.0, PROMPT_WEIGHT, 1.0])[weights]
             # The first token of a document is not predicted from the document before it.
             first = documents != jnp.pad(documents, ((0, 0), (1, 0)))[:, :-1]
-            return loss_and_weight(model(ids, documents), ids, token_weights * ~first)
+            return mean_loss(model(ids, documents), ids, token_weights * ~first)
 
         loss, grads = jax.value_and_grad(loss_of)(params)
         updates, state = optimizer.update(grads, state, params)
@@ -227,6 +233,8 @@ def train(
             return progress
         rate = learning_rate(config, progress.seconds / budget)
         params, state, loss = step(params, state, np.float32(rate), *batch)
+        if losses:  # dispatch runs one step ahead, no more, so that the clock tells the truth
+            losses[-1].block_until_ready()
         losses.append(loss)
         progress.step += 1
         progress.tokens += int(np.count_nonzero(batch[1]))

@@ -149,10 +149,11 @@ COUNTRIES = {
     Fiji: Suva, Oceania,
     """.strip().splitlines()
 }
-FAMOUS = (
-    "France Germany Italy Spain Portugal Japan China India Egypt Brazil Canada Mexico Russia Greece"
-    " Australia England Norway Sweden Poland Kenya"
-).split() + ["the United States"]
+FAMOUS = [
+    *"France Germany Italy Spain Portugal Japan China India Egypt Brazil Canada Mexico Russia Greece"
+    " Australia England Norway Sweden Poland Kenya".split(),
+    "the United States",
+]
 
 # animal: (sound, young, legs, home, class)
 ANIMALS = {
@@ -276,7 +277,7 @@ Pair = tuple[str, str]  # question, answer
 
 def capital(rng: random.Random) -> Pair:
     country = rng.choice(FAMOUS) if rng.random() < 0.3 else rng.choice(tuple(COUNTRIES))
-    city, continent, _ = COUNTRIES[country]
+    city, _continent, _ = COUNTRIES[country]
     luck = rng.random()
     if luck < 0.62:
         question = expand(
@@ -666,7 +667,7 @@ def raw_fact(rng: random.Random) -> str:
             sentences.append(f"People there speak {language}.")
         return " ".join(sentences)
     if rng.random() < 0.6:
-        name, (sound, young, legs, home, kind) = rng.choice(tuple(ANIMALS.items()))
+        name, (_sound, young, legs, home, kind) = rng.choice(tuple(ANIMALS.items()))
         sentences = [
             f"{capitalize(article(name))} is {'a fish' if kind == 'fish' else article(kind)}.",
             f"It has {legs} legs.",

@@ -117,7 +117,7 @@ def dialogue(rng: random.Random) -> Document:
         turns.insert(0, tuple(expand(rng, side) for side in _SMALL_TALK[0]))
     if rng.random() < 0.06:
         told = stories.story(rng)
-        turns = turns[:2] + [(f"Tell me a story about a {told.child or told.kind}.", told.content)]
+        turns = [*turns[:2], (f"Tell me a story about a {told.child or told.kind}.", told.content)]
     if rng.random() < 0.25:
         thanks = next(pair for pair in _SMALL_TALK if "Thank you!" in pair[0])
         turns.append(tuple(expand(rng, side) for side in thanks))

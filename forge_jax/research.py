@@ -1,0 +1,142 @@
+"""The model as pure functions, for research: load it, step it, differentiate it, look inside.
+
+    model = forge_jax.load("forge-tiny")
+    kv = forge_jax.new_kv(model, num_blocks=64, block_size=16)
+    kv, hidden = forge_jax.forward(model, model.leaves, kv, tokens, positions, slot_mapping, ...)
+    scores = forge_jax.logits(model, model.leaves, hidden)
+
+The weights are an argument, not a part of the model: jit over them, take gradients of them, replace them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from forge_jax.checkpoint.hub import resolve
+from forge_jax.checkpoint.load import load_weights
+from forge_jax.models import KV, Leaves, Model, ModelSpec, build_model, read_spec
+from forge_kernels.attention import Implementation, kv_storage_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model, its weights, and where they came from."""
+
+    model: Model
+    leaves: Leaves
+    folder: Path
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.model.spec
+
+    def leaf(self, name: str) -> jax.Array:
+        """A weight by its name in `model.names`, for example "layers.0.attention.qkv.weight"."""
+        return self.leaves[self.model.names.index(name)]
+
+
+def load(
+    model: str, *, dtype: str = "auto", revision: str | None = None, progress: bool = True
+) -> LoadedModel:
+    """Reads a model and its weights.
+
+    Args:
+      model: "forge-tiny", a folder, or a Hugging Face id.
+      dtype: of weights and activations: auto (the checkpoint's), bfloat16, float16 or float32.
+      revision: branch, tag or commit of a Hugging Face id.
+      progress: show a progress bar on a terminal.
+
+    Raises:
+      ModelError: no such model, an unsupported one, or a broken checkpoint.
+    """
+    folder = resolve(model, revision)
+    built = build_model(read_spec(folder), dtype)
+    return LoadedModel(built, load_weights(built, folder, progress=progress), folder)
+
+
+def new_kv(
+    model: LoadedModel | Model, num_blocks: int, block_size: int, dtype: Any = None
+) -> KV:
+    """An empty KV cache: one array [num_blocks, 2, K, block_size, D] per layer.
+
+    Args:
+      dtype: float32, or the model's own; the model's by default. On CPU 16-bit types are held as their
+        bits, in uint16 arrays.
+
+    Raises:
+      ValueError: a 16-bit type that is not the model's.
+    """
+    built = model.model if isinstance(model, LoadedModel) else model
+    dtype = jnp.dtype(dtype or built.dtype)
+    if dtype not in (built.dtype, jnp.float32):
+        raise ValueError(f"the cache of a {built.dtype} model is {built.dtype} or float32, not {dtype}")
+    spec = built.spec
+    shape = (num_blocks, 2, spec.num_key_value_heads, block_size, spec.head_dim)
+    stored = kv_storage_dtype(dtype, jax.default_backend())
+    return tuple(jnp.zeros(shape, stored) for _ in range(spec.num_hidden_layers))
+
+
+def forward(model: LoadedModel | Model, leaves: Leaves, kv: KV, *args: Any, **kwargs: Any) -> Any:
+    """`Model.forward`: (leaves, kv, tokens, positions, slot_mapping, block_tables, ...) -> (kv, hidden)."""
+    built = model.model if isinstance(model, LoadedModel) else model
+    return built.forward(leaves, kv, *args, **kwargs)
+
+
+def logits(model: LoadedModel | Model, leaves: Leaves, hidden: jax.Array) -> jax.Array:
+    """dtype[B, d], after the final norm -> f32[B, V]."""
+    built = model.model if isinstance(model, LoadedModel) else model
+    return built.logits(leaves, hidden)
+
+
+def decode_step(
+    model: LoadedModel | Model,
+    leaves: Leaves,
+    kv: KV,
+    tokens: jax.Array,
+    cu_q_lens: jax.Array,
+    kv_lens: jax.Array,
+    block_tables: jax.Array,
+    *,
+    implementation: Implementation = "auto",
+) -> tuple[KV, jax.Array, jax.Array]:
+    """One greedy step of S sequences: feeds each its rows, and says which token comes next.
+
+    A row may be one token (decoding), or a prompt or a part of one. Positions and places in the cache
+    follow from the lengths. Pure and jit-able: `jax.jit(partial(decode_step, model))`.
+
+    Args:
+      tokens: i32[T], the sequences' new tokens, one sequence after the other.
+      cu_q_lens: i32[S + 1], where each sequence's tokens start; the last is T or less.
+      kv_lens: i32[S], tokens of each sequence, the new ones included.
+      block_tables: i32[S, max_blocks], blocks of each sequence, enough for `kv_lens`.
+
+    Returns:
+      (kv, next tokens i32[S], logits f32[S, V] of each sequence's last row).
+    """
+    rows, seqs = tokens.shape[0], kv_lens.shape[0]
+    blocks, _, _, block_size, _ = kv[0].shape
+    row = jnp.arange(rows)
+    seq = jnp.minimum(jnp.sum(cu_q_lens[None, 1:] <= row[:, None], axis=1), seqs - 1)
+    positions = kv_lens[seq] - cu_q_lens[seq + 1] + row
+    slots = block_tables[seq, positions // block_size] * block_size + positions % block_size
+    exists = row < cu_q_lens[-1]
+    kv, hidden = forward(
+        model,
+        leaves,
+        kv,
+        tokens,
+        jnp.where(exists, positions, 0),
+        jnp.where(exists, slots, blocks * block_size),
+        block_tables,
+        kv_lens,
+        cu_q_lens,
+        jnp.int32(seqs),
+        implementation=implementation,
+    )
+    scores = logits(model, leaves, hidden[cu_q_lens[1:] - 1])
+    return kv, jnp.argmax(scores, axis=-1).astype(jnp.int32), scores

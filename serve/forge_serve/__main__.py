@@ -1,0 +1,7 @@
+"""`python -m forge_serve` is `forge-jax`."""
+
+import sys
+
+from forge_serve.cli import main
+
+sys.exit(main())

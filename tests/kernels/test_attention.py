@@ -1,0 +1,335 @@
+"""Paged attention's contract: every implementation against a dense one in float64."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from forge_kernels.attention import kv_storage_dtype, ragged_paged_attention, write_kv
+from forge_kernels.attention import xla as xla_file
+from forge_kernels.attention.reference import reference_attention
+from forge_kernels.attention.shapes import SHAPES
+from forge_kernels.attention.xla import GROUP, KV_TILE, Q_TILE, SHORT
+
+IMPLEMENTATIONS = ("reference", "xla")
+SM_SCALE = 0.3
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences as (rows, context), and how the arrays that hold them are made."""
+
+    seqs: tuple[tuple[int, int], ...]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    block_size: int = 8
+    padding_rows: int = 5
+    padding_seqs: int = 2
+    free_blocks: int = 3
+    max_blocks: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Arrays:
+    q: np.ndarray  # f32[T, H, D]
+    kv: np.ndarray  # f32[N, 2, K, bs, D]; NaN wherever no sequence has a token
+    block_tables: np.ndarray
+    kv_lens: np.ndarray
+    cu_q_lens: np.ndarray
+    num_seqs: np.ndarray
+    expected: np.ndarray  # f64[T, H, D]
+
+
+def make(batch: Batch) -> Arrays:
+    rng = np.random.default_rng(batch.seed)
+    H, K, D, bs = batch.heads, batch.kv_heads, batch.head_dim, batch.block_size
+    q_lens = np.array([rows for rows, _ in batch.seqs])
+    lens = np.array([context for _, context in batch.seqs])
+    S, T = len(q_lens) + batch.padding_seqs, int(q_lens.sum()) + batch.padding_rows
+    needed = -(-lens // bs)
+    N = int(needed.sum()) + batch.free_blocks
+    max_blocks = batch.max_blocks or int(needed.max(initial=0)) + 2
+
+    q = rng.standard_normal((T, H, D)).astype(np.float32)
+    q[int(q_lens.sum()) :] = np.nan
+    kv = np.full((N, 2, K, bs, D), np.nan, np.float32)
+    order = rng.permutation(N)
+    # What lies beyond a sequence in its table, and beyond num_seqs, is stale.
+    tables = rng.integers(0, N, (S, max_blocks)).astype(np.int32)
+    kv_lens = np.full(S, 77, np.int32)
+    cu_q_lens = np.full(S + 1, T, np.int32)
+    cu_q_lens[: len(q_lens) + 1] = np.cumsum([0, *q_lens])
+    kv_lens[: len(lens)] = lens
+    expected = np.zeros((T, H, D))
+    for s, (rows, context) in enumerate(batch.seqs):
+        mine, order = order[: needed[s]], order[needed[s] :]
+        tables[s, : len(mine)] = mine
+        pairs = rng.standard_normal((2, K, context, D)).astype(np.float32)
+        for position in range(context):
+            kv[mine[position // bs], :, :, position % bs] = pairs[:, :, position]
+        keys, values = np.repeat(pairs.astype(np.float64), H // K, axis=1)
+        start = cu_q_lens[s]
+        for j in range(rows):
+            visible = context - rows + j + 1
+            scores = SM_SCALE * np.einsum("hd,hpd->hp", q[start + j], keys[:, :visible])
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            expected[start + j] = np.einsum("hp,hpd->hd", weights, values[:, :visible])
+    return Arrays(q, kv, tables, kv_lens, cu_q_lens, np.int32(len(q_lens)), expected)
+
+
+@partial(jax.jit, static_argnames=("implementation", "kv_dtype", "max_q_len"))
+def run(arrays, *, implementation, kv_dtype=None, max_q_len=None):
+    return ragged_paged_attention(
+        *arrays,
+        sm_scale=SM_SCALE,
+        implementation=implementation,
+        kv_dtype=kv_dtype,
+        max_q_len=max_q_len,
+    )
+
+
+def inputs(a: Arrays) -> tuple[jax.Array, ...]:
+    arrays = (a.q, a.kv, a.block_tables, a.kv_lens, a.cu_q_lens, a.num_seqs)
+    return tuple(jnp.asarray(array) for array in arrays)
+
+
+def check(batch: Batch, implementation: str, **options) -> None:
+    arrays = make(batch)
+    out = np.asarray(run(inputs(arrays), implementation=implementation, **options))
+    np.testing.assert_allclose(out, arrays.expected, atol=2e-6, rtol=1e-5)
+
+
+MIXED = Batch(seqs=((1, 9), (1, 1), (1, 150), (4, 40), (3, 3), (70, 70), (20, 201), (1, 33)))
+
+BATCHES = {
+    "decode": Batch(seqs=((1, 1), (1, 5), (1, 8), (1, 130), (1, 17))),
+    "decode, several groups": Batch(seqs=tuple((1, 1 + 3 * i) for i in range(2 * GROUP + 3))),
+    "one row": Batch(seqs=((1, 21),), padding_rows=0, padding_seqs=0),
+    "verify rows": Batch(seqs=tuple((1 + i % SHORT, 20 + i) for i in range(GROUP + 5))),
+    "whole prompts": Batch(seqs=((5, 5), (Q_TILE, Q_TILE), (Q_TILE + 1, Q_TILE + 1), (SHORT, SHORT))),
+    "chunks": Batch(seqs=((7, 50), (16, 16), (100, KV_TILE + 100))),
+    "mixed": MIXED,
+    "mixed, every kv head its own query head": replace(MIXED, heads=2, seed=1),
+    "mixed, 8 query heads to one": replace(MIXED, heads=8, kv_heads=1, seed=2),
+    "blocks of 16, head dim 64": replace(MIXED, block_size=16, head_dim=64, seed=3),
+    "blocks of 64, head dim 128": replace(MIXED, block_size=64, head_dim=128, seed=4),
+    "blocks longer than a tile": replace(MIXED, block_size=2 * KV_TILE, seed=5),
+    "blocks that no tile divides": replace(MIXED, block_size=24, seed=6),
+    "empty sequences between": Batch(seqs=((1, 4), (0, 12), (1, 6), (0, 0), (9, 9), (0, 5), (12, 30))),
+    "nothing at all": Batch(seqs=(), padding_rows=4),
+    "no padding": Batch(seqs=((1, 3), (2, 9)), padding_rows=0, padding_seqs=0, free_blocks=0),
+    "tile edges": Batch(
+        seqs=((1, KV_TILE), (1, KV_TILE + 1), (2, KV_TILE + 1), (Q_TILE, KV_TILE + 3)), max_blocks=33
+    ),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", BATCHES)
+def test_agrees_with_dense_attention_in_float64(name, implementation):
+    check(BATCHES[name], implementation)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_16_bit_caches_may_be_stored_as_their_bits(implementation, kv_dtype):
+    arrays = make(MIXED)
+    # Rounded first, so that only the arithmetic differs from the dense one.
+    rounded = jnp.asarray(arrays.kv, kv_dtype)
+    q = jnp.asarray(arrays.q, kv_dtype)
+    as_float = (q, rounded, *inputs(arrays)[2:])
+    as_bits = (q, lax.bitcast_convert_type(rounded, jnp.uint16), *inputs(arrays)[2:])
+    out = run(as_bits, implementation=implementation, kv_dtype=kv_dtype)
+    assert out.dtype == kv_dtype
+    np.testing.assert_array_equal(out, run(as_float, implementation=implementation))
+    tolerance = 2e-2 if kv_dtype == "bfloat16" else 3e-3
+    np.testing.assert_allclose(out.astype(np.float64), arrays.expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_promise_of_short_rows_changes_nothing():
+    decode, verify = make(BATCHES["decode, several groups"]), make(BATCHES["verify rows"])
+    for arrays, max_q_len in ((decode, 1), (verify, SHORT)):
+        promised = run(inputs(arrays), implementation="xla", max_q_len=max_q_len)
+        np.testing.assert_array_equal(promised, run(inputs(arrays), implementation="xla"))
+
+
+def test_a_row_does_not_depend_on_its_company():
+    """The same sequences in another batch, with other blocks and beside longer contexts: the same bits."""
+    alone = make(Batch(seqs=((1, 40),), padding_rows=0, padding_seqs=15))
+    crowd = Batch(seqs=((1, 40), *((1, 300 - i) for i in range(GROUP - 1))), padding_rows=0, padding_seqs=0)
+    crowd = make(crowd)
+    kv, tables = crowd.kv.copy(), crowd.block_tables
+    used = -(-40 // 8)
+    kv[tables[0, :used]] = alone.kv[alone.block_tables[0, :used]]
+    q = crowd.q.copy()
+    q[0] = alone.q[0]
+    padded = replace(alone, q=np.concatenate([alone.q, crowd.q[1:]]))
+    one = run(inputs(padded), implementation="xla")[0]
+    many = run(inputs(replace(crowd, q=q, kv=kv)), implementation="xla")[0]
+    np.testing.assert_array_equal(one, many)
+
+
+def planted(fault: str):
+    """`xla_attention` or `reference_attention` with one line wrong."""
+    files = {"xla": xla_file, "reference": reference_attention}
+    source, old, new = {
+        "sees one key too many": ("xla", "position[None, None, :] < visible", "position[None, None, :] <= visible"),
+        "sees one key too few": ("xla", "seen = position[None, None, :] <", "seen = position[None, None, :] + 1 <"),
+        "multiplies values by the mask": (
+            "xla",
+            "values = jnp.where(exists[:, None, :, None], values, jnp.zeros((), values.dtype))",
+            "values = values * exists[:, None, :, None].astype(values.dtype)",
+        ),
+        "adds the mask to the scores": (
+            "xla",
+            "scores = jnp.where(seen[:, None], scores * sm_scale, -jnp.inf)",
+            "scores = scores * sm_scale - 1e30 * (1 - seen[:, None].astype(jnp.float32))",
+        ),
+        "forgets to rescale": ("xla", "out * decay[..., None] + added", "out + added"),
+        "stops a tile early": ("xla", "num_tiles = -(-longest.max() // KV_TILE)", "num_tiles = longest.max() // KV_TILE"),
+        "writes padding rows": ("xla", "jnp.where(exists[:, None, None, None], rows, old)", "rows"),
+        "mixes up heads": ("xla", "transpose(0, 3, 1, 2, 4)", "transpose(0, 3, 2, 1, 4)"),
+    }[fault]  # fmt: skip
+    import inspect
+
+    text = inspect.getsource(files[source])
+    assert text.count(old) == 1, fault
+    namespace: dict = {}
+    exec(compile(text.replace(old, new), fault, "exec"), namespace)
+    return namespace["xla_attention"]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "sees one key too many",
+        "sees one key too few",
+        "multiplies values by the mask",
+        "adds the mask to the scores",
+        "forgets to rescale",
+        "stops a tile early",
+        "mixes up heads",
+    ],
+)
+def test_this_suite_catches_a_planted_fault(fault):
+    arrays = make(MIXED)
+    out = jax.jit(partial(planted(fault), sm_scale=SM_SCALE, kv_dtype=jnp.float32, max_q_len=1000))(
+        *inputs(arrays)
+    )
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(out, arrays.expected, atol=2e-6, rtol=1e-5)
+
+
+def test_writes_go_to_their_slots_and_the_one_past_the_end_is_dropped():
+    rng = np.random.default_rng(0)
+    N, K, bs, D = 5, 2, 8, 4
+    kv = rng.standard_normal((N, 2, K, bs, D)).astype(np.float32)
+    k, v = rng.standard_normal((2, 4, K, D)).astype(np.float32)
+    slots = np.array([0, 3 * bs + 5, N * bs, N * bs - 1], np.int32)
+    expected = kv.copy()
+    for row in (0, 1, 3):
+        expected[slots[row] // bs, :, :, slots[row] % bs] = np.stack([k[row], v[row]])
+    written = write_kv(jnp.asarray(kv), jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots))
+    np.testing.assert_array_equal(written, expected)
+
+    for kv_dtype in (jnp.bfloat16, jnp.float16):
+        rounded = jnp.asarray(kv, kv_dtype)
+        bits = lax.bitcast_convert_type(rounded, jnp.uint16)
+        as_float = write_kv(rounded, jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots))
+        as_bits = write_kv(bits, jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots), kv_dtype=kv_dtype)
+        np.testing.assert_array_equal(lax.bitcast_convert_type(as_bits, kv_dtype), as_float)
+
+
+def test_caches_of_16_bits_are_stored_as_bits_on_cpu_only():
+    assert kv_storage_dtype("bfloat16", "cpu") == jnp.uint16
+    assert kv_storage_dtype("float16", "cpu") == jnp.uint16
+    assert kv_storage_dtype("float32", "cpu") == jnp.float32
+    assert kv_storage_dtype("bfloat16", "gpu") == jnp.bfloat16
+    with pytest.raises(TypeError, match="float8"):
+        kv_storage_dtype("float8_e4m3fn", "cpu")
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    q, kv, tables, lens, cu, num = inputs(make(BATCHES["no padding"]))
+    call = partial(ragged_paged_attention, sm_scale=1.0)
+    bits = jnp.zeros(kv.shape, jnp.uint16)
+    with pytest.raises(ValueError, match="no attention implementation 'magic'"):
+        call(q, kv, tables, lens, cu, num, implementation="magic")
+    with pytest.raises(TypeError, match="kv_dtype must say"):
+        call(q, bits, tables, lens, cu, num)
+    with pytest.raises(TypeError, match="kv is float32 but"):
+        call(q, kv, tables, lens, cu, num, kv_dtype=jnp.bfloat16)
+    with pytest.raises(TypeError, match="not int8"):
+        call(q, kv.astype(jnp.int8), tables, lens, cu, num)
+    with pytest.raises(ValueError, match="heads"):
+        call(q[:, :3], kv, tables, lens, cu, num)
+    with pytest.raises(ValueError, match="cu_q_lens"):
+        call(q, kv, tables, lens, cu[:-1], num)
+    with pytest.raises(ValueError, match="slot_mapping"):
+        write_kv(kv, q[:, :2], q[:, :2], jnp.zeros(1, jnp.int32))
+    with pytest.raises(ValueError, match="do not fit a cache"):
+        write_kv(kv, q, q, jnp.zeros(q.shape[0], jnp.int32))
+
+
+def test_only_the_reference_with_a_float32_cache_has_a_gradient():
+    q, kv, *rest = inputs(make(replace(MIXED, padding_rows=0)))
+
+    def loss(q, kv, implementation):
+        out = ragged_paged_attention(q, kv, *rest, sm_scale=SM_SCALE, implementation=implementation)
+        return jnp.sum(out * jnp.sin(jnp.arange(out.size)).reshape(out.shape))
+
+    by_q, by_kv = jax.grad(loss, argnums=(0, 1))(q, kv, "reference")
+    used = np.isfinite(np.asarray(kv))
+    assert np.isfinite(by_q).all() and np.isfinite(by_kv).all()
+    assert np.abs(np.asarray(by_kv)[used]).max() > 0.01
+    assert (np.asarray(by_kv)[~used] == 0).all()
+
+    with pytest.raises(NotImplementedError, match="implementation='reference'"):
+        jax.grad(loss, argnums=0)(q, kv, "xla")
+    with pytest.raises(NotImplementedError, match="float32 KV"):
+        jax.grad(loss, argnums=1)(q, kv, "auto")
+    with pytest.raises(NotImplementedError, match="float32 KV"):
+        jax.grad(loss, argnums=0)(q, kv.astype(jnp.bfloat16), "reference")
+
+    def through_bits(k):
+        kv = write_kv(
+            jnp.zeros((2, 2, 2, 8, 16), jnp.uint16), k, k, jnp.arange(3), kv_dtype=jnp.bfloat16
+        )
+        return kv.astype(jnp.float32).sum()
+
+    with pytest.raises(NotImplementedError, match="float32 KV"):
+        jax.grad(through_bits)(jnp.ones((3, 2, 16)))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_temporaries_stay_small_at_the_shapes_of_real_models(name):
+    """A copy or a conversion of the pool would show here: it is 60 times the bound."""
+    shape = SHAPES[name]
+    S, bs, max_blocks, N = 16, 16, 128, 2048
+    bits = jax.ShapeDtypeStruct((N, 2, shape.kv_heads, bs, shape.head_dim), jnp.uint16)
+    i32 = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+
+    def step(kv, q, k, v, slots, tables, lens, cu, num):
+        kv = write_kv(kv, k, v, slots, kv_dtype=jnp.bfloat16)
+        out = ragged_paged_attention(
+            q, kv, tables, lens, cu, num, sm_scale=1.0, kv_dtype=jnp.bfloat16, max_q_len=1
+        )
+        return kv, out
+
+    q = jax.ShapeDtypeStruct((S, shape.heads, shape.head_dim), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((S, shape.kv_heads, shape.head_dim), jnp.bfloat16)
+    lowered = jax.jit(step, donate_argnums=0).lower(
+        bits, q, k, k, i32((S,)), i32((S, max_blocks)), i32((S,)), i32((S + 1,)), i32(())
+    )
+    temp = lowered.compile().memory_analysis().temp_size_in_bytes
+    tile_bytes = S * KV_TILE * 2 * shape.kv_heads * shape.head_dim * 2
+    scores_bytes = S * shape.heads * KV_TILE * 4
+    assert temp < 3 * (tile_bytes + scores_bytes) + 2**20
+    assert temp < np.prod(bits.shape) * 2 / 8
