@@ -88,7 +88,9 @@ def main(name: str = "forge-tiny") -> dict[str, float]:
     dense, without = jax.value_and_grad(dense_loss, argnums=1)(model, model.leaves, tokens)
     print(f"loss {paged:.6f} through the cache, {dense:.6f} without")
 
-    q_rows, kv_rows = (n * spec.head_dim for n in (spec.num_attention_heads, spec.num_key_value_heads))
+    q_rows, kv_rows = (
+        n * spec.head_dim for n in (spec.num_attention_heads, spec.num_key_value_heads)
+    )
     parts = {"wk": slice(q_rows, q_rows + kv_rows), "wv": slice(q_rows + kv_rows, None)}
     errors = {}
     for index in range(spec.num_hidden_layers):

@@ -59,9 +59,7 @@ def load(
     return LoadedModel(built, load_weights(built, folder, progress=progress), folder)
 
 
-def new_kv(
-    model: LoadedModel | Model, num_blocks: int, block_size: int, dtype: Any = None
-) -> KV:
+def new_kv(model: LoadedModel | Model, num_blocks: int, block_size: int, dtype: Any = None) -> KV:
     """An empty KV cache: one array [num_blocks, 2, K, block_size, D] per layer.
 
     Args:
@@ -74,7 +72,9 @@ def new_kv(
     built = model.model if isinstance(model, LoadedModel) else model
     dtype = jnp.dtype(dtype or built.dtype)
     if dtype not in (built.dtype, jnp.float32):
-        raise ValueError(f"the cache of a {built.dtype} model is {built.dtype} or float32, not {dtype}")
+        raise ValueError(
+            f"the cache of a {built.dtype} model is {built.dtype} or float32, not {dtype}"
+        )
     spec = built.spec
     shape = (num_blocks, 2, spec.num_key_value_heads, block_size, spec.head_dim)
     stored = kv_storage_dtype(dtype, jax.default_backend())

@@ -42,7 +42,9 @@ def load_weights(
     if set(weights) != set(model.names):
         raise AssertionError(f"leaves without a map: {set(weights) ^ set(model.names)}")
     stored = open_checkpoint(folder)
-    faults = [fault for parts in weights.values() for part in parts for fault in _check(part, stored)]
+    faults = [
+        fault for parts in weights.values() for part in parts for fault in _check(part, stored)
+    ]
     if faults:
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
         raise CheckpointError(f"{folder} does not fit its config: " + "; ".join(faults[:5]) + more)

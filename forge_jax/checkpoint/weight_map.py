@@ -43,9 +43,7 @@ def llama_weights(spec: ModelSpec) -> WeightMap:
             f"{leaf}.attention.out.weight": (
                 Tensor(f"{tensor}.self_attn.o_proj.weight", (d, q_rows)),
             ),
-            f"{leaf}.mlp_norm.weight": (
-                Tensor(f"{tensor}.post_attention_layernorm.weight", (d,)),
-            ),
+            f"{leaf}.mlp_norm.weight": (Tensor(f"{tensor}.post_attention_layernorm.weight", (d,)),),
             f"{leaf}.mlp.gate_up.weight": (
                 Tensor(f"{tensor}.mlp.gate_proj.weight", (inner, d)),
                 Tensor(f"{tensor}.mlp.up_proj.weight", (inner, d)),

@@ -78,9 +78,7 @@ class Attention(nnx.Module):
         self.qkv = Linear(spec.hidden_size, rows, dtype)
         self.out = Linear(self.heads * self.head_dim, spec.hidden_size, dtype)
 
-    def __call__(
-        self, x: jax.Array, kv: jax.Array, ragged: Ragged
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, kv: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
         """x: dtype[T, d]; kv: dtype[N, 2, K, bs, D] -> (kv, dtype[T, d])."""
         H, K, D = self.heads, self.kv_heads, self.head_dim
         qkv = self.qkv(x).reshape(-1, H + 2 * K, D)
@@ -122,9 +120,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
         self.mlp = MLP(spec, dtype)
 
-    def __call__(
-        self, x: jax.Array, kv: jax.Array, ragged: Ragged
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, kv: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
         kv, attended = self.attention(self.attention_norm(x), kv, ragged)
         x = x + attended
         return kv, x + self.mlp(self.mlp_norm(x))
@@ -138,9 +134,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([DecoderLayer(spec, dtype) for _ in range(spec.num_hidden_layers)])
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
         self.head = (
-            None
-            if spec.tie_word_embeddings
-            else Linear(spec.hidden_size, spec.vocab_size, dtype)
+            None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size, dtype)
         )
 
     def hidden(
@@ -200,7 +194,9 @@ class Model:
     treedef: Any
 
     @classmethod
-    def build(cls, decoder: Callable[[ModelSpec, Any], nnx.Module], spec: ModelSpec, dtype: Any) -> Model:
+    def build(
+        cls, decoder: Callable[[ModelSpec, Any], nnx.Module], spec: ModelSpec, dtype: Any
+    ) -> Model:
         """Traces `decoder(spec, dtype)` abstractly: no memory is allocated for weights."""
         dtype = jnp.dtype(dtype)
         graphdef, state = nnx.split(nnx.eval_shape(lambda: decoder(spec, dtype)))

@@ -23,9 +23,7 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture(
-        read_spec=llama_spec, decoder=Decoder, weights=llama_weights
-    ),
+    "LlamaForCausalLM": Architecture(read_spec=llama_spec, decoder=Decoder, weights=llama_weights),
 }
 
 

@@ -69,7 +69,9 @@ class Config:
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    def integer(self, name: str, default: int | None = None, *, low: int = 1, high: int = 2**31 - 1) -> int:
+    def integer(
+        self, name: str, default: int | None = None, *, low: int = 1, high: int = 2**31 - 1
+    ) -> int:
         value = self.values.get(name) if self.has(name) else default
         if type(value) is not int or not low <= value <= high:
             raise self.error(name, f"an integer from {low} to {high}")
@@ -118,7 +120,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} has no {path.name}: it is not a model folder") from None
+        raise CheckpointError(
+            f"{path.parent} has no {path.name}: it is not a model folder"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):

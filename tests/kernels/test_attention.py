@@ -1,5 +1,6 @@
 """Paged attention's contract: every implementation against a dense one in float64."""
 
+import inspect
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,28 +12,41 @@ from jax import lax
 
 from forge_kernels.attention import kv_storage_dtype, ragged_paged_attention, write_kv
 from forge_kernels.attention import xla as xla_file
-from forge_kernels.attention.reference import reference_attention
 from forge_kernels.attention.shapes import SHAPES
 from forge_kernels.attention.xla import GROUP, KV_TILE, Q_TILE, SHORT
 
 IMPLEMENTATIONS = ("reference", "xla")
-SM_SCALE = 0.3
+TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences as (rows, context), and how the arrays that hold them are made."""
+    """Sequences as (rows, context), and the shapes of the arrays that hold them.
+
+    The batches share their shapes where they can, and so their executables.
+    """
 
     seqs: tuple[tuple[int, int], ...]
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
     block_size: int = 8
-    padding_rows: int = 5
-    padding_seqs: int = 2
-    free_blocks: int = 3
-    max_blocks: int | None = None
+    rows: int = 240  # T
+    max_seqs: int = 2 * GROUP + 6  # S
+    pool_tokens: int = 3072  # N * bs
+    max_context: int = 320
     seed: int = 0
+
+    def exact(self) -> "Batch":
+        """Without padding rows, padding sequences, or a free block."""
+        blocks = sum(-(-context // self.block_size) for _, context in self.seqs)
+        return replace(
+            self,
+            rows=sum(rows for rows, _ in self.seqs),
+            max_seqs=len(self.seqs),
+            pool_tokens=blocks * self.block_size,
+            max_context=max(context for _, context in self.seqs),
+        )
 
 
 @dataclass(frozen=True)
@@ -49,12 +63,10 @@ class Arrays:
 def make(batch: Batch) -> Arrays:
     rng = np.random.default_rng(batch.seed)
     H, K, D, bs = batch.heads, batch.kv_heads, batch.head_dim, batch.block_size
-    q_lens = np.array([rows for rows, _ in batch.seqs])
-    lens = np.array([context for _, context in batch.seqs])
-    S, T = len(q_lens) + batch.padding_seqs, int(q_lens.sum()) + batch.padding_rows
-    needed = -(-lens // bs)
-    N = int(needed.sum()) + batch.free_blocks
-    max_blocks = batch.max_blocks or int(needed.max(initial=0)) + 2
+    S, T, N = batch.max_seqs, batch.rows, batch.pool_tokens // bs
+    q_lens = np.array([rows for rows, _ in batch.seqs], int)
+    lens = np.array([context for _, context in batch.seqs], int)
+    needed, max_blocks = -(-lens // bs), -(-batch.max_context // bs)
 
     q = rng.standard_normal((T, H, D)).astype(np.float32)
     q[int(q_lens.sum()) :] = np.nan
@@ -77,7 +89,7 @@ def make(batch: Batch) -> Arrays:
         start = cu_q_lens[s]
         for j in range(rows):
             visible = context - rows + j + 1
-            scores = SM_SCALE * np.einsum("hd,hpd->hp", q[start + j], keys[:, :visible])
+            scores = D**-0.5 * np.einsum("hd,hpd->hp", q[start + j], keys[:, :visible])
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             weights /= weights.sum(axis=1, keepdims=True)
             expected[start + j] = np.einsum("hp,hpd->hd", weights, values[:, :visible])
@@ -88,7 +100,7 @@ def make(batch: Batch) -> Arrays:
 def run(arrays, *, implementation, kv_dtype=None, max_q_len=None):
     return ragged_paged_attention(
         *arrays,
-        sm_scale=SM_SCALE,
+        sm_scale=arrays[0].shape[-1] ** -0.5,
         implementation=implementation,
         kv_dtype=kv_dtype,
         max_q_len=max_q_len,
@@ -103,31 +115,42 @@ def inputs(a: Arrays) -> tuple[jax.Array, ...]:
 def check(batch: Batch, implementation: str, **options) -> None:
     arrays = make(batch)
     out = np.asarray(run(inputs(arrays), implementation=implementation, **options))
-    np.testing.assert_allclose(out, arrays.expected, atol=2e-6, rtol=1e-5)
+    np.testing.assert_allclose(out, arrays.expected, **TOLERANCE)
 
 
 MIXED = Batch(seqs=((1, 9), (1, 1), (1, 150), (4, 40), (3, 3), (70, 70), (20, 201), (1, 33)))
+SMALL = replace(MIXED, rows=110, max_seqs=9, pool_tokens=1600, max_context=216)
 
 BATCHES = {
     "decode": Batch(seqs=((1, 1), (1, 5), (1, 8), (1, 130), (1, 17))),
     "decode, several groups": Batch(seqs=tuple((1, 1 + 3 * i) for i in range(2 * GROUP + 3))),
-    "one row": Batch(seqs=((1, 21),), padding_rows=0, padding_seqs=0),
     "verify rows": Batch(seqs=tuple((1 + i % SHORT, 20 + i) for i in range(GROUP + 5))),
-    "whole prompts": Batch(seqs=((5, 5), (Q_TILE, Q_TILE), (Q_TILE + 1, Q_TILE + 1), (SHORT, SHORT))),
+    "whole prompts": Batch(
+        seqs=(
+            (5, 5),
+            (Q_TILE, Q_TILE),
+            (Q_TILE + 1, Q_TILE + 1),
+            (SHORT, SHORT),
+            (SHORT + 1, SHORT + 1),
+        )
+    ),
     "chunks": Batch(seqs=((7, 50), (16, 16), (100, KV_TILE + 100))),
     "mixed": MIXED,
-    "mixed, every kv head its own query head": replace(MIXED, heads=2, seed=1),
-    "mixed, 8 query heads to one": replace(MIXED, heads=8, kv_heads=1, seed=2),
-    "blocks of 16, head dim 64": replace(MIXED, block_size=16, head_dim=64, seed=3),
-    "blocks of 64, head dim 128": replace(MIXED, block_size=64, head_dim=128, seed=4),
-    "blocks longer than a tile": replace(MIXED, block_size=2 * KV_TILE, seed=5),
-    "blocks that no tile divides": replace(MIXED, block_size=24, seed=6),
-    "empty sequences between": Batch(seqs=((1, 4), (0, 12), (1, 6), (0, 0), (9, 9), (0, 5), (12, 30))),
-    "nothing at all": Batch(seqs=(), padding_rows=4),
-    "no padding": Batch(seqs=((1, 3), (2, 9)), padding_rows=0, padding_seqs=0, free_blocks=0),
-    "tile edges": Batch(
-        seqs=((1, KV_TILE), (1, KV_TILE + 1), (2, KV_TILE + 1), (Q_TILE, KV_TILE + 3)), max_blocks=33
+    "empty sequences between": Batch(
+        seqs=((1, 4), (0, 12), (1, 6), (0, 0), (9, 9), (0, 5), (12, 30))
     ),
+    "nothing at all": Batch(seqs=()),
+    "tile edges": Batch(
+        seqs=((1, KV_TILE), (1, KV_TILE + 1), (2, KV_TILE + 1), (Q_TILE, KV_TILE + 3), (1, 320))
+    ),
+    "one row": Batch(seqs=((1, 21),)).exact(),
+    "no padding": Batch(seqs=((1, 3), (2, 9), (10, 10))).exact(),
+    "a query head to each kv head": replace(SMALL, heads=2, seed=1),
+    "8 query heads to one, head dim 64": replace(SMALL, heads=8, kv_heads=1, head_dim=64, seed=2),
+    "blocks of 16": replace(SMALL, block_size=16, seed=3),
+    "blocks of 64, head dim 128": replace(SMALL, block_size=64, head_dim=128, seed=4),
+    "blocks longer than a tile": replace(SMALL, block_size=2 * KV_TILE, pool_tokens=5120, seed=5),
+    "blocks that no tile divides": replace(SMALL, block_size=24, seed=6),
 }
 
 
@@ -140,7 +163,7 @@ def test_agrees_with_dense_attention_in_float64(name, implementation):
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_16_bit_caches_may_be_stored_as_their_bits(implementation, kv_dtype):
-    arrays = make(MIXED)
+    arrays = make(SMALL)
     # Rounded first, so that only the arithmetic differs from the dense one.
     rounded = jnp.asarray(arrays.kv, kv_dtype)
     q = jnp.asarray(arrays.q, kv_dtype)
@@ -150,7 +173,9 @@ def test_16_bit_caches_may_be_stored_as_their_bits(implementation, kv_dtype):
     assert out.dtype == kv_dtype
     np.testing.assert_array_equal(out, run(as_float, implementation=implementation))
     tolerance = 2e-2 if kv_dtype == "bfloat16" else 3e-3
-    np.testing.assert_allclose(out.astype(np.float64), arrays.expected, atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), arrays.expected, atol=tolerance, rtol=tolerance
+    )
 
 
 def test_a_promise_of_short_rows_changes_nothing():
@@ -161,70 +186,47 @@ def test_a_promise_of_short_rows_changes_nothing():
 
 
 def test_a_row_does_not_depend_on_its_company():
-    """The same sequences in another batch, with other blocks and beside longer contexts: the same bits."""
-    alone = make(Batch(seqs=((1, 40),), padding_rows=0, padding_seqs=15))
-    crowd = Batch(seqs=((1, 40), *((1, 300 - i) for i in range(GROUP - 1))), padding_rows=0, padding_seqs=0)
-    crowd = make(crowd)
-    kv, tables = crowd.kv.copy(), crowd.block_tables
-    used = -(-40 // 8)
-    kv[tables[0, :used]] = alone.kv[alone.block_tables[0, :used]]
-    q = crowd.q.copy()
-    q[0] = alone.q[0]
-    padded = replace(alone, q=np.concatenate([alone.q, crowd.q[1:]]))
-    one = run(inputs(padded), implementation="xla")[0]
-    many = run(inputs(replace(crowd, q=q, kv=kv)), implementation="xla")[0]
-    np.testing.assert_array_equal(one, many)
+    """The same sequence beside longer contexts and in other blocks: the same bits."""
+    alone = make(Batch(seqs=((1, 40),)))
+    crowd = make(Batch(seqs=((1, 40), *((1, 300 - i) for i in range(8)))))
+    used = crowd.block_tables[0, : 40 // 8]
+    crowd.kv[used] = alone.kv[alone.block_tables[0, : 40 // 8]]
+    crowd.q[0] = alone.q[0]
+    assert not np.array_equal(used, alone.block_tables[0, : 40 // 8])
+    one = run(inputs(alone), implementation="xla")[0]
+    np.testing.assert_array_equal(one, run(inputs(crowd), implementation="xla")[0])
 
 
-def planted(fault: str):
-    """`xla_attention` or `reference_attention` with one line wrong."""
-    files = {"xla": xla_file, "reference": reference_attention}
-    source, old, new = {
-        "sees one key too many": ("xla", "position[None, None, :] < visible", "position[None, None, :] <= visible"),
-        "sees one key too few": ("xla", "seen = position[None, None, :] <", "seen = position[None, None, :] + 1 <"),
-        "multiplies values by the mask": (
-            "xla",
-            "values = jnp.where(exists[:, None, :, None], values, jnp.zeros((), values.dtype))",
-            "values = values * exists[:, None, :, None].astype(values.dtype)",
-        ),
-        "adds the mask to the scores": (
-            "xla",
-            "scores = jnp.where(seen[:, None], scores * sm_scale, -jnp.inf)",
-            "scores = scores * sm_scale - 1e30 * (1 - seen[:, None].astype(jnp.float32))",
-        ),
-        "forgets to rescale": ("xla", "out * decay[..., None] + added", "out + added"),
-        "stops a tile early": ("xla", "num_tiles = -(-longest.max() // KV_TILE)", "num_tiles = longest.max() // KV_TILE"),
-        "writes padding rows": ("xla", "jnp.where(exists[:, None, None, None], rows, old)", "rows"),
-        "mixes up heads": ("xla", "transpose(0, 3, 1, 2, 4)", "transpose(0, 3, 2, 1, 4)"),
-    }[fault]  # fmt: skip
-    import inspect
-
-    text = inspect.getsource(files[source])
-    assert text.count(old) == 1, fault
-    namespace: dict = {}
-    exec(compile(text.replace(old, new), fault, "exec"), namespace)
-    return namespace["xla_attention"]
+FAULTS = {
+    "sees one key too many": ("None, :] < visible", "None, :] <= visible"),
+    "sees one key too few": ("seen = position[", "seen = 1 + position["),
+    "multiplies values by the mask": (
+        "values = jnp.where(exists[:, None, :, None], values, jnp.zeros((), values.dtype))",
+        "values = values * exists[:, None, :, None].astype(values.dtype)",
+    ),
+    "adds the mask to the scores": (
+        "scores = jnp.where(seen[:, None], scores * sm_scale, -jnp.inf)",
+        "scores = scores * sm_scale - 1e30 * (1 - seen[:, None].astype(jnp.float32))",
+    ),
+    "forgets to rescale": ("out * decay[..., None] + added", "out + added"),
+    "stops a tile early": ("-(-longest.max() // KV_TILE)", "longest.max() // KV_TILE"),
+    "mixes up heads": ("transpose(0, 3, 1, 2, 4)", "transpose(0, 3, 2, 1, 4)"),
+}
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "sees one key too many",
-        "sees one key too few",
-        "multiplies values by the mask",
-        "adds the mask to the scores",
-        "forgets to rescale",
-        "stops a tile early",
-        "mixes up heads",
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_this_suite_catches_a_planted_fault(fault):
-    arrays = make(MIXED)
-    out = jax.jit(partial(planted(fault), sm_scale=SM_SCALE, kv_dtype=jnp.float32, max_q_len=1000))(
-        *inputs(arrays)
+    text, (old, new) = inspect.getsource(xla_file), FAULTS[fault]
+    assert text.count(old) == 1
+    faulty: dict = {}
+    exec(compile(text.replace(old, new), fault, "exec"), faulty)
+    arrays = make(SMALL)
+    attend = partial(
+        faulty["xla_attention"], sm_scale=16**-0.5, kv_dtype=jnp.float32, max_q_len=110
     )
-    with pytest.raises(AssertionError):
-        np.testing.assert_allclose(out, arrays.expected, atol=2e-6, rtol=1e-5)
+    out = jax.jit(attend)(*inputs(arrays))
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        np.testing.assert_allclose(out, arrays.expected, **TOLERANCE)
 
 
 def test_writes_go_to_their_slots_and_the_one_past_the_end_is_dropped():
@@ -243,7 +245,9 @@ def test_writes_go_to_their_slots_and_the_one_past_the_end_is_dropped():
         rounded = jnp.asarray(kv, kv_dtype)
         bits = lax.bitcast_convert_type(rounded, jnp.uint16)
         as_float = write_kv(rounded, jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots))
-        as_bits = write_kv(bits, jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots), kv_dtype=kv_dtype)
+        as_bits = write_kv(
+            bits, jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots), kv_dtype=kv_dtype
+        )
         np.testing.assert_array_equal(lax.bitcast_convert_type(as_bits, kv_dtype), as_float)
 
 
@@ -279,10 +283,10 @@ def test_inputs_that_do_not_fit_are_refused():
 
 
 def test_only_the_reference_with_a_float32_cache_has_a_gradient():
-    q, kv, *rest = inputs(make(replace(MIXED, padding_rows=0)))
+    q, kv, *rest = inputs(make(BATCHES["no padding"]))
 
     def loss(q, kv, implementation):
-        out = ragged_paged_attention(q, kv, *rest, sm_scale=SM_SCALE, implementation=implementation)
+        out = ragged_paged_attention(q, kv, *rest, sm_scale=0.3, implementation=implementation)
         return jnp.sum(out * jnp.sin(jnp.arange(out.size)).reshape(out.shape))
 
     by_q, by_kv = jax.grad(loss, argnums=(0, 1))(q, kv, "reference")

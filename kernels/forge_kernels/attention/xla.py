@@ -42,6 +42,7 @@ def xla_attention(
     max_q_len: int,
 ) -> jax.Array:  # q.dtype[T, H, D]
     tokens, heads, head_dim = q.shape
+    out_dtype = q.dtype
     seqs = kv_lens.shape[0]
     kv_heads = kv.shape[2]
     # XLA:CPU has fast bfloat16 dots; float16 ones it computes in float32 anyway.
@@ -78,7 +79,9 @@ def xla_attention(
         start = lax.dynamic_slice_in_dim(cu_q_lens, first, group)
         q_len = jnp.where(live, lax.dynamic_slice_in_dim(cu_q_lens, first + 1, group) - start, 0)
         row = jnp.arange(SHORT)[None, :]
-        visible = lax.dynamic_slice_in_dim(kv_lens, first, group)[:, None] - q_len[:, None] + row + 1
+        visible = (
+            lax.dynamic_slice_in_dim(kv_lens, first, group)[:, None] - q_len[:, None] + row + 1
+        )
         exists = row < q_len[:, None]  # [group, SHORT]
         visible = jnp.where(exists, visible, 0)
         row = jnp.where(exists, start[:, None] + row, q.shape[0])
@@ -110,7 +113,7 @@ def xla_attention(
 
     if max_q_len > SHORT:
         out = lax.fori_loop(0, tiles_end[-1], work_item, out)
-    return out[:tokens].reshape(tokens, heads, head_dim).astype(q.dtype)
+    return out[:tokens].reshape(tokens, heads, head_dim).astype(out_dtype)
 
 
 def _leading(condition: jax.Array) -> jax.Array:

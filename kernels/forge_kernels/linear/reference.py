@@ -12,7 +12,5 @@ def reference_linear(
     *,
     out_dtype: DTypeLike | None = None,
 ) -> jax.Array:  # out_dtype[T, N_out]
-    y = jnp.matmul(
-        x.astype(jnp.float32), w.astype(jnp.float32).T, precision=lax.Precision.HIGHEST
-    )
+    y = jnp.matmul(x.astype(jnp.float32), w.astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
     return y.astype(out_dtype or x.dtype)

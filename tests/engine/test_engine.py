@@ -1,0 +1,172 @@
+"""`Engine`: the thread, the streams and their ends, on the fake device, which checks each step."""
+
+import asyncio
+import threading
+
+import pytest
+
+from forge_jax import Engine, SamplingParams
+from forge_jax.config import BatchConfig, CacheConfig, EngineConfig
+from forge_jax.errors import ContextLengthError, EngineError, NumericalError, RequestError
+
+
+@pytest.fixture
+async def engine():
+    engine = Engine.fake(check=True)
+    engine.start()
+    yield engine
+    await engine.stop()
+
+
+async def read(stream) -> tuple[dict[int, str], dict[int, str]]:
+    """(text by sample, finish reason by sample)."""
+    texts: dict[int, str] = {}
+    reasons: dict[int, str] = {}
+    async for deltas in stream:
+        for delta in deltas:
+            texts[delta.index] = texts.get(delta.index, "") + delta.text
+            if delta.finish_reason is not None:
+                reasons[delta.index] = delta.finish_reason
+    return texts, reasons
+
+
+async def settled(engine, *, steps: int = 2) -> None:
+    """Waits until the engine has nothing left, which must take no more than `steps` steps."""
+    begin = engine.stats().steps
+    for _ in range(400):
+        if not engine._core.has_work:
+            break
+        await asyncio.sleep(0.005)
+    assert engine.stats().num_used_blocks == 0
+    assert engine.stats().steps - begin <= steps
+
+
+async def test_many_streams_at_once_each_get_their_own_text(engine):
+    async def one(i: int):
+        params = SamplingParams(max_tokens=30, n=2, seed=i)
+        return await read(engine.submit([i % 50, 3, 4], params, request_id=f"r{i}"))
+
+    crowd = await asyncio.gather(*(one(i) for i in range(200)))
+    for i in (0, 17, 199):
+        params = SamplingParams(max_tokens=30, n=2, seed=i)
+        alone = await read(engine.submit([i % 50, 3, 4], params, request_id=f"again-{i}"))
+        assert crowd[i] == alone
+    await settled(engine, steps=0)
+
+
+async def test_text_is_whole_characters(engine):
+    params = SamplingParams(max_tokens=500, seed=4)
+    pieces = [d.text async for d in engine.generate([1], params)]
+    assert "🙂" in "".join(pieces) and not any("\ufffd" in piece for piece in pieces)
+
+
+async def test_an_aborted_request_frees_its_blocks_within_two_steps():
+    engine = Engine.fake(step_time_s=0.01)
+    engine.start()
+    stream = engine.submit([1] * 100, SamplingParams(max_tokens=2000), request_id="r")
+    await anext(stream)
+    assert engine.stats().num_used_blocks > 0
+    stream.abort()
+    stream.abort()
+    await settled(engine, steps=2)
+    _, reasons = await read(stream)
+    assert reasons == {0: "abort"}
+    await engine.stop()
+
+
+async def test_leaving_generate_early_aborts_the_request(engine):
+    generation = engine.generate([1], SamplingParams(max_tokens=3000))
+    async for _ in generation:
+        break
+    await generation.aclose()
+    await asyncio.sleep(0.05)
+    assert engine.stats().num_running == 0 and engine.stats().num_used_blocks == 0
+
+
+async def test_what_cannot_be_served_is_refused_at_submit(engine):
+    params = SamplingParams(max_tokens=10)
+    with pytest.raises(ContextLengthError):
+        engine.submit([1] * 5000, params, request_id="long")
+    with pytest.raises(RequestError, match="vocabulary"):
+        engine.submit([10**6], params, request_id="id")
+    stream = engine.submit([1], params, request_id="twice")
+    with pytest.raises(RequestError, match="in use"):
+        engine.submit([1], params, request_id="twice")
+    await read(stream)
+
+
+async def test_a_numerical_fault_fails_one_request_only(engine):
+    engine._core._device._fault = lambda scheduled: scheduled.seq_key[0] == "bad"
+    good = engine.submit([1, 2], SamplingParams(max_tokens=20, seed=1), request_id="good")
+    bad = engine.submit([1, 2], SamplingParams(max_tokens=20, seed=1), request_id="bad")
+    (texts, reasons), news = await asyncio.gather(read(good), anext(bad))
+    assert reasons == {0: "length"} and texts[0]
+    assert isinstance(news[-1].error, NumericalError)
+
+
+async def test_a_failed_engine_says_so_to_everyone(engine, caplog):
+    def fail(plan):
+        raise RuntimeError("the device is gone")
+
+    engine._core._device.dispatch = fail
+    stream = engine.submit([1], SamplingParams(max_tokens=20), request_id="r")
+    deltas = await anext(stream)
+    assert isinstance(deltas[0].error, EngineError)
+    assert not engine.stats().healthy and engine.stats().state == "failed"
+    with pytest.raises(EngineError):
+        engine.submit([1], SamplingParams(), request_id="later")
+    assert "the device is gone" in caplog.text
+
+
+async def test_stopping_drains_then_aborts_and_ends_the_thread():
+    engine = Engine.fake(step_time_s=0.002)
+    engine.start()
+    short = engine.submit([1], SamplingParams(max_tokens=20), request_id="short")
+    long = engine.submit([1], SamplingParams(max_tokens=4000), request_id="long")
+    ends = asyncio.gather(read(short), read(long))
+    await engine.stop(drain_s=0.4)
+    (_, short_reason), (_, long_reason) = await ends
+    assert (short_reason, long_reason) == ({0: "length"}, {0: "abort"})
+    assert "forge-engine" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(EngineError, match="stopped"):
+        engine.submit([1], SamplingParams(), request_id="late")
+
+
+async def test_an_idle_engine_sleeps(engine):
+    await read(engine.submit([1], SamplingParams(max_tokens=3), request_id="r"))
+    steps = engine.stats().steps
+    await asyncio.sleep(0.1)
+    assert engine.stats().steps == steps
+
+
+async def test_small_limits_still_serve_everyone():
+    config = EngineConfig(
+        cache=CacheConfig(num_blocks=20, block_size=8),
+        batch=BatchConfig(max_num_seqs=3, max_num_batched_tokens=7, prefill_chunk_size=5),
+    )
+    engine = Engine.fake(check=True, config=config)
+    engine.start()
+    streams = [
+        engine.submit([i] * 30, SamplingParams(max_tokens=40), request_id=f"r{i}")
+        for i in range(12)
+    ]
+    for _, reasons in await asyncio.gather(*map(read, streams)):
+        assert reasons == {0: "length"}
+    assert engine.stats().preemptions > 0
+    await settled(engine, steps=0)
+    await engine.stop()
+
+
+async def test_tokens_cross_to_the_event_loop_once_per_step(engine, monkeypatch):
+    loop = asyncio.get_running_loop()
+    calls = []
+    original = loop.call_soon_threadsafe
+    monkeypatch.setattr(
+        loop, "call_soon_threadsafe", lambda *a, **k: (calls.append(a), original(*a, **k))[1]
+    )
+    before = engine.stats().steps
+    streams = [
+        engine.submit([i], SamplingParams(max_tokens=50), request_id=f"r{i}") for i in range(40)
+    ]
+    await asyncio.gather(*map(read, streams))
+    assert len(calls) <= engine.stats().steps - before
