@@ -44,6 +44,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
       ModelError: the model cannot be served.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of every absent backend
     sock = bind(server_config.host, server_config.port)
 
     def load() -> Engine:
