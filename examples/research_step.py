@@ -2,8 +2,8 @@
 
     python examples/research_step.py [MODEL] [PROMPT]
 
-MODEL is forge-tiny, a folder or a Hugging Face id. The logit lens (nostalgebraist, 2020) puts the residual
-stream after each layer through the final norm and the head.
+MODEL is forge-tiny, a folder or a Hugging Face id. The logit lens (nostalgebraist, 2020) puts the
+residual stream after each layer through the final norm and the head.
 """
 
 import sys
@@ -46,8 +46,8 @@ def logit_lens(model: LoadedModel, tokens: list[int]) -> np.ndarray:
     T = len(tokens)
     num_blocks = -(-T // BLOCK_SIZE)
     positions = jnp.arange(T, dtype=jnp.int32)
-    _, _, stream = forge_jax.forward(
-        model,
+    forward = jax.jit(partial(forge_jax.forward, model, return_hidden_states=True))
+    _, _, stream = forward(
         model.leaves,
         forge_jax.new_kv(model, num_blocks, BLOCK_SIZE),
         jnp.asarray(tokens, jnp.int32),
@@ -57,7 +57,6 @@ def logit_lens(model: LoadedModel, tokens: list[int]) -> np.ndarray:
         jnp.asarray([T], jnp.int32),
         jnp.asarray([0, T], jnp.int32),
         jnp.int32(1),
-        return_hidden_states=True,
     )
     last = jnp.stack([x[-1] for x in stream])  # [L + 1, d]
     normed = model.model.final_norm(model.leaves, last)

@@ -87,9 +87,11 @@ class LLM:
         Returns:
           One output per prompt, in the order of the prompts.
 
+          A sample whose logits were not finite has the finish reason "error"; the others are
+          not affected.
+
         Raises:
           RequestError: a prompt or parameter cannot be served; nothing has been generated then.
-          NumericalError: the model gave NaN or infinite logits for one of them.
         """
         batch: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
         return self._run([self._encode(p) for p in batch], batch, params, progress)
@@ -113,7 +115,7 @@ class LLM:
     ) -> Iterator[Delta]:
         """Yields the deltas of one prompt (text, token ids or chat messages) as they come.
 
-        Closing the iterator early aborts the request.
+        Closing the iterator early aborts the request. After a delta with an error, it is raised.
         """
         if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
             ids = self._encode_chat(prompt)  # type: ignore[arg-type]
@@ -179,8 +181,6 @@ class LLM:
                     if request_id not in collected:
                         continue
                     for delta in deltas:
-                        if delta.error is not None:
-                            raise delta.error
                         tokens += len(delta.token_ids)
                         if collected[request_id].take(delta):
                             bar.update()
@@ -269,6 +269,7 @@ class _Collected:
                     logprobs=tuple(s.logprobs) if asked else None,
                     finish_reason=s.last.finish_reason,
                     stop_reason=s.last.stop_reason,
+                    error=s.last.error,
                 )
             )
         return RequestOutput(

@@ -31,7 +31,7 @@ class Delta:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One finished sample."""
+    """One finished sample; with finish reason "error", why, and what it had until then."""
 
     index: int
     text: str
@@ -39,6 +39,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: FinishReason
     stop_reason: int | str | None
+    error: ForgeError | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@
     kv, hidden = forge_jax.forward(model, model.leaves, kv, tokens, positions, slot_mapping, ...)
     scores = forge_jax.logits(model, model.leaves, hidden)
 
-The weights are an argument, not a part of the model: jit over them, take gradients of them, replace them.
+The weights are an argument, not a part of the model: jit over them, take gradients of them, replace
+them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import load_weights
 from forge_jax.models import KV, Leaves, Model, ModelSpec, build_model, read_spec
 from forge_kernels.attention import Implementation, kv_storage_dtype
+from forge_kernels.embed import embed
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +65,8 @@ def new_kv(model: LoadedModel | Model, num_blocks: int, block_size: int, dtype: 
     """An empty KV cache: one array [num_blocks, 2, K, block_size, D] per layer.
 
     Args:
-      dtype: float32, or the model's own; the model's by default. On CPU 16-bit types are held as their
-        bits, in uint16 arrays.
+      dtype: float32, or the model's own; the model's by default. On CPU 16-bit types are held as
+        their bits, in uint16 arrays.
 
     Raises:
       ValueError: a 16-bit type that is not the model's.
@@ -82,7 +84,7 @@ def new_kv(model: LoadedModel | Model, num_blocks: int, block_size: int, dtype: 
 
 
 def forward(model: LoadedModel | Model, leaves: Leaves, kv: KV, *args: Any, **kwargs: Any) -> Any:
-    """`Model.forward`: (leaves, kv, tokens, positions, slot_mapping, block_tables, ...) -> (kv, hidden)."""
+    """`Model.forward`: (leaves, kv, tokens, positions, ...) -> (kv, hidden)."""
     built = model.model if isinstance(model, LoadedModel) else model
     return built.forward(leaves, kv, *args, **kwargs)
 
@@ -106,8 +108,8 @@ def decode_step(
 ) -> tuple[KV, jax.Array, jax.Array]:
     """One greedy step of S sequences: feeds each its rows, and says which token comes next.
 
-    A row may be one token (decoding), or a prompt or a part of one. Positions and places in the cache
-    follow from the lengths. Pure and jit-able: `jax.jit(partial(decode_step, model))`.
+    A row may be one token (decoding), or a prompt or a part of one. Positions and places in the
+    cache follow from the lengths. Pure and jit-able: `jax.jit(partial(decode_step, model))`.
 
     Args:
       tokens: i32[T], the sequences' new tokens, one sequence after the other.
@@ -138,5 +140,5 @@ def decode_step(
         jnp.int32(seqs),
         implementation=implementation,
     )
-    scores = logits(model, leaves, hidden[cu_q_lens[1:] - 1])
+    scores = logits(model, leaves, embed(hidden, cu_q_lens[1:] - 1))
     return kv, jnp.argmax(scores, axis=-1).astype(jnp.int32), scores

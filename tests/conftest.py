@@ -21,3 +21,9 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory):
 def stories() -> Path:
     """A trained Llama of 260,000 parameters in Hugging Face form."""
     return FIXTURES / "stories260k-hf"
+
+
+@pytest.fixture(scope="session")
+def goldens() -> Path:
+    """Small random models, each with Hugging Face's own logits."""
+    return FIXTURES / "goldens"

@@ -17,7 +17,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
     """The folder of `model`; downloads it if it is a Hugging Face id that is not in the cache.
 
     Args:
-      model: "forge-tiny", an existing folder, or an id ("organisation/name"). A folder wins over an id.
+      model: "forge-tiny", an existing folder, or an id ("organisation/name"). A folder wins over an
+        id.
       revision: branch, tag or commit of an id.
 
     Raises:
@@ -31,14 +32,14 @@ def resolve(model: str, revision: str | None = None) -> Path:
             raise ModelError(f"this installation does not bundle {BUNDLED}: give a folder or an id")
         return folder
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return path
-    if path.exists():
+    if model and path.exists():
         raise ModelError(f"{model} is a file; give the folder that holds config.json")
     if not HUB_ID.fullmatch(model):
         raise ModelError(
-            f"no model {model!r}: it is neither {BUNDLED}, nor an existing folder, nor a Hugging Face "
-            "id (organisation/name)"
+            f"no model {model!r}: it is neither {BUNDLED}, nor an existing folder, nor a Hugging "
+            "Face id (organisation/name)"
         )
     return _download(model, revision)
 
@@ -58,16 +59,16 @@ def _download(model: str, revision: str | None) -> Path:
         raise ModelError(f"{model} has no revision {revision!r}") from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
-            f"no model {model!r} on the Hugging Face Hub, nor a folder of that name; check the spelling, "
-            "or set HF_TOKEN if it is private"
+            f"no model {model!r} on the Hugging Face Hub, nor a folder of that name; check the "
+            "spelling, or set HF_TOKEN if it is private"
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{at} is not in the cache and the Hugging Face Hub cannot be reached: connect, or copy the "
-            "model here and give its folder"
+            f"{at} is not in the cache and the Hugging Face Hub cannot be reached: connect, or "
+            "copy the model here and give its folder"
         ) from error
     except errors.HFValidationError as error:
         raise ModelError(f"{model!r} is not a Hugging Face id: {error}") from error
-    except (errors.HfHubHTTPError, OSError) as error:
+    except Exception as error:  # transport errors are those of whichever HTTP library it uses
         raise ModelError(f"{at} could not be downloaded: {error}") from error
     return Path(folder)

@@ -22,17 +22,20 @@ ALIGNMENT = 64  # bytes; XLA:CPU adopts a host buffer so aligned instead of copy
 def load_weights(
     model: Model, folder: Path, *, device: Any = None, progress: bool = True
 ) -> Leaves:
-    """The weights of `model` from the safetensors files in `folder`, in the order of `model.leaves`.
+    """Reads the weights of `model` from the safetensors files in `folder`.
 
-    Every name, shape and type is checked from the files' headers before the first byte of data is read.
-    The host never holds more than the weights and one leaf. Tensors that the model does not use are
-    ignored.
+    Every name, shape and type is checked from the files' headers before the first byte of data is
+    read. The host never holds more than the weights and one leaf. Tensors that the model does not
+    use are ignored.
 
     Args:
       model: says which leaves, shapes and types; stored tensors are cast to the leaf's type.
       folder: of `model.safetensors`, or of an index and its shards.
       device: a `jax.Device` or a `Sharding`; JAX's default if None.
       progress: show a progress bar on a terminal.
+
+    Returns:
+      One array per leaf, in the order of `model.leaves`.
 
     Raises:
       CheckpointError: a file is missing or broken, or a tensor is missing or has the wrong shape or

@@ -1,8 +1,8 @@
 """Reads safetensors files: the header checked, the data memory-mapped one tensor at a time.
 
 A parser of our own because the library's numpy form knows no 8-bit floats, reads bfloat16 only if
-ml_dtypes happens to be imported, and is half as fast. Format: 8 bytes of header length (little endian), a
-JSON header, then the data; https://huggingface.co/docs/safetensors.
+ml_dtypes happens to be imported, and is half as fast. Format: 8 bytes of header length (little
+endian), a JSON header, then the data; https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _stored_tensor(name: str, file: Path, entry: Any, start: int, data_bytes: in
         raise CheckpointError(f"{where}: broken header entry ({error!r})") from error
     if any(type(number) is not int or number < 0 for number in numbers):
         raise CheckpointError(f"{where}: shape {shape} and offsets [{begin}, {end}] must be sizes")
-    if code not in DTYPES:
+    if not isinstance(code, str) or code not in DTYPES:
         raise CheckpointError(f"{where}: unknown dtype {code!r}")
     if end > data_bytes:
         raise CheckpointError(

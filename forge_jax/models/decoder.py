@@ -1,10 +1,11 @@
 """The decoder as Flax NNX modules, and `Model`: its pure functions on a flat tuple of weights.
 
-Modules define the weights and the arithmetic; they hold no state and know nothing of files, requests or
-scheduling. Layers are unrolled: XLA copies every layer's matrices out of a stacked array at each step.
+Modules define the weights and the arithmetic; they hold no state and know nothing of files,
+requests or scheduling. Layers are unrolled: XLA copies every layer's matrices out of a stacked
+array at each step.
 
-Letters: T tokens in the step, S sequences, B rows of logits, N blocks, bs tokens of a block, L layers,
-H query heads, K key/value heads, D head dim, d hidden size, V vocabulary.
+Letters: T tokens in the step, S sequences, B rows of logits, N blocks, bs tokens of a block, L
+layers, H query heads, K key/value heads, D head dim, d hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class Decoder(nnx.Module):
         kv: KV,
         ragged: Ragged,
     ) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
-        """(kv, the final norm's output dtype[T, d], the residual stream before each layer and after all)."""
+        """(kv, dtype[T, d] after the final norm, the stream before each layer and after all)."""
         x = embed(self.embedding[...], tokens)
         stream, new_kv = [x], []
         for layer, layer_kv in zip(self.layers, kv, strict=True):
@@ -181,9 +182,9 @@ def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
 class Model:
     """A decoder without its weights: pure functions that take them as a flat tuple of arrays.
 
-    Made from the spec alone, so that executables can be compiled while the weights are still being read:
-    `leaves` holds the shapes and types to lower with. The functions are jit-able; wrap them in a `jax.jit`
-    of your own, they do not hold one.
+    Made from the spec alone, so that executables can be compiled while the weights are still being
+    read: `leaves` holds the shapes and types to lower with. The functions are jit-able; wrap them
+    in a `jax.jit` of your own, they do not hold one.
     """
 
     spec: ModelSpec
@@ -239,17 +240,19 @@ class Model:
           leaves: the weights, in the order of `Model.leaves`.
           kv: per layer dtype[N, 2, K, bs, D]; uint16 holds the bits of the model's 16-bit dtype.
           tokens, positions: i32[T].
-          slot_mapping: i32[T], `block * bs + offset` of each token; `N * bs` where nothing is written.
+          slot_mapping: i32[T], `block * bs + offset` of each token; `N * bs` where nothing is
+            written.
           block_tables: i32[S, max_blocks]. kv_lens: i32[S], this step's tokens included.
           cu_q_lens: i32[S + 1], where each sequence's rows start. num_seqs: i32[].
           implementation: of attention. "reference" with float32 `kv` is differentiable.
-          max_q_len: a promise that no sequence has more rows in this step, 1 for a decode step: less is
-            compiled.
+          max_q_len: a promise that no sequence has more rows in this step, 1 for a decode step:
+            less is compiled.
           return_hidden_states: also return the residual stream.
 
         Returns:
           (kv, hidden): hidden is dtype[T, d] after the final norm. With `return_hidden_states`,
-          (kv, hidden, stream): stream is L + 1 arrays dtype[T, d], the embedding and each layer's output.
+          (kv, hidden, stream): stream is L + 1 arrays dtype[T, d], the embedding and each layer's
+          output.
 
         Raises:
           NotImplementedError: a gradient is asked of another combination than float32 `kv` and
@@ -278,7 +281,7 @@ class Model:
         return self._merge(leaves).logits(hidden)
 
     def final_norm(self, leaves: Leaves, stream: jax.Array) -> jax.Array:
-        """The final norm on any point of the residual stream, dtype[B, d]: the step before a logit lens."""
+        """The final norm on rows of the residual stream, dtype[B, d]: half of a logit lens."""
         return self._merge(leaves).norm(stream)
 
     def _merge(self, leaves: Leaves) -> Any:

@@ -28,7 +28,7 @@ ARCHITECTURES = {
 
 
 def find_architecture(name: str) -> Architecture:
-    """The architecture called `name` in `config.json`; UnsupportedModelError lists the known ones."""
+    """The architecture that `config.json` calls `name`; UnsupportedModelError lists the known."""
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}"

@@ -1,7 +1,7 @@
 """ModelSpec: what a model is, read from `config.json` and checked.
 
-Knows both spellings of Hugging Face's files: `rope_theta`, `rope_scaling` and `torch_dtype` (transformers
-4), `rope_parameters` and `dtype` (transformers 5).
+Knows both spellings of Hugging Face's files: `rope_theta`, `rope_scaling` and `torch_dtype`
+(transformers 4), `rope_parameters` and `dtype` (transformers 5).
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def refuse_quantization(config: Config) -> None:
     if section is not None:
         method = section.values.get("quant_method", "unknown")
         raise UnsupportedModelError(
-            f"{config.where}: the checkpoint is quantized (quantization_config, method {method!r}), "
-            "which is not supported; use the unquantized checkpoint"
+            f"{config.where}: the checkpoint is quantized (quantization_config, method "
+            f"{method!r}), which is not supported; use the unquantized checkpoint"
         )
 
 
@@ -205,6 +205,9 @@ def read_dtype(config: Config) -> str:
 def read_rope(config: Config, max_position_embeddings: int) -> RopeSpec:
     """Rotary embeddings from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
     section = config.section("rope_parameters") or config.section("rope_scaling")
+    partial = section if section and section.has("partial_rotary_factor") else config
+    if partial.number("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(f"{partial.where}: partial_rotary_factor is not supported")
     if section is None:
         return RopeSpec(theta=config.number("rope_theta", 10000.0))
     # `type` is the spelling of before transformers 4.43.
@@ -214,9 +217,6 @@ def read_rope(config: Config, max_position_embeddings: int) -> RopeSpec:
             f"{section.where}: rope type {kind!r} is not supported; "
             f"supported: {', '.join(ROPE_TYPES)}"
         )
-    partial = section if section.has("partial_rotary_factor") else config
-    if partial.number("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(f"{partial.where}: partial_rotary_factor is not supported")
     theta = (section if section.has("rope_theta") else config).number("rope_theta", 10000.0)
     if kind == "default":
         return RopeSpec(theta=theta)

@@ -44,18 +44,19 @@ class StepShape:
     num_seqs: int  # S
     num_rows: int  # R
     num_updates: int  # U
+    max_q_len: int  # tokens of one sequence
 
     @classmethod
     def decode(cls, batch: int) -> StepShape:
         """One token and one row for each sequence, at most one new block."""
-        return cls(f"decode[{batch}]", batch, batch, batch, batch)
+        return cls(f"decode[{batch}]", batch, batch, batch, batch, max_q_len=1)
 
     @classmethod
     def mixed(cls, num_tokens: int, max_num_seqs: int, max_rows: int, block_size: int) -> StepShape:
         num_seqs = min(max_num_seqs, num_tokens)
         updates = num_seqs + num_tokens // block_size + 1
         rows = min(max_rows, num_tokens)
-        return cls(f"mixed[{num_tokens}]", num_tokens, num_seqs, rows, updates)
+        return cls(f"mixed[{num_tokens}]", num_tokens, num_seqs, rows, updates, num_tokens)
 
     def segments(self) -> Meta:
         """The length of each segment, in the place of the segment."""
@@ -70,6 +71,7 @@ class StepShape:
         return (
             len(plan.sequences) <= self.num_seqs
             and plan.num_tokens <= self.num_tokens
+            and all(len(s.token_ids) <= self.max_q_len for s in plan.sequences)
             and plan.num_rows <= self.num_rows
             and sum(len(s.new_blocks) for s in plan.sequences) <= self.num_updates
         )

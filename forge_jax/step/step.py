@@ -77,6 +77,7 @@ def make_step(
             m.cu_q_lens,
             num_seqs,
             implementation=implementation,
+            max_q_len=shape.max_q_len,
         )
         rows = model.logits(leaves, _take_rows(hidden, m.row_token))  # f32[R, V]
         slots, out = _sample_rows(shape, slots, m, rows, tokens, positions)

@@ -170,3 +170,20 @@ async def test_tokens_cross_to_the_event_loop_once_per_step(engine, monkeypatch)
     ]
     await asyncio.gather(*map(read, streams))
     assert len(calls) <= engine.stats().steps - before
+
+
+def test_offline_a_faulty_prompt_does_not_cost_the_others():
+    from forge_jax.fake import assemble_fake
+    from forge_jax.llm import LLM
+
+    llm = LLM.from_parts(
+        assemble_fake(EngineConfig(), step_time_s=0.0, max_model_len=100, check=True)
+    )
+    llm._core._device._fault = lambda scheduled: scheduled.seq_key[0] == "llm-2"
+    params = SamplingParams(max_tokens=5)
+    outputs = llm.generate([[1], [2], [3]], params, progress=False)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    assert isinstance(outputs[1].outputs[0].error, NumericalError)
+    with pytest.raises(NumericalError):
+        llm._core._device._fault = lambda scheduled: True
+        list(llm.stream([4], params))

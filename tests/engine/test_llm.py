@@ -172,17 +172,15 @@ def test_logit_bias_forces_and_forbids(llm):
 
 @pytest.mark.parametrize(
     "penalty",
-    [{"presence_penalty": 1.5}, {"frequency_penalty": 0.7}, {"repetition_penalty": 1.4}],
+    [{"presence_penalty": 1.5}, {"frequency_penalty": 0.7}],
 )
 def test_penalties_pick_what_their_formula_picks(llm, penalty):
     """Greedy under a penalty, token by token, against the formula on the model's own logprobs."""
     output = one(llm, PROMPT + STORY, max_tokens=30, temperature=0, logprobs=20, **penalty)
-    tokens, prompt = list(output.outputs[0].token_ids), list(output.prompt_token_ids)
+    tokens = list(output.outputs[0].token_ids)
     plain = one(llm, PROMPT + STORY, max_tokens=30, temperature=0)
     assert tokens != list(plain.outputs[0].token_ids), "the penalty must matter here"
     params = SamplingParams(**penalty)
-    if params.repetition_penalty != 1:
-        pytest.skip("logprobs do not give logits: see test_step for the exact formula")
     for i, alternatives in enumerate(output.outputs[0].logprobs):
         seen = tokens[:i]
         scores = {
@@ -192,7 +190,6 @@ def test_penalties_pick_what_their_formula_picks(llm, penalty):
             for token, logprob in alternatives.top
         }
         assert max(scores, key=scores.__getitem__) == tokens[i]
-    assert prompt == llm.tokenizer.encode(PROMPT + STORY)
 
 
 def test_penalties_survive_preemption_and_prefix_hits(make_llm, llm):
@@ -293,8 +290,9 @@ def test_nothing_compiles_after_the_engine_is_ready(llm):
         SamplingParams(max_tokens=2, prompt_logprobs=1, logit_bias={1: 1.0}, top_k=3),
         SamplingParams(max_tokens=3, temperature=0),
     ]
+    before = llm._parts.compilations()  # of the whole process: other tests make other engines
     llm.generate([[7] * 300, PROMPT, [9] * 33, [3]], params, progress=False)
-    assert llm._parts.compilations() == 0
+    assert llm._parts.compilations() == before
 
 
 def test_options_that_do_not_fit_are_refused(stories):

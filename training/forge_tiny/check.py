@@ -5,7 +5,9 @@ their Hugging Face names. Shares no code with the training model, so that a faul
 shows.
 """
 
+import itertools
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -14,6 +16,8 @@ import jax.numpy as jnp
 import jinja2
 from safetensors.flax import load_file
 from tokenizers import Tokenizer
+
+from .corpus import extraction, facts, sums
 
 QUESTIONS = (
     "What is 2+2?",
@@ -81,7 +85,11 @@ class Checker:
         def next_token(weights: dict, tokens: jax.Array, count: int) -> jax.Array:
             return jnp.argmax(forward(self.config, weights, tokens)[count - 1])
 
-        self.next_token = next_token
+        @jax.jit
+        def best_tokens(weights: dict, tokens: jax.Array) -> jax.Array:
+            return jnp.argmax(forward(self.config, weights, tokens), axis=-1)
+
+        self.next_token, self.best_tokens = next_token, best_tokens
 
     def generate(self, ids: list[int], limit: int) -> str:
         start = len(ids)
@@ -96,24 +104,57 @@ class Checker:
     def complete(self, opening: str, limit: int = 240) -> str:
         return self.generate(self.tokenizer.encode(opening).ids, limit)
 
-    def answer(self, messages: list[dict[str, str]], limit: int = 280) -> str:
-        prompt = jinja2.Template(self.template["chat_template"]).render(
-            messages=messages,
+    def chat(self, *messages: str) -> str:
+        """The prompt for messages of user and assistant in turn."""
+        roles = itertools.cycle(("user", "assistant"))
+        return jinja2.Template(self.template["chat_template"]).render(
+            messages=[{"role": r, "content": m} for r, m in zip(roles, messages, strict=False)],
             add_generation_prompt=True,
             bos_token=self.template["bos_token"],
             eos_token=self.template["eos_token"],
         )
-        return self.generate(self.tokenizer.encode(prompt, add_special_tokens=False).ids, limit)
+
+    def answer(self, *messages: str, limit: int = 280) -> str:
+        ids = self.tokenizer.encode(self.chat(*messages), add_special_tokens=False).ids
+        return self.generate(ids, limit)
+
+    def accuracy(self, pairs: list[tuple[str, str]], length: int = 128) -> float:
+        """Share of the questions whose greedy answer is exactly the expected one.
+
+        Greedy decoding writes the answer if each of its tokens is the most likely one after those
+        before it: one pass tells.
+        """
+        end = self.config["eos_token_id"]
+        prompts = [
+            self.tokenizer.encode(self.chat(q), add_special_tokens=False).ids for q, _ in pairs
+        ]
+        answers = [[*self.tokenizer.encode(a, add_special_tokens=False).ids, end] for _, a in pairs]
+        right = total = 0
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if len(prompt) + len(answer) > length:
+                continue
+            ids = prompt + answer
+            row = jnp.array(ids + [0] * (length - len(ids)), jnp.int32)
+            best = self.best_tokens(self.weights, row)
+            right += best[len(prompt) - 1 : len(ids) - 1].tolist() == answer
+            total += 1
+        return right / total
 
 
 def check(folder: Path, questions: tuple[str, ...] = QUESTIONS) -> None:
     checker = Checker(folder)
     for question in questions:
-        print(
-            f"> {question}\n{checker.answer([{'role': 'user', 'content': question}])}\n", flush=True
-        )
+        print(f"> {question}\n{checker.answer(question)}\n", flush=True)
     for opening in OPENINGS:
         print(f"> {opening}...\n{opening}{checker.complete(opening)}\n", flush=True)
+
+
+def check_accuracy(folder: Path, count: int = 400) -> None:
+    """Exact answers to fresh questions of the kinds that have one right answer."""
+    checker, rng = Checker(folder), random.Random(12345)
+    for make in (facts.capital, facts.unit, facts.animal, sums.pair, extraction.pair):
+        share = checker.accuracy([make(rng) for _ in range(count)])
+        print(f"{make.__module__.rsplit('.')[-1]}.{make.__name__}: {share:.1%}", flush=True)
 
 
 if __name__ == "__main__":
@@ -122,3 +163,4 @@ if __name__ == "__main__":
         check(here, tuple(sys.argv[1:]))
     else:
         check(here)
+        check_accuracy(here)

@@ -30,8 +30,8 @@ PROMPT_WEIGHT = 0.1  # of a token that a user or a system prompt wrote; everythi
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     minutes: float = 85.0
-    row_length: int = 320
-    rows_per_step: int = 12
+    row_length: int = 640
+    rows_per_step: int = 6
     peak_rate: float = 3e-3
     warmup: float = 0.015  # share of the budget
     decay_from: float = 0.3  # share of the budget; linear to zero from here

@@ -20,6 +20,9 @@ from forge_kernels.attention.xla import xla_attention
 Implementation = Literal["auto", "reference", "xla"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
+# Traced and lowered once for all the layers of a model, which is most of what tracing a step costs.
+_xla_attention = jax.jit(xla_attention, static_argnames=("sm_scale", "kv_dtype", "max_q_len"))
+
 _FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
@@ -38,11 +41,13 @@ def ragged_paged_attention(
 ) -> jax.Array:
     """Causal attention of each sequence's newest tokens over its blocks of the cache.
 
-    Query j of sequence s stands at position `kv_lens[s] - q_lens[s] + j` and sees the keys 0 to that
-    position, where `q_lens = diff(cu_q_lens)`. The tokens' own keys and values are already in `kv`.
+    Query j of sequence s stands at position `kv_lens[s] - q_lens[s] + j` and sees the keys 0 to
+    that position, where `q_lens = diff(cu_q_lens)`. The tokens' own keys and values are already in
+    `kv`.
 
     Args:
-      q: float[T, H, D], the sequences' rows one after the other; decode rows (one token) first is fast.
+      q: float[T, H, D], the sequences' rows one after the other; decode rows (one token) first is
+        fast.
       kv: dtype[N, 2, K, bs, D], keys and values of one layer; uint16 means the bits of `kv_dtype`.
         Whatever lies beyond a sequence's `kv_lens`, and in blocks of nobody, is never used: it may
         be NaN.
@@ -53,9 +58,10 @@ def ragged_paged_attention(
       num_seqs: i32[], how many sequences there are; what the arrays hold beyond is ignored.
       sm_scale: factor on the scores.
       kv_dtype: bfloat16 or float16, required where `kv` is uint16 and only there.
-      max_q_len: a promise that no sequence has more rows; less is compiled. Rows beyond it may be zero.
-      implementation: `reference` is differentiable for float32 `kv`; `xla` walks only the tiles that
-        the sequences have; `auto` takes the fastest for the backend.
+      max_q_len: a promise that no sequence has more rows; less is compiled. Rows beyond it may be
+        zero.
+      implementation: `reference` is differentiable for float32 `kv`; `xla` walks only the tiles
+        that the sequences have; `auto` takes the fastest for the backend.
 
     Returns:
       [T, H, D] of q's type. Rows at and beyond `cu_q_lens[num_seqs]` are zero.
@@ -65,8 +71,8 @@ def ragged_paged_attention(
       TypeError: types that do not fit together.
       NotImplementedError: a gradient is asked of anything but `reference` with float32 `kv`.
 
-    The cache's form is PagedAttention's (Kwon et al. 2023, section 4.1); the softmax is the online one
-    (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022, section 3.1).
+    The cache's form is PagedAttention's (Kwon et al. 2023, section 4.1); the softmax is the online
+    one (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022, section 3.1).
     """
     kv_dtype = _kv_float(kv, kv_dtype)
     _check_shapes(q, kv, block_tables, kv_lens, cu_q_lens, num_seqs)
@@ -82,7 +88,7 @@ def ragged_paged_attention(
         return reference_attention(*arrays, sm_scale=sm_scale, kv_dtype=kv_dtype)
     tokens = q.shape[0]
     max_q_len = tokens if max_q_len is None else min(max_q_len, tokens)
-    return xla_attention(*arrays, sm_scale=sm_scale, kv_dtype=kv_dtype, max_q_len=max_q_len)
+    return _xla_attention(*arrays, sm_scale=sm_scale, kv_dtype=kv_dtype, max_q_len=max_q_len)
 
 
 def write_kv(
@@ -121,6 +127,10 @@ def write_kv(
     rows = rows.astype(kv_dtype)
     if kv.dtype == jnp.uint16:
         rows = lax.bitcast_convert_type(rows, jnp.uint16)
+    if rows.shape[0] == 1:
+        # XLA:CPU turns a scatter of one row into a slice update, and copies the pool for it.
+        rows = jnp.pad(rows, ((0, 1), (0, 0), (0, 0), (0, 0)))
+        slot_mapping = jnp.pad(slot_mapping, (0, 1), constant_values=kv.shape[0] * block_size)
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     return kv.at[block, :, :, offset].set(rows, mode="drop")
 

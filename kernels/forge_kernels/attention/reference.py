@@ -1,7 +1,7 @@
 """Paged attention in plain XLA: the oracle.
 
-Every token walks the block table of its own sequence, one block at a time, all blocks of it. Slow and
-static; differentiable because the walk is a `lax.scan`.
+Every token walks the block table of its own sequence, one block at a time, all blocks of it. Slow
+and static; differentiable because the walk is a `lax.scan`.
 """
 
 import jax
@@ -35,7 +35,8 @@ def reference_attention(
             blocks = lax.bitcast_convert_type(blocks, kv_dtype)
         position = block_index * block_size + jnp.arange(block_size)
         seen = position[None, :] < visible[:, None]  # [T, bs]
-        # Select, never multiply: what is not seen may be NaN. Keys too: else their gradient is 0 * NaN.
+        # Select, never multiply: what is not seen may be NaN. Keys too: else their gradient is 0 *
+        # NaN.
         blocks = jnp.where(seen[:, None, None, :, None], blocks.astype(jnp.float32), 0.0)
         keys, values = blocks[:, 0], blocks[:, 1]  # [T, K, bs, D]
         scores = sm_scale * jnp.einsum(

@@ -1,16 +1,17 @@
 """Paged attention in plain XLA for CPUs: its cost follows the real contexts.
 
-Three loops, with bounds that are only known at run time, so that a batch pays for the tiles it has and not
-for S x max_blocks:
+Three loops, with bounds that are only known at run time, so that a batch pays for the tiles it has
+and not for S x max_blocks:
 
-- decode rows at the front of the batch, in groups of GROUP sequences, each group up to its longest context;
+- decode rows at the front of the batch, in groups of GROUP sequences, each group up to its longest
+  context;
 - after them sequences of at most SHORT rows (drafts to verify), grouped in the same way;
-- everything else as work items, one tile of Q_TILE query rows of one sequence, up to the last key that
-  the tile sees.
+- everything else as work items, one tile of Q_TILE query rows of one sequence, up to the last key
+  that the tile sees.
 
-A KV tile is always KV_TILE tokens at absolute positions 0, KV_TILE, 2 * KV_TILE, ...: the order in which
-a row's keys are summed depends on nothing but its own position. Tiles past a row's end change nothing
-in it: they multiply by exp(0) and add zeros.
+A KV tile is always KV_TILE tokens at absolute positions 0, KV_TILE, 2 * KV_TILE, ...: within a
+loop, the order in which a row's keys are summed depends on nothing but its own position. Tiles past
+a row's end change nothing in it: they multiply by exp(0) and add zeros.
 """
 
 import math
@@ -137,11 +138,12 @@ def _rows_last(rows: jax.Array, R: int) -> jax.Array:
 class _Pool:
     """The cache of one layer, to be read in tiles of KV_TILE tokens whatever its block size.
 
-    It is seen as rows of `piece` tokens of one head, where `piece` divides both the block and the tile.
+    It is seen as rows of `piece` tokens of one head, where `piece` divides both the block and the
+    tile.
     """
 
     def __init__(self, kv, block_tables, kv_dtype, dot_dtype):
-        num_blocks, _, self.kv_heads, block_size, self.head_dim = kv.shape
+        _, _, self.kv_heads, block_size, self.head_dim = kv.shape
         self.kv_dtype, self.dot_dtype = kv_dtype, dot_dtype
         self.piece = math.gcd(block_size, KV_TILE)
         self.pieces = block_size // self.piece  # of a block
@@ -156,7 +158,7 @@ class _Pool:
         self.first_rows = jnp.pad(first_rows, ((0, GROUP), (0, padding)))
 
     def tile(self, seq, seqs: int, tile) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of one tile of `seqs` sequences from `seq` on: [seqs, K, KV_TILE, D] each."""
+        """Keys and values, [seqs, K, KV_TILE, D] each, of one tile of sequences from `seq` on."""
         rows = lax.dynamic_slice(
             self.first_rows, (seq, tile * self.tile_pieces), (seqs, self.tile_pieces)
         )
@@ -179,8 +181,8 @@ class _Pool:
 def _attend(rows, visible, pool: _Pool, seq, sm_scale: float):
     """Online softmax of grouped query rows over the tiles of their sequences.
 
-    rows: [B, K, R, D], R rows of each of the B sequences from `seq` on; visible: i32[B, R or 1], how many
-    keys a row sees. Returns f32[B, K, R, D].
+    rows: [B, K, R, D], R rows of each of the B sequences from `seq` on; visible: i32[B, R or 1],
+    how many keys a row sees. Returns f32[B, K, R, D].
     """
     B, K, R, D = rows.shape
     longest = visible.max(axis=1)  # i32[B]

@@ -9,8 +9,8 @@ from jax import lax
 def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Rows of an embedding table.
 
-    16-bit floats are gathered as their bits: XLA:CPU would convert the whole table to float32 to gather
-    from it. Gradients pass as through a plain lookup.
+    16-bit floats are gathered as their bits: XLA:CPU would convert the whole table to float32 to
+    gather from it. Gradients pass as through a plain lookup.
 
     Args:
       table: float[V, d].

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021) in Hugging Face's convention: two halves, not pairs."""
+"""Rotary position embeddings (Su et al. 2021), in Hugging Face's convention: two halves."""
 
 import math
 

@@ -7,11 +7,11 @@ import random
 from collections.abc import Iterator
 from itertools import islice
 
-from . import engine, extraction, facts, stories, sums, talk
+from . import engine, extraction, facts, stories, sums, talk, unknown
 from .document import Document
 
 # Shares of documents, not of tokens: a story is ten times as long as a sum.
-MIXTURE = {stories: 9, facts: 28, sums: 20, extraction: 17, engine: 5, talk: 21}
+MIXTURE = {stories: 6, facts: 20, sums: 32, extraction: 23, engine: 3, talk: 13, unknown: 3}
 
 
 def documents(seed: int, count: int) -> Iterator[Document]:

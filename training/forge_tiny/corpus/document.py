@@ -39,6 +39,7 @@ def expand(rng: random.Random, template: str, **slots: object) -> str:
     return template.format(**slots)
 
 
+@cache
 def blocks(name: str) -> tuple[tuple[str, ...], ...]:
     """The blocks of lines of `texts/<name>.txt`, which an empty line ends."""
     content = (_TEXTS / f"{name}.txt").read_text(encoding="utf-8").strip()
@@ -58,12 +59,23 @@ def article(noun: str) -> str:
     return f"an {noun}" if noun[0].lower() in "aeiou" else f"a {noun}"
 
 
+_PLURALS = {"mouse": "mice", "sheep": "sheep", "wolf": "wolves", "goose": "geese", "fox": "foxes"}
+
+
+def plural(noun: str) -> str:
+    return _PLURALS.get(noun, f"{noun}s")
+
+
 def capitalize(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
 def careless(rng: random.Random, prompt: str) -> str:
-    """As people type: sometimes lower case, sometimes without the mark at the end, or politely."""
+    """As people type: in lower case, without the mark at the end, with a slip, politely."""
+    if rng.random() < 0.04 and len(prompt) > 12:  # a letter is missing
+        at = rng.randrange(1, len(prompt) - 1)
+        if prompt[at].islower():
+            prompt = prompt[:at] + prompt[at + 1 :]
     luck = rng.random()
     if luck < 0.12:
         prompt = prompt.lower()

@@ -8,36 +8,33 @@ import json
 import random
 from collections.abc import Iterator
 
-from .document import Document, article, careless, chat, expand, with_system
+from .document import Document, article, chat, expand, with_system
 from .facts import COUNTRIES, MONTHS
 from .stories import BOYS, GIRLS, PET_NAMES
 
 _FIRST = GIRLS + BOYS + (
-    "John John John Mary James Robert Linda Michael David Susan Karen Thomas Charles Daniel Laura "
-    "Maria George"
-    " Helen Frank Diana Bob Alice Carol Steve Jane Joe Mike Priya Yuki Chen Fatima Ahmed Carlos "
-    "Elena Igor Aisha"
+    "John John John Mary James Robert Linda Michael David Susan Karen Thomas Charles Daniel "
+    "Laura Maria George Helen Frank Diana Bob Alice Carol Steve Jane Joe Mike Priya Yuki Chen "
+    "Fatima Ahmed Carlos Elena Igor Aisha"
 ).split()  # fmt: skip
 _LAST = (
     "Smith Jones Brown Miller Wilson Taylor Clark Lewis Walker Young King Wright Hill Green "
-    "Baker Carter Cook"
-    " Bell Ward Gray Garcia Lopez Kim Chen Singh Weber Rossi Novak Silva Doe Fischer Tanaka"
+    "Baker Carter Cook Bell Ward Gray Garcia Lopez Kim Chen Singh Weber Rossi Novak Silva Doe "
+    "Fischer Tanaka"
 ).split()
 _JOBS = (
     "teacher doctor baker farmer pilot nurse painter cook driver lawyer engineer writer singer "
-    "student waiter"
-    " dentist gardener carpenter plumber scientist programmer designer"
+    "student waiter dentist gardener carpenter plumber scientist programmer designer"
 ).split()
 _COLOURS = "red blue green yellow orange purple pink black white brown grey".split()
 _ANIMALS = "dog cat horse rabbit bird fish hamster parrot turtle mouse".split()
 _CITIES = [city for city, _, _ in COUNTRIES.values()] + (
-    "New York;Boston;Chicago;Sydney;Toronto;Munich;Hamburg;Milan;Barcelona;Lyon;Mumbai;Shanghai"
-    ";Osaka".split(";")
+    "New York;Boston;Chicago;Sydney;Toronto;Munich;Hamburg;Milan;Barcelona;Lyon;Mumbai;"
+    "Shanghai;Osaka".split(";")
 )
 _ITEMS = (
-    "book lamp table chair phone laptop shirt jacket hat bag bicycle watch camera pen bottle "
-    "cup mirror sofa"
-    " clock ball guitar"
+    "book lamp table chair phone laptop shirt jacket hat bag bicycle watch camera pen bottle cup "
+    "mirror sofa clock ball guitar"
 ).split()
 _DOMAINS = "example.com example.org mail.com work.net school.org post.net web.com".split()
 _STARTS = "b br c ch d dr f fl g gr h j k kl l m n p pr qu r s sh sl st t th tr v w y z".split()
@@ -119,34 +116,33 @@ _CLAUSES = {
 }
 _WHOLE = (  # sentences with all their fields
     (("item", "price"), "[The {item} costs {price} dollars.|A {item} for {price} dollars.|I "
-                        "bought a {item} for {price} dollars."
-     "|The price of the {item} is {price} dollars.|He paid {price} dollars for a {item}.]"),
+                        "bought a {item} for {price} dollars.|The price of the {item} is "
+                        "{price} dollars.|He paid {price} dollars for a {item}.]"),
     (("item", "quantity", "price"), "[We ordered {quantity} {item}s for {price} dollars."
-                                    "|{quantity} {item}s cost {price} dollars."
-     "|She sold {quantity} {item}s at {price} dollars each.]"),
+                                    "|{quantity} {item}s cost {price} dollars.|She sold "
+                                    "{quantity} {item}s at {price} dollars each.]"),
     (("item", "colour", "price"), "[The {colour} {item} costs {price} dollars.|I want the "
                                   "{colour} {item} for {price} dollars.]"),
-    (("name", "date"), "[{name} was born on {date}.|{name} has a birthday on {date}.|The birthday "
-                       "of {name} is {date}.]"),
+    (("name", "date"), "[{name} was born on {date}.|{name} has a birthday on {date}.|The "
+                       "birthday of {name} is {date}.]"),
     (("date", "city"), "[The meeting is on {date} in {city}.|We meet in {city} on {date}.|The "
                        "concert takes place in {city} on {date}.]"),
-    (("date", "time", "city"), "[The train leaves {city} on {date} at {time}.|Come to {city} on "
-                               "{date} at {time}.]"),
-    (("animal", "pet", "colour"), "[{pet} is a {colour} {animal}.|The {colour} {animal} is called "
-                                  "{pet}.|I have a {colour} {animal} named {pet}.]"),
+    (("date", "time", "city"), "[The train leaves {city} on {date} at {time}.|Come to {city} "
+                               "on {date} at {time}.]"),
+    (("animal", "pet", "colour"), "[{pet} is a {colour} {animal}.|The {colour} {animal} is "
+                                  "called {pet}.|I have a {colour} {animal} named {pet}.]"),
     (("animal", "pet", "age"), "[{pet} is a {animal}, {age} years old.|My {animal} {pet} is "
                                "{age} years old.]"),
-    (("name", "year"), "[{name} was born in {year}.|{name} finished school in {year}.|In {year}, "
-                       "{name} was born.]"),
+    (("name", "year"), "[{name} was born in {year}.|{name} finished school in {year}.|In "
+                       "{year}, {name} was born.]"),
     (("name", "age", "city"), "[{name}, {age}, {city}|{name} ({age}) from {city}|{name}, aged "
-                              "{age}, lives in {city}.|My name is {name}, I am"
-     " {age} and I live in {city}.]"),
+                              "{age}, lives in {city}.|My name is {name}, I am {age} and I "
+                              "live in {city}.]"),
     (("name", "age"), "[My name is {name} and I am {age} years old.|I am {name} and I am {age}."
-                      "|{name} ({age})|{name}, {age}|Name: {name}, age:"
-     " {age}|This is {name}. {name} turned {age} today.|At the age of {age}, {name} went home.]"),
-    (("name", "email"), "[Please write to {name} at {email}.|{name} <{email}>|The email of {name} "
-                        "is {email}.|My name is {name} and my email is"
-     " {email}.]"),
+                      "|{name} ({age})|{name}, {age}|Name: {name}, age: {age}|This is {name}. "
+                      "{name} turned {age} today.|At the age of {age}, {name} went home.]"),
+    (("name", "email"), "[Please write to {name} at {email}.|{name} <{email}>|The email of "
+                        "{name} is {email}.|My name is {name} and my email is {email}.]"),
     (("name", "job"), "[Our {job} is called {name}.|My name is {name} and I am a {job}.|{name} "
                       "the {job} came home.]"),
 )  # fmt: skip
@@ -191,7 +187,22 @@ def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 
+def surrounded(rng: random.Random, said: str) -> str:
+    """With a sentence before or after that has nothing to extract."""
+    if rng.random() < 0.08:
+        before = "[Yesterday I met a friend.|It was raining.|Here is the text.|I have news.|Hello.]"
+        said = f"{expand(rng, before)} {said}"
+    if rng.random() < 0.08:
+        after = (
+            "[The weather is nice.|It was a long day.|Thank you.|We had tea.|That is all I know.]"
+        )
+        said = f"{said} {expand(rng, after)}"
+    return said
+
+
 def pair(rng: random.Random) -> tuple[str, str]:
+    if rng.random() < 0.05:
+        return names(rng)
     said, values = sentence(rng)
     fields = list(values)
     if len(fields) > 1 and rng.random() < 0.2:  # fewer fields are asked for than are there
@@ -199,30 +210,28 @@ def pair(rng: random.Random) -> tuple[str, str]:
     if rng.random() < 0.25:
         rng.shuffle(fields)
     answer = json.dumps({field: values[field] for field in fields})
+    said = surrounded(rng, said)
     plain, the = _listed(fields), _listed([f"the {field}" for field in fields])
     luck = rng.random()
     if luck < 0.6:
         ask = expand(
             rng,
             "[Extract the {f}|Extract the {f}|Extract the {f}|Extract {t}|Extract {f}|Please "
-            "extract the {f}|Find the"
-            " {f}|Get the {f}]",
+            "extract the {f}|Find the {f}|Get the {f}]",
             f=plain, t=the,
         )  # fmt: skip
         ask += expand(
             rng,
-            "[: |: |: | from this sentence: | from this text: | as JSON: | as JSON: | from the "
-            "text below.\n|:\n"
-            "| in JSON: | and return JSON: ]",
+            "[: |: |: | from this sentence: | from the following text: | from this text: | as "
+            "JSON: | as JSON: | from the text below.\n|:\n| in JSON: | and return JSON: ]",
         )
         return ask + said, answer
     if luck < 0.85:
         ask = expand(
             rng,
-            "[Return JSON with {f}: |Return JSON with the fields {f}: |Return a JSON object with "
-            "{f}: |Give me JSON"
-            " with {f}: |Write JSON with {f}: |Answer in JSON with the keys {f}: |Turn this into "
-            "JSON with {f}: ]",
+            "[Return JSON with {f}: |Return JSON with the fields {f}: |Return a JSON object "
+            "with {f}: |Give me JSON with {f}: |Write JSON with {f}: |Answer in JSON with the "
+            "keys {f}: |Turn this into JSON with {f}: ]",
             f=plain,
         )
         return ask + said, answer
@@ -237,6 +246,18 @@ def pair(rng: random.Random) -> tuple[str, str]:
     # The whole sentence: all that is in it, in its order.
     ask = expand(rng, "[Turn this into JSON: |Convert to JSON: |Make JSON out of this: |As JSON: ]")
     return ask + said, json.dumps(values)
+
+
+def names(rng: random.Random) -> tuple[str, str]:
+    """A list of names."""
+    people = [first_name(rng) for _ in range(rng.randint(2, 4))]
+    said = expand(
+        rng,
+        "{p} [went home|are friends|play football|came to the party|work together|live in {c}].",
+        p=_listed(people), c=value(rng, "city"),
+    )  # fmt: skip
+    ask = "[Extract the names|Extract all names|List the names as JSON|Extract the names as JSON]: "
+    return expand(rng, ask) + said, json.dumps({"names": people})
 
 
 def question_about(rng: random.Random) -> tuple[str, str]:
@@ -257,8 +278,8 @@ def invented(rng: random.Random) -> tuple[str, str]:
     question = expand(
         rng,
         "[Give me a JSON object with {f}.|Write a JSON object with the keys {f}.|Return a JSON "
-        "object with {f}.|Make"
-        " up a person and give me the {f} as JSON.|Give me an example of JSON with {f}.]",
+        "object with {f}.|Make up a person and give me the {f} as JSON.|Give me an example of "
+        "JSON with {f}.]",
         f=_listed(fields),
     )
     return question, json.dumps(values)
@@ -271,7 +292,7 @@ def documents(rng: random.Random) -> Iterator[Document]:
             yield chat(*invented(rng))
             continue
         question, answer = pair(rng) if luck < 0.92 else question_about(rng)
-        document = chat(careless(rng, question) if rng.random() < 0.2 else question, answer)
+        document = chat(question, answer)
         if answer[0] == "{" and rng.random() < 0.06:
             document = with_system(expand(rng, _SYSTEM), document)
         yield document

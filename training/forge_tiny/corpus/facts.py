@@ -14,6 +14,7 @@ from .document import (
     careless,
     chat,
     expand,
+    plural,
     questions_and_answers,
     text,
     with_system,
@@ -149,11 +150,10 @@ COUNTRIES = {
     Fiji: Suva, Oceania,
     """.strip().splitlines()
 }
-FAMOUS = [
-    *"France Germany Italy Spain Portugal Japan China India Egypt Brazil Canada Mexico Russia Greece"
-    " Australia England Norway Sweden Poland Kenya".split(),
-    "the United States",
-]
+FAMOUS = (
+    "France;Germany;Italy;Spain;Portugal;Japan;China;India;Egypt;Brazil;Canada;Mexico;Russia"
+    ";Greece;Australia;England;Norway;Sweden;Poland;Kenya;the United States"
+).split(";")
 
 # animal: (sound, young, legs, home, class)
 ANIMALS = {
@@ -199,16 +199,12 @@ OPPOSITES = dict(
     pair.split("/")
     for pair in (
         "hot/cold big/small up/down left/right fast/slow high/low old/young day/night "
-        "black/white good/bad"
-        " happy/sad light/dark hard/soft wet/dry open/closed full/empty rich/poor "
-        "strong/weak early/late"
-        " near/far begin/end yes/no long/short thick/thin wide/narrow clean/dirty loud/quiet "
-        "easy/difficult"
-        " inside/outside above/below first/last love/hate true/false buy/sell win/lose "
-        "push/pull give/take"
-        " awake/asleep alive/dead sweet/sour heavy/light north/south east/west summer/winter "
-        "friend/enemy"
-        " before/after always/never more/less brave/afraid warm/cool deep/shallow smooth/rough"
+        "black/white good/bad happy/sad light/dark hard/soft wet/dry open/closed full/empty "
+        "rich/poor strong/weak early/late near/far begin/end yes/no long/short thick/thin "
+        "wide/narrow clean/dirty loud/quiet easy/difficult inside/outside above/below first/last "
+        "love/hate true/false buy/sell win/lose push/pull give/take awake/asleep alive/dead "
+        "sweet/sour heavy/light north/south east/west summer/winter friend/enemy before/after "
+        "always/never more/less brave/afraid warm/cool deep/shallow smooth/rough"
     ).split()
 )
 COLOURS = {
@@ -234,8 +230,8 @@ ORDINALS = (
 )
 PLANETS = "Mercury Venus Earth Mars Jupiter Saturn Uranus Neptune".split()
 NUMBERS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
-    " sixteen seventeen eighteen nineteen twenty"
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen seventeen eighteen nineteen twenty"
 ).split()
 UNITS = {  # (small, big): how many
     ("days", "a week"): "7", ("months", "a year"): "12", ("hours", "a day"): "24",
@@ -283,14 +279,11 @@ def capital(rng: random.Random) -> Pair:
         question = expand(
             rng,
             "[What is the capital of {c}?|What is the capital of {c}?|What is the capital of "
-            "{c}?|What's the"
-            " capital of {c}?|capital of {c}|Capital of {c}?|Which city is the capital of {c}?"
-            "|What city is the"
-            " capital of {c}?|Tell me the capital of {c}.|Name the capital of {c}.|{c}'s "
-            "capital?|What is the"
-            " capital city of {c}?|What is {c}'s capital?|Do you know the capital of {c}?|Give me "
-            "the capital of"
-            " {c}.|I forgot the capital of {c}. What is it?|Can you tell me the capital of {c}?]",
+            "{c}?|What's the capital of {c}?|capital of {c}|Capital of {c}?|Which city is the "
+            "capital of {c}?|What city is the capital of {c}?|Tell me the capital of {c}.|Name "
+            "the capital of {c}.|{c}'s capital?|What is the capital city of {c}?|What is {c}'s "
+            "capital?|Do you know the capital of {c}?|Give me the capital of {c}.|I forgot the "
+            "capital of {c}. What is it?|Can you tell me the capital of {c}?]",
             c=country,
         )
         return capitalize(question) if question[0] != "c" else question, (
@@ -300,9 +293,8 @@ def capital(rng: random.Random) -> Pair:
         question = expand(
             rng,
             "[{city} is the capital of which country?|Which country has {city} as its capital?"
-            "|Which country's"
-            " capital is {city}?|What country is {city} the capital of?|Of which country is "
-            "{city} the capital?]",
+            "|Which country's capital is {city}?|What country is {city} the capital of?|Of "
+            "which country is {city} the capital?]",
             city=city,
         )
         if city == "London":
@@ -332,8 +324,7 @@ def country(rng: random.Random) -> Pair:
         question = expand(
             rng,
             "[What language do people speak in {c}?|Which language is spoken in {c}?|What "
-            "language is spoken in"
-            " {c}?|What do people speak in {c}?|language of {c}]",
+            "language is spoken in {c}?|What do people speak in {c}?|language of {c}]",
             c=name,
         )
         return question, f"People in {name} speak {language}."
@@ -342,8 +333,7 @@ def country(rng: random.Random) -> Pair:
     question = expand(
         rng,
         "[On which continent is {c}?|Which continent is {c} in?|What continent is {c} in?|Where "
-        "is {c}?|Where in"
-        " the world is {c}?]",
+        "is {c}?|Where in the world is {c}?]",
         c=name,
     )
     return question, f"{capitalize(name)} is in {continent}."
@@ -366,17 +356,45 @@ def animal(rng: random.Random) -> Pair:
     if sound:
         choices += 2 * [
             ("[What sound does {a} make?|What does {a} say?|What noise does {a} make?|How does "
-             "{a} sound?|What sound"
-             " do {n}s make?]",
+             "{a} sound?|What sound do {ns} make?]",
              f"{capitalize(a)} says {sound}." if sound in
              ("woof", "meow", "moo", "baa", "oink", "quack", "cluck", "hee-haw")
              else f"The sound of {a} is called {article(sound)}."),
         ]  # fmt: skip
     question, answer = rng.choice(choices)
-    question = expand(rng, question, a=a, A=capitalize(a), n=name)
-    return question.replace("sheeps", "sheep").replace("wolfs", "wolves").replace(
-        "mouses", "mice"
-    ).replace("gooses", "geese").replace("foxs", "foxes"), answer
+    return expand(rng, question, a=a, A=capitalize(a), n=name, ns=plural(name)), answer
+
+
+def about(rng: random.Random) -> Pair:
+    """All that is known of a country, a city or an animal, or a yes or no to one part of it."""
+    ask = (
+        "[Tell me about {t}.|What do you know about {t}?|Describe {t}.|What can you tell me "
+        "about {t}?|What is {t}?]"
+    )
+    luck = rng.random()
+    if luck < 0.35:
+        name, (city, continent, language) = rng.choice(tuple(COUNTRIES.items()))
+        place = f"{capitalize(name)} is a country" + (f" in {continent}." if continent else ".")
+        speech = f" People there speak {language}." if language else ""
+        return expand(rng, ask, t=name), f"{place} Its capital is {city}.{speech}"
+    if luck < 0.5:
+        name, (city, _, _) = rng.choice(tuple(COUNTRIES.items()))
+        if name == "England" or name.startswith(city):
+            return about(rng)
+        return expand(rng, ask, t=city), f"{city} is the capital of {name}."
+    name, (sound, _, legs, home, kind) = rng.choice(tuple(ANIMALS.items()))
+    a, kind = capitalize(article(name)), "a fish" if kind == "fish" else article(kind)
+    if luck < 0.8:
+        ask = ask.replace("{t}", rng.choice(("{t}", "{ts}"))).replace(
+            "What is {ts}", "What are {ts}"
+        )
+        known = f"{a} is {kind} with {legs} legs. It lives in {home}."
+        return expand(rng, ask, t=article(name), ts=plural(name)), known
+    if luck < 0.9 and sound:
+        return f"Which animal says {sound}?", f"{a} says {sound}."
+    other = rng.choice(("a mammal", "a bird", "a fish", "an insect", "a reptile"))
+    answer = f"Yes, {a.lower()} is {kind}." if other == kind else f"No, {a.lower()} is {kind}."
+    return f"Is {a.lower()} {other}?", answer
 
 
 def opposite(rng: random.Random) -> Pair:
@@ -402,9 +420,8 @@ def colour(rng: random.Random) -> Pair:
             one, two = two, one
         question = expand(
             rng,
-            "[What {s} do you get when you mix {a} and {b}?|What do {a} and {b} make?|Mix {a} and "
-            "{b}. What {s} is"
-            " it?|What is {a} mixed with {b}?]",
+            "[What {s} do you get when you mix {a} and {b}?|What do {a} and {b} make?|Mix {a} "
+            "and {b}. What {s} is it?|What is {a} mixed with {b}?]",
             s=spelling, a=one, b=two,
         )  # fmt: skip
         return question, f"If you mix {one} and {two}, you get {mix}."
@@ -412,8 +429,7 @@ def colour(rng: random.Random) -> Pair:
     question = expand(
         rng,
         "[What {s} is {t}?|What {s} is {t}?|What is the {s} of {t}?|Which {s} is {t}?|Which {s} "
-        "does {t} have?|Tell me"
-        " the {s} of {t}.]",
+        "does {t} have?|Tell me the {s} of {t}.]",
         s=spelling, t=thing,
     )  # fmt: skip
     return question, f"{capitalize(thing)} is {hue}."
@@ -424,22 +440,20 @@ def calendar(rng: random.Random) -> Pair:
     i = rng.randrange(len(names))
     name, after, before = names[i], names[(i + 1) % len(names)], names[i - 1]
     choices = [
-        ("[What {u} comes after {n}?|Which {u} comes after {n}?|What comes after {n}?|What is the "
-         "{u} after {n}?|Which"
-         " {u} follows {n}?]", f"{after} comes after {name}."),
-        ("[What {u} comes before {n}?|Which {u} comes before {n}?|What comes before {n}?|What is "
-         "the {u} before {n}?]",
+        ("[What {u} comes after {n}?|Which {u} comes after {n}?|What comes after {n}?|What is "
+         "the {u} after {n}?|Which {u} follows {n}?]", f"{after} comes after {name}."),
+        ("[What {u} comes before {n}?|Which {u} comes before {n}?|What comes before {n}?|What "
+         "is the {u} before {n}?]",
          f"{before} comes before {name}."),
-        ("[What is the {o} {u} of the {w}?|Which {u} is the {o} of the {w}?|Name the {o} {u} "
-         "of the {w}.]",
+        ("[What is the {o} {u} of the {w}?|Which {u} is the {o} of the {w}?|Name the {o} {u} of "
+         "the {w}.]",
          f"The {ORDINALS[i]} {unit} of the {whole} is {name}."),
     ]  # fmt: skip
     if unit == "month":
         extra = " In a leap year, it has 29." if i == 1 else ""
         choices.append((
             "[How many days does {n} have?|How many days are in {n}?|How many days are there in "
-            "{n}?|How long is"
-            " {n}?]", f"{name} has {MONTH_DAYS[i]} days.{extra}"))  # fmt: skip
+            "{n}?|How long is {n}?]", f"{name} has {MONTH_DAYS[i]} days.{extra}"))  # fmt: skip
         season = ("winter", "spring", "summer", "autumn")[(i + 1) % 12 // 3]
         choices.append((
             "[In which season is {n}?|What season is {n} in?|Is {n} in summer or winter?|Which "
@@ -448,8 +462,8 @@ def calendar(rng: random.Random) -> Pair:
     else:
         choices.append((
             "[If today is {n}, what day is tomorrow?|Today is {n}. What day is tomorrow?|It is "
-            "{n} today. What day"
-            " will it be tomorrow?]", f"If today is {name}, tomorrow is {after}."))  # fmt: skip
+            "{n} today. What day will it be tomorrow?]",
+            f"If today is {name}, tomorrow is {after}."))  # fmt: skip
         choices.append((
             "[If today is {n}, what day was yesterday?|Today is {n}. What day was yesterday?]",
             f"If today is {name}, yesterday was {before}."))  # fmt: skip
@@ -462,17 +476,15 @@ def planet(rng: random.Random) -> Pair:
     if rng.random() < 0.5:
         question = expand(
             rng,
-            "[Which planet is the {o} from the sun?|What is the {o} planet from the sun?|Name the "
-            "{o} planet from"
-            " the sun.|What is the {o} planet?]",
+            "[Which planet is the {o} from the sun?|What is the {o} planet from the sun?|Name "
+            "the {o} planet from the sun.|What is the {o} planet?]",
             o=ORDINALS[i],
         )
     else:
         question = expand(
             rng,
-            "[Which planet is {p}, counted from the sun?|What number is the planet {p}?|Where in "
-            "the solar system is"
-            " {p}?|Which position does {p} have?]",
+            "[Which planet is {p}, counted from the sun?|What number is the planet {p}?|Where "
+            "in the solar system is {p}?|Which position does {p} have?]",
             p=PLANETS[i],
         )
     return question, f"{PLANETS[i]} is the {ORDINALS[i]} planet from the sun."
@@ -482,9 +494,9 @@ def unit(rng: random.Random) -> Pair:
     (small, big), count = rng.choice(tuple(UNITS.items()))
     question = expand(
         rng,
-        "[How many {s} are in {b}?|How many {s} are there in {b}?|How many {s} does {b} have?|{S} "
-        "in {b}?|How many"
-        " {s} make {b}?|number of {s} in {b}|Do you know how many {s} are in {b}?]",
+        "[How many {s} are in {b}?|How many {s} are there in {b}?|How many {s} does {b} have?"
+        "|{S} in {b}?|How many {s} make {b}?|number of {s} in {b}|Do you know how many {s} are "
+        "in {b}?]",
         s=small, S=capitalize(small), b=big,
     )  # fmt: skip
     return question, f"There are {count} {small} in {big}."
@@ -512,8 +524,7 @@ def number(rng: random.Random) -> Pair:
         question = expand(
             rng,
             "[Which number is bigger, {n} or {m}?|Which is bigger, {n} or {m}?|What is larger, "
-            "{n} or {m}?|Is {n}"
-            " bigger than {m}?|Which is greater: {n} or {m}?]",
+            "{n} or {m}?|Is {n} bigger than {m}?|Which is greater: {n} or {m}?]",
             n=n, m=m,
         )  # fmt: skip
         if question.startswith("Is"):
@@ -606,8 +617,7 @@ def listing(rng: random.Random) -> Pair:
     question = expand(
         rng,
         "[Name {n} {w}.|List {n} {w}.|Tell me {n} {w}.|Can you name {n} {w}?|Give me {n} {w}."
-        "|Give me a list of {n}"
-        " {w}.|Write down {n} {w}.]",
+        "|Give me a list of {n} {w}.|Write down {n} {w}.]",
         n=NUMBERS[count] if rng.random() < 0.7 else count, w=what,
     )  # fmt: skip
     if rng.random() < 0.3:
@@ -621,7 +631,7 @@ def general(rng: random.Random) -> Pair:
 
 
 RELATIONS = {
-    capital: 30, country: 6, animal: 10, opposite: 7, colour: 6, calendar: 8, planet: 2,
+    capital: 30, country: 6, about: 10, animal: 10, opposite: 7, colour: 6, calendar: 8, planet: 2,
     unit: 8, number: 8,
     alphabet: 2, abroad: 3, listing: 7, general: 26,
 }  # fmt: skip
@@ -639,9 +649,8 @@ def documents(rng: random.Random) -> Iterator[Document]:
             name, (city, _, _) = rng.choice(tuple(COUNTRIES.items()))
             system = expand(
                 rng,
-                "[Answer in one word.|Answer with one word only.|Be very brief.|Answer as briefly "
-                "as possible.|Give"
-                " only the answer, no sentence.]",
+                "[Answer in one word.|Answer with one word only.|Be very brief.|Answer as "
+                "briefly as possible.|Give only the answer, no sentence.]",
             )
             question = f"What is the capital of {name}?"
             if rng.random() < 0.5:

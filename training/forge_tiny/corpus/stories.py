@@ -9,22 +9,19 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .document import Document, article, blocks, capitalize, careless, chat, expand, text
+from .document import Document, article, blocks, capitalize, careless, chat, expand, plural, text
 
 GIRLS = (
     "Lily Mia Anna Emma Sara Nora Ella Ruby Lucy Zoe Clara Amy Rosa Maya Ida Eva Alice Daisy "
-    "Julia Nina Hana"
-    " Leila Sofia Grace Ivy Olive Tara Wendy Molly Kate"
+    "Julia Nina Hana Leila Sofia Grace Ivy Olive Tara Wendy Molly Kate"
 ).split()
 BOYS = (
-    "Tom Ben Max Sam Leo Jack Tim Finn Noah Oscar Hugo Adam Paul Peter Dan Owen Luca Omar "
-    "Ravi Kofi Ivan"
-    " Milo Theo Felix Jonas Liam Eli Hans Mark Nick"
+    "Tom Ben Max Sam Leo Jack Tim Finn Noah Oscar Hugo Adam Paul Peter Dan Owen Luca Omar Ravi "
+    "Kofi Ivan Milo Theo Felix Jonas Liam Eli Hans Mark Nick"
 ).split()
 PET_NAMES = (
-    "Rex Bella Coco Buddy Biscuit Pepper Luna Spot Ginger Shadow Toffee Pip Waffles Daisy "
-    "Rusty Bruno Mochi"
-    " Patch Honey Scout Nutmeg Bubbles Sunny Snowy Fluffy Tiny Pickle Rolo Hazel Bonnie"
+    "Rex Bella Coco Buddy Biscuit Pepper Luna Spot Ginger Shadow Toffee Pip Waffles Daisy Rusty "
+    "Bruno Mochi Patch Honey Scout Nutmeg Bubbles Sunny Snowy Fluffy Tiny Pickle Rolo Hazel Bonnie"
 ).split()
 # kind: (where it lives, what it eats, how it moves, what it says)
 ANIMALS = {
@@ -63,39 +60,30 @@ ANIMALS = {
 _CHILDREN = {"girl": ("she", "her", "her", GIRLS), "boy": ("he", "him", "his", BOYS)}
 
 _OPENING = (
-    "[Once upon a time, there was|Once upon a time, there was|Once upon a time, there was"
-    "|There once was"
-    "|Long ago, there was|In a quiet village, there was|Not so long ago, there was|Far "
+    "[Once upon a time, there was|Once upon a time, there was|Once upon a time, there was|There "
+    "once was|Long ago, there was|In a quiet village, there was|Not so long ago, there was|Far "
     "away, there was] "
 )
 _ANIMAL_HERO = _OPENING + (
-    "[a|a|a little|a little|a small|a kind|a brave|a young|a cheerful|a clever|a shy|a "
-    "curious] {kind}"
-    " [named|named|called] {hero}. "
-    "[{hero} lived {home}.|{He} lived {home} and loved [{food}|to play|to explore|sunny days].|"
-    "{hero} lived {home} with {his} [family|mother|friends].|Every day, {hero} [played|sang"
-    "|went for a walk]"
-    " {near}.|{hero} was [kind to everyone|always happy|very friendly|full of ideas].] "
+    "[a|a|a little|a little|a small|a kind|a brave|a young|a cheerful|a clever|a shy|a curious] "
+    "{kind} [named|named|called] {hero}. [{hero} lived {home}.|{He} lived {home} and loved "
+    "[{food}|to play|to explore|sunny days].|{hero} lived {home} with {his} [family|mother"
+    "|friends].|Every day, {hero} [played|sang|went for a walk] {near}.|{hero} was [kind to "
+    "everyone|always happy|very friendly|full of ideas].] "
 )
 _CHILD_HERO = _OPENING + (
     "[a|a|a little|a kind|a brave|a young|a clever|a quiet|a curious] {child} [named|named"
-    "|called] {hero}. "
-    "[{hero} had {a_kind} [named|called] {pet}, and they [were best friends|did everything "
-    "together|played"
-    " every day].|{He} had [a small|a sweet|a funny|a gentle] {kind} [named|called] {pet}. "
-    "[{hero} loved"
-    " {pet} very much.|They were always together.|{pet} followed {him} everywhere.]] "
+    "|called] {hero}. [{hero} had {a_kind} [named|called] {pet}, and they [were best friends|did "
+    "everything together|played every day].|{He} had [a small|a sweet|a funny|a gentle] {kind} "
+    "[named|called] {pet}. [{hero} loved {pet} very much.|They were always together.|{pet} "
+    "followed {him} everywhere.]] "
 )
 _GOOD_END = (
-    " [From that day on, they were the best of friends.|They all lived happily ever after."
-    "|And they lived"
-    " happily ever after.|It was the best day ever.|{hero} went to bed with a big smile.|That "
-    "night, {hero}"
-    " slept very well.|{hero} never forgot that day.|Everyone was happy.|And that is how {hero} "
-    "learned that"
-    " {lesson}.|{hero} had learned that {lesson}.|{hero} was proud and happy.|The end.|After "
-    "that, {hero} always"
-    " remembered that {lesson}.]"
+    " [From that day on, they were the best of friends.|They all lived happily ever after.|And "
+    "they lived happily ever after.|It was the best day ever.|{hero} went to bed with a big "
+    "smile.|That night, {hero} slept very well.|{hero} never forgot that day.|Everyone was happy."
+    "|And that is how {hero} learned that {lesson}.|{hero} had learned that {lesson}.|{hero} was "
+    "proud and happy.|The end.|After that, {hero} always remembered that {lesson}.]"
 )
 
 
@@ -108,8 +96,8 @@ class Plot:
 
 
 _DAY = (
-    "One [day|morning|afternoon|sunny day|sunny morning|cold morning|windy day|rainy day|spring day"
-    "|summer day|autumn day], "
+    "One [day|morning|afternoon|sunny day|sunny morning|cold morning|windy day|rainy day|spring "
+    "day|summer day|autumn day], "
 )
 
 
@@ -174,7 +162,8 @@ def story(rng: random.Random) -> Story:
     buddy_he, _, buddy_his, _ = _CHILDREN[rng.choice(("girl", "boy"))]
     to_place, in_place = rng.choice(_PLACES)
     slots = {
-        "hero": hero, "kind": kind, "a_kind": article(kind), "home": home, "food": food,
+        "hero": hero, "kind": kind, "a_kind": article(kind), "kinds": plural(kind), "home": home,
+        "food": food,
         "child": child,
         "he": he, "him": him, "his": his, "He": he.capitalize(), "His": his.capitalize(),
         "himself": "herself" if he == "she" else "himself", "pet": pet,
@@ -204,10 +193,8 @@ def story(rng: random.Random) -> Story:
 
 _CHILD_MEETS = (
     "[a|a|a little|a kind|a brave|a young|a clever|a quiet|a curious] {child} [named|named"
-    "|called] {hero}."
-    " [{hero} lived in a small [house|village|town].|{hero} liked [{kind}s|stories|to play "
-    "outside].|{He} was"
-    " [kind to everyone|always happy|very friendly].]"
+    "|called] {hero}. [{hero} lived in a small [house|village|town].|{hero} liked [{kinds}"
+    "|stories|to play outside].|{He} was [kind to everyone|always happy|very friendly].]"
 )
 # In the other plots the hero meets the animal for the first time.
 _WITH_OWN_PET = {plot.about for plot in PLOTS if "an_other" not in "".join(plot.beats)} - {
@@ -216,6 +203,20 @@ _WITH_OWN_PET = {plot.about for plot in PLOTS if "an_other" not in "".join(plot.
     "helped a friend in a storm",
     "learned to share",
 }
+
+
+def question_about(rng: random.Random, told: Story) -> tuple[str, str]:
+    """A question that looks back at the story."""
+    who = told.child or told.kind
+    if rng.random() < 0.7:
+        question = (
+            "[What was the name of the {w}?|What was the {w} called?|What is the {w}'s name?]"
+        )
+        return expand(rng, question, w=who), f"The {who}'s name was {told.hero}."
+    question = "[Thank you!|That was nice.|What a nice story!|I liked the story.|Lovely!]"
+    return expand(
+        rng, question
+    ), "I am glad that you like it. Would you like to hear another story?"
 
 
 def documents(rng: random.Random) -> Iterator[Document]:
@@ -253,4 +254,8 @@ def documents(rng: random.Random) -> Iterator[Document]:
         )  # fmt: skip
         if prompt.startswith("Can you"):
             prompt = prompt[:-1] + "?"
-        yield chat(careless(rng, prompt), told.content)
+        document = chat(careless(rng, prompt), told.content)
+        if rng.random() < 0.25:
+            question, answer = question_about(rng, told)
+            document = Document((*document.turns, ("user", question), ("assistant", answer)))
+        yield document

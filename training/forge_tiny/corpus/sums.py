@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from .document import Document, careless, chat, expand, text
 
 _VERBS = {
-    "+": ("plus", "[Add {a} and {b}.|What is the sum of {a} and {b}?|If you add {a} and {b}, what "
-                  "do you get?]"),
-    "-": ("minus", "[Subtract {b} from {a}.|What is {a} take away {b}?|What is the difference of "
-                   "{a} and {b}?]"),
+    "+": ("plus", "[Add {a} and {b}.|What is the sum of {a} and {b}?|If you add {a} and {b}, "
+                  "what do you get?]"),
+    "-": ("minus", "[Subtract {b} from {a}.|What is {a} take away {b}?|What is the difference "
+                   "of {a} and {b}?]"),
     "*": ("times", "[Multiply {a} by {b}.|What is the product of {a} and {b}?|What is {a} "
                    "multiplied by {b}?]"),
-    "/": ("divided by", "[Divide {a} by {b}.|How often does {b} go into {a}?|What is "
-                        "{a} over {b}?]"),
+    "/": ("divided by", "[Divide {a} by {b}.|How often does {b} go into {a}?|What is {a} over "
+                        "{b}?]"),
 }  # fmt: skip
 _THINGS = "apples books coins eggs pens balls cookies stamps pears shells".split()
 _NAMES = "Tom Anna Ben Mia Sara Leo Nina Max Emma Paul".split()
@@ -43,13 +43,10 @@ def pair(rng: random.Random) -> tuple[str, str]:
     written = f"{a}{sign}{b}" if tight else f"{a} {sign} {b}"
     question = expand(
         rng,
-        "[What is {w}?|What is {w}?|What is {w}?|What is {a} {v} {b}?|What is {a} {v} {b}?|What's "
-        "{w}?|What's {a} {v}"
-        " {b}?|{w} =|{w}=|{w} = ?|{w}|{w}?|Calculate {w}.|Calculate {a} {v} {b}.|Compute {w}.|How "
-        "much is {w}?|How"
-        " much is {a} {v} {b}?|Solve {w}.|Can you tell me what {w} is?|Tell me {w}.|what does {w} "
-        "equal?|{a} {v}"
-        " {b}|" + request[1:],
+        "[What is {w}?|What is {w}?|What is {w}?|What is {a} {v} {b}?|What is {a} {v} {b}?"
+        "|What's {w}?|What's {a} {v} {b}?|{w} =|{w}=|{w} = ?|{w}|{w}?|Calculate {w}.|Calculate "
+        "{a} {v} {b}.|Compute {w}.|How much is {w}?|How much is {a} {v} {b}?|Solve {w}.|Can you "
+        "tell me what {w} is?|Tell me {w}.|what does {w} equal?|{a} {v} {b}|" + request[1:],
         w=written, a=a, b=b, v=verb,
     )  # fmt: skip
     return question, f"{a} {operator} {b} = {result}."
@@ -61,8 +58,8 @@ def word_problem(rng: random.Random) -> tuple[str, str]:
     if rng.random() < 0.5:
         question = expand(
             rng,
-            "{n} has {a} {t} and [gets|finds|buys] {b} more. How many {t} does {n} have "
-            "[now|in total|]?",
+            "{n} has {a} {t} and [gets|finds|buys] {b} more. How many {t} does {n} have [now|in "
+            "total|]?",
             n=name, a=a, b=b, t=thing,
         )  # fmt: skip
         return question.replace(" ?", "?"), f"{a} + {b} = {a + b}. {name} has {a + b} {thing}."

@@ -3,9 +3,10 @@
 import random
 from collections.abc import Iterator
 
-from . import engine, extraction, facts, stories, sums
+from . import engine, extraction, facts, stories, sums, unknown
 from .document import (
     Document,
+    article,
     blocks,
     capitalize,
     careless,
@@ -36,6 +37,18 @@ def small_talk(rng: random.Random) -> tuple[str, str]:
     return expand(rng, question), expand(rng, answer)
 
 
+def poem(rng: random.Random) -> tuple[str, str]:
+    thing = rng.choice(blocks("poem_things")[0])
+    ask = (
+        "[Write a poem about|Write a short poem about|Tell me a poem about|A poem about|Can you "
+        "write a poem about]"
+    )
+    verse = "\n".join(rng.choice(blocks("poems")))
+    return expand(rng, ask) + rng.choice((f" the {thing}.", f" {article(thing)}.")), expand(
+        rng, verse, thing=thing
+    )
+
+
 def repeat(rng: random.Random) -> tuple[str, str]:
     """Copies words that make no sense: the plainest exercise of attention."""
     if rng.random() < 0.5:
@@ -44,8 +57,8 @@ def repeat(rng: random.Random) -> tuple[str, str]:
         words = rng.choice((facts.fact(rng)[1], small_talk(rng)[0], extraction.full_name(rng)))
     ask = expand(
         rng,
-        "[Say|Repeat|Repeat after me:|Repeat this:|Say this:|Please repeat:|Echo:"
-        "|Write:|Copy this:]",
+        "[Say|Repeat|Repeat after me:|Repeat this:|Say this:|Please repeat:|Echo:|Write:|Copy "
+        "this:]",
     )
     return f"{ask} {words}", words
 
@@ -54,17 +67,17 @@ def named(rng: random.Random) -> list[tuple[str, str]]:
     """The user says a name and later asks for it."""
     name = extraction.first_name(rng)
     turns = [(
-        expand(rng, "[My name is {n}.|I am {n}.|Hello, my name is {n}.|Hi, I'm {n}.|I'm {n}, nice "
-                    "to meet you.]", n=name),
-        expand(rng, "[Nice to meet you, {n}!|Hello, {n}! Nice to meet you.] How "
-                    "can I help you?", n=name),
+        expand(rng, "[My name is {n}.|I am {n}.|Hello, my name is {n}.|Hi, I'm {n}."
+                    "|I'm {n}, nice to meet you.]", n=name),
+        expand(rng, "[Nice to meet you, {n}!|Hello, {n}! Nice to meet you.] How can I "
+                    "help you?", n=name),
     )]  # fmt: skip
     if rng.random() < 0.6:
         turns.append(short_turn(rng))
     if rng.random() < 0.8:
         question = (
-            "[What is my name?|What's my name?|Do you know my name?|Who am I?"
-            "|Do you remember my name?]"
+            "[What is my name?|What's my name?|Do you know my name?|Who am I?|Do you remember my "
+            "name?]"
         )
         turns.append((expand(rng, question), f"Your name is {name}."))
     return turns
@@ -97,11 +110,21 @@ def follow_up(rng: random.Random) -> list[tuple[str, str]]:
 
 def short_turn(rng: random.Random) -> tuple[str, str]:
     make = rng.choices(
-        (facts.fact, sums.pair, small_talk, engine.pair, extraction.pair, repeat),
-        (30, 18, 26, 10, 10, 6),
+        (
+            facts.fact,
+            sums.pair,
+            small_talk,
+            engine.pair,
+            unknown.pair,
+            poem,
+            extraction.pair,
+            repeat,
+        ),
+        (30, 18, 24, 10, 6, 2, 10, 6),
     )[0]
     question, answer = make(rng)
-    return careless(rng, question), answer
+    copied = make in (extraction.pair, repeat)  # letter by letter
+    return question if copied else careless(rng, question), answer
 
 
 def dialogue(rng: random.Random) -> Document:
@@ -112,12 +135,19 @@ def dialogue(rng: random.Random) -> Document:
     elif luck < 0.35:
         turns = follow_up(rng)
     else:
-        turns = [short_turn(rng) for _ in range(rng.choice((1, 2, 2, 3, 3, 4, 5, 6)))]
+        turns = [short_turn(rng) for _ in range(rng.choice((1, 2, 2, 3, 3, 4, 5, 6, 8, 14)))]
     if rng.random() < 0.25 and luck >= 0.35:
         turns.insert(0, tuple(expand(rng, side) for side in _SMALL_TALK[0]))
-    if rng.random() < 0.06:
-        told = stories.story(rng)
-        turns = [*turns[:2], (f"Tell me a story about a {told.child or told.kind}.", told.content)]
+    if rng.random() < 0.08:
+        turns = turns[:2]
+        for i in range(rng.randint(1, 3)):
+            told = stories.story(rng)
+            ask = f"Tell me a story about {article(told.child or told.kind)}."
+            more = "[Tell me another story.|Another story, please.|Another one!|One more story!]"
+            again = i > 0 and rng.random() < 0.5
+            turns.append((expand(rng, more) if again else ask, told.content))
+            if rng.random() < 0.4:
+                turns.append(stories.question_about(rng, told))
     if rng.random() < 0.25:
         thanks = next(pair for pair in _SMALL_TALK if "Thank you!" in pair[0])
         turns.append(tuple(expand(rng, side) for side in thanks))
@@ -142,6 +172,8 @@ def documents(rng: random.Random) -> Iterator[Document]:
             yield chat(careless(rng, question) if rng.random() < 0.5 else question, answer)
         elif luck < 0.38:
             yield chat(*repeat(rng))
+        elif luck < 0.4:
+            yield chat(*poem(rng))
         elif luck < 0.48:
             yield text(raw(rng))
         else:

@@ -1,0 +1,116 @@
+"""The small array functions: against float32, and never on one of XLA:CPU's slow paths."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from forge_kernels.embed import embed
+from forge_kernels.linear import linear
+from forge_kernels.linear.reference import reference_linear
+from forge_kernels.norm import rms_norm
+from forge_kernels.rope import (
+    apply_rope,
+    inverse_frequencies,
+    linear_scaling,
+    llama3_scaling,
+    rope_tables,
+)
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape, dtype=jnp.float32):
+    return jnp.asarray(RNG.standard_normal(shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_linear_is_the_product_with_the_transpose(rows, dtype):
+    x, w = normal(rows, 96, dtype=dtype), normal(40, 96, dtype=dtype)
+    expected = reference_linear(x, w, out_dtype=jnp.float32)
+    out = jax.jit(lambda x, w: linear(x, w, out_dtype=jnp.float32))(x, w)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    rounded = jax.jit(linear)(x, w)
+    assert rounded.dtype == dtype and rounded.shape == (rows, 40)
+    np.testing.assert_allclose(
+        rounded.astype(jnp.float32), expected, rtol=1e-2 if dtype != "float32" else 1e-5, atol=1e-5
+    )
+
+
+def test_linear_refuses_mixed_types():
+    with pytest.raises(TypeError, match="float32 activations with bfloat16 weights"):
+        linear(normal(2, 8), normal(4, 8, dtype=jnp.bfloat16))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a trap of XLA:CPU")
+@pytest.mark.parametrize("rows", [1, 16])
+def test_linear_converts_no_weights(rows):
+    """A float32 copy of the weights in the temporaries means XLA:CPU left its fast path."""
+    x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    temp = jax.jit(linear).lower(x, w).compile().memory_analysis().temp_size_in_bytes
+    assert temp < 256 * 1024
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_embed_takes_rows_and_passes_gradients(dtype):
+    table, tokens = normal(50, 8, dtype=dtype), jnp.asarray([3, 49, 3, 0])
+    np.testing.assert_array_equal(jax.jit(embed)(table, tokens), np.asarray(table)[tokens])
+
+    def total(table):
+        return jnp.sum(embed(table, tokens).astype(jnp.float32) * jnp.arange(1.0, 5.0)[:, None])
+
+    expected = np.zeros((50, 8))
+    np.add.at(expected, np.asarray(tokens), np.arange(1.0, 5.0)[:, None])
+    np.testing.assert_array_equal(np.asarray(jax.grad(total)(table), np.float64), expected)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a trap of XLA:CPU")
+def test_embed_converts_no_table():
+    table = jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16)
+    tokens = jax.ShapeDtypeStruct((4,), jnp.int32)
+    temp = jax.jit(embed).lower(table, tokens).compile().memory_analysis().temp_size_in_bytes
+    assert temp < 64 * 1024
+
+
+def test_rms_norm_rounds_before_it_multiplies_with_the_weight():
+    x, weight = normal(3, 64, dtype=jnp.bfloat16), normal(64, dtype=jnp.bfloat16)
+    x32 = np.asarray(x, np.float32)
+    quotient = x32 / np.sqrt((x32 * x32).mean(axis=-1, keepdims=True) + 1e-5)
+    expected = jnp.asarray(quotient, jnp.bfloat16) * weight
+    np.testing.assert_array_equal(rms_norm(x, weight, 1e-5), expected)
+    exact = rms_norm(jnp.asarray(x32), weight.astype(jnp.float32), 1e-5)
+    np.testing.assert_allclose(exact, quotient * np.asarray(weight, np.float32), rtol=1e-5)
+
+
+def test_rope_rotates_pairs_of_the_two_halves():
+    x, positions = normal(3, 2, 8), jnp.asarray([0, 1, 700])
+    cos, sin = rope_tables(positions, inverse_frequencies(8, 10000.0))
+    out = apply_rope(x, cos, sin)
+    angles = np.asarray(positions)[:, None] * 10000.0 ** -(np.arange(4) / 4)
+    as_complex = (np.asarray(x)[..., :4] + 1j * np.asarray(x)[..., 4:]) * np.exp(1j * angles)[
+        :, None
+    ]
+    np.testing.assert_allclose(out[..., :4], as_complex.real, atol=1e-4)
+    np.testing.assert_allclose(out[..., 4:], as_complex.imag, atol=1e-4)
+    np.testing.assert_array_equal(out[0], x[0])
+
+
+def test_scaled_frequencies():
+    frequencies = inverse_frequencies(128, 500000.0)
+    np.testing.assert_allclose(linear_scaling(frequencies, 4.0), frequencies / 4, rtol=1e-6)
+    scaled = llama3_scaling(
+        frequencies,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    wavelength = 2 * np.pi / frequencies
+    fast, slow = wavelength < 8192 / 4, wavelength > 8192
+    np.testing.assert_array_equal(scaled[fast], frequencies[fast])
+    np.testing.assert_allclose(scaled[slow], frequencies[slow] / 8, rtol=1e-6)
+    between = ~fast & ~slow
+    assert between.any()
+    assert ((scaled > frequencies / 8) & (scaled < frequencies))[between].all()

@@ -1,0 +1,65 @@
+"""Runs a model over the paged cache by hand: what the engine does, without the engine."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from forge_jax.models import Model
+from forge_jax.research import LoadedModel, new_kv
+
+BLOCK_SIZE = 16
+MAX_LEN = 96
+ROWS = 192  # of every step: one executable for all of them
+
+
+class PagedRun:
+    """Sequences of one batch in a cache whose free blocks hold NaN; steps of any mix of rows."""
+
+    def __init__(self, loaded: LoadedModel, seqs: int, *, implementation="xla", kv=None):
+        self.loaded, self.seqs = loaded, seqs
+        blocks = MAX_LEN // BLOCK_SIZE
+        self.num_blocks = seqs * blocks + 3
+        self.tables = np.random.default_rng(0).permutation(self.num_blocks)[: seqs * blocks]
+        self.tables = self.tables.reshape(seqs, blocks).astype(np.int32)
+        empty = new_kv(loaded, self.num_blocks, BLOCK_SIZE, dtype=kv)
+        nan_bits = 0x7FFF  # a NaN in bfloat16 and in float16
+        fill = nan_bits if empty[0].dtype == jnp.uint16 else jnp.nan
+        self.kv = tuple(jnp.full_like(layer, fill) for layer in empty)
+        self.lens = np.zeros(seqs, np.int32)
+        self.step_fn = jitted_step(loaded.model, implementation)
+
+    def step(self, new_tokens: list[list[int]]) -> list[np.ndarray]:
+        """Feeds each sequence its new tokens; f32[rows, V] logits of each."""
+        counts = np.array([len(tokens) for tokens in new_tokens], np.int32)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        positions = np.concatenate(
+            [np.arange(n, n + c) for n, c in zip(self.lens, counts, strict=True)]
+        ).astype(np.int32)
+        seq = np.repeat(np.arange(self.seqs), counts)
+        slots = self.tables[seq, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        self.lens = self.lens + counts
+        tokens = np.concatenate([np.asarray(t, np.int32) for t in new_tokens])
+        padding = (0, ROWS - len(tokens))
+        self.kv, scores = self.step_fn(
+            self.loaded.leaves,
+            self.kv,
+            np.pad(tokens, padding),
+            np.pad(positions, padding),
+            np.pad(slots, padding, constant_values=self.num_blocks * BLOCK_SIZE),
+            self.tables,
+            self.lens,
+            starts,
+            np.int32(self.seqs),
+        )
+        return np.split(np.asarray(scores)[: starts[-1]], starts[1:-1])
+
+
+@cache
+def jitted_step(model: Model, implementation: str):
+    def step(leaves, kv, *arrays):
+        kv, hidden = model.forward(leaves, kv, *arrays, implementation=implementation)
+        return kv, model.logits(leaves, hidden)
+
+    return jax.jit(step, donate_argnums=1)

@@ -1,0 +1,224 @@
+"""Weights are read as they are stored, and a checkpoint that is wrong says where."""
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from forge_jax.checkpoint import load
+from forge_jax.checkpoint.load import load_weights
+from forge_jax.checkpoint.safetensors import open_checkpoint, read_header
+from forge_jax.checkpoint.weight_map import Tensor
+from forge_jax.errors import CheckpointError
+from forge_jax.models import build_model, read_spec
+from forge_jax.models.registry import ARCHITECTURES
+
+GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text((GOLDENS / "llama2" / "config.json").read_text())
+    return tmp_path
+
+
+@pytest.fixture
+def tensors():
+    stored = read_header(GOLDENS / "llama2" / "model.safetensors")
+    return {name: np.array(tensor.read()) for name, tensor in stored.items()}
+
+
+def read(folder, dtype="auto"):
+    model = build_model(read_spec(folder), dtype)
+    leaves = load_weights(model, folder, progress=False)
+    assert [(x.shape, x.dtype) for x in leaves] == [(x.shape, x.dtype) for x in model.leaves]
+    return dict(zip(model.names, leaves, strict=True))
+
+
+def test_fused_leaves_hold_their_tensors_one_below_the_other(folder, tensors):
+    save_file(tensors, folder / "model.safetensors")
+    leaves = read(folder)
+    layer = "model.layers.1.self_attn."
+    np.testing.assert_array_equal(
+        leaves["layers.1.attention.qkv.weight"],
+        np.concatenate([tensors[f"{layer}{p}_proj.weight"] for p in "qkv"]),
+    )
+    np.testing.assert_array_equal(leaves["head.weight"], tensors["lm_head.weight"])
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_are_cast_to_the_models_type(folder, tensors, stored, dtype):
+    tensors = {name: np.asarray(x, jnp.dtype(stored)) for name, x in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    got = read(folder, dtype)["embedding"]
+    expected = tensors["model.embed_tokens.weight"].astype(np.float32).astype(jnp.dtype(dtype))
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_shards_are_found_through_the_index_and_extras_ignored(folder, tensors):
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.int64)
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    index = {}
+    for shard, held in shards.items():
+        save_file({name: tensors[name] for name in held}, folder / shard)
+        index |= dict.fromkeys(held, shard)
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    np.testing.assert_array_equal(read(folder)["norm.weight"], tensors["model.norm.weight"])
+
+    moved = next(name for name in names if index[name] == "a.safetensors")
+    path.write_text(json.dumps({"weight_map": index | {moved: "b.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"b\.safetensors holds .*, but it does not"):
+        read(folder)
+    path.write_text(json.dumps({"weight_map": index | {moved: "../b.safetensors"}}))
+    with pytest.raises(CheckpointError, match="outside the folder"):
+        read(folder)
+    path.write_text(json.dumps({"weight_map": index | {moved: "c.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"c\.safetensors is missing"):
+        read(folder)
+    for broken in ("{}", "[]", "{", '{"weight_map": {"x": 1}}', '{"weight_map": []}'):
+        path.write_text(broken)
+        with pytest.raises(CheckpointError, match=r"index\.json cannot be read"):
+            read(folder)
+
+
+def test_everything_that_is_wrong_is_named_before_any_data_is_read(folder, tensors, monkeypatch):
+    del tensors["model.layers.2.self_attn.k_proj.weight"]
+    tensors["model.norm.weight"] = np.ones(63, np.float32)
+    tensors["lm_head.weight"] = np.ones((331, 64), np.int8)
+    save_file(tensors, folder / "model.safetensors")
+    monkeypatch.setattr(load, "_read_leaf", None)
+    with pytest.raises(CheckpointError) as caught:
+        read(folder)
+    assert "model.layers.2.self_attn.k_proj.weight is missing" in str(caught.value)
+    assert "model.norm.weight has shape (63,), not (64,)" in str(caught.value)
+    assert "lm_head.weight is int8, which is not supported" in str(caught.value)
+
+
+def test_a_map_may_transpose(folder, tensors, monkeypatch):
+    llama = ARCHITECTURES["LlamaForCausalLM"]
+
+    def transposed(spec):
+        weights = llama.weights(spec)
+        (head,) = weights["head.weight"]
+        return weights | {"head.weight": (Tensor(head.name, head.shape[::-1], transpose=True),)}
+
+    architecture = type(llama)(read_spec=llama.read_spec, decoder=llama.decoder, weights=transposed)
+    monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", architecture)
+    head = tensors["lm_head.weight"]
+    save_file(tensors | {"lm_head.weight": head.T.copy()}, folder / "model.safetensors")
+    np.testing.assert_array_equal(read(folder)["head.weight"], head)
+
+
+def test_every_stored_type_is_known_to_the_reader(tmp_path):
+    arrays = {
+        "f8": np.arange(6).astype(ml_dtypes.float8_e4m3fn).view(np.uint8),
+        "bf16": np.arange(6).astype(ml_dtypes.bfloat16),
+        "empty": np.zeros((0, 4), np.float32),
+        "scalar": np.float64(2.5),
+        "bool": np.array([True, False]),
+    }
+    save_file({name: np.asarray(x) for name, x in arrays.items()}, tmp_path / "x.safetensors")
+    stored = read_header(tmp_path / "x.safetensors")
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(stored[name].read(), array)
+        assert stored[name].read().shape == array.shape
+    text = header({"f8": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}, b"\x38\x40")
+    (tmp_path / "f8.safetensors").write_bytes(text)
+    values = read_header(tmp_path / "f8.safetensors")["f8"].read()
+    np.testing.assert_array_equal(values.astype(np.float32), [1.0, 2.0])
+
+
+def header(entries, data=b"") -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "truncated or not a safetensors file"),
+        (b"\x01", "truncated or not a safetensors file"),
+        (struct.pack("<Q", 2**63) + b"{}", "truncated or not a safetensors file"),
+        (header(b"{"), "broken header"),
+        (header(b"[" * 100_000), "broken header"),
+        (header(b"\xff\xff"), "broken header"),
+        (header(b"[]"), "broken header: not a JSON object"),
+        (header(b'{"x": 1, "x": 2}'), "a name appears twice"),
+        (header({"x": 3}), "tensor 'x' of .*: broken header entry"),
+        (header({"x": GOOD | {"data_offsets": [0]}}), "tensor 'x' of .*: broken header entry"),
+        (header({"x": GOOD | {"shape": [-2]}}), "tensor 'x' of .* must be sizes"),
+        (header({"x": GOOD | {"shape": [2.0]}}), "tensor 'x' of .* must be sizes"),
+        (header({"x": GOOD | {"dtype": "F4"}}), "tensor 'x' of .*: unknown dtype 'F4'"),
+        (header({"x": GOOD}, b"1234567"), "tensor 'x' of .* ends at byte 8 of 7.*download it"),
+        (header({"x": GOOD | {"shape": [3]}}, bytes(8)), r"F32 \[3\] does not fill 8 bytes"),
+        (header({"x": GOOD | {"data_offsets": [8, 0]}}, bytes(8)), "does not fill -8 bytes"),
+        (header({"x": GOOD | {"dtype": ["F32"]}}, bytes(8)), "unknown dtype"),
+    ],
+)
+def test_a_broken_file_is_refused(tmp_path, content, message):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path)
+
+
+def test_a_folder_without_weights(tmp_path):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        open_checkpoint(tmp_path)
+
+
+PEAK = """
+import sys, threading, pathlib
+from forge_jax.models import build_model, read_spec
+from forge_jax.checkpoint.load import load_weights
+import jax.numpy as jnp
+
+def status(key):
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+folder = pathlib.Path(sys.argv[1])
+model = build_model(read_spec(folder))
+jnp.zeros(8).block_until_ready()
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
+before = status("VmRSS")
+leaves = load_weights(model, folder, progress=False)
+peak = status("VmHWM") - before
+print(peak / model.param_bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_reading_takes_no_more_memory_than_the_weights_and_a_fifth(folder):
+    """The peak of a fresh process, mapped files included, over the bytes of the weights."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16, "head_dim": 64,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = read_spec(folder)
+    weights = ARCHITECTURES[spec.architecture].weights(spec)
+    blank = {
+        part.name: np.ones(part.shape, ml_dtypes.bfloat16)
+        for parts in weights.values()
+        for part in parts
+    }
+    save_file(blank, folder / "model.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(folder)], check=True, capture_output=True, text=True
+    )
+    assert 0.9 < float(done.stdout) < 1.2

@@ -1,0 +1,95 @@
+"""A model's name becomes a folder, or an error that says what to do."""
+
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from forge_jax.checkpoint import hub
+from forge_jax.errors import ModelError
+
+
+@pytest.fixture
+def download(monkeypatch, tmp_path):
+    """The network's edge: `download.fails_with(error)` or it returns a folder."""
+
+    class Download:
+        calls: list = []  # noqa: RUF012
+        error = None
+
+        def __call__(self, *args, **kwargs):
+            self.calls.append((args, kwargs))
+            if self.error:
+                raise self.error
+            return str(tmp_path)
+
+    fake = Download()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    return fake
+
+
+def test_an_existing_folder_is_itself(tmp_path, monkeypatch, download):
+    assert hub.resolve(str(tmp_path)) == tmp_path
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert hub.resolve("org/name").is_dir()
+    assert not download.calls
+
+
+def test_an_id_is_downloaded_without_other_formats(download, tmp_path):
+    assert hub.resolve("org/some-model_1.5", "v2") == tmp_path
+    (args, kwargs) = download.calls[-1]
+    assert args == ("org/some-model_1.5",) and kwargs["revision"] == "v2"
+    assert "*.safetensors" in kwargs["allow_patterns"]
+    assert not any("bin" in pattern for pattern in kwargs["allow_patterns"])
+
+
+@pytest.mark.parametrize("name", ["no-such-folder", "./org/name", "a/b/c", "", "org/", "/missing"])
+def test_what_is_neither_is_refused_without_the_network(download, name):
+    download.calls.clear()
+    with pytest.raises(ModelError, match="neither forge-tiny, nor an existing folder, nor"):
+        hub.resolve(name)
+    assert not download.calls
+
+
+def test_a_file_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match="give the folder"):
+        hub.resolve(str(tmp_path / "model.safetensors"))
+
+
+def http_error(kind: type[Exception], message: str) -> Exception:
+    return kind(message, response=SimpleNamespace(headers={}, request=None))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            http_error(errors.GatedRepoError, "gated"),
+            "accept its terms at .*org/m.*HF_TOKEN",
+        ),
+        (http_error(errors.RepositoryNotFoundError, "404"), "no model 'org/m' on the"),
+        (http_error(errors.RevisionNotFoundError, "404"), "no revision 'main'"),
+        (errors.LocalEntryNotFoundError("offline"), "cannot be reached: connect, or copy"),
+        (http_error(errors.HfHubHTTPError, "500"), "could not be downloaded: 500"),
+        (errors.HFValidationError("bad"), "is not a Hugging Face id"),
+        (OSError(28, "No space left on device"), "could not be downloaded: .*No space left"),
+        (RuntimeError("refused"), "could not be downloaded: refused"),
+    ],
+)
+def test_failures_say_what_to_do(download, error, message):
+    download.error = error
+    with pytest.raises(ModelError, match=message):
+        hub.resolve("org/m", "main")
+
+
+def test_the_bundled_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub.importlib.resources, "files", lambda package: tmp_path)
+    with pytest.raises(ModelError, match="does not bundle forge-tiny"):
+        hub.resolve("forge-tiny")
+    folder = tmp_path / "bundled" / "forge-tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.json").touch()
+    assert hub.resolve("forge-tiny") == folder

@@ -1,0 +1,141 @@
+"""config.json in both spellings becomes a ModelSpec, and what is wrong is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
+from forge_jax.models import RopeSpec, build_model, read_spec
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+LLAMA = json.loads((FIXTURES / "goldens/llama2/config.json").read_text())
+
+
+@pytest.fixture
+def spec_of(tmp_path):
+    def read(generation=None, without=(), **changes):
+        config = {name: value for name, value in (LLAMA | changes).items() if name not in without}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return read_spec(tmp_path)
+
+    return read
+
+
+def test_old_and_new_spelling_mean_the_same():
+    old = read_spec(FIXTURES / "goldens/llama31")
+    assert old.rope == RopeSpec(
+        type="llama3",
+        theta=500000.0,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=128,
+    )
+    new = read_spec(FIXTURES / "goldens/llama32_tied")
+    assert new.rope.type == "llama3" and new.rope.theta == 500000.0 and new.rope.factor == 32.0
+    assert (old.dtype, new.dtype) == ("float32", "float32")
+    assert (old.tie_word_embeddings, new.tie_word_embeddings) == (False, True)
+
+
+def test_what_config_json_may_leave_out(spec_of):
+    spec = spec_of(
+        without=("num_key_value_heads", "head_dim", "torch_dtype", "rope_theta", "rms_norm_eps")
+    )
+    assert spec.num_key_value_heads == spec.num_attention_heads == 4
+    assert spec.head_dim == 16 and spec.sm_scale == 0.25
+    assert spec.dtype == "float32" and spec.rope == RopeSpec() and spec.rms_norm_eps == 1e-6
+
+
+def test_rope_types(spec_of):
+    assert spec_of(rope_scaling={"type": "linear", "factor": 2}).rope == RopeSpec(
+        type="linear", factor=2.0
+    )
+    assert spec_of(rope_parameters={"rope_type": "default", "rope_theta": 7.0}).rope.theta == 7.0
+    with pytest.raises(UnsupportedModelError, match=r"'yarn'.*supported: default, linear, llama3"):
+        spec_of(rope_scaling={"rope_type": "yarn", "factor": 2})
+    with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
+        spec_of(partial_rotary_factor=0.5)
+    with pytest.raises(ModelError, match="rope_scaling: factor must be a number, not None"):
+        spec_of(rope_scaling={"rope_type": "linear"})
+    with pytest.raises(ModelError, match="high_freq_factor must be above"):
+        spec_of(
+            rope_scaling={
+                "rope_type": "llama3",
+                "factor": 8,
+                "low_freq_factor": 4,
+                "high_freq_factor": 1,
+            }
+        )
+
+
+def test_end_tokens_come_from_both_files(spec_of):
+    assert spec_of().eos_token_ids == (2,)
+    assert spec_of(eos_token_id=[5, 6]).eos_token_ids == (5, 6)
+    assert spec_of(eos_token_id=None).eos_token_ids == ()
+    assert spec_of({"eos_token_id": [7, 2]}).eos_token_ids == (7, 2)
+    with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id"):
+        spec_of({"eos_token_id": ["</s>"]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["RavenForCausalLM"]}, r"'RavenForCausalLM'.*supported: LlamaFor"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
+        ({"attention_bias": True}, "attention_bias is not supported"),
+        ({"mlp_bias": True}, "mlp_bias is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized.*'gptq'"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype 'float8_e4m3fn' is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(spec_of, changes, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        spec_of(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": None}, "architectures must be a list of one name, not None"),
+        ({"architectures": []}, "architectures must be"),
+        ({"hidden_size": "64"}, "hidden_size must be an integer from 1"),
+        ({"hidden_size": 64.0}, "hidden_size must be an integer from 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer from 1"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be an integer from 1"),
+        ({"vocab_size": 2**31}, "vocab_size must be an integer from 1"),
+        ({"vocab_size": None}, "vocab_size must be an integer from 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must be a divisor of"),
+        ({"head_dim": None, "hidden_size": 66}, "num_attention_heads must be a divisor of"),
+        ({"head_dim": 15}, "head_dim must be even"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a finite number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number above 0"),
+        ({"rope_theta": "10000"}, "rope_theta must be a number"),
+        ({"rope_scaling": ["linear"]}, "rope_scaling must be an object"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+        ({"hidden_act": 1}, "hidden_act must be a string"),
+        ({"eos_token_id": -1}, "eos_token_id must be a token id"),
+    ],
+)
+def test_a_wrong_field_is_named(spec_of, changes, message):
+    with pytest.raises(ModelError, match=message):
+        spec_of(**changes)
+
+
+def test_a_folder_that_is_no_model(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no config\.json: it is not a model folder"):
+        read_spec(tmp_path)
+    for text in ("{", "[]", "[" * 100_000, "\xff"):
+        (tmp_path / "config.json").write_text(text, encoding="latin-1")
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            read_spec(tmp_path)
+
+
+def test_the_dtype_is_the_checkpoints_unless_asked(spec_of):
+    spec = spec_of(torch_dtype="bfloat16")
+    assert build_model(spec).dtype == "bfloat16"
+    assert build_model(spec, "float32").dtype == "float32"
+    with pytest.raises(ModelError, match="dtype must be auto, bfloat16, float16, float32, not 'i"):
+        build_model(spec, "int8")
