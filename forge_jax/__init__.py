@@ -31,7 +31,18 @@ _HOME = {
     "logits": "forge_jax.research",
     "decode_step": "forge_jax.research",
 }
-__all__ = ["__version__", *_HOME]
+__all__ = [
+    "LLM",
+    "Engine",
+    "EngineConfig",
+    "SamplingParams",
+    "__version__",
+    "decode_step",
+    "forward",
+    "load",
+    "logits",
+    "new_kv",
+]
 
 
 def __getattr__(name: str) -> Any:

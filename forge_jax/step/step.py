@@ -19,6 +19,7 @@ from forge_jax.step.meta import Meta, StepShape
 from forge_jax.step.slots import PADDING, Column, Slots, float_column
 from forge_kernels import sampling
 from forge_kernels.attention import Implementation
+from forge_kernels.embed import embed
 
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
@@ -79,20 +80,12 @@ def make_step(
             implementation=implementation,
             max_q_len=shape.max_q_len,
         )
-        rows = model.logits(leaves, _take_rows(hidden, m.row_token))  # f32[R, V]
+        rows = model.logits(leaves, embed(hidden, m.row_token))  # f32[R, V]
         slots, out = _sample_rows(shape, slots, m, rows, tokens, positions)
         return kv, slots, out
 
     step.__name__ = shape.name.replace("[", "_").replace("]", "")
     return step
-
-
-def _take_rows(hidden: jax.Array, index: jax.Array) -> jax.Array:
-    """`hidden[index]`; XLA:CPU gathers the bits of 16-bit floats far faster than the floats."""
-    if hidden.dtype.itemsize != 2:
-        return hidden[index]
-    bits = jax.lax.bitcast_convert_type(hidden, jnp.uint16)[index]
-    return jax.lax.bitcast_convert_type(bits, hidden.dtype)
 
 
 def _sample_rows(

@@ -184,6 +184,6 @@ def test_offline_a_faulty_prompt_does_not_cost_the_others():
     outputs = llm.generate([[1], [2], [3]], params, progress=False)
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
     assert isinstance(outputs[1].outputs[0].error, NumericalError)
+    llm._core._device._fault = lambda scheduled: True
     with pytest.raises(NumericalError):
-        llm._core._device._fault = lambda scheduled: True
         list(llm.stream([4], params))

@@ -45,7 +45,7 @@ def prepare_rows(tokenizer: Tokenizer, config: TrainConfig, count: int) -> Rows:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m training.forge_tiny", description=__doc__)
     parser.add_argument("--minutes", type=float, default=TrainConfig.minutes, help="time to train")
-    parser.add_argument("--documents", type=int, default=700_000, help="size of the corpus")
+    parser.add_argument("--documents", type=int, default=450_000, help="size of the corpus")
     parser.add_argument("--seed", type=int, default=TrainConfig.seed)
     parser.add_argument("--out", type=Path, default=BUNDLED, help="the folder to export to")
     parser.add_argument("--show", type=int, metavar="N", help="print N documents and stop")
