@@ -39,7 +39,7 @@ clean:
 	rm -rf .venv
 
 .venv/.python:
-	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer, and none was found: install it (Debian: apt install python3.12 python3.12-venv; or: uv python install 3.12) and run make again." >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer, and none was found: install it (your distribution's python3.12 and python3.12-venv, or: uv python install 3.12), then run make again." >&2; exit 1; }
 	@echo "making .venv with $(PYTHON)"
 	@$(PYTHON) -m venv .venv
 	@touch $@
