@@ -20,17 +20,15 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from forge_jax.cache.block_pool import BlockPool
 from forge_jax.cache.kv import GIB, KVShape, cpu_kv_bytes, fit_num_blocks
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import load_weights
 from forge_jax.config import EngineConfig
-from forge_jax.core import EngineCore, EngineParts
+from forge_jax.core import EngineCore, EngineParts, make_scheduler, max_rows
 from forge_jax.errors import ConfigError
 from forge_jax.models.registry import build_model, read_spec
 from forge_jax.observe import compilations
 from forge_jax.observe.memory import available_host_bytes, device_bytes
-from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.step.runner import Runner, step_shapes
 from forge_jax.text import ChatTemplate, Tokenizer
 
@@ -39,8 +37,6 @@ if TYPE_CHECKING:
     from forge_jax.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
-
-SCORING_ROWS = 64  # rows with logits in a mixed step, where max_num_seqs is smaller
 
 
 class _Phases:
@@ -79,7 +75,7 @@ def assemble(config: EngineConfig) -> EngineParts:
         shapes=step_shapes(
             max_num_seqs=config.batch.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
-            max_rows=sizes.max_rows,
+            max_rows=max_rows(config.batch.max_num_seqs),
             block_size=sizes.kv.block_size,
         ),
         kv_shape=sizes.kv,
@@ -104,23 +100,13 @@ def assemble(config: EngineConfig) -> EngineParts:
         device,
     )
     rng = random.Random(config.model.seed)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=config.batch.max_num_seqs,
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            max_rows=sizes.max_rows,
-            max_model_len=sizes.max_model_len,
-            prefill_chunk_size=config.batch.prefill_chunk_size,
-            policy=config.batch.scheduling_policy,
-            eos_token_ids=_eos_token_ids(spec, tokenizer),
-        ),
-        BlockPool(
-            sizes.kv.num_blocks,
-            sizes.kv.block_size,
-            prefix_cache=config.cache.prefix_cache and config.cache.kv_cache == "paged",
-            eviction=config.cache.eviction,
-        ),
-        clock=time.monotonic,
+    scheduler = make_scheduler(
+        config,
+        num_blocks=sizes.kv.num_blocks,
+        block_size=sizes.kv.block_size,
+        max_model_len=sizes.max_model_len,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        eos_token_ids=_eos_token_ids(spec, tokenizer),
         rng=rng,
     )
     core = EngineCore(
@@ -186,7 +172,6 @@ class _Sizes:
 
     max_model_len: int
     max_num_batched_tokens: int
-    max_rows: int
     kv: KVShape
 
     @property
@@ -205,7 +190,6 @@ class _Sizes:
             )
         max_model_len = asked or spec.max_position_embeddings
         max_tokens = batch.max_num_batched_tokens or (512 if on_cpu else 2048)
-        max_rows = max(batch.max_num_seqs, SCORING_ROWS)
         dtype = jnp.dtype(model.dtype)
 
         def kv_shape(num_blocks: int, block_size: int) -> KVShape:
@@ -227,7 +211,7 @@ class _Sizes:
             if asked is None:
                 max_model_len = min(max_model_len, cache.num_blocks * block_size)
         else:
-            free = _free_bytes(config, model, device, max_tokens, max_rows)
+            free = _free_bytes(config, model, device, max_tokens)
             block_bytes = kv_shape(1, block_size).block_bytes
             if asked is None and cache.kv_cache == "paged":
                 fitting = free // block_bytes * block_size
@@ -250,31 +234,28 @@ class _Sizes:
         return cls(
             max_model_len=max_model_len,
             max_num_batched_tokens=max_tokens,
-            max_rows=max_rows,
             kv=kv,
         )
 
 
-def _free_bytes(
-    config: EngineConfig, model: Model, device: jax.Device, max_tokens: int, max_rows: int
-) -> int:
+def _free_bytes(config: EngineConfig, model: Model, device: jax.Device, max_tokens: int) -> int:
     """Bytes for the KV cache, after weights and an analytic bound on activations."""
     memory = device_bytes(device)
     if memory is None:
         return cpu_kv_bytes(available_host_bytes() - model.param_bytes)
     limit, in_use = memory
-    activations = activation_bytes(model.spec, max_tokens, max_rows)
+    activations = activation_bytes(model.spec, max_tokens, max_rows(config.batch.max_num_seqs))
     return int(limit * config.cache.memory_fraction) - in_use - model.param_bytes - activations
 
 
-def activation_bytes(spec: ModelSpec, max_tokens: int, max_rows: int) -> int:
+def activation_bytes(spec: ModelSpec, max_tokens: int, num_rows: int) -> int:
     """An upper bound on what one step holds besides weights and KV: float32, four live copies."""
     width = max(
         2 * spec.intermediate_size,
         (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim,
         spec.hidden_size,
     )
-    return 4 * 4 * (max_tokens * (width + 2 * spec.hidden_size) + max_rows * spec.vocab_size)
+    return 4 * 4 * (max_tokens * (width + 2 * spec.hidden_size) + num_rows * spec.vocab_size)
 
 
 def _chat_template(

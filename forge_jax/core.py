@@ -13,16 +13,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from forge_jax.cache.block_pool import BlockPool
+from forge_jax.config import EngineConfig
 from forge_jax.errors import NumericalError, RequestError
 from forge_jax.outputs import Delta
 from forge_jax.schedule.plan import Device, StepPlan, TokenLogprobs
 from forge_jax.schedule.request import Request, Sequence
-from forge_jax.schedule.scheduler import Committed, Scheduler
+from forge_jax.schedule.scheduler import Committed, Scheduler, SchedulerConfig
 from forge_jax.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
     from forge_jax.text import ChatTemplate, Tokenizer
 
+SCORING_ROWS = 64
 PROMPT_TAIL = 6  # prompt ids a detokeniser needs to know whether a leading space is kept
 
 Outputs = dict[str, list[Delta]]  # by request id
@@ -90,6 +93,41 @@ class _SequenceText:
             return tail, None
         safe, matched = self._stops.push(tail)
         return (safe, matched) if matched is not None else (safe + self._stops.flush(), None)
+
+
+def make_scheduler(
+    config: EngineConfig,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    eos_token_ids: frozenset[int],
+    rng: random.Random,
+) -> Scheduler:
+    """The scheduler and block pool of a configuration whose sizes have been resolved."""
+    batch, cache = config.batch, config.cache
+    limits = SchedulerConfig(
+        max_num_seqs=batch.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_rows=max_rows(batch.max_num_seqs),
+        max_model_len=max_model_len,
+        prefill_chunk_size=batch.prefill_chunk_size,
+        policy=batch.scheduling_policy,
+        eos_token_ids=eos_token_ids,
+    )
+    pool = BlockPool(
+        num_blocks,
+        block_size,
+        prefix_cache=cache.prefix_cache and cache.kv_cache == "paged",
+        eviction=cache.eviction,
+    )
+    return Scheduler(limits, pool, clock=time.monotonic, rng=rng)
+
+
+def max_rows(max_num_seqs: int) -> int:
+    """Rows with logits in one step: one for each sequence, and enough to score a prompt."""
+    return max(max_num_seqs, SCORING_ROWS)
 
 
 class EngineCore:

@@ -7,17 +7,14 @@ the model. The same request gives the same text every time, at any speed that is
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence as Seq
 from functools import cache
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import EngineConfig
-from forge_jax.core import EngineCore, EngineParts
-from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
+from forge_jax.core import EngineCore, EngineParts, make_scheduler
 from forge_jax.testing import FakeDevice
 from forge_jax.text import ChatTemplate, Tokenizer
 
@@ -69,25 +66,14 @@ def assemble_fake(
     max_num_seqs = config.batch.max_num_seqs
     blocks_per_sequence = -(-max_model_len // block_size)
     num_blocks = config.cache.num_blocks or max(blocks_per_sequence, 4096)
-    pool = BlockPool(
-        num_blocks,
-        block_size,
-        prefix_cache=config.cache.prefix_cache and config.cache.kv_cache == "paged",
-        eviction=config.cache.eviction,
-    )
     rng = random.Random(config.model.seed)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=config.batch.max_num_batched_tokens or 2048,
-            max_rows=max(max_num_seqs, 64),
-            max_model_len=max_model_len,
-            prefill_chunk_size=config.batch.prefill_chunk_size,
-            policy=config.batch.scheduling_policy,
-            eos_token_ids=frozenset((eos,)),
-        ),
-        pool,
-        clock=time.monotonic,
+    scheduler = make_scheduler(
+        config,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=config.batch.max_num_batched_tokens or 2048,
+        eos_token_ids=frozenset((eos,)),
         rng=rng,
     )
     device = FakeDevice(
@@ -98,7 +84,7 @@ def assemble_fake(
         next_token=_next_word,
         step_time_s=step_time_s,
         check=check,
-        pool=pool if check else None,
+        pool=scheduler.pool if check else None,
     )
     core = EngineCore(
         scheduler=scheduler, device=device, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size
