@@ -99,6 +99,8 @@ def assemble(config: EngineConfig) -> EngineParts:
         sizes.max_model_len,
         device,
     )
+    seconds = ", ".join(f"{name} {s:.1f}" for name, s in phase.seconds.items())
+    log.info("ready; seconds by phase: %s", seconds)
     rng = random.Random(config.model.seed)
     scheduler = make_scheduler(
         config,

@@ -29,7 +29,9 @@ class ModelConfig:
     model: str = option("forge-tiny", "a folder, a Hugging Face id, or forge-tiny", flag=None)
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
     dtype: DType = option("auto", "type of weights and activations; auto: the checkpoint's")
-    max_model_len: int | None = option(None, "longest prompt plus output; default: the model's")
+    max_model_len: int | None = option(
+        None, "longest prompt plus output; auto: the model's, or what the KV cache has room for"
+    )
     chat_template: str | None = option(None, "a file with a Jinja chat template, or its text")
     seed: int = option(0, "seed of the random source that seeds requests without a seed")
 
@@ -38,7 +40,10 @@ class ModelConfig:
 class CacheConfig:
     block_size: int | None = option(None, "tokens per KV block; auto: 64 on GPU, 16 on CPU")
     num_blocks: int | None = option(None, "KV blocks; auto: what the memory allows")
-    memory_fraction: float = option(0.9, "part of the device's free memory that may be used")
+    memory_fraction: float = option(
+        0.9,
+        "part of a GPU's memory to use; on CPU the KV cache takes 0.5 GiB at most, see num-blocks",
+    )
     kv_cache: Literal["paged", "contiguous"] = option(
         "paged", "contiguous gives each sequence one block of max-model-len tokens"
     )
@@ -52,10 +57,10 @@ class CacheConfig:
 class BatchConfig:
     max_num_seqs: int = option(256, "sequences that run at the same time")
     max_num_batched_tokens: int | None = option(
-        None, "tokens of one step, prompts and decodes together; default: 2048 on GPU, 512 on CPU"
+        None, "tokens of one step, prompts and decodes together; auto: 2048 on GPU, 512 on CPU"
     )
     prefill_chunk_size: int | None = option(
-        None, "most tokens of one prompt in one step; default: all that fit"
+        None, "most tokens of one prompt in one step; auto: all that fit"
     )
     scheduling_policy: Policy = option("fcfs", "order in which waiting requests are admitted")
 
