@@ -25,11 +25,12 @@ from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import load_weights
 from forge_jax.config import EngineConfig
 from forge_jax.core import EngineCore, EngineParts, make_scheduler, max_rows
-from forge_jax.errors import ConfigError
+from forge_jax.errors import ConfigError, UnsupportedModelError
 from forge_jax.models.registry import build_model, read_spec
 from forge_jax.observe import compilations
 from forge_jax.observe.memory import available_host_bytes, device_bytes
 from forge_jax.step.runner import Runner, step_shapes
+from forge_jax.step.slots import MAX_END_TOKENS
 from forge_jax.text import ChatTemplate, Tokenizer
 
 if TYPE_CHECKING:
@@ -272,6 +273,10 @@ def _chat_template(
 
 
 def _eos_token_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> frozenset[int]:
+    if len(spec.eos_token_ids) > MAX_END_TOKENS:
+        raise UnsupportedModelError(
+            f"eos_token_id has {len(spec.eos_token_ids)} ids; at most {MAX_END_TOKENS} are supported"
+        )
     if spec.eos_token_ids:
         return frozenset(spec.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:

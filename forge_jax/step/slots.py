@@ -36,10 +36,12 @@ class Column(enum.IntEnum):
     MIN_TOKENS = 9
     BIASED = 10
     PENALISED = 11
-    STOP_IDS = 12  # and the MAX_STOP_TOKEN_IDS - 1 columns after it
+    STOP_IDS = 12  # and the columns after it
 
 
-NUM_COLUMNS = Column.STOP_IDS + MAX_STOP_TOKEN_IDS
+MAX_END_TOKENS = 16  # of a model
+MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + MAX_END_TOKENS
+NUM_COLUMNS = Column.STOP_IDS + MAX_STOP_IDS
 
 
 class Slots(NamedTuple):
@@ -100,7 +102,7 @@ def pack_admissions(admissions: tuple[Admission, ...], max_blocks: int) -> np.nd
         columns[Column.BIASED] = bool(p.logit_bias)
         columns[Column.PENALISED] = p.penalised
         columns[Column.STOP_IDS :] = PADDING
-        stop_ids = admission.stop_ids[:MAX_STOP_TOKEN_IDS]
+        stop_ids = admission.stop_ids
         columns[Column.STOP_IDS : Column.STOP_IDS + len(stop_ids)] = stop_ids
         table = admission.block_table
         row[1 + NUM_COLUMNS : 1 + NUM_COLUMNS + len(table)] = table

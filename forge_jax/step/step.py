@@ -105,8 +105,10 @@ def _sample_rows(
     row_in_seq = row - m.cu_rows[seq]
     fault = row_valid & ~jnp.isfinite(logits).all(axis=1)
 
+    # Drafts before a row would be output if they are accepted; scored tokens are the prompt's.
+    num_output = m.num_output[seq] + jnp.where(m.scoring[seq] > 0, 0, row_in_seq)
     sampled = sampling.sample(
-        _process(slots, params, slot, m.num_output[seq] + row_in_seq, logits, flags),
+        _process(slots, params, slot, num_output, logits, flags),
         temperature=float_column(params, Column.TEMPERATURE),
         top_k=params[:, Column.TOP_K],
         top_p=float_column(params, Column.TOP_P),

@@ -242,6 +242,11 @@ def test_logit_bias_and_min_tokens(runner, dense_logits):
         (SamplingParams(temperature=0), (first,), first),
         (GREEDY, (), first),
     ]
+    scored = SamplingParams(temperature=0, min_tokens=1, prompt_logprobs=0)
+    entered = admission(6, PROMPT, params=scored, stop_ids=(first,))
+    step = rows(6, 0, PROMPT, num_rows=len(PROMPT), scoring=True, targets=tuple(PROMPT[1:]))
+    [result] = run(runner, [step], [entered])
+    assert result.token_ids == (second,)
     for params, stop_ids, expected in cases:
         entered = admission(6, PROMPT, params=params, stop_ids=stop_ids)
         [result] = run(runner, [rows(6, 0, PROMPT)], [entered])

@@ -11,7 +11,7 @@ from . import engine, extraction, facts, stories, sums, talk, unknown
 from .document import Document
 
 # Shares of documents, not of tokens: a story is ten times as long as a sum.
-MIXTURE = {stories: 6, facts: 20, sums: 32, extraction: 23, engine: 3, talk: 13, unknown: 3}
+MIXTURE = {stories: 5, facts: 36, sums: 23, extraction: 20, engine: 4, talk: 9, unknown: 3}
 
 
 def documents(seed: int, count: int) -> Iterator[Document]:

@@ -631,7 +631,7 @@ def general(rng: random.Random) -> Pair:
 
 
 RELATIONS = {
-    capital: 30, country: 6, about: 10, animal: 10, opposite: 7, colour: 6, calendar: 8, planet: 2,
+    capital: 30, country: 6, about: 10, animal: 18, opposite: 7, colour: 6, calendar: 8, planet: 2,
     unit: 8, number: 8,
     alphabet: 2, abroad: 3, listing: 7, general: 26,
 }  # fmt: skip
