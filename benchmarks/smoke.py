@@ -48,7 +48,12 @@ def main() -> int:
         url, ready_s = args.url, None
         if url is None:
             url, ready_s = stack.enter_context(serving([args.model]))
-        report = measure(url, args.requests, args.max_tokens)
+        try:
+            model = _get(f"{url}/v1/models")["data"][0]["id"]
+        except OSError as error:  # an HTTPError is one too
+            print(f"no server that is ready at {url}: {error}", file=sys.stderr)
+            return 1
+        report = measure(url, model, args.requests, args.max_tokens)
     report = {**machine.describe(), "ready_s": ready_s, **report}
     print(table(report))
     if args.output is not None:
@@ -61,8 +66,7 @@ def main() -> int:
     return 0 if passed else 1
 
 
-def measure(url: str, num_requests: int, max_tokens: int) -> dict[str, Any]:
-    model = _get(f"{url}/v1/models")["data"][0]["id"]
+def measure(url: str, model: str, num_requests: int, max_tokens: int) -> dict[str, Any]:
     bodies = [
         {
             "model": model,

@@ -75,7 +75,7 @@ def main(name: str = "forge-tiny", prompt: str = "Once upon a time") -> str:
     print(text)
     print("\nafter the prompt, layer by layer:")
     for layer, token in enumerate(logit_lens(model, ids)):
-        print(f"  {layer:3d}  {tokenizer.id_to_token(int(token))!r}")
+        print(f"  {layer:3d}  {tokenizer.decode([int(token)], skip_special_tokens=False)!r}")
     return text
 
 

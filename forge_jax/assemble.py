@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from forge_jax.cache.kv import GIB, KVShape, cpu_kv_bytes, fit_num_blocks
+from forge_jax.cache.kv import GIB, KVShape, coarse, cpu_kv_bytes, fit_num_blocks
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import load_weights
 from forge_jax.config import EngineConfig
@@ -120,7 +120,7 @@ def assemble(config: EngineConfig) -> EngineParts:
     )
     ready = compilations.total()
     return EngineParts(
-        name=Path(config.model.model).name or config.model.model,
+        name=config.model.model,
         core=core,
         max_model_len=sizes.max_model_len,
         tokenizer=tokenizer,
@@ -144,7 +144,7 @@ def choose_device(config: EngineConfig) -> jax.Device:
     except RuntimeError as error:
         raise ConfigError(
             f"--backend {backend}: JAX finds no such device here"
-            + (" (install forge-jax[cuda13])" if backend == "cuda" else "")
+            + (" (a CUDA host needs the extra cuda13 of this project)" if backend == "cuda" else "")
         ) from error
     if not 0 <= index < len(devices):
         raise ConfigError(f"--device {index}: there are {len(devices)} devices (0 is the first)")
@@ -211,21 +211,19 @@ class _Sizes:
             block_size = -(-max_model_len // 8) * 8
         if cache.num_blocks is not None:
             kv = kv_shape(cache.num_blocks, block_size)
-            if asked is None:
-                max_model_len = min(max_model_len, cache.num_blocks * block_size)
+            max_model_len = _fit_context(asked, max_model_len, cache.num_blocks * block_size)
+            free = _memory_bytes(device)
+            if kv.total_bytes > free:
+                raise ConfigError(
+                    f"--num-blocks {cache.num_blocks} needs {kv.total_bytes / GIB:,.1f} GiB, and "
+                    f"the device has {free / GIB:,.1f}: at most {free // kv.block_bytes} blocks fit"
+                )
         else:
             free = _free_bytes(config, model, device, max_tokens)
             block_bytes = kv_shape(1, block_size).block_bytes
-            if asked is None and cache.kv_cache == "paged":
-                fitting = free // block_bytes * block_size
-                if 0 < fitting < max_model_len:
-                    log.warning(
-                        "the KV cache has room for %d tokens: the context is cut from %d to that "
-                        "(--num-blocks or --memory-fraction give it more)",
-                        fitting,
-                        max_model_len,
-                    )
-                    max_model_len = fitting
+            room = coarse(free // block_bytes) * block_size
+            if asked is None and cache.kv_cache == "paged" and room:
+                max_model_len = _fit_context(None, max_model_len, room)
             per_sequence = -(-max_model_len // block_size)
             num_blocks = fit_num_blocks(
                 block_bytes=block_bytes,
@@ -239,6 +237,30 @@ class _Sizes:
             max_num_batched_tokens=max_tokens,
             kv=kv,
         )
+
+
+def _fit_context(asked: int | None, max_model_len: int, room: int) -> int:
+    """The context, cut to what the KV cache has room for, unless it was asked for."""
+    if room >= max_model_len:
+        return max_model_len
+    if asked is not None:
+        raise ConfigError(
+            f"--max-model-len {asked} does not fit into the KV cache, which has room for {room} "
+            "tokens: raise --num-blocks or lower --max-model-len"
+        )
+    log.warning(
+        "the KV cache has room for %d tokens: the context is cut from %d to that "
+        "(--num-blocks gives it more)",
+        room,
+        max_model_len,
+    )
+    return room
+
+
+def _memory_bytes(device: jax.Device) -> int:
+    """All that could be used on the device."""
+    memory = device_bytes(device)
+    return available_host_bytes() if memory is None else memory[0]
 
 
 def _free_bytes(config: EngineConfig, model: Model, device: jax.Device, max_tokens: int) -> int:
@@ -275,7 +297,7 @@ def _chat_template(
 def _eos_token_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> frozenset[int]:
     if len(spec.eos_token_ids) > MAX_END_TOKENS:
         raise UnsupportedModelError(
-            f"eos_token_id has {len(spec.eos_token_ids)} ids; at most {MAX_END_TOKENS} are supported"
+            f"eos_token_id: {len(spec.eos_token_ids)} ids, and {MAX_END_TOKENS} are supported"
         )
     if spec.eos_token_ids:
         return frozenset(spec.eos_token_ids)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from forge_jax.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+MAX_NUM_SEQS = 4096  # each is a row of the largest decode executable
 Policy = Literal["fcfs", "priority", "prefix"]
 
 
@@ -79,6 +80,8 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        for section in dataclasses.fields(self):
+            _check_types(getattr(self, section.name))
         positive = (
             ("--max-model-len", self.model.max_model_len),
             ("--block-size", self.cache.block_size),
@@ -90,6 +93,10 @@ class EngineConfig:
         for flag, value in positive:
             if value is not None and value < 1:
                 raise ConfigError(f"{flag} must be at least 1, not {value}")
+        if self.batch.max_num_seqs > MAX_NUM_SEQS:
+            raise ConfigError(
+                f"--max-num-seqs must be at most {MAX_NUM_SEQS}, not {self.batch.max_num_seqs}"
+            )
         block_size = self.cache.block_size
         if block_size is not None and block_size % 8:
             raise ConfigError(f"--block-size must be a multiple of 8, not {block_size}")
@@ -114,3 +121,15 @@ class EngineConfig:
         if options:
             raise ConfigError(f"no such option: {', '.join(sorted(options))}")
         return cls(**sections)
+
+
+def _check_types(section: Any) -> None:
+    """Choices and whole numbers; the command line has checked its own, Python has not."""
+    for name, kind in get_type_hints(type(section)).items():
+        value, flag = getattr(section, name), "--" + name.replace("_", "-")
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            choices = ", ".join(map(str, get_args(kind)))
+            raise ConfigError(f"{flag} must be one of {choices}, not {value!r}")
+        whole = kind is int or (int in get_args(kind) and value is not None)
+        if whole and type(value) is not int:
+            raise ConfigError(f"{flag} must be a whole number, not {value!r}")

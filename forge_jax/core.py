@@ -6,16 +6,19 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import operator
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import EngineConfig
-from forge_jax.errors import NumericalError, RequestError
+from forge_jax.errors import EngineError, NumericalError, RequestError
 from forge_jax.outputs import Delta
 from forge_jax.schedule.plan import Device, StepPlan, TokenLogprobs
 from forge_jax.schedule.request import Request, Sequence
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from forge_jax.text import ChatTemplate, Tokenizer
 
 SCORING_ROWS = 64
-PROMPT_TAIL = 6  # prompt ids a detokeniser needs to know whether a leading space is kept
+log = logging.getLogger(__name__)
 
 Outputs = dict[str, list[Delta]]  # by request id
 
@@ -58,30 +61,27 @@ class _SequenceText:
 
     __slots__ = ("_detokenizer", "_min_tokens", "_stops")
 
-    def __init__(self, tokenizer: Tokenizer, seq: Sequence):
-        params = seq.params
-        tail = list(seq.request.prompt_token_ids[-PROMPT_TAIL:])
+    def __init__(self, tokenizer: Tokenizer, request: Request, stops: StopStrings | None):
         self._detokenizer = Detokenizer(
-            tokenizer, tail, skip_special_tokens=params.skip_special_tokens
+            tokenizer,
+            request.prompt_token_ids,
+            skip_special_tokens=request.params.skip_special_tokens,
         )
-        self._stops = (
-            StopStrings(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
-            if params.stop
-            else None
-        )
-        self._min_tokens = params.min_tokens
+        self._stops = stops
+        self._min_tokens = request.params.min_tokens
 
-    def push(self, token_ids: tuple[int, ...], num_output: int) -> tuple[str, str | None, int]:
-        """Returns the text to send, the stop string that matched, and the tokens it took."""
+    def push(self, token_ids: tuple[int, ...], num_before: int) -> tuple[str, str | None, int]:
+        """Takes the output tokens that follow the first `num_before`.
+
+        Returns the text to send, the stop string that matched, and the tokens it took.
+        """
         if self._stops is None:
             return self._detokenizer.push(token_ids), None, len(token_ids)
         text = ""
         for taken, token in enumerate(token_ids, start=1):
             piece = self._detokenizer.push((token,))
-            if num_output - len(token_ids) + taken <= self._min_tokens:
-                text += piece
-                continue
-            safe, matched = self._stops.push(piece)
+            may_stop = num_before + taken > self._min_tokens
+            safe, matched = self._stops.push(piece, may_stop=may_stop)
             text += safe
             if matched is not None:
                 return text, matched, taken
@@ -155,6 +155,7 @@ class EngineCore:
         self._texts: dict[Sequence, _SequenceText] = {}
         self._prompt_logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = {}
         self._immediate: Outputs = {}
+        self._failed = False
 
     @property
     def has_work(self) -> bool:
@@ -167,6 +168,7 @@ class EngineCore:
           RequestError: with `param` named.
         """
         check_token_ids(request, self.vocab_size)
+        check_salt(request.cache_salt)
         params = request.params
         if params.stop and self.tokenizer is None:
             raise RequestError(
@@ -177,10 +179,10 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queues a request that `check` has accepted."""
+        texts = self._new_texts(request)
+        seqs = self.scheduler.add(request)
+        self._texts.update(zip(seqs, texts, strict=False))
         self.prompt_tokens += len(request.prompt_token_ids)
-        for seq in self.scheduler.add(request):
-            if self.tokenizer is not None and seq.params.detokenize:
-                self._texts[seq] = _SequenceText(self.tokenizer, seq)
 
     def abort(self, request_id: str) -> None:
         """Frees the request's slots and blocks at once; its last deltas come with the next tick."""
@@ -189,6 +191,16 @@ class EngineCore:
             self._immediate.setdefault(request_id, []).append(
                 Delta(seq.index, finish_reason="abort")
             )
+
+    def _new_texts(self, request: Request) -> list[_SequenceText]:
+        """One for each sample; none where no text is wanted or there is no tokenizer."""
+        params = request.params
+        if self.tokenizer is None or not params.detokenize:
+            return []
+        stops = None
+        if params.stop:
+            stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        return [_SequenceText(self.tokenizer, request, copy.copy(stops)) for _ in range(params.n)]
 
     def drain(self) -> Outputs:
         """Aborts everything and waits for the device; returns the last deltas."""
@@ -202,7 +214,18 @@ class EngineCore:
         """Dispatches the next step, then reads the one before it.
 
         Waits for the device at most once, for the older step. Returns the news of that step.
+
+        Raises:
+          EngineError: an earlier tick failed; what the device holds is not known any more.
         """
+        if self._failed:
+            raise EngineError("an earlier step failed: make a new engine")
+        self._failed = True  # until this tick has come to its end
+        outputs = self._tick()
+        self._failed = False
+        return outputs
+
+    def _tick(self) -> Outputs:
         plan = self.scheduler.schedule()
         dispatched = None
         if plan is not None:
@@ -213,10 +236,24 @@ class EngineCore:
         if previous is not None:
             result = self._device.read(previous.pending)
             for committed in self.scheduler.commit(previous.plan, result):
-                delta = self._delta(committed)
+                delta = self._guarded_delta(committed)
                 if delta is not None:
                     outputs.setdefault(committed.seq.request_id, []).append(delta)
         return outputs
+
+    def _guarded_delta(self, committed: Committed) -> Delta | None:
+        """`_delta`, whose failure costs this request and no other."""
+        try:
+            return self._delta(committed)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic inside tokenizers is no Exception
+            seq = committed.seq
+            log.exception("request %s: its tokens could not be turned into text", seq.request_id)
+            self._forget(seq)
+            self.scheduler.finish(seq, "error")
+            error = EngineError("the output could not be turned into text")
+            return Delta(seq.index, finish_reason="error", error=error)
 
     def _delta(self, committed: Committed) -> Delta | None:
         seq, token_ids = committed.seq, committed.token_ids
@@ -238,7 +275,7 @@ class EngineCore:
             # The token that ended the output is not part of its text.
             ended_by_token = seq.finish_reason == "stop"
             visible = token_ids[:-1] if ended_by_token and token_ids else token_ids
-            text, matched, taken = state.push(visible, seq.num_output)
+            text, matched, taken = state.push(visible, seq.num_output - len(token_ids))
             if matched is None and seq.finish_reason is not None:
                 tail, matched = state.flush()
                 text += tail
@@ -267,6 +304,30 @@ class EngineCore:
     def _forget(self, seq: Sequence) -> None:
         self._texts.pop(seq, None)
         self._prompt_logprobs.pop(seq, None)
+
+
+def check_salt(salt: str) -> None:
+    """Refuses what cannot be hashed.
+
+    Raises:
+      RequestError: naming the field.
+    """
+    try:
+        salt.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise RequestError("cache_salt must be valid text", param="cache_salt") from error
+
+
+def token_ids(ids: Iterable[int]) -> tuple[int, ...]:
+    """Plain ints of any integers, numpy's too; a copy that nobody else can change.
+
+    Raises:
+      RequestError: something else is among them.
+    """
+    try:
+        return tuple(map(operator.index, ids))
+    except TypeError as error:
+        raise RequestError("the prompt's token ids must be integers", param="prompt") from error
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:

@@ -11,13 +11,13 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from forge_jax.config import EngineConfig
-from forge_jax.core import EngineCore, EngineParts, Outputs
-from forge_jax.errors import EngineError, RequestError
+from forge_jax.core import EngineCore, EngineParts, Outputs, token_ids
+from forge_jax.errors import EngineError, ForgeError, RequestError
 from forge_jax.outputs import Delta
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request
@@ -145,7 +145,7 @@ class Engine:
 
     def start(self) -> None:
         """Starts the engine thread."""
-        assert self._thread is None, "the engine has been started"
+        assert self._state == "starting", f"start of an engine that is {self._state}"
         self._state = "ready"
         self._thread = threading.Thread(target=self._run, name="forge-engine", daemon=True)
         self._thread.start()
@@ -166,11 +166,21 @@ class Engine:
         self._command("stop", None)
         await asyncio.to_thread(self._thread.join)
         await asyncio.sleep(0)  # what the thread handed over last is delivered
+        self._fail(EngineError("the engine has been stopped"))
         self._state = "stopped"
+
+    def check(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> None:
+        """Refuses what `submit` would refuse for what it asks, and queues nothing.
+
+        Raises:
+          RequestError: the request can never be served; `param` names the field.
+        """
+        ids = token_ids(prompt_token_ids)
+        self._core.check(Request(request_id="", prompt_token_ids=ids, params=params))
 
     def submit(
         self,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Iterable[int],
         params: SamplingParams,
         *,
         request_id: str,
@@ -181,17 +191,19 @@ class Engine:
 
         Raises:
           RequestError: the request can never be served; `param` names the field.
-          EngineError: the engine has failed or is stopping.
+          EngineError: the engine has failed or is stopping, or streams of another event loop
+            are being read.
         """
-        if self._state != "ready":
+        if self._state != "ready" or self._thread is None or not self._thread.is_alive():
             raise EngineError(f"the engine takes no requests: it is {self._state}")
         if request_id in self._streams:
-            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+            raise RequestError("the request id is in use: choose another", param="request_id")
+        self._attach_loop()
         parts = self._parts
         seed = params.seed if params.seed is not None else parts.rng.getrandbits(64)
         request = Request(
             request_id=request_id,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=token_ids(prompt_token_ids),
             params=params,
             arrival_s=parts.clock(),
             priority=priority,
@@ -199,7 +211,6 @@ class Engine:
             seed=seed % 2**64,
         )
         self._core.check(request)
-        self._loop = asyncio.get_running_loop()
         stream = Stream(self, request_id, params.n)
         self._streams[request_id] = stream
         self._command("add", request)
@@ -266,18 +277,42 @@ class Engine:
                     while commands:
                         verb, argument = commands.popleft()
                         if verb == "add":
-                            core.add(argument)
+                            self._add(argument)
                         elif verb == "abort":
                             core.abort(argument)
                         else:
                             self._deliver(core.drain())
                             return
                     self._deliver(core.tick())
-        except Exception as error:
+        except BaseException as error:  # whatever ends this thread, the streams must learn of it
             log.exception("the engine thread failed")
             self._state = "failed"
             failure = EngineError(f"the engine failed: {type(error).__name__}")
             self._call(self._fail, failure)
+
+    def _attach_loop(self) -> None:
+        """Makes the running loop the one that streams are fed on.
+
+        Streams of a loop that has been closed have no reader any more: they are aborted.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop and self._streams:
+            if self._loop is not None and not self._loop.is_closed():
+                raise EngineError("the engine is in use on another event loop")
+            for request_id in self._streams:
+                self.abort(request_id)
+        self._loop = loop
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._core.add(request)
+        except Exception as error:  # costs this request, not the engine
+            if not isinstance(error, ForgeError):
+                log.exception("request %s could not be queued", request.request_id)
+                error = EngineError("the request could not be queued")
+            indices = range(request.params.n)
+            failed = [Delta(i, finish_reason="error", error=error) for i in indices]
+            self._deliver({request.request_id: failed})
 
     def _deliver(self, outputs: Outputs) -> None:
         if outputs:
@@ -293,7 +328,8 @@ class Engine:
             stream = self._streams.get(request_id)
             if stream is None:
                 continue
-            stream._put(deltas)
+            with contextlib.suppress(RuntimeError):  # its reader waited on a loop that was closed
+                stream._put(deltas)
             if not stream._open:
                 del self._streams[request_id]
         if not self._streams:
@@ -301,6 +337,7 @@ class Engine:
 
     def _fail(self, failure: EngineError) -> None:
         for stream in self._streams.values():
-            stream._put([Delta(i, finish_reason="error", error=failure) for i in stream._open])
+            with contextlib.suppress(RuntimeError):
+                stream._put([Delta(i, finish_reason="error", error=failure) for i in stream._open])
         self._streams.clear()
         self._idle.set()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +15,7 @@ from tqdm import tqdm
 
 from forge_jax.assemble import assemble
 from forge_jax.config import EngineConfig
-from forge_jax.core import EngineParts
+from forge_jax.core import EngineParts, token_ids
 from forge_jax.errors import RequestError
 from forge_jax.outputs import Completion, Delta, RequestOutput
 from forge_jax.sampling_params import SamplingParams
@@ -20,6 +24,7 @@ from forge_jax.schedule.request import Request
 
 Prompt = str | Seq[int]
 Messages = Seq[Mapping[str, Any]]
+_Mailbox = list[tuple[str, list[Delta]]]  # (request id, its news), what one call waits for
 
 
 class LLM:
@@ -57,6 +62,8 @@ class LLM:
         self._parts = parts
         self._core = parts.core
         self._num_requests = 0
+        self._mailboxes: dict[str, _Mailbox] = {}  # by request; its caller's
+        self._lock = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -113,7 +120,9 @@ class LLM:
     def stream(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None
     ) -> Iterator[Delta]:
-        """Yields the deltas of one prompt (text, token ids or chat messages) as they come.
+        """The deltas of one prompt (text, token ids or chat messages) as they come.
+
+        Several streams may be read in turn, also beside `generate` and from other threads.
 
         Closing the iterator early aborts the request. After a delta with an error, it is raised.
         """
@@ -123,20 +132,18 @@ class LLM:
             ids = self._encode(prompt)  # type: ignore[arg-type]
         request = self._request(ids, params or SamplingParams())
         self._core.check(request)
-        self._core.add(request)
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[Delta]:
         unfinished = request.params.n
-        try:
+        with self._running([request]) as mailbox:
             while unfinished:
-                for delta in self._tick().get(request.request_id, ()):
-                    unfinished -= delta.finish_reason is not None
-                    yield delta
-                    if delta.error is not None:
-                        raise delta.error
-        finally:
-            if unfinished:
-                self._core.abort(request.request_id)
-                while self._core.has_work:
-                    self._tick()
+                for _, deltas in self._news(mailbox):
+                    for delta in deltas:
+                        unfinished -= delta.finish_reason is not None
+                        yield delta
+                        if delta.error is not None:
+                            raise delta.error
 
     def _run(
         self,
@@ -156,30 +163,20 @@ class LLM:
         requests = [self._request(i, p) for i, p in zip(ids, all_params, strict=True)]
         for request in requests:
             self._core.check(request)
-        for request in requests:
-            self._core.add(request)
         collected = {r.request_id: _Collected(r) for r in requests}
-        try:
-            self._collect(collected, progress)
-        except BaseException:
-            for request in requests:
-                self._core.abort(request.request_id)
-            while self._core.has_work:
-                self._tick()
-            raise
+        with self._running(requests) as mailbox:
+            self._collect(mailbox, collected, progress)
         return [
             collected[r.request_id].output(p if isinstance(p, str) else None)
             for r, p in zip(requests, prompts, strict=True)
         ]
 
-    def _collect(self, collected: dict[str, _Collected], progress: bool) -> None:
+    def _collect(self, mailbox: _Mailbox, collected: dict[str, _Collected], progress: bool) -> None:
         unfinished = sum(c.request.params.n for c in collected.values())
         tokens = 0
         with tqdm(total=len(collected), unit="prompt", disable=not progress) as bar:
             while unfinished:
-                for request_id, deltas in self._tick().items():
-                    if request_id not in collected:
-                        continue
+                for request_id, deltas in self._news(mailbox):
                     for delta in deltas:
                         tokens += len(delta.token_ids)
                         if collected[request_id].take(delta):
@@ -187,9 +184,41 @@ class LLM:
                         unfinished -= delta.finish_reason is not None
                 bar.set_postfix_str(f"{tokens} tokens", refresh=False)
 
-    def _tick(self) -> dict[str, list[Delta]]:
-        with self._parts.guard():
-            return self._core.tick()
+    @contextmanager
+    def _running(self, requests: Seq[Request]) -> Iterator[_Mailbox]:
+        """Queues requests, and gives up what is left of them at the end, however it comes."""
+        mailbox: _Mailbox = []
+        try:
+            with self._lock:
+                for request in requests:
+                    self._mailboxes[request.request_id] = mailbox
+                    self._core.add(request)
+            yield mailbox
+        finally:
+            with self._lock:
+                for request in requests:
+                    self._core.abort(request.request_id)
+                    self._mailboxes.pop(request.request_id, None)
+
+    def _news(self, mailbox: _Mailbox) -> _Mailbox:
+        """What has come into a mailbox; runs a step if there is nothing yet.
+
+        A step serves every request of this engine: what it brings the others waits in their
+        mailboxes, for another stream or another thread to fetch.
+        """
+        with self._lock:
+            if not mailbox:
+                self._tick()
+            news = mailbox.copy()
+            mailbox.clear()
+            return news
+
+    def _tick(self) -> None:
+        with _uninterrupted(), self._parts.guard():
+            for request_id, deltas in self._core.tick().items():
+                mailbox = self._mailboxes.get(request_id)
+                if mailbox is not None:
+                    mailbox.append((request_id, deltas))
 
     def _request(self, ids: list[int], params: SamplingParams) -> Request:
         self._num_requests += 1
@@ -205,7 +234,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            return list(token_ids(prompt))
         if self._parts.tokenizer is None:
             raise RequestError(
                 "this model has no tokenizer.json: pass token ids instead of text", param="prompt"
@@ -222,7 +251,23 @@ class LLM:
 
 
 def _is_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return isinstance(prompts, str) or (len(prompts) > 0 and hasattr(prompts[0], "__index__"))
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Puts Ctrl-C off to the end of the block: a step that is cut in half cannot be taken back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived = []
+    before = signal.signal(signal.SIGINT, lambda *signals: arrived.append(signals))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.default_int_handler)
+    if arrived:
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 @dataclass(slots=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from forge_jax.errors import RequestError
@@ -16,7 +14,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_N = 128
-_NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +40,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = _NO_BIAS
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     logprobs: int | None = None  # alternatives per token, 0..20; None: no logprobs at all
     prompt_logprobs: int | None = None  # the same for the prompt's tokens (echo with logprobs)
     stop: Sequence[str] = ()
@@ -71,7 +68,7 @@ class SamplingParams:
             _int("seed", self.seed, -(2**63), 2**64 - 1)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _int(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -92,9 +89,11 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             _int("stop_token_ids", token, 0, 2**31 - 1)
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True", param="stop")
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     @property
     def greedy(self) -> bool:
@@ -120,7 +119,7 @@ def _int(name: str, value: Any, low: int, high: int) -> None:
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} must be a number, not {type(value).__name__}", param=name)
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+    if not low <= value <= high or (open_low and value == low):  # NaN and infinity among them
         bound = "greater than" if open_low else "at least"
         raise RequestError(f"{name} must be {bound} {low} and at most {high}", param=name)
 

@@ -72,6 +72,8 @@ class _Slot:
 class FakeDevice:
     """A `plan.Device` in plain Python: the next token is a hash of the prefix and the seed.
 
+    At temperature 0 the seed does not matter, as on a real device.
+
     The KV of a token stands for everything it depends on: it is a fingerprint of the salt and of
     all tokens up to its own. With `check`, every scheduled sequence first gathers its prefix
     through its block table and an AssertionError says where it is not exactly that prefix: a stale
@@ -143,7 +145,8 @@ class FakeDevice:
             rolling = _extend(rolling, token)
         for num_output in range(count):
             stops = stop_ids if num_output < params.min_tokens else ()
-            tokens.append(self._sample(tokens, rolling, seed, stops))
+            noise = 0 if params.greedy else seed
+            tokens.append(self._sample(tokens, rolling, noise, stops))
             rolling = _extend(rolling, tokens[-1])
         return tokens[len(prompt) :]
 
@@ -213,7 +216,8 @@ class FakeDevice:
         logprobs = prompt_logprobs = None
         if scheduled.samples:
             stops = admission.stop_ids if scheduled.num_output < params.min_tokens else ()
-            token = self._sample(slot.tokens, slot.rolling[end], admission.seed, stops)
+            seed = 0 if params.greedy else admission.seed
+            token = self._sample(slot.tokens, slot.rolling[end], seed, stops)
             slot.last_token = token
             token_ids = (token,)
             if params.logprobs is not None:

@@ -72,17 +72,17 @@ def fit_num_blocks(
     """
     wanted = blocks_per_sequence * max_num_seqs
     fitting = free_bytes // block_bytes
-    num_blocks = min(wanted, _coarse(fitting))
+    num_blocks = min(wanted, coarse(fitting))
     if num_blocks < blocks_per_sequence:
         raise ConfigError(
             f"the KV cache of one sequence of full length needs "
-            f"{blocks_per_sequence * block_bytes / GIB:.2f} GiB, "
-            f"and {max(free_bytes, 0) / GIB:.2f} GiB are free: lower --max-model-len"
+            f"{blocks_per_sequence * block_bytes / GIB:.2f} GiB, and there is room for "
+            f"{num_blocks * block_bytes / GIB:.2f}: lower --max-model-len or set --num-blocks"
         )
     return num_blocks
 
 
-def _coarse(n: int) -> int:
+def coarse(n: int) -> int:
     """Rounds down to three significant bits: the same memory, give or take, is the same shape."""
     if n < 8:
         return max(n, 0)

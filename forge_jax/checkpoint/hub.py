@@ -35,7 +35,9 @@ def resolve(model: str, revision: str | None = None) -> Path:
     if model and path.is_dir():
         return path
     if model and path.exists():
-        raise ModelError(f"{model} is a file; give the folder that holds config.json")
+        raise ModelError(
+            f"{model} is a file: give the folder that holds config.json (GGUF is not supported yet)"
+        )
     if not HUB_ID.fullmatch(model):
         raise ModelError(
             f"no model {model!r}: it is neither {BUNDLED}, nor an existing folder, nor a Hugging "

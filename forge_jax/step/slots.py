@@ -18,6 +18,7 @@ from forge_jax.schedule.plan import Admission
 from forge_kernels.sampling.api import IN_PROMPT
 
 ADMISSIONS = 8  # rows that one `admit` writes
+MIN_TEMPERATURE = 1e-5  # a smaller one is no different, and logits over it would overflow
 PADDING = 2**31 - 1  # an index past every array: a scatter with mode="drop" leaves it out
 
 
@@ -88,7 +89,7 @@ def pack_admissions(admissions: tuple[Admission, ...], max_blocks: int) -> np.nd
         columns[:2] = np.array([admission.seed], np.uint64).view(np.int32)
         columns[Column.TEMPERATURE : Column.TOP_K] = np.array(
             [
-                p.temperature,
+                max(p.temperature, MIN_TEMPERATURE) if p.temperature else 0.0,
                 p.top_p,
                 p.min_p,
                 p.presence_penalty,

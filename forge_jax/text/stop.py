@@ -16,6 +16,8 @@ class StopStrings:
     never on how it was cut into tokens or on the order of the strings, and nothing has to be
     generated beyond the match.
 
+    `copy.copy` of a fresh one is another fresh one that shares the automaton.
+
     The automaton is Aho and Corasick's (Communications of the ACM 18(6), 1975): each character
     costs amortised constant time, and the depth of its state is how much may yet become a match.
 
@@ -37,11 +39,12 @@ class StopStrings:
         self._held = ""
         self._stopped = False
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
         """Text that may be sent now, and the stop string if it was found.
 
         After a match the text ends before the stop string (after it, if it is to be included) and
-        nothing more may be pushed.
+        nothing more may be pushed. Without `may_stop` a stop string that ends in `text` does not
+        count; one that only begins there does.
         """
         assert not self._stopped, "push after a stop string was found"
         held, state = self._held, self._state
@@ -50,7 +53,7 @@ class StopStrings:
                 state = self._fail[state]
             state = self._next[state].get(char, 0)
             stop = self._match[state]
-            if stop is not None:
+            if stop is not None and may_stop:
                 self._stopped = True
                 self._held = ""
                 end = len(held) + n

@@ -25,6 +25,8 @@ from forge_jax.text.token_bytes import ByteStream, TokenBytes
 _NOTHING: frozenset[int] = frozenset()
 _UNKNOWN_CHAR = "\U0010fff0"  # private use: in no vocabulary
 
+LONG_TEXT = 4096  # characters: about a millisecond of encoding
+
 
 class Tokenizer:
     """A `tokenizers.Tokenizer` with the special tokens of its model.
@@ -274,6 +276,8 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _encode(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
     try:
+        if len(text) > LONG_TEXT:  # a batch of one lets other threads run meanwhile, `encode` not
+            return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
     except (TypeError, UnicodeEncodeError) as error:
         if any("\ud800" <= char <= "\udfff" for char in text):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import hdrs, web
 
+from forge_jax.errors import RequestError
 from forge_serve.config import ServerConfig
 from forge_serve.errors import NotReadyError, UnknownModelError, error_reply
 from forge_serve.generation import Generation, encode_prompts
@@ -37,6 +38,7 @@ log = logging.getLogger("forge_serve.requests")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
 _GENERATION = web.RequestKey("generation", Generation)
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
+_CLIENT_LEFT = web.RequestKey("client_left", bool)  # in the middle of a stream, or was given up
 _STREAM_HEADERS = {
     hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8",
     hdrs.CACHE_CONTROL: "no-cache",
@@ -186,25 +188,29 @@ class _Endpoints:
         engine = self._service.ready_engine()
         request = decode(await http.read(), kind)
         self._service.check_model(request.model)
-        params = request.sampling_params()
-        prompts = await encode_prompts(engine, request)
-        form = form_type(
-            request,
-            prompts,
-            engine.tokenizer,
-            unique_id=uuid.uuid4().hex,
-            model=self._service.model_name,
-            created_s=int(time.time()),
-        )
-        generation = Generation(
-            engine,
-            prompts,
-            params,
-            request_id=form.id,
-            priority=request.priority or 0,
-            cache_salt=request.cache_salt or "",
-            metrics=self._service.metrics,
-        )
+        try:
+            params = request.sampling_params()
+            prompts = await encode_prompts(engine, request)
+            engine = self._service.ready_engine()  # tokenising may have taken long
+            form = form_type(
+                request,
+                prompts,
+                engine.tokenizer,
+                unique_id=uuid.uuid4().hex,
+                model=self._service.model_name,
+                created_s=int(time.time()),
+            )
+            generation = Generation(
+                engine,
+                prompts,
+                params,
+                request_id=form.id,
+                priority=request.priority or 0,
+                cache_salt=request.cache_salt or "",
+                metrics=self._service.metrics,
+            )
+        except RequestError as error:
+            raise request.in_its_words(error) from error
         http[_GENERATION] = generation
         try:
             if request.streams:
@@ -225,14 +231,18 @@ class _Endpoints:
         begin_s, status = time.monotonic(), CLIENT_CLOSED
         try:
             response = await handler(request)
-            status = response.status
+            status = CLIENT_CLOSED if request.get(_CLIENT_LEFT) else response.status
         except Exception as error:
             response = error_reply(error).response()
             if isinstance(error, web.HTTPMethodNotAllowed):
                 response.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
+            if isinstance(error, web.RequestPayloadError):
+                response.force_close()  # where this body ends, and the next request begins?
             status = response.status
         finally:
             self._count(request, status, time.monotonic() - begin_s)
+        if self._service.stopping:
+            response.force_close()  # a client that stays would meet nobody here
         return response
 
     def _count(self, http: web.Request, status: int, seconds: float) -> None:
@@ -286,11 +296,12 @@ async def _stream(
             await _write(response, b"data: " + error_reply(error).body() + b"\n\n")
         await response.write_eof()
     except TimeoutError:
+        http[_CLIENT_LEFT] = True
         log.warning("gave up a client that read nothing for %.0f s", WRITE_STALL_S)
         if http.transport is not None:
             http.transport.abort()
     except ConnectionError:
-        pass  # the client has gone; the caller aborts the generation
+        http[_CLIENT_LEFT] = True  # the caller aborts the generation
     return response
 
 

@@ -27,6 +27,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, not {self.port}")
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise ConfigError("--served-model-name must not be empty: leave it out for MODEL")
         for flag, value in (
             ("--drain-timeout", self.drain_timeout_s),
             ("--fake-step-time-ms", self.fake_step_time_ms),

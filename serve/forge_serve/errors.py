@@ -38,6 +38,10 @@ class NotReadyError(ForgeError):
         self.retry_after_s = retry_after_s
 
 
+class StoppingError(EngineError):
+    """The engine gave a request up because the server is shutting down."""
+
+
 class ErrorReply(msgspec.Struct, frozen=True):
     """An error as the client will see it."""
 
@@ -87,9 +91,13 @@ def error_reply(error: BaseException) -> ErrorReply:
         case NumericalError():
             return ErrorReply(500, str(error), "server_error", None, "numerical_error")
         case EngineError():
-            log.error("the engine refused or lost a request: %s", error)
+            level = logging.INFO if isinstance(error, StoppingError) else logging.ERROR
+            log.log(level, "the engine refused or lost a request: %s", error)
             message = "the engine is not available: it failed or is shutting down"
             return ErrorReply(503, message, "server_error", None, "engine_unavailable")
+        case web.RequestPayloadError():
+            message = "the body of the request cannot be read as its headers describe it"
+            return ErrorReply(400, message, "invalid_request_error")
         case web.HTTPRequestEntityTooLarge():
             message = "the body of the request is larger than this server accepts"
             return ErrorReply(413, message, "invalid_request_error", None, "request_too_large")

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from forge_jax.errors import EngineError, ForgeError, RequestError
+from forge_jax.errors import ContextLengthError, EngineError, ForgeError, RequestError
 from forge_jax.sampling_params import SamplingParams
+from forge_serve.errors import StoppingError
 from forge_serve.metrics import Metrics
 from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest
 
@@ -39,16 +41,48 @@ async def encode_prompts(
     """The prompts of a request as token ids; long texts are tokenised in a thread.
 
     Raises:
+      ContextLengthError: a text is so long that no tokenisation of it could fit.
       RequestError: the model lacks a tokenizer or a chat template, or the text cannot be encoded.
     """
     if isinstance(request, ChatRequest):
         return [await _encode_chat(engine, request)]
     given = request.prompts() if isinstance(request, CompletionRequest) else [request.prompt]
+    for item in given:
+        if isinstance(item, str):
+            _check_text_size(engine, [item], "prompt")
     special = True if request.add_special_tokens is None else request.add_special_tokens
     num_chars = sum(len(item) for item in given if isinstance(item, str))
     if num_chars < THREAD_FROM_CHARS:
         return _encode_texts(engine.tokenizer, given, special)
     return await asyncio.to_thread(_encode_texts, engine.tokenizer, given, special)
+
+
+def _check_text_size(engine: Engine, texts: Iterable[str], param: str) -> None:
+    """Refuses, before the work of tokenising it, what would not fit in the longest tokens.
+
+    Raises:
+      ContextLengthError: with this `param`.
+    """
+    if engine.tokenizer is None:
+        return
+    longest = _longest_token_bytes(engine.tokenizer)
+    if longest is None:
+        return
+    size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    if size > engine.max_model_len * longest:
+        raise ContextLengthError(
+            f"{param}: {size} bytes of text have more tokens than the {engine.max_model_len} "
+            "that the context has room for",
+            param=param,
+        )
+
+
+@lru_cache(maxsize=1)
+def _longest_token_bytes(tokenizer: Tokenizer) -> int | None:
+    """None: this tokenizer's tokens have no bytes of their own."""
+    if tokenizer.table is None:
+        return None
+    return max((len(piece) for piece in tokenizer.table.pieces if piece), default=None)
 
 
 def _encode_texts(
@@ -81,6 +115,7 @@ async def _encode_chat(engine: Engine, request: ChatRequest) -> Prompt:
         )
     messages = request.template_messages()
     options = request.template_options()
+    _check_text_size(engine, (message["content"] for message in messages), "messages")
     if sum(len(message["content"]) for message in messages) < THREAD_FROM_CHARS:
         return Prompt(template.encode(messages, tokenizer, **options))
     return Prompt(await asyncio.to_thread(template.encode, messages, tokenizer, **options))
@@ -125,6 +160,8 @@ class Generation:
         self._streams: list[Stream] = []
         self._arrived: asyncio.Queue[tuple[int, list[Delta]]] = asyncio.Queue()
         self._forwards: list[asyncio.Task[None]] = []
+        for prompt in prompts:  # none is begun if one of them cannot be served
+            engine.check(prompt.token_ids, params)
         try:
             for i, prompt in enumerate(prompts):
                 self._streams.append(
@@ -211,7 +248,7 @@ class Generation:
                 if delta.finish_reason == "error":
                     self._failure = delta.error or EngineError("the engine gave no reason")
                 elif delta.finish_reason == "abort":
-                    self._failure = EngineError("the engine is shutting down")
+                    self._failure = StoppingError("the engine is shutting down")
         self.num_output_tokens += num_tokens
         if num_tokens:
             now_s = time.monotonic()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 
@@ -39,6 +39,8 @@ _SAMPLING_FIELDS = (
     "ignore_eos",
     "skip_special_tokens",
 )
+
+Role = Literal["system", "user", "assistant", "tool", "developer"]
 
 _TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents"})
 
@@ -78,15 +80,21 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     user: str | None = None
 
-    # Refused unless null, false or empty.
+    # Refused unless null, false or empty; 0 asks for something.
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    grammar: Any = None
+    stop_regex: Any = None
     use_beam_search: Any = None
     prompt_logprobs: Any = None
+    logprob_token_ids: Any = None
     allowed_token_ids: Any = None
     bad_words: Any = None
     truncate_prompt_tokens: Any = None
@@ -97,8 +105,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         "guided_regex": "structured output is not supported yet",
         "guided_choice": "structured output is not supported yet",
         "guided_grammar": "structured output is not supported yet",
+        "json_schema": "structured output is not supported yet",
+        "regex": "structured output is not supported yet",
+        "ebnf": "structured output is not supported yet",
+        "grammar": "structured output is not supported yet",
+        "stop_regex": "not supported: use stop",
         "use_beam_search": "beam search is not supported",
         "prompt_logprobs": "not supported: use echo with logprobs in /v1/completions",
+        "logprob_token_ids": "not supported: ask for the likeliest with logprobs",
         "allowed_token_ids": "not supported: use logit_bias",
         "bad_words": "not supported: use logit_bias",
         "truncate_prompt_tokens": "not supported: send a shorter prompt",
@@ -129,7 +143,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
           RequestError: with `param` named.
         """
         for name, reason in self._REFUSED.items():
-            if getattr(self, name):
+            if _asks_for_something(getattr(self, name)):
                 raise RequestError(f"{name}: {reason}", param=name)
         _check_response_format(self.response_format)
         if self.stream_options is not None and not self.streams:
@@ -146,6 +160,20 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             raise RequestError("priority must fit 32 bits", param="priority")
+
+    def names_sent(self) -> dict[str, str]:
+        """The client's names of what the engine calls otherwise."""
+        return {}
+
+    def in_its_words(self, error: RequestError) -> RequestError:
+        """The same error about the fields as the client named them."""
+        message, param = str(error), error.param
+        for name, sent in self.names_sent().items():
+            if name == param:
+                param = sent
+            if "_" in name:  # else it could be a word of the sentence
+                message = re.sub(rf"\b{name}\b", sent, message)
+        return type(error)(message, param=param)
 
     def _sampling_params(self, **more: Any) -> SamplingParams:
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
@@ -205,6 +233,10 @@ class GenerateRequest(GenerationRequest, kw_only=True):
         if self.num_samples != 1:
             raise RequestError("n must be 1 here: use /v1/completions", param="n")
 
+    def names_sent(self) -> dict[str, str]:
+        alias = self.max_tokens is None and self.max_new_tokens is not None
+        return {"max_tokens": "max_new_tokens"} if alias else {}
+
     def sampling_params(self) -> SamplingParams:
         given = (self.max_tokens, self.max_new_tokens)
         max_tokens = next((m for m in given if m is not None), DEFAULT_MAX_TOKENS)
@@ -217,7 +249,7 @@ class ContentPart(msgspec.Struct):
 
 
 class Message(msgspec.Struct, omit_defaults=True):
-    role: Literal["system", "user", "assistant", "tool", "developer"]
+    role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[Any] | None = None
@@ -282,10 +314,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
                 )
             if self.top_logprobs and not self.logprobs:
                 raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        if self.max_completion_tokens is not None and self.max_completion_tokens < 0:
-            raise RequestError(
-                "max_completion_tokens must not be negative", param="max_completion_tokens"
-            )
+
+    def names_sent(self) -> dict[str, str]:
+        alias = self.max_completion_tokens is not None
+        limit = {"max_tokens": "max_completion_tokens"} if alias else {}
+        return {"prompt": "messages", **limit}
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as a chat template takes them: plain dictionaries, contents as text.
@@ -353,7 +386,14 @@ def _validation_error(text: str) -> RequestError:
         return RequestError(f"{path} is required", param=path)
     if not path:
         return RequestError(f"the body is not a valid request: {message}")
+    if path.endswith(".role") and message.startswith("Invalid enum value"):
+        message += f"; the roles are {', '.join(get_args(Role))}"
     return RequestError(f"{path}: {message}", param=path)
+
+
+def _asks_for_something(value: Any) -> bool:
+    empty = isinstance(value, str | list | dict) and not value
+    return value is not None and value is not False and not empty
 
 
 def _check_depth(body: bytes) -> None:

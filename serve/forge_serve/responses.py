@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from forge_jax.schedule.plan import TokenLogprobs
+from forge_jax.text import Detokenizer
 from forge_serve.generation import Prompt, Usage
 from forge_serve.protocol import (
     ChatRequest,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from forge_jax.text import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
+_CHOICES = b',"choices":['
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 _json = msgspec.json.Encoder().encode
@@ -103,7 +105,7 @@ class ResponseForm:
         states = [_Prompt(prompt) for prompt in prompts]
         self._choices = [_Choice(i, states[i // n]) for i in range(len(prompts) * n)]
         chunk = _json({**self._common, "object": self.chunk_object})
-        self._head = b"data: " + chunk[:-1] + b',"choices":['
+        self._head = b"data: " + chunk[:-1] + _CHOICES
         self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
 
     def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
@@ -164,8 +166,6 @@ class CompletionForm(ResponseForm):
         self.with_logprobs = request.logprobs is not None
         for state in self._choices:
             state.offsets = TextOffsets(self.tokens)
-            if self.echo and self.with_logprobs:
-                state.offsets.skip_to(self._prompt_text(state), state.of.prompt.token_ids)
 
     def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
         if not (self.echo and self.with_logprobs):
@@ -212,7 +212,7 @@ class CompletionForm(ResponseForm):
     def _prompt_text(self, state: _Choice) -> str:
         if state.of.prompt.text is not None:
             return state.of.prompt.text
-        return self.tokens.text(state.of.prompt.token_ids)
+        return self.tokens.begun_text(state.of.prompt.token_ids)
 
     def _logprobs(
         self,
@@ -229,14 +229,17 @@ class CompletionForm(ResponseForm):
             "text_offset": [],
         }
         assert state.offsets is not None
+        entries = logprobs
         if first and self.echo:  # nothing comes before the first token of the prompt
-            first_id = state.of.prompt.token_ids[0]
-            out["tokens"].append(self.tokens.name(first_id))
+            prompt = state.of.prompt
+            out["tokens"].append(self.tokens.name(prompt.token_ids[0]))
             out["token_logprobs"].append(None)
             out["top_logprobs"].append(None)
-            out["text_offset"].append(state.offsets.push(first_id))
-            logprobs = [*state.of.logprobs, *logprobs]
-        for entry in logprobs:
+            out["text_offset"] += state.offsets.prompt(
+                prompt.token_ids, self._prompt_text(state), spelled_out=prompt.text is not None
+            )
+            entries = [*state.of.logprobs, *logprobs]
+        for entry in entries:
             name = self.tokens.name(entry.token_id)
             top: dict[str, float] = {}
             # Different tokens may have the same name (parts of characters): the likeliest stays.
@@ -246,7 +249,7 @@ class CompletionForm(ResponseForm):
             out["tokens"].append(name)
             out["token_logprobs"].append(_finite(entry.logprob))
             out["top_logprobs"].append(top)
-            out["text_offset"].append(state.offsets.push(entry.token_id))
+        out["text_offset"] += [state.offsets.push(entry.token_id) for entry in logprobs]
         return out
 
 
@@ -260,16 +263,20 @@ class ChatForm(ResponseForm):
     def __init__(self, request: ChatRequest, *args: Any, **kwargs: Any):
         super().__init__(request, *args, **kwargs)
         self.with_logprobs = bool(request.logprobs)
+        self._extra = self._whole_extra()  # goes out with the first chunk
+
+    def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
+        events = super().events(choice, delta, usage)
+        if not self._extra:
+            return events
+        extra, self._extra = self._extra, {}
+        first_head = self._head.removesuffix(_CHOICES) + b"," + _json(extra)[1:-1] + _CHOICES
+        return first_head + events.removeprefix(self._head)
 
     def _chunk_choices(self, state: _Choice, delta: Delta, first: bool) -> Iterable[bytes]:
-        more: dict[str, Any] = {}
         if first:
             start = b'{"index":%d,"delta":{"role":"assistant","content":""}' % state.index
-            if self.with_token_ids:
-                more["prompt_token_ids"] = state.of.prompt.token_ids
-                yield start + b',"logprobs":null,"finish_reason":null,' + _json(more)[1:]
-            else:
-                yield start + b',"logprobs":null,"finish_reason":null}'
+            yield start + b',"logprobs":null,"finish_reason":null}'
         more = {"token_ids": delta.token_ids} if self.with_token_ids else {}
         logprobs = self._logprobs(delta.logprobs or ())
         shown = delta.text or delta.finish_reason or (self.with_token_ids and delta.token_ids)
@@ -374,10 +381,11 @@ class TokenNames:
         """What the token adds to the text that the client sees."""
         return b"" if token_id in self._hidden else self.raw(token_id)
 
-    def text(self, token_ids: Sequence[int]) -> str:
+    def begun_text(self, token_ids: Sequence[int]) -> str:
+        """The text up to a character that the tokens break off: it comes with the next text."""
         if self._tokenizer is None:
             return ""
-        return self._tokenizer.decode(token_ids, self._skip_special)
+        return Detokenizer(self._tokenizer, (), self._skip_special).push(token_ids)
 
 
 class TextOffsets:
@@ -388,14 +396,25 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def skip_to(self, text: str, token_ids: Sequence[int]) -> None:
-        """The tokens of `text` may spell something before it: a space that tokenizers put there."""
-        spelled = b"".join(map(self._tokens.shown, token_ids)).decode("utf-8", "replace")
-        if spelled.endswith(text):
-            self._offset = len(text) - len(spelled)
+    def prompt(self, token_ids: Sequence[int], text: str, *, spelled_out: bool) -> list[int]:
+        """Offsets of a prompt's tokens in its text; what is pushed then comes after that text.
+
+        `spelled_out`: special tokens are in `text` because the client wrote them there. The tokens
+        may spell more than `text`: a BOS or a space before it that tokenizers add.
+        """
+        pieces = [self._tokens.raw(i) if spelled_out else self._tokens.shown(i) for i in token_ids]
+        # A tokenizer that rewrites its text spells another one: then nothing is before it.
+        before = b"".join(pieces).decode("utf-8", "replace").rfind(text)
+        self._offset = -max(before, 0)
+        offsets = []
+        for piece in pieces:
+            offsets.append(min(max(self._offset, 0), len(text)))
+            self._offset += len(self._decoder.decode(piece))
+        self._offset = len(text)
+        return offsets
 
     def push(self, token_id: int) -> int:
-        begin = max(self._offset, 0)
+        begin = self._offset
         self._offset += len(self._decoder.decode(self._tokens.shown(token_id)))
         return begin
 

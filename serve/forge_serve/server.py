@@ -2,13 +2,15 @@
 
 Order of start-up: bind, answer /health with 503, load the engine in a thread, serve. The socket
 comes first, so that a port conflict is an error before any long work, and so that whoever waits
-for the server can tell "starting" from "not there".
+for the server can tell "starting" from "not there". It goes last, for the same reason: whoever
+comes while running requests finish is told to go elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
+MAX_REASON_CHARS = 200  # of what a client got wrong, in the log
 LAST_BYTES_S = 1.0  # for answers to leave after the engine has stopped
 
 
@@ -45,7 +49,9 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of every absent backend
+    logging.getLogger("aiohttp.server").addFilter(_without_traceback)
     sock = bind(server_config.host, server_config.port)
+    announce(engine_config, server_config)
 
     def load() -> Engine:
         return load_engine(engine_config, server_config)
@@ -56,6 +62,28 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         sys.stdout.flush()
         os._exit(0)
     return 0
+
+
+def announce(engine_config: EngineConfig, server_config: ServerConfig) -> None:
+    """Says what is about to be loaded, since that may take a while, or what --fake ignores."""
+    model, device = engine_config.model, engine_config.parallel
+    if not server_config.fake:
+        where = "" if device.backend == "auto" else f" on {device.backend}:{device.device}"
+        log.info(
+            "loading %s%s: the first start with these settings compiles for about half a minute, "
+            "later ones take seconds",
+            model.model,
+            where,
+        )
+        return
+    ignored = [
+        "MODEL" if field.name == "model" else "--" + field.name.replace("_", "-")
+        for field in dataclasses.fields(model)
+        if field.name in ("model", "revision", "dtype", "chat_template")
+        and getattr(model, field.name) != field.default
+    ]
+    if ignored:
+        log.warning("--fake loads no model: it ignores %s", ", ".join(ignored))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -113,19 +141,20 @@ async def _serve(sock: socket.socket, config: ServerConfig, load: Callable[[], E
         service.engine = engine
         print(ready_line(sock, service.model_name), flush=True)
         await stopped
-        await drain(service, site, config.drain_timeout_s)
+        await drain(service, config.drain_timeout_s)
     finally:
         service.stopping = True
         await runner.cleanup()
     return True
 
 
-async def drain(service: Service, site: web.BaseSite, timeout_s: float) -> None:
-    """Refuses what is new, lets what runs finish for up to `timeout_s`, and stops the engine."""
+async def drain(service: Service, timeout_s: float) -> None:
+    """Answers what is new with 503, lets what runs finish for up to `timeout_s`, then stops the
+    engine. The socket stays open meanwhile.
+    """
     assert service.engine is not None
     service.stopping = True
     log.info("stopping: %d s for the running requests", timeout_s)
-    await site.stop()
     await service.engine.stop(timeout_s)
 
 
@@ -139,6 +168,17 @@ def ready_line(sock: socket.socket, model: str) -> str:
         f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     )
     return f"forge-jax serves {model} at {url}; try: {command}"
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """What is not HTTP is nothing that a traceback could help with: aiohttp logs one for each."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+        reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
+        record.msg, record.args = "%s: %s", (record.getMessage(), reason)
+        record.exc_info = None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+    return True
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -187,3 +187,73 @@ def test_offline_a_faulty_prompt_does_not_cost_the_others():
     llm._core._device._fault = lambda scheduled: True
     with pytest.raises(NumericalError):
         list(llm.stream([4], params))
+
+
+async def test_what_breaks_one_request_breaks_no_other(engine, monkeypatch, caplog):
+    """Even a panic inside a library, which is no Exception."""
+    from forge_jax.core import _SequenceText
+
+    class Panic(BaseException):
+        pass
+
+    original = _SequenceText.push
+
+    def push(self, token_ids, num_before):
+        if self._min_tokens == 7:
+            raise Panic
+        return original(self, token_ids, num_before)
+
+    monkeypatch.setattr(_SequenceText, "push", push)
+    good = engine.submit([1, 2], SamplingParams(max_tokens=20, seed=1), request_id="good")
+    bad = engine.submit([1, 2], SamplingParams(max_tokens=20, min_tokens=7), request_id="bad")
+    (texts, reasons), news = await asyncio.gather(read(good), anext(bad))
+    assert reasons == {0: "length"} and texts[0]
+    assert isinstance(news[-1].error, EngineError)
+    await settled(engine)
+
+
+async def test_submit_takes_a_copy_and_checks_it(engine):
+    ids = [5] * 40
+    stream = engine.submit(ids, SamplingParams(max_tokens=3), request_id="r")
+    ids.clear()
+    assert (await read(stream))[1] == {0: "length"}
+    with pytest.raises(RequestError, match="integers"):
+        engine.submit([1.5], SamplingParams(), request_id="float")
+    for salt in ("\ud800", None):
+        with pytest.raises(RequestError) as error:
+            engine.submit([1], SamplingParams(), request_id="s", cache_salt=salt)
+        assert error.value.param == "cache_salt"
+    with pytest.raises(ContextLengthError):
+        engine.check([1] * 5000, SamplingParams())
+
+
+async def test_an_engine_thread_that_dies_of_anything_ends_its_streams():
+    class Panic(BaseException):
+        pass
+
+    def dispatch(plan):
+        raise Panic
+
+    engine = Engine.fake()
+    engine._core._device.dispatch = dispatch
+    engine.start()
+    stream = engine.submit([1], SamplingParams(max_tokens=20), request_id="r")
+    assert (await read(stream))[1] == {0: "error"}
+    assert engine.stats().state == "failed"
+    await engine.stop()
+
+
+def test_an_engine_outlives_the_event_loop_of_its_clients():
+    engine = Engine.fake(step_time_s=0.001)
+    engine.start()
+
+    async def leave_early():
+        engine.submit([1], SamplingParams(max_tokens=3000), request_id="r")
+
+    async def come_later():
+        reasons = (await read(engine.submit([1], SamplingParams(max_tokens=5), request_id="s")))[1]
+        await engine.stop()
+        return reasons
+
+    asyncio.run(leave_early())
+    assert asyncio.run(come_later()) == {0: "length"}

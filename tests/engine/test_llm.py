@@ -1,5 +1,12 @@
 """`LLM` on a small trained model: what each sampling parameter does, and what never matters."""
 
+import copy
+import os
+import pickle
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -326,3 +333,109 @@ def test_slot_history_counts_prompt_and_output():
     np.testing.assert_array_equal(state.counts[3], [0, IN_PROMPT + 1, IN_PROMPT, 0, 0, 2, 0, 0])
     assert float(state.bias[3, 0]) == -2.5 and int(state.bias_ids[3, 0]) == 4
     assert not state.counts[:3].any()
+
+
+# ---- one engine, several callers -------------------------------------------------------------
+
+
+def test_streams_may_be_read_in_turn_and_beside_generate(llm):
+    params = SamplingParams(max_tokens=20, temperature=0)
+    alone = {p: one(llm, p, max_tokens=20, temperature=0).text for p in (PROMPT, "The dog", "Tom")}
+    first, second = llm.stream(PROMPT, params), llm.stream("The dog", params)
+    texts = ["", ""]
+    for a, b in zip(first, second, strict=True):
+        texts[0] += a.text
+        texts[1] += b.text
+    assert texts == [alone[PROMPT], alone["The dog"]]
+
+    begun = llm.stream(PROMPT, params)
+    start = next(begun).text
+    assert llm.generate("Tom", params, progress=False)[0].text == alone["Tom"]
+    other = llm.stream("The dog", params)
+    next(other)
+    other.close()
+    assert start + "".join(d.text for d in begun) == alone[PROMPT]
+    assert used_blocks(llm) == 0
+
+
+def test_threads_may_share_an_engine(llm):
+    prompts = [PROMPT, "The dog", "Tom", "One day"]
+    alone = [o.text for o in llm.generate(prompts, GREEDY, progress=False)]
+    with ThreadPoolExecutor(4) as pool:
+        together = pool.map(lambda p: llm.generate(p, GREEDY, progress=False)[0].text, prompts)
+        assert list(together) == alone
+
+
+def test_ctrl_c_leaves_the_engine_usable(llm):
+    long = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
+    for delay_s in (0.05, 0.1, 0.15):
+        timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([PROMPT] * 800, long, progress=False)
+        assert used_blocks(llm) == 0
+    assert one(llm, max_tokens=40, temperature=0).text.startswith(STORY[:60])
+
+
+# ---- the edges of what may be asked ----------------------------------------------------------
+
+
+def test_a_stop_string_that_begins_before_min_tokens_and_ends_after_counts(llm):
+    for min_tokens in range(5):
+        text = one(llm, max_tokens=30, temperature=0, stop=["named Lily"], min_tokens=min_tokens)
+        assert text.text == STORY[: STORY.index("named Lily")]
+    later = one(llm, max_tokens=30, temperature=0, stop=[", there"], min_tokens=12)
+    assert later.outputs[0].finish_reason == "length" and later.text.startswith(", there")
+
+
+@pytest.mark.parametrize("params", [{"top_p": 1e-40}, {"temperature": 1e-38}, {"min_p": 1.0}])
+def test_extreme_values_are_greedy(llm, params):
+    greedy = one(llm, max_tokens=8, temperature=0).text
+    assert one(llm, max_tokens=8, seed=1, **params).text == greedy
+
+
+def test_leading_space_survives_a_prompt_that_ends_in_special_tokens(llm):
+    ids = [*llm.tokenizer.encode(PROMPT), *[1] * 8]
+    output = one(llm, ids, max_tokens=1, temperature=0, logit_bias={432: 100.0})
+    assert output.text == llm.tokenizer.decode([*ids, 432])[len(llm.tokenizer.decode(ids)) :]
+
+
+def test_parameters_can_be_copied_hashed_and_pickled():
+    params = SamplingParams(logit_bias={3: 1.0}, stop=["x"])
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+    assert len({params, SamplingParams(), SamplingParams()}) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": 10**400}, {"temperature": float("nan")}, {"top_p": 0.0}, {"n": True},
+        {"repetition_penalty": 1e-30}, {"stop": ["x"], "detokenize": False}, {"logprobs": 21},
+        {"min_tokens": 5, "max_tokens": 4}, {"stop": [""]}, {"logit_bias": {-1: 0.0}},
+    ],
+)  # fmt: skip
+def test_a_wrong_parameter_is_named(wrong):
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**wrong)
+    assert error.value.param in wrong
+
+
+def test_numpy_prompts_are_prompts_and_floats_are_not(llm):
+    ids = llm.tokenizer.encode(PROMPT)
+    assert one(llm, np.array(ids), max_tokens=5, temperature=0).prompt_token_ids == tuple(ids)
+    with pytest.raises(RequestError, match="integers"):
+        llm.generate([[1.5] * 40], GREEDY, progress=False)
+    assert one(llm, max_tokens=2, temperature=0).text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scheduling_policy": "nonsense"}, {"kv_cache": "pagd"}, {"eviction": "x"},
+        {"max_num_seqs": 2.5}, {"max_num_seqs": 10**6}, {"num_blocks": 0},
+        {"num_blocks": 10**12}, {"num_blocks": 3, "max_model_len": 200},
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_named(stories, wrong):
+    with pytest.raises(ConfigError, match="--" + next(iter(wrong)).replace("_", "-")):
+        LLM(stories, **wrong)

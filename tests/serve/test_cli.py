@@ -102,6 +102,7 @@ def test_flags_that_cannot_be_read_end_with_2(arguments, capsys):
         (["--block-size", "9"], "--block-size"),
         (["--memory-fraction", "2"], "--memory-fraction"),
         (["--port", "70000"], "--port"),
+        (["--served-model-name", ""], "--served-model-name"),
         (["--drain-timeout", "-1"], "--drain-timeout"),
         (["--fake-step-time-ms", "nan"], "--fake-step-time-ms"),
     ],
@@ -178,7 +179,7 @@ def test_a_model_that_is_not_there_is_one_line_and_ends_with_1(tmp_path):
 
 def test_a_server_starts_serves_and_drains():
     with subprocess.Popen(
-        [*FORGE, "serve", "--fake", "--port", "0", "--fake-step-time-ms", "20"],
+        [*FORGE, "serve", "a/model", "--fake", "--port", "0", "--fake-step-time-ms", "20"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -198,9 +199,61 @@ def test_a_server_starts_serves_and_drains():
                 rest = response.read()
             assert first.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n")
             assert process.wait(timeout=10) == 0
-            assert "Traceback" not in process.stderr.read()
+            log = process.stderr.read()
+            assert "Traceback" not in log
+            assert "WARNING --fake loads no model: it ignores MODEL" in log
         finally:
             process.kill()
+
+
+def test_what_is_not_http_is_one_line_in_the_log():
+    with subprocess.Popen(
+        [*FORGE, "serve", "--fake", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            match = re.search(r"http://127\.0\.0\.1:(\d+)", process.stdout.readline())
+            assert match
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+            malformed = (
+                head + b"Transfer-Encoding: chunked\r\n\nzz\r\n",
+                head + b"Content-Length: many\r\n\r\n",
+                head + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\nnot gzip!",
+            )
+            for data in malformed:
+                with socket.create_connection(("127.0.0.1", int(match[1])), timeout=10) as client:
+                    client.sendall(data)
+                    assert b" 400 " in client.recv(4096)
+                    while client.recv(4096):
+                        pass
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=10) == 0
+            log = process.stderr.read()
+            assert "Traceback" not in log
+            lines = [line for line in log.splitlines() if "400, message" in line]
+            assert len(lines) == len(malformed), log
+            assert all(" WARNING " in line for line in lines)
+        finally:
+            process.kill()
+
+
+def test_the_smoke_benchmark_says_in_one_line_that_there_is_no_server():
+    with socket.socket() as taken:  # bound and not listening: connections are refused
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.smoke", "--url", url],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=Path(__file__).parents[2],
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"no server that is ready at {url}: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_second_signal_ends_at_once():

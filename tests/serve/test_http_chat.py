@@ -122,7 +122,14 @@ async def test_token_ids_come_back_on_request(server):
     chunks = [json.loads(event) for event in events[:-1]]
     streamed = [id for c in chunks for id in c["choices"][0].get("token_ids", ())]
     assert streamed == whole["choices"][0]["token_ids"]
-    assert chunks[0]["choices"][0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
+    assert not any("prompt_token_ids" in choice for c in chunks for choice in c["choices"])
+    options = {"stream": True, "stream_options": {"include_usage": True}, "n": 2}
+    *events, _ = await server.events("/v1/chat/completions", {**body, **options})
+    with_prompt = ["prompt_token_ids" in json.loads(event) for event in events]
+    assert with_prompt == [True] + [False] * (len(events) - 1)
 
 
 async def test_a_model_without_chat_template_says_what_to_do(start):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ import pytest
 
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
-from forge_jax.fake import assemble_fake
+from forge_jax.fake import WORDS, assemble_fake
 from forge_jax.outputs import Delta
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.text import Tokenizer
-from forge_serve.generation import Prompt, Usage
+from forge_serve.generation import THREAD_FROM_CHARS, Prompt, Usage
 from forge_serve.protocol import CompletionRequest, decode
 from forge_serve.responses import CompletionForm
+
+ROOT = Path(__file__).parents[2]
+STORIES = ROOT / "tests" / "fixtures" / "stories260k-hf"
+FORGE_TINY = ROOT / "forge_jax" / "bundled" / "forge-tiny"
 
 
 async def test_an_answer_has_the_form_of_openai(server):
@@ -190,22 +195,69 @@ async def test_a_logprob_of_minus_infinity_is_a_number(server, monkeypatch):
 
 
 def test_text_offsets_point_at_the_tokens_of_the_text():
-    folder = Path(__file__).parents[1] / "fixtures" / "stories260k-hf"
-    tokenizer = Tokenizer.from_folder(folder)  # it puts a space before the first word
+    tokenizer = Tokenizer.from_folder(STORIES)  # it puts a space before the first word
     text = "Once upon a time, größer"
     ids = tokenizer.encode(text)
-    request = decode(b'{"prompt": "", "echo": true, "logprobs": 0}', CompletionRequest)
-    form = CompletionForm(
-        request, [Prompt(ids, text)], tokenizer, unique_id="x", model="m", created_s=0
-    )
-    scores = tuple(TokenLogprobs(id, -1.0) for id in ids[1:])
-    form.add(0, Delta(0, prompt_logprobs=scores, finish_reason="length"))
-    answer = json.loads(form.body(Usage(len(ids), 0, len(ids), {})))
-    logprobs = answer["choices"][0]["logprobs"]
+    logprobs = _echoed(tokenizer, Prompt(ids, text), ())["logprobs"]
     offsets, tokens = logprobs["text_offset"], logprobs["tokens"]
     assert offsets[:2] == [0, 0]
     for offset, token in zip(offsets[2:], tokens[2:], strict=True):
         assert text[offset:].startswith(token) or "\ufffd" in token
+
+
+def test_text_offsets_count_special_tokens_that_the_client_wrote():
+    tokenizer = Tokenizer.from_folder(FORGE_TINY)
+    text = "<|user|>hi<|end|><|assistant|>"
+    output = tokenizer.encode("Hello there", add_special_tokens=False)
+    for special in (True, False):  # with a BOS before it, which the client did not write
+        ids = tokenizer.encode(text, add_special_tokens=special)
+        assert (ids[0] == tokenizer.bos_token_id) is special
+        choice = _echoed(tokenizer, Prompt(ids, text), output)
+        assert choice["text"] == text + "Hello there"
+        offsets = choice["logprobs"]["text_offset"]
+        assert offsets[: len(ids)] == [0] * special + [0, 8, 10, 17]
+        assert offsets[len(ids)] == len(text) == 30
+        for offset, token in list(zip(offsets, choice["logprobs"]["tokens"], strict=True))[
+            special:
+        ]:
+            assert choice["text"][offset:].startswith(token)
+    # As token ids, special tokens are not in the text, so they have no length in it.
+    choice = _echoed(tokenizer, Prompt(ids), output)
+    assert choice["text"] == "hiHello there"
+    assert choice["logprobs"]["text_offset"][:5] == [0, 0, 2, 2, 2]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 8])
+@pytest.mark.parametrize("after", ["", "b"])
+async def test_an_echoed_character_that_the_prompt_breaks_off_is_there_once(
+    server, max_tokens, after
+):
+    tokenizer = server.engine.tokenizer
+    first_half = len(WORDS)  # the fake device always goes on with the second half
+    prompt = [*tokenizer.encode("a"), first_half, *tokenizer.encode(after)]
+    body = {"prompt": prompt, "max_tokens": max_tokens, "echo": True, "return_token_ids": True}
+    body |= {"seed": 1, "ignore_eos": True}
+    _, answer = await server.post("/v1/completions", body)
+    [choice] = answer["choices"]
+    assert choice["text"] == tokenizer.decode(prompt + choice["token_ids"])
+    *events, _ = await server.events("/v1/completions", {**body, "stream": True})
+    assert "".join(json.loads(e)["choices"][0]["text"] for e in events) == choice["text"]
+
+
+async def test_nothing_is_submitted_if_one_of_the_prompts_cannot_be_served(server, monkeypatch):
+    submitted: list[str] = []
+    submit = server.engine.submit
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        submitted.append(kwargs["request_id"])
+        return submit(*args, **kwargs)
+
+    monkeypatch.setattr(server.engine, "submit", spy)
+    status, answer = await server.post("/v1/completions", {"prompt": ["a", "b", "x" * 2000]})
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+    assert submitted == []
+    assert (await server.post("/v1/completions", {"prompt": ["a", "b"]}))[0] == 200
+    assert len(submitted) == 2
 
 
 async def test_echo_puts_the_prompt_before_the_text(server):
@@ -235,10 +287,10 @@ async def test_a_cached_prefix_is_reported(server):
 
 
 async def test_long_prompts_are_tokenised_too(server):
-    status, answer = await server.post(
-        "/v1/completions", {"prompt": "x" * 100_000, "max_tokens": 1}
-    )
+    assert THREAD_FROM_CHARS < 10_000
+    status, answer = await server.post("/v1/completions", {"prompt": "x" * 10_000, "max_tokens": 1})
     assert status == 400
+    assert "10000 tokens" in answer["error"]["message"]
     assert answer["error"]["code"] == "context_length_exceeded"
     assert answer["error"]["param"] == "prompt"
 
@@ -260,6 +312,29 @@ async def test_a_model_without_tokenizer_takes_and_gives_token_ids(start):
     messages = [{"role": "user", "content": "text"}]
     status, answer = await server.post("/v1/chat/completions", {"messages": messages})
     assert (status, answer["error"]["param"]) == (400, "messages")
+
+
+def _echoed(tokenizer: Tokenizer, prompt: Prompt, output: Sequence[int]) -> dict[str, Any]:
+    """The choice of an answer with `echo` and `logprobs` to this prompt."""
+    request = decode(b'{"prompt": "", "echo": true, "logprobs": 0}', CompletionRequest)
+    form = CompletionForm(request, [prompt], tokenizer, unique_id="x", model="m", created_s=0)
+    prompt_scores = tuple(TokenLogprobs(id, -1.0) for id in prompt.token_ids[1:])
+    scores = tuple(TokenLogprobs(id, -1.0) for id in output)
+    text = tokenizer.decode(output) if output else ""
+    form.add(
+        0,
+        Delta(
+            0,
+            text=text,
+            token_ids=tuple(output),
+            logprobs=scores,
+            prompt_logprobs=prompt_scores,
+            finish_reason="length",
+        ),
+    )
+    num_prompt, num_output = len(prompt.token_ids), len(output)
+    answer = json.loads(form.body(Usage(num_prompt, num_output, num_prompt + num_output, {})))
+    return answer["choices"][0]
 
 
 async def _logprobs(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,6 +14,7 @@ import pytest
 
 from forge_serve.app import MAX_BODY_BYTES
 
+ROOT = Path(__file__).parents[2]
 PROMPT = {"prompt": "Hello"}
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -72,6 +75,13 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
         ("structured_outputs", {"regex": "a"}, "structured_outputs"),
         ("use_beam_search", True, "use_beam_search"),
         ("prompt_logprobs", 1, "prompt_logprobs"),
+        ("prompt_logprobs", 0, "prompt_logprobs"),
+        ("regex", "a+", "regex"),
+        ("ebnf", "root ::= 'a'", "ebnf"),
+        ("json_schema", {"type": "object"}, "json_schema"),
+        ("grammar", "root ::= 'a'", "grammar"),
+        ("stop_regex", "a+", "stop_regex"),
+        ("logprob_token_ids", [5], "logprob_token_ids"),
     ],
 )
 async def test_a_bad_field_of_a_completion_is_named(server, field, value, param):
@@ -106,6 +116,65 @@ async def test_a_bad_field_of_a_chat_is_named(server, field, value, param):
     await _refused(server, "/v1/chat/completions", {**CHAT, field: value}, param)
 
 
+@pytest.mark.parametrize(
+    ("path", "more", "param"),
+    [
+        ("/v1/completions", {"max_tokens": 5000}, "max_tokens"),
+        ("/v1/chat/completions", {"max_tokens": 5000}, "max_tokens"),
+        ("/v1/chat/completions", {"max_completion_tokens": 5000}, "max_completion_tokens"),
+        ("/v1/chat/completions", {"max_completion_tokens": -1}, "max_completion_tokens"),
+        ("/generate", {"max_new_tokens": 5000}, "max_new_tokens"),
+        ("/generate", {"max_new_tokens": 10**12}, "max_new_tokens"),
+        ("/generate", {"max_new_tokens": 5000, "max_tokens": 6000}, "max_tokens"),
+    ],
+)
+async def test_a_limit_is_named_as_the_client_named_it(server, path, more, param):
+    body = CHAT if "chat" in path else PROMPT
+    await _refused(server, path, {**body, **more}, param)
+    status, answer = await server.post(path, {**body, **more})
+    names = re.findall(r"max_\w+", answer["error"]["message"])
+    assert (status, set(names)) == (400, {param})
+
+
+async def test_a_chat_that_is_too_long_names_its_messages(server):
+    long = {"messages": [{"role": "user", "content": "x" * 2000}]}
+    status, answer = await server.post("/v1/chat/completions", long)
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert answer["error"]["code"] == "context_length_exceeded"
+
+
+async def test_an_unknown_role_is_told_the_known_ones(server):
+    body = {"messages": [{"role": "robot", "content": "a"}]}
+    _, answer = await server.post("/v1/chat/completions", body)
+    for role in ("system", "user", "assistant", "tool", "developer"):
+        assert role in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+async def test_a_text_that_cannot_fit_is_not_tokenised(server, monkeypatch, path):
+    def tokenised(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("this text need not have been tokenised")
+
+    monkeypatch.setattr(server.engine.tokenizer, "encode", tokenised)
+    monkeypatch.setattr(server.engine.chat_template, "encode", tokenised)
+    longest = max(len(piece) for piece in server.engine.tokenizer.table.pieces if piece)
+    text = "é" * (server.engine.max_model_len * longest // 2 + 1)
+    param = "messages" if "chat" in path else "prompt"
+    body = {"messages": [{"role": "user", "content": text}], "prompt": text}
+    status, answer = await server.post(path, body)
+    assert status == 400, answer
+    assert (answer["error"]["param"], answer["error"]["code"]) == (param, "context_length_exceeded")
+
+
+async def test_a_prompt_of_the_longest_tokens_is_not_refused_for_its_bytes(server):
+    tokenizer = server.engine.tokenizer
+    longest = max(range(tokenizer.vocab_size), key=lambda id: len(tokenizer.token_bytes(id)))
+    text = tokenizer.decode([longest]) * server.engine.max_model_len
+    status, answer = await server.post("/v1/completions", {"prompt": text})
+    assert status == 400
+    assert " tokens; the context holds" in answer["error"]["message"], "it has been tokenised"
+
+
 async def test_fields_that_change_nothing_are_taken(server):
     odd = {
         "max_tokens": "3",
@@ -118,6 +187,11 @@ async def test_fields_that_change_nothing_are_taken(server):
         "response_format": {"type": "text"},
         "stream": False,
         "stream_options": None,
+        "prompt_logprobs": None,
+        "use_beam_search": False,
+        "regex": "",
+        "bad_words": [],
+        "json_schema": {},
         "something_new": {"deep": [1, 2, {"er": None}]},
     }
     for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)):
@@ -215,6 +289,17 @@ async def test_a_body_that_is_too_large(server):
         assert response.status == 413
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_is_not_what_its_encoding_says(server, caplog, encoding):
+    headers = {"Content-Encoding": encoding}
+    url = server.url + "/v1/completions"
+    for body in (b'{"prompt": "a"}', b"", gzip.compress(b'{"prompt": "a"}')[:20]):
+        async with server.http.post(url, data=body, headers=headers) as response:
+            assert response.status == 400
+            _check_form(await response.json())
+    assert not [record for record in caplog.records if record.name.startswith("forge_serve.err")]
+
+
 async def test_too_many_choices_at_once(server):
     status, answer = await server.post("/v1/completions", {"prompt": ["a"] * 1000, "n": 5})
     assert (status, answer["error"]["param"]) == (400, "n")
@@ -258,5 +343,5 @@ def _check_form(answer: Any) -> None:
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     message = answer["error"]["message"]
     assert message
-    for leak in ("Traceback", "<class", "object at 0x", "/work/", "site-packages"):
+    for leak in ("Traceback", "<class", "object at 0x", str(ROOT), "site-packages"):
         assert leak not in message

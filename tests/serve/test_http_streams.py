@@ -66,9 +66,26 @@ async def test_a_client_that_leaves_frees_its_blocks_within_two_steps(start, str
     # Two steps after the server knows of it, which may be during the step it happens in.
     assert server.engine.stats().steps - before <= 3
     assert _aborted(server) == (2 if isinstance(prompt, str) else 4)
+    assert await _statuses(server) == {"499": 1}
 
 
-async def test_a_client_that_stops_reading_is_given_up(start, monkeypatch):
+async def test_a_client_that_is_found_gone_while_writing_counts_as_left(start, monkeypatch, caplog):
+    caplog.set_level("INFO", "forge_serve.requests")
+
+    async def gone(response: Any, data: bytes) -> None:
+        raise ConnectionResetError("the other end has closed")
+
+    monkeypatch.setattr(app, "_write", gone)
+    server = await start(Engine.fake())
+    response = await server.http.post(server.url + "/v1/completions", json={**LONG, "stream": True})
+    response.close()
+    await server.idle()
+    assert await _statuses(server) == {"499": 1}
+    assert "status=499" in caplog.text and "status=200" not in caplog.text
+
+
+async def test_a_client_that_stops_reading_is_given_up(start, monkeypatch, caplog):
+    caplog.set_level("INFO", "forge_serve.requests")
     monkeypatch.setattr(app, "WRITE_STALL_S", 0.2)
     server = await start(Engine.fake(max_model_len=8192), send_buffer=4096)
     reader = socket.socket()
@@ -85,6 +102,8 @@ async def test_a_client_that_stops_reading_is_given_up(start, monkeypatch):
     async with asyncio.timeout(5):
         while _aborted(server) != 2:
             await asyncio.sleep(0.01)
+    assert await _statuses(server, 2) == {"200": 1, "499": 1}
+    assert "status=499" in caplog.text
     reader.close()
 
 
@@ -150,6 +169,22 @@ async def test_many_streams_at_once(start):
     texts = await asyncio.gather(*(one(i) for i in range(40)))
     assert len(texts) == 40
     await server.idle()
+
+
+async def _statuses(server: Any, num_requests: int = 1) -> dict[str, float]:
+    """How many completions were answered with each status, once there are so many."""
+    async with asyncio.timeout(5):
+        while True:
+            counts = {
+                sample.labels["status"]: sample.value
+                for metric in server.service.metrics.registry.collect()
+                for sample in metric.samples
+                if sample.name == "http_requests_total"
+                and sample.labels["handler"] == "/v1/completions"
+            }
+            if sum(counts.values()) >= num_requests:
+                return counts
+            await asyncio.sleep(0.01)
 
 
 def _aborted(server: Any) -> float | None:

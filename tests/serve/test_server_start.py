@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import threading
 import time
+from typing import Any
 
 import aiohttp
 import pytest
 
+from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
 from forge_jax.errors import ConfigError, ModelError
-from forge_serve import server
+from forge_serve import app, server
 from forge_serve.config import ServerConfig
 
 
@@ -74,7 +77,7 @@ async def test_a_model_that_cannot_be_loaded_ends_the_server():
         await server._serve(sock, ServerConfig(), load)
 
 
-async def test_draining_lets_requests_finish_and_then_aborts_them():
+async def test_draining_lets_requests_finish_and_then_aborts_them(caplog):
     for drain_timeout_s, ends_well in ((10.0, True), (0.05, False)):
         sock = server.bind("127.0.0.1", 0)
         url = "http://{}:{}".format(*sock.getsockname())
@@ -84,14 +87,85 @@ async def test_draining_lets_requests_finish_and_then_aborts_them():
         )
         body = {"prompt": "a", "max_tokens": 25, "ignore_eos": True, "stream": True}
         async with aiohttp.ClientSession() as http:
-            while True:
-                response = await http.post(url + "/v1/completions", json=body)
-                if response.status == 200:
-                    break
-                await asyncio.sleep(0.01)
+            response = await _until_ready(http, url, body)
             await response.content.readany()
             os.kill(os.getpid(), signal.SIGTERM)
             text = (await response.read()).decode()
             assert text.endswith("data: [DONE]\n\n") is ends_well
             assert ('"error"' in text) is not ends_well
         assert await serving is True
+        assert not [r for r in caplog.records if r.levelno > logging.INFO], "it was to be expected"
+
+
+async def test_who_comes_while_requests_finish_is_told_to_come_again():
+    sock = server.bind("127.0.0.1", 0)
+    url = "http://{}:{}".format(*sock.getsockname())
+    config = ServerConfig(drain_timeout_s=20)
+    serving = asyncio.create_task(
+        server._serve(sock, config, lambda: Engine.fake(step_time_s=0.02))
+    )
+    body = {"prompt": "a", "max_tokens": 60, "ignore_eos": True, "stream": True}
+    async with aiohttp.ClientSession() as http:
+        response = await _until_ready(http, url, body)
+        await response.content.readany()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        for _ in range(2):  # on a connection of its own, each time
+            async with http.post(url + "/v1/completions", json=body) as refused:
+                assert refused.status == 503
+                assert (await refused.json())["error"]["code"] == "not_ready"
+                assert int(refused.headers["Retry-After"]) > 0
+                assert refused.headers["Connection"] == "close"
+            async with http.get(url + "/health") as health:
+                assert health.status == 503
+                assert await health.json() == {"status": "stopping"}
+        assert not serving.done()
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        assert await serving is True
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await http.get(url + "/health")
+
+
+async def test_a_request_that_is_being_tokenised_when_the_end_comes_is_told_to_come_again(
+    start, monkeypatch
+):
+    running = await start(Engine.fake())
+    encode = app.encode_prompts
+
+    async def interrupted(*args: Any) -> Any:
+        prompts = await encode(*args)
+        running.service.stopping = True
+        return prompts
+
+    monkeypatch.setattr(app, "encode_prompts", interrupted)
+    status, answer = await running.post("/v1/completions", {"prompt": "a"})
+    assert (status, answer["error"]["code"]) == (503, "not_ready")
+
+
+def test_the_log_says_what_is_loaded_and_that_it_may_take_a_while(caplog):
+    caplog.set_level(logging.INFO)
+    config = EngineConfig.from_options(model="org/model", backend="cuda", device=1)
+    server.announce(config, ServerConfig())
+    [message] = caplog.messages
+    assert "loading org/model on cuda:1" in message and "compiles" in message
+
+
+def test_what_the_fake_device_ignores_is_named(caplog):
+    config = EngineConfig.from_options(model="org/model", dtype="float32", max_model_len=99)
+    server.announce(config, ServerConfig(fake=True))
+    [message] = caplog.messages
+    assert message.endswith("it ignores MODEL, --dtype")
+    caplog.clear()
+    server.announce(EngineConfig(), ServerConfig(fake=True))
+    assert caplog.messages == []
+
+
+async def _until_ready(
+    http: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> aiohttp.ClientResponse:
+    """The answer to a completion, as soon as the server takes it."""
+    while True:
+        response = await http.post(url + "/v1/completions", json=body)
+        if response.status == 200:
+            return response
+        await asyncio.sleep(0.01)

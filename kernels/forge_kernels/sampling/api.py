@@ -68,7 +68,8 @@ def filter_threshold(
     mass = jnp.where(key >= by_k[:, None], mass, 0.0)
     wanted = jnp.where(top_p < 1.0, top_p, 0.0) * mass.sum(axis=1)
     by_p = _bisect(lambda t: jnp.where(key >= t[:, None], mass, 0.0).sum(axis=1) >= wanted, k.shape)
-    by_p = jnp.where(top_p < 1.0, by_p, jnp.uint32(0))
+    # A top_p that underflows is met by no mass at all: the likeliest token always stays.
+    by_p = jnp.where(top_p < 1.0, jnp.minimum(by_p, _order_key(highest)), jnp.uint32(0))
     by_min_p = jnp.where(min_p > 0.0, highest + jnp.log(min_p), -jnp.inf)
     return jnp.maximum(_from_order_key(jnp.maximum(by_k, by_p)), by_min_p)
 
