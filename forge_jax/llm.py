@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -164,14 +163,20 @@ class LLM:
         for request in requests:
             self._core.check(request)
         collected = {r.request_id: _Collected(r) for r in requests}
-        with self._running(requests) as mailbox:
-            self._collect(mailbox, collected, progress)
+        with _Interrupts() as interrupts, self._running(requests) as mailbox:
+            self._collect(mailbox, collected, progress, interrupts)
         return [
             collected[r.request_id].output(p if isinstance(p, str) else None)
             for r, p in zip(requests, prompts, strict=True)
         ]
 
-    def _collect(self, mailbox: _Mailbox, collected: dict[str, _Collected], progress: bool) -> None:
+    def _collect(
+        self,
+        mailbox: _Mailbox,
+        collected: dict[str, _Collected],
+        progress: bool,
+        interrupts: _Interrupts,
+    ) -> None:
         unfinished = sum(c.request.params.n for c in collected.values())
         tokens = 0
         with tqdm(total=len(collected), unit="prompt", disable=not progress) as bar:
@@ -182,6 +187,7 @@ class LLM:
                         if collected[request_id].take(delta):
                             bar.update()
                         unfinished -= delta.finish_reason is not None
+                interrupts.check()
                 bar.set_postfix_str(f"{tokens} tokens", refresh=False)
 
     @contextmanager
@@ -214,11 +220,12 @@ class LLM:
             return news
 
     def _tick(self) -> None:
-        with _uninterrupted(), self._parts.guard():
+        with _Interrupts() as interrupts, self._parts.guard():
             for request_id, deltas in self._core.tick().items():
                 mailbox = self._mailboxes.get(request_id)
                 if mailbox is not None:
                     mailbox.append((request_id, deltas))
+        interrupts.check()
 
     def _request(self, ids: list[int], params: SamplingParams) -> Request:
         self._num_requests += 1
@@ -254,20 +261,30 @@ def _is_prompt(prompts: Any) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and hasattr(prompts[0], "__index__"))
 
 
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Puts Ctrl-C off to the end of the block: a step that is cut in half cannot be taken back."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived = []
-    before = signal.signal(signal.SIGINT, lambda *signals: arrived.append(signals))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before or signal.default_int_handler)
-    if arrived:
-        os.kill(os.getpid(), signal.SIGINT)
+class _Interrupts:
+    """Puts Ctrl-C off until `check`, in the main thread; elsewhere there is nothing to put off.
+
+    A step that is cut in half cannot be taken back, and a KeyboardInterrupt that falls into a
+    callback of the garbage collector is lost.
+    """
+
+    def __enter__(self) -> _Interrupts:
+        self._arrived: list[tuple[Any, ...]] = []
+        self._in_main = threading.current_thread() is threading.main_thread()
+        if self._in_main:
+            self._before = signal.signal(signal.SIGINT, lambda *args: self._arrived.append(args))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._in_main:
+            signal.signal(signal.SIGINT, self._before or signal.default_int_handler)
+
+    def check(self) -> None:
+        """Does now what Ctrl-C would have done: by default, raises KeyboardInterrupt."""
+        if self._arrived:
+            args, self._arrived = self._arrived[0], []
+            if callable(self._before):
+                self._before(*args)
 
 
 @dataclass(slots=True)
