@@ -87,24 +87,25 @@ async def test_a_client_that_is_found_gone_while_writing_counts_as_left(start, m
 async def test_a_client_that_stops_reading_is_given_up(start, monkeypatch, caplog):
     caplog.set_level("INFO", "forge_serve.requests")
     monkeypatch.setattr(app, "WRITE_STALL_S", 0.2)
-    server = await start(Engine.fake(max_model_len=8192), send_buffer=4096)
-    reader = socket.socket()
-    reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    reader.setblocking(False)
-    loop = asyncio.get_running_loop()
-    await loop.sock_connect(reader, ("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
-    body = json.dumps({**LONG, "max_tokens": 3000, "n": 2, "stream": True, "logprobs": 20})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    await loop.sock_sendall(reader, (head + body).encode())
-    other = await server.post("/v1/completions", {"prompt": "a", "max_tokens": 5})
-    assert other[0] == 200, "others are served meanwhile"
-    await server.idle(timeout_s=20)
-    async with asyncio.timeout(5):
-        while _aborted(server) != 2:
-            await asyncio.sleep(0.01)
-    assert await _statuses(server, 2) == {"200": 1, "499": 1}
-    assert "status=499" in caplog.text
-    reader.close()
+    # Slow enough that the engine cannot be done before the client is given up.
+    engine = Engine.fake(max_model_len=8192, step_time_s=0.002)
+    server = await start(engine, send_buffer=4096)
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(reader, ("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        body = json.dumps({**LONG, "max_tokens": 3000, "n": 2, "stream": True, "logprobs": 20})
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        await loop.sock_sendall(reader, (head + body).encode())
+        other = await server.post("/v1/completions", {"prompt": "a", "max_tokens": 5})
+        assert other[0] == 200, "others are served meanwhile"
+        await server.idle(timeout_s=20)
+        async with asyncio.timeout(5):
+            while _aborted(server) != 2:
+                await asyncio.sleep(0.01)
+        assert await _statuses(server, 2) == {"200": 1, "499": 1}
+        assert "status=499" in caplog.text
 
 
 @pytest.mark.parametrize("stream", [True, False])
