@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from forge_jax.cache.kv import GIB, KVShape, coarse, cpu_kv_bytes, fit_num_blocks
 from forge_jax.checkpoint.hub import resolve
-from forge_jax.checkpoint.load import load_weights
+from forge_jax.checkpoint.load import check_weights, load_weights
 from forge_jax.config import EngineConfig
 from forge_jax.core import EngineCore, EngineParts, make_scheduler, max_rows
 from forge_jax.errors import ConfigError, UnsupportedModelError
@@ -65,6 +65,7 @@ def assemble(config: EngineConfig) -> EngineParts:
         folder = resolve(config.model.model, config.model.revision)
         spec = read_spec(folder)
         model = build_model(spec, config.model.dtype)
+        check_weights(model, folder)  # before anything that takes long
         tokenizer = Tokenizer.from_folder(folder)
         template = _chat_template(folder, tokenizer, config)
         device = choose_device(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,38 @@ import numpy as np
 from tqdm import tqdm
 
 from forge_jax.checkpoint.safetensors import DTYPES, StoredTensor, open_checkpoint
-from forge_jax.checkpoint.weight_map import Tensor
+from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
 from forge_jax.models.decoder import Leaves, Model
 from forge_jax.models.registry import find_architecture
 
 FLOATS = tuple(DTYPES[code] for code in ("F64", "F32", "F16", "BF16"))
 ALIGNMENT = 64  # bytes; XLA:CPU adopts a host buffer so aligned instead of copying it
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedWeights:
+    """A checkpoint whose headers have been found to hold all that a model needs."""
+
+    parts: WeightMap  # leaf name -> stored tensors
+    stored: dict[str, StoredTensor]
+
+
+def check_weights(model: Model, folder: Path) -> CheckedWeights:
+    """Checks every name, shape and type from the files' headers; reads no data.
+
+    Raises:
+      CheckpointError: a file is missing or broken, or a tensor is missing or has the wrong shape or
+        type; all that is wrong is listed.
+    """
+    parts = find_architecture(model.spec.architecture).weights(model.spec)
+    assert set(parts) == set(model.names), f"no map: {set(parts) ^ set(model.names)}"
+    stored = open_checkpoint(folder)
+    faults = [fault for group in parts.values() for part in group for fault in _check(part, stored)]
+    if faults:
+        more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
+        raise CheckpointError(f"{folder} does not fit its config: " + "; ".join(faults[:5]) + more)
+    return CheckedWeights(parts, stored)
 
 
 def load_weights(
@@ -38,20 +64,9 @@ def load_weights(
       One array per leaf, in the order of `model.leaves`.
 
     Raises:
-      CheckpointError: a file is missing or broken, or a tensor is missing or has the wrong shape or
-        type; all that is wrong is listed.
+      CheckpointError: as `check_weights`.
     """
-    weights = find_architecture(model.spec.architecture).weights(model.spec)
-    if set(weights) != set(model.names):
-        raise AssertionError(f"leaves without a map: {set(weights) ^ set(model.names)}")
-    stored = open_checkpoint(folder)
-    faults = [
-        fault for parts in weights.values() for part in parts for fault in _check(part, stored)
-    ]
-    if faults:
-        more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
-        raise CheckpointError(f"{folder} does not fit its config: " + "; ".join(faults[:5]) + more)
-
+    checked = check_weights(model, folder)
     leaves = []
     bar = tqdm(
         total=model.param_bytes,
@@ -62,7 +77,7 @@ def load_weights(
     )
     with bar:
         for name, leaf in zip(model.names, model.leaves, strict=True):
-            host = _read_leaf(weights[name], stored, leaf)
+            host = _read_leaf(checked.parts[name], checked.stored, leaf)
             # Waiting for each transfer keeps at most one leaf on the host.
             leaves.append(jax.block_until_ready(jax.device_put(host, device, may_alias=True)))
             bar.update(host.nbytes)

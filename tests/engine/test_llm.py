@@ -439,3 +439,18 @@ def test_numpy_prompts_are_prompts_and_floats_are_not(llm):
 def test_a_wrong_option_is_named(stories, wrong):
     with pytest.raises(ConfigError, match="--" + next(iter(wrong)).replace("_", "-")):
         LLM(stories, **wrong)
+
+
+def test_a_broken_checkpoint_is_refused_before_any_long_work(stories, tmp_path, monkeypatch):
+    from safetensors.numpy import load_file, save_file
+
+    from forge_jax.errors import CheckpointError
+    from forge_jax.step.runner import Runner
+
+    tensors = load_file(stories / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((stories / "config.json").read_text())
+    monkeypatch.setattr(Runner, "compile", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is missing"):
+        LLM(tmp_path)
