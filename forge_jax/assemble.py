@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 
 from forge_jax.cache.kv import GIB, KVShape, coarse, cpu_kv_bytes, fit_num_blocks
 from forge_jax.checkpoint.hub import resolve
@@ -32,6 +31,7 @@ from forge_jax.observe.memory import available_host_bytes, device_bytes
 from forge_jax.step.runner import Runner, step_shapes
 from forge_jax.step.slots import MAX_END_TOKENS
 from forge_jax.text import ChatTemplate, Tokenizer
+from forge_kernels.attention import kv_storage_dtype
 
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
@@ -194,7 +194,6 @@ class _Sizes:
             )
         max_model_len = asked or spec.max_position_embeddings
         max_tokens = batch.max_num_batched_tokens or (512 if on_cpu else 2048)
-        dtype = jnp.dtype(model.dtype)
 
         def kv_shape(num_blocks: int, block_size: int) -> KVShape:
             return KVShape(
@@ -203,8 +202,7 @@ class _Sizes:
                 num_kv_heads=spec.num_key_value_heads,
                 block_size=block_size,
                 head_dim=spec.head_dim,
-                dtype=dtype,
-                as_bits=on_cpu and dtype.itemsize == 2,
+                storage=kv_storage_dtype(model.dtype, device.platform),
             )
 
         block_size = cache.block_size or (16 if on_cpu else 64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from forge_jax.errors import ConfigError
@@ -19,8 +18,8 @@ CPU_MEMORY_PART = 0.25  # and never more than this part of what is available
 class KVShape:
     """`kv[l]: dtype[N, 2, K, bs, D]` for each of L layers; keys at index 0, values at 1.
 
-    With `as_bits` a 16-bit float is stored as its bits in uint16: XLA:CPU converts a whole pool of
-    16-bit floats to float32 and back at every scatter.
+    `storage` is what the arrays hold: a float, or uint16 for the bits of a 16-bit float (see
+    `forge_kernels.attention.kv_storage_dtype`).
     """
 
     num_layers: int
@@ -28,12 +27,7 @@ class KVShape:
     num_kv_heads: int
     block_size: int
     head_dim: int
-    dtype: jnp.dtype
-    as_bits: bool
-
-    @property
-    def storage(self) -> jnp.dtype:
-        return jnp.dtype(jnp.uint16) if self.as_bits else jnp.dtype(self.dtype)
+    storage: np.dtype
 
     @property
     def layer(self) -> jax.ShapeDtypeStruct:
