@@ -160,7 +160,8 @@ class Generation:
         self._streams: list[Stream] = []
         self._arrived: asyncio.Queue[tuple[int, list[Delta]]] = asyncio.Queue()
         self._forwards: list[asyncio.Task[None]] = []
-        for prompt in prompts:  # none is begun if one of them cannot be served
+        # None is begun if one of them cannot be served; the first is checked as it is submitted.
+        for prompt in prompts[1:]:
             engine.check(prompt.token_ids, params)
         try:
             for i, prompt in enumerate(prompts):
