@@ -56,14 +56,15 @@ def dense_loss(model: LoadedModel, leaves: tuple[jax.Array, ...], tokens: jax.Ar
     T = tokens.shape[0]
     cos, sin = rope_tables(jnp.arange(T), rope_frequencies(spec.rope, D))
     causal = jnp.tril(jnp.ones((T, T), bool))
-    x = weights["embedding"][tokens]
+    head = weights["head.weight"]
+    x = weights.get("embedding", head)[tokens]
     for index in range(spec.num_hidden_layers):
         layer = {
             name.removeprefix(f"layers.{index}."): weight
             for name, weight in weights.items()
             if name.startswith(f"layers.{index}.")
         }
-        normed = rms_norm(x, layer["attention_norm.weight"], spec.rms_norm_eps)
+        normed = rms_norm(x, layer["attention.norm.weight"], spec.rms_norm_eps)
         qkv = (normed @ layer["attention.qkv.weight"].T).reshape(T, H + 2 * K, D)
         q = apply_rope(qkv[:, :H], cos, sin)
         k = jnp.repeat(apply_rope(qkv[:, H : H + K], cos, sin), H // K, axis=1)
@@ -72,11 +73,10 @@ def dense_loss(model: LoadedModel, leaves: tuple[jax.Array, ...], tokens: jax.Ar
         weights_of_keys = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
         attended = jnp.einsum("hqk,khd->qhd", weights_of_keys, v).reshape(T, H * D)
         x = x + attended @ layer["attention.out.weight"].T
-        normed = rms_norm(x, layer["mlp_norm.weight"], spec.rms_norm_eps)
+        normed = rms_norm(x, layer["mlp.norm.weight"], spec.rms_norm_eps)
         gate, up = jnp.split(normed @ layer["mlp.gate_up.weight"].T, 2, axis=-1)
         x = x + (jax.nn.silu(gate) * up) @ layer["mlp.down.weight"].T
     x = rms_norm(x, weights["norm.weight"], spec.rms_norm_eps)
-    head = weights.get("head.weight", weights["embedding"])
     return next_token_loss(x @ head.T, tokens)
 
 

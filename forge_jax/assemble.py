@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 
 from forge_jax.cache.kv import GIB, KVShape, coarse, cpu_kv_bytes, fit_num_blocks
 from forge_jax.checkpoint.hub import resolve
@@ -25,13 +26,17 @@ from forge_jax.checkpoint.load import check_weights, load_weights
 from forge_jax.config import EngineConfig
 from forge_jax.core import EngineCore, EngineParts, make_scheduler, max_rows
 from forge_jax.errors import ConfigError, UnsupportedModelError
+from forge_jax.models.decoder import WeightForms
 from forge_jax.models.registry import build_model, read_spec
 from forge_jax.observe import compilations
 from forge_jax.observe.memory import available_host_bytes, device_bytes
 from forge_jax.step.runner import Runner, step_shapes
 from forge_jax.step.slots import MAX_END_TOKENS
 from forge_jax.text import ChatTemplate, Tokenizer
-from forge_kernels.attention import kv_storage_dtype
+from forge_kernels import cpu
+from forge_kernels.attention import Implementation, kv_storage_dtype
+from forge_kernels.attention.cpu_ffi import unsupported
+from forge_kernels.linear import Format
 
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
@@ -64,11 +69,12 @@ def assemble(config: EngineConfig) -> EngineParts:
     with phase("config"):
         folder = resolve(config.model.model, config.model.revision)
         spec = read_spec(folder)
-        model = build_model(spec, config.model.dtype)
+        device = choose_device(config)
+        kernels = _choose_kernels(config, build_model(spec, config.model.dtype), device)
+        model = build_model(spec, config.model.dtype, kernels.forms)
         check_weights(model, folder)  # before anything that takes long
         tokenizer = Tokenizer.from_folder(folder)
         template = _chat_template(folder, tokenizer, config)
-        device = choose_device(config)
         sizes = _Sizes.choose(config, model, device)
     use_compilation_cache()
     compilations.total()
@@ -84,6 +90,7 @@ def assemble(config: EngineConfig) -> EngineParts:
         num_slots=config.batch.max_num_seqs,
         max_blocks=sizes.blocks_per_sequence,
         device=device,
+        implementation=kernels.attention,
     )
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="forge-compile") as pool:
         runner.compile(pool)
@@ -150,6 +157,42 @@ def choose_device(config: EngineConfig) -> jax.Device:
     if not 0 <= index < len(devices):
         raise ConfigError(f"--device {index}: there are {len(devices)} devices (0 is the first)")
     return devices[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kernels:
+    """How matrices are kept, and what computes attention."""
+
+    forms: WeightForms = WeightForms()
+    attention: Implementation = "auto"
+
+
+def _choose_kernels(config: EngineConfig, plain: Model, device: jax.Device) -> _Kernels:
+    """The C++ kernels where they can be used, the plain XLA forms elsewhere.
+
+    Raises:
+      ConfigError: quantised weights are asked for where there are no kernels for them.
+    """
+    quantization = config.model.quantization
+    packed: Format = "bf16" if quantization == "none" else quantization
+    if config.model.kernels == "xla":
+        reason = "--kernels xla is set"
+    elif device.platform != "cpu":
+        reason = f"it is for CPUs, not {device.platform}"
+    elif plain.dtype != jnp.bfloat16:
+        reason = f"it is for bfloat16, not {plain.dtype}: set --dtype bfloat16"
+    elif not cpu.available():
+        reason = "the CPU kernels could not be built (see the log)"
+    else:
+        # int4 is too coarse for the head, which is read once a step like any other matrix.
+        forms = WeightForms(layers=packed, head="int8" if packed == "int4" else packed)
+        no_attention = unsupported(plain.spec.head_dim, plain.dtype, device.platform)
+        if no_attention is not None:
+            log.warning("attention without the CPU kernels: %s", no_attention)
+        return _Kernels(forms=forms, attention="auto" if no_attention else "cpu")
+    if quantization != "none":
+        raise ConfigError(f"--quantization {quantization}: {reason}")
+    return _Kernels()
 
 
 def use_compilation_cache() -> None:

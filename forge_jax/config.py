@@ -30,6 +30,12 @@ class ModelConfig:
     model: str = option("forge-tiny", "a folder, a Hugging Face id, or forge-tiny", flag=None)
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
     dtype: DType = option("auto", "type of weights and activations; auto: the checkpoint's")
+    quantization: Literal["none", "int8", "int4"] = option(
+        "none", "store the matrices in fewer bits, rounded as they are read; on CPU only"
+    )
+    kernels: Literal["auto", "xla"] = option(
+        "auto", "xla: do not use the C++ kernels on a CPU, only what XLA makes itself"
+    )
     max_model_len: int | None = option(
         None, "longest prompt plus output; auto: the model's, or what the KV cache has room for"
     )

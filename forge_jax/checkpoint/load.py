@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
 from forge_jax.models.decoder import Leaves, Model
 from forge_jax.models.registry import find_architecture
+from forge_kernels.linear import pack
+from forge_kernels.linear.packed import aligned_empty
 
 FLOATS = tuple(DTYPES[code] for code in ("F64", "F32", "F16", "BF16"))
-ALIGNMENT = 64  # bytes; XLA:CPU adopts a host buffer so aligned instead of copying it
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +38,8 @@ def check_weights(model: Model, folder: Path) -> CheckedWeights:
         type; all that is wrong is listed.
     """
     parts = find_architecture(model.spec.architecture).weights(model.spec)
-    assert set(parts) == set(model.names), f"no map: {set(parts) ^ set(model.names)}"
+    scales = {_scale_name(name) for name, packing in model.packings.items() if packing.scale}
+    assert set(parts) | scales == set(model.names), f"no map: {set(parts) ^ set(model.names)}"
     stored = open_checkpoint(folder)
     faults = [fault for group in parts.values() for part in group for fault in _check(part, stored)]
     if faults:
@@ -67,7 +70,7 @@ def load_weights(
       CheckpointError: as `check_weights`.
     """
     checked = check_weights(model, folder)
-    leaves = []
+    leaves: dict[str, jax.Array] = {}
     bar = tqdm(
         total=model.param_bytes,
         desc="loading weights",
@@ -76,12 +79,33 @@ def load_weights(
         disable=None if progress else True,  # None: only on a terminal
     )
     with bar:
-        for name, leaf in zip(model.names, model.leaves, strict=True):
-            host = _read_leaf(checked.parts[name], checked.stored, leaf)
-            # Waiting for each transfer keeps at most one leaf on the host.
-            leaves.append(jax.block_until_ready(jax.device_put(host, device, may_alias=True)))
-            bar.update(host.nbytes)
-    return tuple(leaves)
+        for name, parts in checked.parts.items():
+            for leaf_name, host in _host_leaves(model, name, parts, checked.stored):
+                # Waiting for each transfer keeps at most one leaf on the host.
+                put = jax.device_put(host, device, may_alias=True)
+                leaves[leaf_name] = jax.block_until_ready(put)
+                bar.update(host.nbytes)
+    return tuple(leaves[name] for name in model.names)
+
+
+def _host_leaves(
+    model: Model, name: str, parts: tuple[Tensor, ...], stored: dict[str, StoredTensor]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The leaf `name`, and the scales beside it where it is packed into a format that has them."""
+    packing = model.packings.get(name)
+    if packing is None:
+        leaf = model.leaves[model.names.index(name)]
+        yield name, _read_matrix(parts, stored, leaf.shape, leaf.dtype)
+        return
+    plain = _read_matrix(parts, stored, (packing.outputs, packing.inputs), model.dtype)
+    weight, scale = pack(plain, packing)
+    yield name, weight
+    if scale is not None:
+        yield _scale_name(name), scale
+
+
+def _scale_name(weight: str) -> str:
+    return weight.removesuffix("weight") + "scale"
 
 
 def _check(part: Tensor, stored: dict[str, StoredTensor]) -> list[str]:
@@ -96,22 +120,18 @@ def _check(part: Tensor, stored: dict[str, StoredTensor]) -> list[str]:
     return faults
 
 
-def _read_leaf(
-    parts: tuple[Tensor, ...], stored: dict[str, StoredTensor], leaf: jax.ShapeDtypeStruct
+def _read_matrix(
+    parts: tuple[Tensor, ...],
+    stored: dict[str, StoredTensor],
+    shape: tuple[int, ...],
+    dtype: np.dtype,
 ) -> np.ndarray:
-    host = _aligned_empty(leaf.shape, leaf.dtype)
+    host = aligned_empty(shape, dtype)
     row = 0
     for part in parts:
         view = stored[part.name].read()
         view = view.T if part.transpose else view
         np.copyto(host[row : row + view.shape[0]], view, casting="unsafe")
         row += view.shape[0]
-    assert row == leaf.shape[0], (row, leaf.shape)
+    assert row == shape[0], (row, shape)
     return host
-
-
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)

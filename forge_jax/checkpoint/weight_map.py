@@ -25,16 +25,17 @@ def llama_weights(spec: ModelSpec) -> WeightMap:
     d, inner = spec.hidden_size, spec.intermediate_size
     q_rows = spec.num_attention_heads * spec.head_dim
     kv_rows = spec.num_key_value_heads * spec.head_dim
-    weights: WeightMap = {
-        "embedding": (Tensor("model.embed_tokens.weight", (spec.vocab_size, d)),),
-        "norm.weight": (Tensor("model.norm.weight", (d,)),),
-    }
-    if not spec.tie_word_embeddings:
+    embedding = Tensor("model.embed_tokens.weight", (spec.vocab_size, d))
+    weights: WeightMap = {"norm.weight": (Tensor("model.norm.weight", (d,)),)}
+    if spec.tie_word_embeddings:
+        weights["head.weight"] = (embedding,)
+    else:
+        weights["embedding"] = (embedding,)
         weights["head.weight"] = (Tensor("lm_head.weight", (spec.vocab_size, d)),)
     for index in range(spec.num_hidden_layers):
         leaf, tensor = f"layers.{index}", f"model.layers.{index}"
         weights |= {
-            f"{leaf}.attention_norm.weight": (Tensor(f"{tensor}.input_layernorm.weight", (d,)),),
+            f"{leaf}.attention.norm.weight": (Tensor(f"{tensor}.input_layernorm.weight", (d,)),),
             f"{leaf}.attention.qkv.weight": (
                 Tensor(f"{tensor}.self_attn.q_proj.weight", (q_rows, d)),
                 Tensor(f"{tensor}.self_attn.k_proj.weight", (kv_rows, d)),
@@ -43,7 +44,7 @@ def llama_weights(spec: ModelSpec) -> WeightMap:
             f"{leaf}.attention.out.weight": (
                 Tensor(f"{tensor}.self_attn.o_proj.weight", (d, q_rows)),
             ),
-            f"{leaf}.mlp_norm.weight": (Tensor(f"{tensor}.post_attention_layernorm.weight", (d,)),),
+            f"{leaf}.mlp.norm.weight": (Tensor(f"{tensor}.post_attention_layernorm.weight", (d,)),),
             f"{leaf}.mlp.gate_up.weight": (
                 Tensor(f"{tensor}.mlp.gate_proj.weight", (inner, d)),
                 Tensor(f"{tensor}.mlp.up_proj.weight", (inner, d)),

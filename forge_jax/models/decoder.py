@@ -11,7 +11,7 @@ layers, H query heads, K key/value heads, D head dim, d hidden size, V vocabular
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,12 +21,11 @@ import numpy as np
 from flax import nnx
 
 from forge_jax.models.spec import ModelSpec, RopeSpec
-from forge_kernels.attention import Implementation, ragged_paged_attention, write_kv
+from forge_kernels.attention import Implementation, ragged_paged_attention, rotate_and_write
 from forge_kernels.embed import embed
-from forge_kernels.linear import linear
+from forge_kernels.linear import Format, PackedWeight, Packing, Weight, linear
 from forge_kernels.norm import rms_norm
 from forge_kernels.rope import (
-    apply_rope,
     inverse_frequencies,
     linear_scaling,
     llama3_scaling,
@@ -47,17 +46,51 @@ class Ragged(NamedTuple):
     kv_lens: jax.Array  # i32[S]
     cu_q_lens: jax.Array  # i32[S + 1]
     num_seqs: jax.Array  # i32[]
+    num_tokens: jax.Array  # i32[], rows that exist
     kv_dtype: np.dtype
     implementation: Implementation
     max_q_len: int | None
 
 
-class Linear(nnx.Module):
-    def __init__(self, inputs: int, outputs: int, dtype: Any):
-        self.weight = nnx.Param(jnp.zeros((outputs, inputs), dtype))
+@dataclass(frozen=True, kw_only=True)
+class WeightForms:
+    """The form of the matrices: plain (None), or packed for the CPU kernels."""
 
-    def __call__(self, x: jax.Array, out_dtype: Any = None) -> jax.Array:
-        return linear(x, self.weight[...], out_dtype=out_dtype)
+    layers: Format | None = None
+    head: Format | None = None
+
+
+class Linear(nnx.Module):
+    """A matrix in one of its forms; `forge_kernels.linear` says what a call can do besides."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        dtype: Any,
+        form: Format | None = None,
+        *,
+        paired: bool = False,
+    ):
+        self.packing = None if form is None else Packing(form, outputs, inputs, paired)
+        if self.packing is None:
+            self.weight = nnx.Param(jnp.zeros((outputs, inputs), dtype))
+            return
+        weight, scale = self.packing.weight, self.packing.scale
+        self.weight = nnx.Param(jnp.zeros(weight.shape, weight.dtype))
+        if scale is not None:
+            self.scale = nnx.Param(jnp.zeros(scale.shape, scale.dtype))
+
+    @property
+    def matrix(self) -> Weight:
+        if self.packing is None:
+            return self.weight[...]
+        scale = None if self.packing.scale is None else self.scale[...]
+        return PackedWeight(self.weight[...], scale, self.packing)
+
+    def __call__(self, x: jax.Array, *, norm: RMSNorm | None = None, **options: Any) -> jax.Array:
+        scaling = None if norm is None else (norm.weight[...], norm.eps)
+        return linear(x, self.matrix, norm=scaling, **options)
 
 
 class RMSNorm(nnx.Module):
@@ -72,21 +105,28 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention over the paged cache; queries, keys and values in one matrix."""
 
-    def __init__(self, spec: ModelSpec, dtype: Any):
+    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None):
         self.heads, self.kv_heads = spec.num_attention_heads, spec.num_key_value_heads
         self.head_dim, self.sm_scale = spec.head_dim, spec.sm_scale
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv = Linear(spec.hidden_size, rows, dtype)
-        self.out = Linear(self.heads * self.head_dim, spec.hidden_size, dtype)
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
+        self.qkv = Linear(spec.hidden_size, rows, dtype, form)
+        self.out = Linear(self.heads * self.head_dim, spec.hidden_size, dtype, form)
 
     def __call__(self, x: jax.Array, kv: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
-        """x: dtype[T, d]; kv: dtype[N, 2, K, bs, D] -> (kv, dtype[T, d])."""
+        """x: dtype[T, d]; kv: dtype[N, 2, K, bs, D] -> (kv, x with the attention added)."""
         H, K, D = self.heads, self.kv_heads, self.head_dim
-        qkv = self.qkv(x).reshape(-1, H + 2 * K, D)
-        q, k, v = qkv[:, :H], qkv[:, H : H + K], qkv[:, H + K :]
-        q = apply_rope(q, ragged.cos, ragged.sin)
-        k = apply_rope(k, ragged.cos, ragged.sin)
-        kv = write_kv(kv, k, v, ragged.slot_mapping, kv_dtype=ragged.kv_dtype)
+        qkv = self.qkv(x, norm=self.norm, num_rows=ragged.num_tokens)
+        q, kv = rotate_and_write(
+            qkv.reshape(-1, H + 2 * K, D),
+            kv,
+            ragged.cos,
+            ragged.sin,
+            ragged.slot_mapping,
+            num_tokens=ragged.num_tokens,
+            kv_dtype=ragged.kv_dtype,
+            implementation=ragged.implementation,
+        )
         out = ragged_paged_attention(
             q,
             kv,
@@ -99,43 +139,50 @@ class Attention(nnx.Module):
             max_q_len=ragged.max_q_len,
             implementation=ragged.implementation,
         )
-        return kv, self.out(out.reshape(-1, H * D))
+        out = out.reshape(-1, H * D)
+        return kv, self.out(out, residual=x, num_rows=ragged.num_tokens)
 
 
 class MLP(nnx.Module):
     """SwiGLU (Shazeer 2020); gate and up in one matrix."""
 
-    def __init__(self, spec: ModelSpec, dtype: Any):
-        self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, dtype)
-        self.down = Linear(spec.intermediate_size, spec.hidden_size, dtype)
+    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None):
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
+        self.gate_up = Linear(
+            spec.hidden_size, 2 * spec.intermediate_size, dtype, form, paired=True
+        )
+        self.down = Linear(spec.intermediate_size, spec.hidden_size, dtype, form)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+    def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
+        """dtype[T, d] -> x with the MLP added."""
+        inner = self.gate_up(x, norm=self.norm, swiglu=True, num_rows=ragged.num_tokens)
+        return self.down(inner, residual=x, num_rows=ragged.num_tokens)
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, spec: ModelSpec, dtype: Any):
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
-        self.attention = Attention(spec, dtype)
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
-        self.mlp = MLP(spec, dtype)
+    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None):
+        self.attention = Attention(spec, dtype, form)
+        self.mlp = MLP(spec, dtype, form)
 
     def __call__(self, x: jax.Array, kv: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
-        kv, attended = self.attention(self.attention_norm(x), kv, ragged)
-        x = x + attended
-        return kv, x + self.mlp(self.mlp_norm(x))
+        kv, x = self.attention(x, kv, ragged)
+        return kv, self.mlp(x, ragged)
 
 
 class Decoder(nnx.Module):
     """Embedding, layers, final norm and head of a Llama."""
 
-    def __init__(self, spec: ModelSpec, dtype: Any):
-        self.embedding = nnx.Param(jnp.zeros((spec.vocab_size, spec.hidden_size), dtype))
-        self.layers = nnx.List([DecoderLayer(spec, dtype) for _ in range(spec.num_hidden_layers)])
+    def __init__(self, spec: ModelSpec, dtype: Any, forms: WeightForms):
+        self.layers = nnx.List(
+            [DecoderLayer(spec, dtype, forms.layers) for _ in range(spec.num_hidden_layers)]
+        )
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
-        self.head = (
-            None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size, dtype)
+        # The head is the embedding too where the model shares them.
+        self.head = Linear(spec.hidden_size, spec.vocab_size, dtype, forms.head)
+        self.embedding = (
+            None
+            if spec.tie_word_embeddings
+            else nnx.Param(jnp.zeros((spec.vocab_size, spec.hidden_size), dtype))
         )
 
     def hidden(
@@ -145,7 +192,7 @@ class Decoder(nnx.Module):
         ragged: Ragged,
     ) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
         """(kv, dtype[T, d] after the final norm, the stream before each layer and after all)."""
-        x = embed(self.embedding[...], tokens)
+        x = embed(self.head.matrix if self.embedding is None else self.embedding[...], tokens)
         stream, new_kv = [x], []
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             layer_kv, x = layer(x, layer_kv, ragged)
@@ -153,10 +200,9 @@ class Decoder(nnx.Module):
             stream.append(x)
         return tuple(new_kv), self.norm(x), tuple(stream)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
         """dtype[B, d] -> f32[B, V]."""
-        weight = self.embedding[...] if self.head is None else self.head.weight[...]
-        return linear(hidden, weight, out_dtype=jnp.float32)
+        return self.head(hidden, num_rows=num_rows, out_dtype=jnp.float32)
 
 
 def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
@@ -191,22 +237,33 @@ class Model:
     dtype: np.dtype
     names: tuple[str, ...]  # of the leaves: "layers.0.attention.qkv.weight"
     leaves: tuple[jax.ShapeDtypeStruct, ...]
+    packings: Mapping[str, Packing]  # of the leaves that are packed: "layers.0.mlp.down.weight"
     graphdef: Any
     treedef: Any
 
     @classmethod
     def build(
-        cls, decoder: Callable[[ModelSpec, Any], nnx.Module], spec: ModelSpec, dtype: Any
+        cls,
+        decoder: Callable[[ModelSpec, Any, WeightForms], nnx.Module],
+        spec: ModelSpec,
+        dtype: Any,
+        forms: WeightForms,
     ) -> Model:
-        """Traces `decoder(spec, dtype)` abstractly: no memory is allocated for weights."""
+        """Traces `decoder(spec, dtype, forms)` abstractly: no memory is allocated for weights."""
         dtype = jnp.dtype(dtype)
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: decoder(spec, dtype)))
+        module = nnx.eval_shape(lambda: decoder(spec, dtype, forms))
+        graphdef, state = nnx.split(module)
         flat, treedef = jax.tree_util.tree_flatten_with_path(state)
         return cls(
             spec=spec,
             dtype=dtype,
             names=tuple(_leaf_name(path) for path, _ in flat),
             leaves=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in flat),
+            packings={
+                ".".join(map(str, (*path, "weight"))): node.packing
+                for path, node in nnx.iter_graph(module)
+                if isinstance(node, Linear) and node.packing is not None
+            },
             graphdef=graphdef,
             treedef=treedef,
         )
@@ -250,7 +307,8 @@ class Model:
           return_hidden_states: also return the residual stream.
 
         Returns:
-          (kv, hidden): hidden is dtype[T, d] after the final norm. With `return_hidden_states`,
+          (kv, hidden): hidden is dtype[T, d] after the final norm; rows of no sequence may hold
+          anything. With `return_hidden_states`,
           (kv, hidden, stream): stream is L + 1 arrays dtype[T, d], the embedding and each layer's
           output.
 
@@ -268,6 +326,7 @@ class Model:
             kv_lens=kv_lens,
             cu_q_lens=cu_q_lens,
             num_seqs=num_seqs,
+            num_tokens=cu_q_lens[num_seqs],
             kv_dtype=self.dtype if kv[0].dtype == jnp.uint16 else kv[0].dtype,
             implementation=implementation,
             max_q_len=max_q_len,
@@ -276,9 +335,14 @@ class Model:
         kv, hidden, stream = decoder.hidden(tokens, kv, ragged)
         return (kv, hidden, stream) if return_hidden_states else (kv, hidden)
 
-    def logits(self, leaves: Leaves, hidden: jax.Array) -> jax.Array:
-        """hidden: dtype[B, d], after the final norm -> f32[B, V]."""
-        return self._merge(leaves).logits(hidden)
+    def logits(
+        self, leaves: Leaves, hidden: jax.Array, num_rows: jax.Array | None = None
+    ) -> jax.Array:
+        """hidden: dtype[B, d], after the final norm -> f32[B, V].
+
+        `num_rows` (i32[]) is a promise that rows from there on are not needed.
+        """
+        return self._merge(leaves).logits(hidden, num_rows)
 
     def final_norm(self, leaves: Leaves, stream: jax.Array) -> jax.Array:
         """The final norm on rows of the residual stream, dtype[B, d]: half of a logit lens."""

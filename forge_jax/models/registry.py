@@ -11,14 +11,14 @@ from flax import nnx
 
 from forge_jax.checkpoint.weight_map import WeightMap, llama_weights
 from forge_jax.errors import ModelError, UnsupportedModelError
-from forge_jax.models.decoder import Decoder, Model
+from forge_jax.models.decoder import Decoder, Model, WeightForms
 from forge_jax.models.spec import DTYPES, Config, ModelSpec, llama_spec, read_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     read_spec: Callable[[Config, Config], ModelSpec]  # config.json, generation_config.json
-    decoder: Callable[[ModelSpec, Any], nnx.Module]  # spec, dtype
+    decoder: Callable[[ModelSpec, Any, WeightForms], nnx.Module]  # spec, dtype, forms
     weights: Callable[[ModelSpec], WeightMap]
 
 
@@ -53,8 +53,12 @@ def read_spec(folder: Path) -> ModelSpec:
     return architecture.read_spec(config, Config(generation, str(generation_path)))
 
 
-def build_model(spec: ModelSpec, dtype: str = "auto") -> Model:
+def build_model(
+    spec: ModelSpec, dtype: str = "auto", forms: WeightForms | None = None
+) -> Model:
     """The model of a spec, without weights; `dtype` is of weights and activations.
+
+    `forms` says how matrices are kept: plain by default; packed ones are for bfloat16.
 
     Raises:
       ModelError: no such dtype.
@@ -63,4 +67,5 @@ def build_model(spec: ModelSpec, dtype: str = "auto") -> Model:
         dtype = spec.dtype
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be auto, {', '.join(DTYPES)}, not {dtype!r}")
-    return Model.build(find_architecture(spec.architecture).decoder, spec, dtype)
+    decoder = find_architecture(spec.architecture).decoder
+    return Model.build(decoder, spec, dtype, forms or WeightForms())

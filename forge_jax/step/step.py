@@ -80,7 +80,7 @@ def make_step(
             implementation=implementation,
             max_q_len=shape.max_q_len,
         )
-        rows = model.logits(leaves, embed(hidden, m.row_token))  # f32[R, V]
+        rows = model.logits(leaves, embed(hidden, m.row_token), m.header[2])  # f32[R, V]
         slots, out = _sample_rows(shape, slots, m, rows, tokens, positions)
         return kv, slots, out
 

@@ -5,6 +5,7 @@ from forge_kernels.attention.api import (
     Implementation,
     kv_storage_dtype,
     ragged_paged_attention,
+    rotate_and_write,
     write_kv,
 )
 
@@ -13,5 +14,6 @@ __all__ = [
     "Implementation",
     "kv_storage_dtype",
     "ragged_paged_attention",
+    "rotate_and_write",
     "write_kv",
 ]

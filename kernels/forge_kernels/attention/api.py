@@ -1,4 +1,4 @@
-"""The one signature of paged attention, the write into the cache, and the guard on gradients.
+"""The one signature of paged attention, the rotation and write before it, the guard on gradients.
 
 Owns the checks of shapes and types and the choice of an implementation. Each implementation is a
 file beside this one; `reference` is the oracle that the others are tested against.
@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from forge_kernels.attention.cpu_ffi import cpu_attention, cpu_rotate_write, unsupported
 from forge_kernels.attention.reference import reference_attention
 from forge_kernels.attention.xla import xla_attention
+from forge_kernels.rope import apply_rope
 
-Implementation = Literal["auto", "reference", "xla"]
+Implementation = Literal["auto", "reference", "xla", "cpu"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 # Traced and lowered once for all the layers of a model, which is most of what tracing a step costs.
@@ -61,10 +63,12 @@ def ragged_paged_attention(
       max_q_len: a promise that no sequence has more rows; less is compiled. Rows beyond it may be
         zero.
       implementation: `reference` is differentiable for float32 `kv`; `xla` walks only the tiles
-        that the sequences have; `auto` takes the fastest for the backend.
+        that the sequences have; `cpu` is the C++ kernels', for bfloat16 on a CPU where they have
+        been loaded (`forge_kernels.cpu`); `auto` is `xla`.
 
     Returns:
-      [T, H, D] of q's type. Rows at and beyond `cu_q_lens[num_seqs]` are zero.
+      [T, H, D] of q's type. Rows at and beyond `cu_q_lens[num_seqs]` are zero, but with `cpu` they
+      may hold anything.
 
     Raises:
       ValueError: shapes that do not fit together, or an unknown implementation.
@@ -86,9 +90,48 @@ def ragged_paged_attention(
     arrays = (q, kv, block_tables, kv_lens, cu_q_lens, num_seqs)
     if implementation == "reference":
         return reference_attention(*arrays, sm_scale=sm_scale, kv_dtype=kv_dtype)
+    if implementation == "cpu":
+        _check_cpu(q, kv, kv_dtype)
+        return cpu_attention(*arrays, sm_scale=sm_scale)
     tokens = q.shape[0]
     max_q_len = tokens if max_q_len is None else min(max_q_len, tokens)
     return _xla_attention(*arrays, sm_scale=sm_scale, kv_dtype=kv_dtype, max_q_len=max_q_len)
+
+
+def rotate_and_write(
+    qkv: jax.Array,
+    kv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    num_tokens: jax.Array | None = None,
+    kv_dtype: DTypeLike | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Rotates queries and keys by their positions, and writes keys and values into the cache.
+
+    Args:
+      qkv: float[T, H + 2K, D]: the heads of the queries, then keys, then values.
+      kv: dtype[N, 2, K, bs, D], see `write_kv`.
+      cos, sin: f32[T, D / 2], see `forge_kernels.rope`.
+      slot_mapping: i32[T], see `write_kv`.
+      num_tokens: i32[], a promise that rows from there on are not needed.
+      implementation: see `ragged_paged_attention`.
+
+    Returns:
+      (q float[T, H, D], kv).
+    """
+    K = kv.shape[2]
+    H = qkv.shape[1] - 2 * K
+    if implementation == "cpu":
+        _check_cpu(qkv, kv, _kv_float(kv, kv_dtype))
+        if num_tokens is None:
+            num_tokens = jnp.int32(qkv.shape[0])
+        return cpu_rotate_write(qkv, cos, sin, slot_mapping, num_tokens, kv)
+    q, k, v = qkv[:, :H], qkv[:, H : H + K], qkv[:, H + K :]
+    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    return q, write_kv(kv, k, v, slot_mapping, kv_dtype=kv_dtype)
 
 
 def write_kv(
@@ -172,6 +215,14 @@ def _kv_float(kv: jax.Array, kv_dtype: DTypeLike | None) -> jnp.dtype:
     if kv_dtype is not None and jnp.dtype(kv_dtype) != kv.dtype:
         raise TypeError(f"kv is {kv.dtype} but kv_dtype says {jnp.dtype(kv_dtype)}")
     return kv.dtype
+
+
+def _check_cpu(q: jax.Array, kv: jax.Array, kv_dtype: jnp.dtype) -> None:
+    reason = unsupported(q.shape[2], kv_dtype, "cpu")
+    if reason is None and (q.dtype != jnp.bfloat16 or kv.dtype != jnp.uint16):
+        reason = f"they are for bfloat16 with a cache of uint16, not {q.dtype} with {kv.dtype}"
+    if reason is not None:
+        raise TypeError(f"no attention by the CPU kernels: {reason}")
 
 
 def _check_shapes(q, kv, block_tables, kv_lens, cu_q_lens, num_seqs) -> None:

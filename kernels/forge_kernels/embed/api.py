@@ -4,29 +4,36 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from forge_kernels.linear.cpu_ffi import packed_embed
+from forge_kernels.linear.packed import PackedWeight
 
-@jax.custom_jvp
-def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
+
+def embed(table: jax.Array | PackedWeight, tokens: jax.Array) -> jax.Array:
     """Rows of an embedding table.
 
     16-bit floats are gathered as their bits: XLA:CPU would convert the whole table to float32 to
     gather from it. Gradients pass as through a plain lookup.
 
     Args:
-      table: float[V, d].
+      table: float[V, d], or the packed matrix of a head that the model shares with its embedding.
       tokens: i32[T], each in [0, V); what is outside is clipped to it.
 
     Returns:
-      [T, d] of the table's type.
+      [T, d] of the table's type; bfloat16 of a packed one.
     """
+    return packed_embed(table, tokens) if isinstance(table, PackedWeight) else _rows(table, tokens)
+
+
+@jax.custom_jvp
+def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
     if table.dtype.itemsize != 2:
         return table.at[tokens].get(mode="clip")
     bits = lax.bitcast_convert_type(table, jnp.uint16)
     return lax.bitcast_convert_type(bits.at[tokens].get(mode="clip"), table.dtype)
 
 
-@embed.defjvp
-def _embed_jvp(primals, tangents):
+@_rows.defjvp
+def _rows_jvp(primals, tangents):
     table, tokens = primals
     table_tangent, _ = tangents
-    return embed(table, tokens), table_tangent.at[tokens].get(mode="clip")
+    return _rows(table, tokens), table_tangent.at[tokens].get(mode="clip")

@@ -1,5 +1,6 @@
-"""Products with weight matrices that lie as they do in checkpoints, [N_out, K_in]."""
+"""Products with weight matrices: plain ones, that lie as in checkpoints, and packed ones."""
 
-from forge_kernels.linear.api import linear
+from forge_kernels.linear.api import Weight, linear
+from forge_kernels.linear.packed import FORMATS, Format, PackedWeight, Packing, pack
 
-__all__ = ["linear"]
+__all__ = ["FORMATS", "Format", "PackedWeight", "Packing", "Weight", "linear", "pack"]

@@ -1,31 +1,93 @@
-"""The linear layer, in the form that XLA runs fast on every backend."""
+"""The linear layer with what stands before and after it in a decoder: norm, SwiGLU, residual.
+
+A plain matrix is multiplied by XLA, in the form that it runs fast on every backend; a
+`PackedWeight` by the CPU kernels, which do all of it in one pass over the weight.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from forge_kernels.linear.cpu_ffi import packed_linear
+from forge_kernels.linear.packed import PackedWeight
+from forge_kernels.norm import rms_norm
 
-def linear(x: jax.Array, w: jax.Array, *, out_dtype: DTypeLike | None = None) -> jax.Array:
-    """x times the transpose of w, summed in float32.
+Weight = jax.Array | PackedWeight
+
+
+def linear(
+    x: jax.Array,
+    w: Weight,
+    *,
+    norm: tuple[jax.Array, float] | None = None,
+    residual: jax.Array | None = None,
+    swiglu: bool = False,
+    num_rows: jax.Array | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """x times the transpose of w, summed in float32: `residual + swiglu(norm(x) w^T)`.
 
     Args:
       x: float[T, K_in].
-      w: float[N_out, K_in], of x's type.
+      w: float[N_out, K_in] of x's type, or a packed one (then x is bfloat16).
+      norm: (weight float[K_in], eps): x is RMS-normalised first.
+      residual: [T, N_out] of x's type, added to the result; not together with `swiglu`.
+      swiglu: the first half of the N_out columns gates the second: silu(gate) * up (Shazeer 2020).
+        A packed w must have been packed as `paired`.
+      num_rows: i32[], a promise that rows from there on are not needed: they may hold anything.
       out_dtype: type of the result; x's by default.
 
     Returns:
-      [T, N_out] of `out_dtype`.
+      [T, N_out] of `out_dtype`; [T, N_out / 2] with `swiglu`.
 
     Raises:
       TypeError: x and w differ in type (XLA:CPU has no fast product for that).
+      ValueError: shapes or options that do not fit together.
     """
-    if x.dtype != w.dtype:
-        raise TypeError(f"linear of {x.dtype} activations with {w.dtype} weights")
+    _check(x, w, residual, swiglu)
+    out_dtype = out_dtype or x.dtype
+    if isinstance(w, PackedWeight):
+        return packed_linear(
+            x,
+            w,
+            norm=norm,
+            residual=residual,
+            swiglu=swiglu,
+            num_rows=num_rows,
+            out_dtype=out_dtype,
+        )
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    y = _multiply(x, w).astype(out_dtype)
+    if swiglu:
+        gate, up = jnp.split(y, 2, axis=-1)
+        y = jax.nn.silu(gate) * up
+    return y if residual is None else residual + y
+
+
+def _multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+    """float[T, K_in], float[N_out, K_in] -> f32[T, N_out]."""
     rows = x.shape[0]
     if rows == 1 and x.dtype.itemsize == 2:
         # XLA:CPU computes a 16-bit matrix-vector product 10 times slower than one of two rows.
         x = jnp.pad(x, ((0, 1), (0, 0)))
     contract = (((1,), (1,)), ((), ()))
-    y = lax.dot_general(x, w, contract, preferred_element_type=jnp.float32)
-    return y[:rows].astype(out_dtype or x.dtype)
+    return lax.dot_general(x, w, contract, preferred_element_type=jnp.float32)[:rows]
+
+
+def _check(x: jax.Array, w: Weight, residual: jax.Array | None, swiglu: bool) -> None:
+    packed = isinstance(w, PackedWeight)
+    outputs, inputs = (w.packing.outputs, w.packing.inputs) if packed else w.shape
+    dtype = jnp.dtype(jnp.bfloat16) if packed else w.dtype
+    if x.dtype != dtype:
+        kind = f"packed ({w.packing.format})" if packed else str(dtype)
+        raise TypeError(f"linear of {x.dtype} activations with {kind} weights")
+    if x.ndim != 2 or x.shape[1] != inputs:
+        raise ValueError(f"linear of x {x.shape} with a weight [{outputs}, {inputs}]")
+    if packed and swiglu != w.packing.paired:
+        raise ValueError("swiglu needs a weight that was packed as paired, and only it does")
+    if swiglu and residual is not None:
+        raise ValueError("linear takes swiglu or a residual, not both")
+    if residual is not None and residual.shape != (x.shape[0], outputs):
+        raise ValueError(f"residual {residual.shape} for a result [{x.shape[0]}, {outputs}]")

@@ -1,0 +1,60 @@
+"""Paged attention by the C++ kernels, and the rotation and cache write before it.
+
+For bfloat16 kept as uint16, and head sizes that are multiples of 32. Every row's bits depend on its
+own query and keys alone (see `cpu/src/attention.h`).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+MAX_HEAD_DIM = 256
+
+
+def unsupported(head_dim: int, kv_dtype: jnp.dtype, platform: str) -> str | None:
+    """Why these kernels cannot be used for such a cache; None if they can."""
+    if platform != "cpu":
+        return f"they are for CPUs, not {platform}"
+    if kv_dtype != jnp.bfloat16:
+        return f"they are for bfloat16, not {kv_dtype}"
+    if head_dim % 32 or head_dim > MAX_HEAD_DIM:
+        return f"a head size of {head_dim} is no multiple of 32 up to {MAX_HEAD_DIM}"
+    return None
+
+
+def cpu_attention(
+    q: jax.Array,  # bf16[T, H, D]
+    kv: jax.Array,  # u16[N, 2, K, bs, D]
+    block_tables: jax.Array,  # i32[S, max_blocks]
+    kv_lens: jax.Array,  # i32[S]
+    cu_q_lens: jax.Array,  # i32[S + 1]
+    num_seqs: jax.Array,  # i32[]
+    *,
+    sm_scale: float,
+) -> jax.Array:  # bf16[T, H, D]; rows of no sequence hold anything
+    out = jax.ShapeDtypeStruct(q.shape, jnp.bfloat16)
+    return jax.ffi.ffi_call("forge_attention", out)(
+        q,
+        kv,
+        block_tables,
+        kv_lens,
+        cu_q_lens,
+        num_seqs.reshape(1),
+        sm_scale=np.float32(sm_scale),
+    )
+
+
+def cpu_rotate_write(
+    qkv: jax.Array,  # bf16[T, H + 2K, D]
+    cos: jax.Array,  # f32[T, D / 2]
+    sin: jax.Array,  # f32[T, D / 2]
+    slot_mapping: jax.Array,  # i32[T]
+    num_tokens: jax.Array,  # i32[]
+    kv: jax.Array,  # u16[N, 2, K, bs, D]
+) -> tuple[jax.Array, jax.Array]:  # q bf16[T, H, D], kv
+    tokens, heads, head_dim = qkv.shape
+    q = jax.ShapeDtypeStruct((tokens, heads - 2 * kv.shape[2], head_dim), jnp.bfloat16)
+    written = jax.ShapeDtypeStruct(kv.shape, kv.dtype)
+    call = jax.ffi.ffi_call("forge_rotate_write", (q, written), input_output_aliases={5: 1})
+    q, kv = call(qkv, cos, sin, slot_mapping, num_tokens.reshape(1), kv)
+    return q, kv

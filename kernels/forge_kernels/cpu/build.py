@@ -1,0 +1,130 @@
+"""Builds the C++ kernels with the platform's compiler, once, into the user's cache.
+
+The library is keyed by its sources, the headers' jaxlib, the compiler and its flags, so a change of
+any of them builds anew, and two versions never meet. Only the user may write to the folder: what is
+found there is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "src"
+FLAGS = ("-O2", "-DNDEBUG", "-std=c++17", "-fPIC", "-shared", "-pthread")
+
+# What each instruction set needs of the CPU (names as in /proc/cpuinfo), best first, and its flags.
+ISAS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "avx512": (
+        frozenset(
+            "avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni avx2 fma f16c".split()
+        ),
+        tuple(
+            "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni "
+            "-mavx2 -mfma -mf16c".split()
+        ),
+    ),
+    "avx2": (frozenset("avx2 fma f16c".split()), ("-mavx2", "-mfma", "-mf16c")),
+}
+
+log = logging.getLogger(__name__)
+
+
+class BuildError(Exception):
+    """The kernels cannot be had here; the message says why and what would help."""
+
+
+def cpu_features() -> frozenset[str]:
+    """The CPU's features as Linux names them; empty where /proc/cpuinfo does not tell."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def best_isa(features: Iterable[str]) -> str:
+    """The best instruction set that `features` allow.
+
+    Raises:
+      BuildError: the CPU has none that the kernels are written for.
+    """
+    features = frozenset(features)
+    for isa, (needed, _) in ISAS.items():
+        if needed <= features:
+            return isa
+    raise BuildError("this CPU has neither AVX2 with FMA nor AVX-512 with BF16 and VNNI")
+
+
+def find_compiler() -> list[str]:
+    """The command of a C++ compiler: $CXX, or the first of c++, g++ and clang++.
+
+    Raises:
+      BuildError: there is none.
+    """
+    given = shlex.split(os.environ.get("CXX", ""))
+    for command in [given] if given else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return command
+    raise BuildError(
+        f"no C++ compiler ({given[0] if given else 'c++, g++ or clang++'}): install g++"
+    )
+
+
+def default_folder() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "forge-jax" / "kernels"
+
+
+def build(isa: str, folder: Path | None = None) -> Path:
+    """The shared library for one instruction set: from the cache, or built now.
+
+    Raises:
+      BuildError: no compiler, or it failed; the message ends with what it said.
+    """
+    import jax
+
+    folder = default_folder() if folder is None else folder
+    compiler = find_compiler()
+    flags = (*FLAGS, *ISAS[isa][1])
+    path = folder / f"{isa}-{_key(compiler, flags)}.so"
+    if path.exists():
+        return path
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = Path(scratch) / path.name
+            log.info("building the CPU kernels (%s) with %s", isa, compiler[0])
+            start = time.perf_counter()
+            headers = f"-isystem{jax.ffi.include_dir()}"
+            command = [*compiler, *flags, headers, str(SOURCES / "kernels.cc"), "-o", str(built)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                last = "\n".join(done.stderr.strip().splitlines()[-5:])
+                raise BuildError(f"{compiler[0]} could not build the CPU kernels: {last}")
+            built.replace(path)
+    except OSError as error:
+        raise BuildError(f"the CPU kernels could not be built: {error}") from error
+    log.info("built in %.1f s; the next start finds them in %s", time.perf_counter() - start, path)
+    return path
+
+
+def _key(compiler: list[str], flags: Iterable[str]) -> str:
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    digest = hashlib.sha256()
+    for part in (*compiler, version, *flags, importlib.metadata.version("jaxlib")):
+        digest.update(part.encode() + b"\0")
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]

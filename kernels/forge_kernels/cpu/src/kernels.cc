@@ -1,0 +1,191 @@
+// The handlers that XLA calls: they check nothing that the Python side has checked by shape.
+
+#include "attention.h"
+#include "linear.h"
+#include "pack.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+using BF16 = ffi::Buffer<ffi::BF16>;
+using I32 = ffi::Buffer<ffi::S32>;
+
+const uint16_t* bits(const BF16& buffer) {
+  return reinterpret_cast<const uint16_t*>(buffer.untyped_data());
+}
+uint16_t* bits(ffi::Result<BF16>& buffer) {
+  return reinterpret_cast<uint16_t*>(buffer->untyped_data());
+}
+
+// x, norm weight, packed weight, scales, residual, num_rows -> y. `norm` and `residual` have no
+// elements where there are none.
+ffi::Error linear(ffi::ThreadPool pool, BF16 x, BF16 norm, ffi::AnyBuffer w, ffi::AnyBuffer scale,
+                  BF16 residual, I32 num_rows, ffi::Result<ffi::AnyBuffer> y, int64_t format,
+                  int64_t epilogue, int64_t columns, float eps) {
+  forge::Linear op;
+  op.x = bits(x);
+  op.norm = norm.element_count() ? bits(norm) : nullptr;
+  op.eps = eps;
+  op.w = w.untyped_data();
+  op.scale = static_cast<const float*>(scale.untyped_data());
+  op.scale16 = static_cast<const uint16_t*>(scale.untyped_data());
+  op.residual = bits(residual);
+  bool wide = y->element_type() == ffi::F32;
+  op.y32 = wide ? static_cast<float*>(y->untyped_data()) : nullptr;
+  op.y16 = wide ? nullptr : static_cast<uint16_t*>(y->untyped_data());
+  op.rows = std::min<long>(num_rows.typed_data()[0], x.dimensions()[0]);
+  op.K = op.x_stride = x.dimensions()[1];
+  op.N = columns;
+  op.epilogue = static_cast<forge::Epilogue>(epilogue);
+  switch (static_cast<forge::Format>(format)) {
+    case forge::Format::kBf16: forge::run_linear<forge::Format::kBf16>(pool, op); break;
+    case forge::Format::kInt8: forge::run_linear<forge::Format::kInt8>(pool, op); break;
+    case forge::Format::kInt4: forge::run_linear<forge::Format::kInt4>(pool, op); break;
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error attention(ffi::ThreadPool pool, BF16 q, ffi::Buffer<ffi::U16> kv, I32 block_tables,
+                     I32 kv_lens, I32 cu_q_lens, I32 num_seqs, ffi::Result<BF16> out,
+                     float sm_scale) {
+  forge::Attention op;
+  op.q = bits(q);
+  op.kv = kv.typed_data();
+  op.block_tables = block_tables.typed_data();
+  op.kv_lens = kv_lens.typed_data();
+  op.cu_q_lens = cu_q_lens.typed_data();
+  op.out = bits(out);
+  op.num_seqs = std::min<long>(num_seqs.typed_data()[0], kv_lens.dimensions()[0]);
+  op.max_blocks = block_tables.dimensions()[1];
+  op.heads = q.dimensions()[1];
+  op.head_dim = q.dimensions()[2];
+  op.kv_heads = kv.dimensions()[2];
+  op.block_size = kv.dimensions()[3];
+  op.sm_scale = sm_scale;
+  forge::run_attention(pool, op);
+  return ffi::Error::Success();
+}
+
+// The cache is written in place: the result `kv_out` is the same memory as `kv`.
+ffi::Error rotate_write(ffi::ThreadPool pool, BF16 qkv, ffi::Buffer<ffi::F32> cos,
+                        ffi::Buffer<ffi::F32> sin, I32 slot_mapping, I32 num_tokens,
+                        ffi::Buffer<ffi::U16> kv, ffi::Result<BF16> q,
+                        ffi::Result<ffi::Buffer<ffi::U16>> kv_out) {
+  if (kv.typed_data() != kv_out->typed_data())
+    return ffi::Error(ffi::ErrorCode::kInternal, "the KV cache was not passed in place");
+  forge::RotateWrite op;
+  op.qkv = bits(qkv);
+  op.cos = cos.typed_data();
+  op.sin = sin.typed_data();
+  op.slot_mapping = slot_mapping.typed_data();
+  op.q = bits(q);
+  op.kv = kv_out->typed_data();
+  op.tokens = std::min<long>(num_tokens.typed_data()[0], qkv.dimensions()[0]);
+  op.num_blocks = kv.dimensions()[0];
+  op.heads = q->dimensions()[1];
+  op.head_dim = q->dimensions()[2];
+  op.kv_heads = kv.dimensions()[2];
+  op.block_size = kv.dimensions()[3];
+  forge::run_rotate_write(pool, op);
+  return ffi::Error::Success();
+}
+
+ffi::Error embed(ffi::ThreadPool pool, ffi::AnyBuffer w, ffi::AnyBuffer scale, I32 tokens,
+                 ffi::Result<BF16> out, int64_t format, int64_t columns) {
+  forge::PackedEmbedding op;
+  op.w = w.untyped_data();
+  op.scale = static_cast<const float*>(scale.untyped_data());
+  op.scale16 = static_cast<const uint16_t*>(scale.untyped_data());
+  op.tokens = tokens.typed_data();
+  op.out = bits(out);
+  op.tokens_count = tokens.element_count();
+  op.N = columns;
+  op.K = out->dimensions()[1];
+  op.panels = w.dimensions()[0];
+  op.format = static_cast<forge::Format>(format);
+  constexpr long kTokens = 8;  // of an item
+  auto body = [&](long item) {
+    long last = std::min(op.tokens_count, (item + 1) * kTokens);
+    for (long t = item * kTokens; t < last; ++t) forge::embed_row(op, t);
+  };
+  long items = (op.tokens_count + kTokens - 1) / kTokens;
+  forge::Team(pool, items).run(forge::phase(items, body));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* forge_isa() { return FORGE_ISA; }
+
+// bf16[N, K] -> panels; `scale` is f32 or f16 or unused, as the format says. All memory is the
+// caller's.
+void forge_pack(const uint16_t* w, int64_t rows, int64_t columns, int64_t paired, int64_t format,
+                void* out, void* scale, int64_t num_threads) {
+  forge::Packing op;
+  op.w = w;
+  op.N = rows;
+  op.K = columns;
+  op.paired = paired;
+  op.format = static_cast<forge::Format>(format);
+  op.out = static_cast<uint8_t*>(out);
+  op.scale = static_cast<float*>(scale);
+  op.scale16 = static_cast<uint16_t*>(scale);
+  op.panels = (rows + forge::kPanel - 1) / forge::kPanel;
+  if (paired) op.panels = (rows / 2 + 15) / 16;
+  forge::pack_all(op, int(num_threads));
+}
+
+}  // extern "C"
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_embed, embed,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<I32>()
+                                  .Ret<BF16>()
+                                  .Attr<int64_t>("format")
+                                  .Attr<int64_t>("columns"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_linear, linear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<BF16>()
+                                  .Arg<BF16>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<BF16>()
+                                  .Arg<I32>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("format")
+                                  .Attr<int64_t>("epilogue")
+                                  .Attr<int64_t>("columns")
+                                  .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_attention, attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<BF16>()
+                                  .Arg<ffi::Buffer<ffi::U16>>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Ret<BF16>()
+                                  .Attr<float>("sm_scale"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_rotate_write, rotate_write,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<BF16>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Arg<ffi::Buffer<ffi::U16>>()
+                                  .Ret<BF16>()
+                                  .Ret<ffi::Buffer<ffi::U16>>());

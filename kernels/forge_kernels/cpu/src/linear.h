@@ -1,0 +1,414 @@
+// y = epilogue(norm(x) W^T): products with packed weights, bfloat16, int8 or int4.
+//
+// Weights are packed in panels of 32 columns, so that a panel is one stream of memory:
+//   bf16  u16[N/32, K/2, 32, 2]
+//   int8  u8 [N/32, K/4, 32, 4]  the value + 128, and f32[N] scales
+//   int4  u8 [N/32, K/32, 8, 64] two values + 8 in a byte, and f16[K/32, N] scales (groups of 32)
+// N is rounded up to 32 and K to 2, 4 and 32 with zeros. Rows of x are packed in tiles of at most
+// kMaxRows, [K/2 or K/4, rows], words of 2 bfloat16 or 4 int8, so that a tile is a stream too.
+//
+// Every element of y is one chain of sums over k, in order, whatever the number of rows, their
+// place, or the number of threads: the bits of a row depend on that row alone.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace forge {
+
+enum class Format { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
+enum class Epilogue { kStore = 0, kResidual = 1, kSwiGLU = 2 };
+constexpr int kPanel = 32;
+constexpr int kGroup = 32;  // of int4 along K
+
+struct Linear {
+  const uint16_t* x;     // bf16[rows, K]
+  const uint16_t* norm;  // bf16[K], or null
+  float eps;
+  const void* w;
+  const float* scale;       // int8: f32[N]
+  const uint16_t* scale16;  // int4: f16[K / 32, N rounded up]
+  const uint16_t* residual;  // bf16[rows, N], or null
+  uint16_t* y16;             // bf16[rows, N], or null
+  float* y32;                // f32[rows, N], or null
+  long rows, K, N;           // N: columns of W
+  long x_stride;
+  Epilogue epilogue;
+};
+
+// How the rows are cut into tiles: as even as possible.
+struct Tiles {
+  long count, rows;
+  explicit Tiles(long total, long most) {
+    count = (total + most - 1) / most;
+    rows = (total + count - 1) / count;
+    count = (total + rows - 1) / rows;
+  }
+};
+
+// ---- packing of x ---------------------------------------------------------------------------
+
+// One row of x as float32, normalised if there is a norm. `out` has room for K rounded up to 32.
+inline void read_row(const Linear& op, long row, float* out) {
+  const uint16_t* x = op.x + row * op.x_stride;
+  long K = op.K, K16 = K / 16 * 16;
+  if (!op.norm) {
+    for (long k = 0; k < K16; k += 16) store(out + k, load_bf16(x + k));
+    for (long k = K16; k < K; ++k) out[k] = bf16_to_f32(x[k]);
+  } else {
+    F16 squares = zero();
+    for (long k = 0; k < K16; k += 16) {
+      F16 v = load_bf16(x + k);
+      store(out + k, v);
+      squares = fma(v, v, squares);
+    }
+    float total = sum(squares);
+    for (long k = K16; k < K; ++k) {
+      out[k] = bf16_to_f32(x[k]);
+      total += out[k] * out[k];
+    }
+    float scale = 1.0f / std::sqrt(total / float(K) + op.eps);
+    // Rounded where the plain form rounds: the quotient, then its product with the weight.
+    alignas(64) uint16_t rounded[16];
+    for (long k = 0; k < K16; k += 16) {
+      store_bf16(rounded, mul(load(out + k), splat(scale)));
+      store_bf16(rounded, mul(load_bf16(rounded), load_bf16(op.norm + k)));
+      store(out + k, load_bf16(rounded));
+    }
+    for (long k = K16; k < K; ++k) {
+      float quotient = bf16_to_f32(f32_to_bf16(out[k] * scale));
+      out[k] = bf16_to_f32(f32_to_bf16(quotient * bf16_to_f32(op.norm[k])));
+    }
+  }
+  for (long k = K; k < (K + 31) / 32 * 32; ++k) out[k] = 0.0f;
+}
+
+inline long words_of(Format format, long K) {
+  return format == Format::kBf16 ? (K + 1) / 2 : format == Format::kInt8 ? (K + 3) / 4
+                                                                         : (K + 31) / 32 * 8;
+}
+
+struct PackedRows {
+  uint32_t* words;  // [tiles][words][rows of the tile]
+  float* scales;    // [rows], int8 and int4
+  int32_t* sums;    // int8: [rows]; int4: [tiles][K / 32][rows of the tile]
+};
+
+inline void quantise_row(const float* x, long K32, int8_t* out, float* scale) {
+  F16 largest = zero();
+  for (long k = 0; k < K32; k += 16) largest = max(largest, abs(load(x + k)));
+  float top = maximum(largest);
+  *scale = top / 127.0f;
+  F16 inverse = splat(top > 0.0f ? 127.0f / top : 0.0f);
+  for (long k = 0; k < K32; k += 16) store_s8(out + k, to_int(mul(load(x + k), inverse)));
+}
+
+// Packs the rows of one tile. A row that is not finite keeps a scale that is not, so that its
+// products are not either.
+inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long tile,
+                      PackedRows& packed) {
+  long first = tile * tiles.rows, rows = std::min(tiles.rows, op.rows - first);
+  long words = words_of(format, op.K), K32 = (op.K + 31) / 32 * 32;
+  uint32_t* out = packed.words + first * words;
+  float* row = scratch<float>(0, K32);
+  uint16_t* narrow = scratch<uint16_t>(1, K32 * 2);
+  int8_t* bytes = reinterpret_cast<int8_t*>(narrow);
+  for (long r = 0; r < rows; ++r) {
+    if (format == Format::kBf16 && !op.norm && op.K % 2 == 0) {
+      const uint16_t* x = op.x + (first + r) * op.x_stride;
+      for (long k = 0; k < words; ++k) std::memcpy(out + k * rows + r, x + 2 * k, 4);
+      continue;
+    }
+    read_row(op, first + r, row);
+    const void* source = narrow;
+    if (format == Format::kBf16) {
+      for (long k = 0; k < K32; k += 16) store_bf16(narrow + k, load(row + k));
+    } else {
+      float top = 0.0f;
+      quantise_row(row, K32, bytes, &top);
+      // max() drops NaN; a sum keeps it.
+      F16 check = zero();
+      for (long k = 0; k < K32; k += 16) check = fma(load(row + k), zero(), check);
+      packed.scales[first + r] = top + sum(check);
+      if (format == Format::kInt8) {
+        int32_t total = 0;
+        for (long k = 0; k < K32; ++k) total += bytes[k];
+        packed.sums[first + r] = total;
+      } else {
+        int32_t* sums = packed.sums + first * (K32 / kGroup);
+        for (long g = 0; g < K32 / kGroup; ++g) {
+          int32_t total = 0;
+          for (int k = 0; k < kGroup; ++k) total += bytes[g * kGroup + k];
+          sums[g * rows + r] = total;
+        }
+      }
+    }
+    for (long k = 0; k < words; ++k) {
+      std::memcpy(out + k * rows + r, static_cast<const char*>(source) + 4 * k, 4);
+    }
+  }
+}
+
+// ---- the end of a tile ----------------------------------------------------------------------
+
+// Writes 16 columns of one row; `columns` of them exist.
+inline void write16(const Linear& op, long row, long column, long columns, long stride, F16 v) {
+  long at = row * stride + column;
+  if (columns >= 16) {
+    if (op.epilogue == Epilogue::kResidual) v = add(v, load_bf16(op.residual + at));
+    if (op.y32) {
+      store(op.y32 + at, v);
+    } else {
+      store_bf16(op.y16 + at, v);
+    }
+    return;
+  }
+  alignas(64) float lanes[16];
+  store(lanes, v);
+  for (long i = 0; i < columns; ++i) {
+    float x = lanes[i];
+    if (op.epilogue == Epilogue::kResidual) x += bf16_to_f32(op.residual[at + i]);
+    if (op.y32) {
+      op.y32[at + i] = x;
+    } else {
+      op.y16[at + i] = f32_to_bf16(x);
+    }
+  }
+}
+
+inline void write_panel(const Linear& op, long row, long panel, F16 first, F16 second) {
+  if (op.epilogue == Epilogue::kSwiGLU) {  // 16 gates, then their 16 ups
+    long width = op.N / 2;
+    write16(op, row, panel * 16, width - panel * 16, width,
+            mul(mul(first, sigmoid(first)), second));
+    return;
+  }
+  long column = panel * kPanel;
+  write16(op, row, column, op.N - column, op.N, first);
+  if (column + 16 < op.N) write16(op, row, column + 16, op.N - column - 16, op.N, second);
+}
+
+// ---- tiles: R rows times P panels -------------------------------------------------------------
+
+// `ahead` is read into the L2 cache meanwhile, `ahead_lines` lines of it.
+template <int R, int P>
+void tile_bf16(const Linear& op, const PackedRows& packed, const uint32_t* x, long row, long panel,
+               const char* ahead, long ahead_lines) {
+  long words = (op.K + 1) / 2;
+  const uint16_t* w = static_cast<const uint16_t*>(op.w) + panel * words * 64;
+  F16 acc[R][2 * P];
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < 2 * P; ++j) acc[r][j] = zero();
+  for (long k = 0; k < words; ++k) {
+    I16 v[2 * P];
+#pragma GCC unroll 2
+    for (int p = 0; p < P; ++p) {
+      v[2 * p] = load_bits(w + p * words * 64 + k * 64);
+      v[2 * p + 1] = load_bits(w + p * words * 64 + k * 64 + 32);
+    }
+    if (ahead_lines > 0) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 2 * P; ++i) _mm_prefetch(ahead + 64 * i, _MM_HINT_T1);
+      ahead += 128 * P;
+      ahead_lines -= 2 * P;
+    }
+#pragma GCC unroll 14
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < 2 * P; ++j) acc[r][j] = dot2(acc[r][j], v[j], x[k * R + r]);
+    }
+  }
+  alignas(64) float out[R][2 * P][16];
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < 2 * P; ++j) store(out[r][j], acc[r][j]);
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p)
+      write_panel(op, row + r, panel + p, load(out[r][2 * p]), load(out[r][2 * p + 1]));
+}
+
+template <int R, int P>
+void tile_int8(const Linear& op, const PackedRows& packed, const uint32_t* x, long row, long panel,
+               const char* ahead, long ahead_lines) {
+  long words = (op.K + 3) / 4;
+  const uint8_t* w = static_cast<const uint8_t*>(op.w) + panel * words * 128;
+  I16 acc[R][2 * P];
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < 2 * P; ++j) acc[r][j] = izero();
+  for (long k = 0; k < words; ++k) {
+    I16 v[2 * P];
+#pragma GCC unroll 2
+    for (int p = 0; p < P; ++p) {
+      v[2 * p] = load_bits(w + p * words * 128 + k * 128);
+      v[2 * p + 1] = load_bits(w + p * words * 128 + k * 128 + 64);
+    }
+    if (ahead_lines > 0) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 2 * P; ++i) _mm_prefetch(ahead + 64 * i, _MM_HINT_T1);
+      ahead += 128 * P;
+      ahead_lines -= 2 * P;
+    }
+#pragma GCC unroll 14
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < 2 * P; ++j) acc[r][j] = dot4(acc[r][j], v[j], x[k * R + r]);
+    }
+  }
+  alignas(64) int32_t out[R][2 * P][16];
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < 2 * P; ++j) store_bits(out[r][j], acc[r][j]);
+  for (int r = 0; r < R; ++r) {
+    I16 offset = isplat(128 * packed.sums[row + r]);
+    F16 row_scale = splat(packed.scales[row + r]);
+    for (int p = 0; p < P; ++p) {
+      const float* scale = op.scale + (panel + p) * kPanel;
+      F16 first = mul(to_float(isub(load_bits(out[r][2 * p]), offset)), mul(row_scale, load(scale)));
+      F16 second = mul(to_float(isub(load_bits(out[r][2 * p + 1]), offset)),
+                       mul(row_scale, load(scale + 16)));
+      write_panel(op, row + r, panel + p, first, second);
+    }
+  }
+}
+
+template <int R, int P>
+void tile_int4(const Linear& op, const PackedRows& packed, const uint32_t* x, long row, long panel,
+               const char* ahead, long ahead_lines) {
+  static_assert(P == 1);
+  long groups = (op.K + kGroup - 1) / kGroup;
+  long columns = (op.N + kPanel - 1) / kPanel * kPanel;
+  const uint8_t* w = static_cast<const uint8_t*>(op.w) + panel * groups * 512;
+  const int32_t* sums = packed.sums + row * groups;
+  F16 acc[R][2];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zero();
+  for (long g = 0; g < groups; ++g) {
+    I16 part[R][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = isplat(-8 * sums[g * R + r]);
+    if (ahead_lines > 0) {
+      for (int i = 0; i < 8; ++i) _mm_prefetch(ahead + 64 * i, _MM_HINT_T1);
+      ahead += 512;
+      ahead_lines -= 8;
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) {  // words q and q + 4 of the group
+      I16 first = load_bits(w + g * 512 + q * 128);
+      I16 second = load_bits(w + g * 512 + q * 128 + 64);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        uint32_t low = x[(g * 8 + q) * R + r], high = x[(g * 8 + q + 4) * R + r];
+        part[r][0] = dot4(part[r][0], low_nibbles(first), low);
+        part[r][1] = dot4(part[r][1], low_nibbles(second), low);
+        part[r][0] = dot4(part[r][0], high_nibbles(first), high);
+        part[r][1] = dot4(part[r][1], high_nibbles(second), high);
+      }
+    }
+    const uint16_t* scale = op.scale16 + g * columns + panel * kPanel;
+    F16 s0 = load_f16(scale), s1 = load_f16(scale + 16);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      acc[r][0] = fma(to_float(part[r][0]), s0, acc[r][0]);
+      acc[r][1] = fma(to_float(part[r][1]), s1, acc[r][1]);
+    }
+  }
+  alignas(64) float out[R][2][16];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+    store(out[r][0], acc[r][0]);
+    store(out[r][1], acc[r][1]);
+  }
+  for (int r = 0; r < R; ++r) {
+    F16 row_scale = splat(packed.scales[row + r]);
+    write_panel(op, row + r, panel, mul(load(out[r][0]), row_scale),
+                mul(load(out[r][1]), row_scale));
+  }
+}
+
+using TileFunction = void (*)(const Linear&, const PackedRows&, const uint32_t*, long, long,
+                              const char*, long);
+
+template <Format format, int R, int P>
+constexpr TileFunction tile_function() {
+  if constexpr (format == Format::kBf16) return tile_bf16<R, P>;
+  if constexpr (format == Format::kInt8) return tile_int8<R, P>;
+  if constexpr (format == Format::kInt4) return tile_int4<R, 1>;
+}
+
+template <Format format, int P, size_t... R>
+TileFunction pick(long rows, std::index_sequence<R...>) {
+  static constexpr TileFunction functions[] = {tile_function<format, int(R) + 1, P>()...};
+  return functions[rows - 1];
+}
+
+constexpr int kMaxRowsInt4 = kMaxRows < 6 ? kMaxRows : 6;
+
+template <Format format>
+TileFunction pick(long rows, int panels) {
+  if constexpr (format == Format::kInt4) {
+    return pick<format, 1>(rows, std::make_index_sequence<kMaxRowsInt4>());
+  } else {
+    return panels == 2 ? pick<format, 2>(rows, std::make_index_sequence<kMaxRowsWide>())
+                       : pick<format, 1>(rows, std::make_index_sequence<kMaxRows>());
+  }
+}
+
+// ---- the whole --------------------------------------------------------------------------------
+
+template <Format format>
+void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
+  if (op.rows <= 0) return;
+  long words = words_of(format, op.K), K32 = (op.K + 31) / 32 * 32;
+  long panels = (op.N + kPanel - 1) / kPanel;
+  Tiles tiles(op.rows, format == Format::kInt4 ? kMaxRowsInt4 : kMaxRows);
+  int wide = format != Format::kInt4 && op.rows <= kMaxRowsWide && panels % 2 == 0 ? 2 : 1;
+  long panel_bytes = format == Format::kBf16   ? words * 128
+                     : format == Format::kInt8 ? words * 128
+                                               : K32 / kGroup * 512;
+  PackedRows packed;
+  packed.words = scratch<uint32_t>(2, op.rows * words);
+  packed.scales = scratch<float>(3, op.rows);
+  packed.sums = scratch<int32_t>(4, op.rows * (format == Format::kInt4 ? K32 / kGroup : 1));
+
+  // Many rows are cut into groups of tiles too, so that every thread finds work.
+  Team team(pool, std::max(panels / wide, tiles.count));
+  long units = panels / wide, row_groups = 1;
+  while (row_groups * 2 <= tiles.count / 4 && units * row_groups < 8L * team.threads())
+    row_groups *= 2;
+  long group_tiles = (tiles.count + row_groups - 1) / row_groups;
+  row_groups = (tiles.count + group_tiles - 1) / group_tiles;
+
+  auto pack = [&](long tile) { pack_tile(op, format, tiles, tile, packed); };
+  auto multiply = [&](long item) {
+    long unit = item % units, group = item / units, panel = unit * wide;
+    long first = group * group_tiles, last = std::min(tiles.count, first + group_tiles);
+    // The next panel is read into the cache while this one is in use.
+    const char* ahead = static_cast<const char*>(op.w) + (panel + wide) * panel_bytes;
+    long lines = panel + wide < panels ? wide * panel_bytes / 64 : 0;
+    for (long tile = first; tile < last; ++tile) {
+      long row = tile * tiles.rows, rows = std::min(tiles.rows, op.rows - row);
+      long left = last - tile, share = (lines + left - 1) / left;
+      pick<format>(rows, wide)(op, packed, packed.words + row * words, row, panel, ahead, share);
+      ahead += share * 64;
+      lines -= share;
+    }
+  };
+  if (tiles.count == 1) {  // a few rows: packed before the others are called
+    pack(0);
+    team.run(phase(units, multiply));
+  } else {
+    team.run(phase(tiles.count, pack), phase(units * row_groups, multiply));
+  }
+}
+
+}  // namespace forge

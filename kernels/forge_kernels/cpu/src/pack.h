@@ -1,0 +1,142 @@
+// Packs weights from the checkpoint's form, bf16[N, K], into panels (see linear.h).
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "linear.h"
+
+namespace forge {
+
+struct Packing {
+  const uint16_t* w;  // bf16[N, K]
+  long N, K;
+  bool paired;  // the upper and lower half of the rows are gates and their ups
+  Format format;
+  uint8_t* out;
+  float* scale;       // int8: f32[columns of all panels]
+  uint16_t* scale16;  // int4: f16[K / 32, columns of all panels]
+  long panels;
+};
+
+// The row of W that is column `lane` of a panel, or -1.
+inline long source_row(const Packing& op, long panel, int lane) {
+  if (!op.paired) {
+    long row = panel * kPanel + lane;
+    return row < op.N ? row : -1;
+  }
+  long half = op.N / 2, row = panel * 16 + lane % 16;
+  if (row >= half) return -1;
+  return lane < 16 ? row : half + row;
+}
+
+inline uint16_t f32_to_f16(float value) {
+  __m128i bits = _mm_cvtps_ph(_mm_set_ss(value), _MM_FROUND_TO_NEAREST_INT);
+  return uint16_t(_mm_extract_epi16(bits, 0));
+}
+inline float f16_to_f32(uint16_t bits) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits))); }
+
+inline void pack_panel(const Packing& op, long panel) {
+  long words = words_of(op.format, op.K), groups = (op.K + kGroup - 1) / kGroup;
+  std::vector<float> row(groups * kGroup);
+  for (int lane = 0; lane < kPanel; ++lane) {
+    long source = source_row(op, panel, lane);
+    const uint16_t* w = source < 0 ? nullptr : op.w + source * op.K;
+    long column = panel * kPanel + lane;
+    if (op.format == Format::kBf16) {
+      uint16_t* out = reinterpret_cast<uint16_t*>(op.out) + panel * words * 64 + lane * 2;
+      for (long k = 0; k < words; ++k)
+        for (int i = 0; i < 2; ++i)
+          out[k * 64 + i] = w && 2 * k + i < op.K ? w[2 * k + i] : 0;
+      continue;
+    }
+    float top = 0.0f;
+    for (long k = 0; k < groups * kGroup; ++k) {
+      row[k] = w && k < op.K ? bf16_to_f32(w[k]) : 0.0f;
+      top = std::max(top, std::fabs(row[k]));
+    }
+    if (op.format == Format::kInt8) {
+      uint8_t* out = op.out + panel * words * 128 + lane * 4;
+      op.scale[column] = top / 127.0f;
+      float inverse = top > 0.0f ? 127.0f / top : 0.0f;
+      for (long k = 0; k < words * 4; ++k)
+        out[k / 4 * 128 + k % 4] =
+            uint8_t(128 + int(k < op.K ? std::nearbyint(row[k] * inverse) : 0.0f));
+    } else {
+      // As llama.cpp's Q4_0: the value of largest magnitude becomes -8.
+      uint8_t* out = op.out + panel * groups * 512 + lane % 16 * 4 + lane / 16 * 64;
+      for (long g = 0; g < groups; ++g) {
+        const float* x = row.data() + g * kGroup;
+        float extreme = 0.0f;
+        for (int k = 0; k < kGroup; ++k)
+          if (std::fabs(x[k]) > std::fabs(extreme)) extreme = x[k];
+        uint16_t scale = f32_to_f16(extreme / -8.0f);
+        op.scale16[g * op.panels * kPanel + column] = scale;
+        float step = f16_to_f32(scale), inverse = step != 0.0f ? 1.0f / step : 0.0f;
+        for (int q = 0; q < 4; ++q) {
+          for (int i = 0; i < 4; ++i) {
+            auto nibble = [&](float v) {
+              return int(std::min(15.0f, std::max(0.0f, std::floor(v * inverse + 8.5f))));
+            };
+            int low = nibble(x[q * 4 + i]), high = nibble(x[(q + 4) * 4 + i]);
+            out[g * 512 + q * 128 + i] = uint8_t(low | high << 4);
+          }
+        }
+      }
+    }
+  }
+}
+
+inline void pack_all(const Packing& op, int num_threads) {
+  std::atomic<long> next{0};
+  auto work = [&] {
+    for (long panel; (panel = next.fetch_add(1)) < op.panels;) pack_panel(op, panel);
+  };
+  std::vector<std::thread> threads;
+  for (int t = 1; t < num_threads; ++t) threads.emplace_back(work);
+  work();
+  for (auto& thread : threads) thread.join();
+}
+
+// ---- rows of a packed matrix: the embedding of a model that shares it with its head -------------
+
+struct PackedEmbedding {
+  const void* w;
+  const float* scale;
+  const uint16_t* scale16;
+  const int32_t* tokens;
+  uint16_t* out;  // bf16[T, K]
+  long tokens_count, N, K, panels;
+  Format format;
+};
+
+inline void embed_row(const PackedEmbedding& op, long t) {
+  long token = std::min<long>(std::max(op.tokens[t], 0), op.N - 1);
+  long panel = token / kPanel, lane = token % kPanel, words = words_of(op.format, op.K);
+  uint16_t* out = op.out + t * op.K;
+  if (op.format == Format::kBf16) {
+    const uint16_t* w = static_cast<const uint16_t*>(op.w) + panel * words * 64 + lane * 2;
+    for (long k = 0; k < op.K; ++k) out[k] = w[k / 2 * 64 + k % 2];
+  } else if (op.format == Format::kInt8) {
+    const uint8_t* w = static_cast<const uint8_t*>(op.w) + panel * words * 128 + lane * 4;
+    float scale = op.scale[token];
+    for (long k = 0; k < op.K; ++k)
+      out[k] = f32_to_bf16(float(int(w[k / 4 * 128 + k % 4]) - 128) * scale);
+  } else {
+    long groups = (op.K + kGroup - 1) / kGroup;
+    const uint8_t* w =
+        static_cast<const uint8_t*>(op.w) + panel * groups * 512 + lane % 16 * 4 + lane / 16 * 64;
+    for (long k = 0; k < op.K; ++k) {
+      long g = k / kGroup, word = k % kGroup / 4;
+      uint8_t both = w[g * 512 + word % 4 * 128 + k % 4];
+      int value = (word < 4 ? both & 15 : both >> 4) - 8;
+      out[k] = f32_to_bf16(float(value) * f16_to_f32(op.scale16[g * op.panels * kPanel + token]));
+    }
+  }
+}
+
+}  // namespace forge

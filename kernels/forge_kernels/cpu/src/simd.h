@@ -1,0 +1,312 @@
+// Sixteen lanes of float32 or int32, for AVX-512 (with BF16 and VNNI) and for AVX2 (with FMA).
+//
+// The two forms promise the same results up to rounding. `dot2` sums two bfloat16 products into
+// each float lane, `dot4` four products of u8 and s8 into each int lane: the inner steps of every
+// matrix product here.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace forge {
+
+inline float bf16_to_f32(uint16_t bits) {
+  uint32_t wide = uint32_t(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+
+#define FORGE_ISA "avx512"
+constexpr int kMaxRows = 14;     // rows of a tile of 32 columns: 28 of 32 registers accumulate
+constexpr int kMaxRowsWide = 6;  // rows of a tile of 64 columns
+
+using F16 = __m512;
+using I16 = __m512i;
+
+inline F16 zero() { return _mm512_setzero_ps(); }
+inline I16 izero() { return _mm512_setzero_si512(); }
+inline F16 splat(float x) { return _mm512_set1_ps(x); }
+inline I16 isplat(int32_t x) { return _mm512_set1_epi32(x); }
+inline F16 load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, F16 x) { _mm512_storeu_ps(p, x); }
+inline I16 load_bits(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_bits(void* p, I16 x) { _mm512_storeu_si512(p, x); }
+inline F16 load_bf16(const uint16_t* p) {
+  __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+inline void store_bf16(uint16_t* p, F16 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
+}
+inline F16 add(F16 a, F16 b) { return _mm512_add_ps(a, b); }
+inline F16 sub(F16 a, F16 b) { return _mm512_sub_ps(a, b); }
+inline F16 mul(F16 a, F16 b) { return _mm512_mul_ps(a, b); }
+inline F16 div(F16 a, F16 b) { return _mm512_div_ps(a, b); }
+inline F16 max(F16 a, F16 b) { return _mm512_max_ps(a, b); }
+inline F16 abs(F16 a) { return _mm512_abs_ps(a); }
+inline F16 fma(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
+inline I16 iadd(I16 a, I16 b) { return _mm512_add_epi32(a, b); }
+inline I16 isub(I16 a, I16 b) { return _mm512_sub_epi32(a, b); }
+inline F16 to_float(I16 a) { return _mm512_cvtepi32_ps(a); }
+inline I16 to_int(F16 a) { return _mm512_cvtps_epi32(a); }
+inline float sum(F16 a) { return _mm512_reduce_add_ps(a); }
+inline float maximum(F16 a) { return _mm512_reduce_max_ps(a); }
+inline int32_t isum(I16 a) { return _mm512_reduce_add_epi32(a); }
+inline void store_s8(int8_t* p, I16 x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x));
+}
+// Lanes from `count` on become `other`.
+inline F16 keep_first(F16 x, int count, float other) {
+  __mmask16 kept = count >= 16 ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1);
+  return _mm512_mask_blend_ps(kept, _mm512_set1_ps(other), x);
+}
+inline F16 load_f16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+// 2^n * x for whole n.
+inline F16 scale_by_power(F16 x, F16 n) { return _mm512_scalef_ps(x, n); }
+inline F16 round_nearest(F16 x) { return _mm512_roundscale_ps(x, 0); }
+
+inline F16 dot2(F16 acc, I16 w, uint32_t x) {
+  return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(int32_t(x)));
+}
+inline I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
+  return _mm512_dpbusd_epi32(acc, w_u8, _mm512_set1_epi32(int32_t(x_s8)));
+}
+inline I16 low_nibbles(I16 x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline I16 high_nibbles(I16 x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+
+// 16 rows of 16 words each -> their transpose, in place.
+inline void transpose16(I16 r[16]) {
+  I16 t[16];
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+// 16-bit values a0 b0 a1 b1 ... of two rows of 16.
+inline I16 interleave16(const uint16_t* a, const uint16_t* b) {
+  __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)));
+  __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
+  return _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+}
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+#define FORGE_ISA "avx2"
+constexpr int kMaxRows = 3;
+constexpr int kMaxRowsWide = 1;
+
+struct F16 {
+  __m256 lo, hi;
+};
+struct I16 {
+  __m256i lo, hi;
+};
+
+inline F16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline I16 izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline F16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline I16 isplat(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, F16 x) {
+  _mm256_storeu_ps(p, x.lo);
+  _mm256_storeu_ps(p + 8, x.hi);
+}
+inline I16 load_bits(const void* p) {
+  const __m256i* q = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+inline void store_bits(void* p, I16 x) {
+  __m256i* q = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(q, x.lo);
+  _mm256_storeu_si256(q + 1, x.hi);
+}
+inline __m256 widen_bf16(const uint16_t* p) {
+  __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+inline F16 load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
+inline __m256i round_bf16(__m256 x) {  // to nearest even, in the low half of each word
+  __m256i bits = _mm256_castps_si256(x);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i rounded = _mm256_srli_epi32(
+      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+}
+inline void store_bf16(uint16_t* p, F16 x) {
+  __m256i packed = _mm256_packus_epi32(round_bf16(x.lo), round_bf16(x.hi));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+#define FORGE_BOTH(op, a, b) \
+  { op((a).lo, (b).lo), op((a).hi, (b).hi) }
+inline F16 add(F16 a, F16 b) { return FORGE_BOTH(_mm256_add_ps, a, b); }
+inline F16 sub(F16 a, F16 b) { return FORGE_BOTH(_mm256_sub_ps, a, b); }
+inline F16 mul(F16 a, F16 b) { return FORGE_BOTH(_mm256_mul_ps, a, b); }
+inline F16 div(F16 a, F16 b) { return FORGE_BOTH(_mm256_div_ps, a, b); }
+inline F16 max(F16 a, F16 b) { return FORGE_BOTH(_mm256_max_ps, a, b); }
+inline I16 iadd(I16 a, I16 b) { return FORGE_BOTH(_mm256_add_epi32, a, b); }
+inline I16 isub(I16 a, I16 b) { return FORGE_BOTH(_mm256_sub_epi32, a, b); }
+inline F16 abs(F16 a) {
+  __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+inline F16 fma(F16 a, F16 b, F16 c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline F16 to_float(I16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+inline I16 to_int(F16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+inline float sum(F16 a) {
+  alignas(32) float x[8];
+  _mm256_store_ps(x, _mm256_add_ps(a.lo, a.hi));
+  return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+}
+inline float maximum(F16 a) {
+  alignas(32) float x[8];
+  _mm256_store_ps(x, _mm256_max_ps(a.lo, a.hi));
+  float best = x[0];
+  for (int i = 1; i < 8; ++i) best = x[i] > best ? x[i] : best;
+  return best;
+}
+inline int32_t isum(I16 a) {
+  alignas(32) int32_t x[8];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(x), _mm256_add_epi32(a.lo, a.hi));
+  return x[0] + x[1] + x[2] + x[3] + x[4] + x[5] + x[6] + x[7];
+}
+inline void store_s8(int8_t* p, I16 x) {
+  __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.lo, x.hi), 0xd8);
+  __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+inline F16 keep_first(F16 x, int count, float other) {
+  __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  __m256 o = _mm256_set1_ps(other);
+  __m256 lo = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane));
+  __m256 hi = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count - 8), lane));
+  return {_mm256_blendv_ps(o, x.lo, lo), _mm256_blendv_ps(o, x.hi, hi)};
+}
+inline F16 load_f16(const uint16_t* p) {
+  const __m128i* q = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+inline __m256 scale_half(__m256 x, __m256 n) {
+  n = _mm256_max_ps(n, _mm256_set1_ps(-127.0f));
+  __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+}
+inline F16 scale_by_power(F16 x, F16 n) {
+  return {scale_half(x.lo, n.lo), scale_half(x.hi, n.hi)};
+}
+inline F16 round_nearest(F16 x) {
+  return {_mm256_round_ps(x.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+          _mm256_round_ps(x.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline __m256 dot2_half(__m256 acc, __m256i w, __m256 even, __m256 odd) {
+  __m256 w_even = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
+  __m256 w_odd = _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(int32_t(0xffff0000))));
+  return _mm256_fmadd_ps(w_odd, odd, _mm256_fmadd_ps(w_even, even, acc));
+}
+inline F16 dot2(F16 acc, I16 w, uint32_t x) {
+  __m256 even = _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(x << 16)));
+  __m256 odd = _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(x & 0xffff0000)));
+  return {dot2_half(acc.lo, w.lo, even, odd), dot2_half(acc.hi, w.hi, even, odd)};
+}
+inline __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
+  // Even and odd bytes apart: pairs of u8 * s8 would overflow the 16 bits of maddubs.
+  __m256i byte = _mm256_set1_epi16(0x00ff);
+  __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, byte),
+                                   _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+  __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
+  return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+}
+inline I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
+  __m256i x = _mm256_set1_epi32(int32_t(x_s8));
+  return {dot4_half(acc.lo, w_u8.lo, x), dot4_half(acc.hi, w_u8.hi, x)};
+}
+inline __m256i nibbles(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline I16 low_nibbles(I16 x) { return {nibbles(x.lo), nibbles(x.hi)}; }
+inline I16 high_nibbles(I16 x) {
+  return {nibbles(_mm256_srli_epi16(x.lo, 4)), nibbles(_mm256_srli_epi16(x.hi, 4))};
+}
+inline void transpose16(I16 r[16]) {
+  alignas(32) uint32_t x[16][16], y[16][16];
+  for (int i = 0; i < 16; ++i) store_bits(x[i], r[i]);
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 16; ++j) y[j][i] = x[i][j];
+  for (int i = 0; i < 16; ++i) r[i] = load_bits(y[i]);
+}
+inline __m256i interleave_half(const uint16_t* a, const uint16_t* b) {
+  __m256i even = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a)));
+  __m256i odd = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b)));
+  return _mm256_or_si256(even, _mm256_slli_epi32(odd, 16));
+}
+inline I16 interleave16(const uint16_t* a, const uint16_t* b) {
+  return {interleave_half(a, b), interleave_half(a + 8, b + 8)};
+}
+
+#else
+#error "these kernels need AVX2 with FMA and F16C, or AVX-512 with BF16 and VNNI"
+#endif
+
+inline uint16_t f32_to_bf16(float value) {
+  alignas(64) uint16_t bits[16];
+  store_bf16(bits, splat(value));
+  return bits[0];
+}
+
+// e^x for x <= 0 (and a little above), to about 2 units in the last place; e^-inf is 0.
+inline F16 exp(F16 x) {
+  x = max(splat(-104.0f), x);  // in this order a NaN stays one
+  F16 t = mul(x, splat(1.44269504088896341f));
+  F16 n = round_nearest(t);
+  F16 f = fma(n, splat(-0.693145751953125f), x);  // ln 2 in two parts
+  f = fma(n, splat(-1.42860677e-6f), f);
+  F16 p = splat(1.0f / 720);
+  p = fma(p, f, splat(1.0f / 120));
+  p = fma(p, f, splat(1.0f / 24));
+  p = fma(p, f, splat(1.0f / 6));
+  p = fma(p, f, splat(0.5f));
+  p = fma(p, f, splat(1.0f));
+  p = fma(p, f, splat(1.0f));
+  return scale_by_power(p, n);
+}
+
+inline F16 sigmoid(F16 x) {
+  // Both branches by e^-|x|, which cannot overflow.
+  F16 e = exp(sub(zero(), abs(x)));
+  F16 positive = div(splat(1.0f), add(splat(1.0f), e));
+  F16 negative = mul(e, positive);
+#if defined(__AVX512F__)
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, zero(), _CMP_LT_OQ), positive, negative);
+#else
+  return {_mm256_blendv_ps(positive.lo, negative.lo, x.lo),
+          _mm256_blendv_ps(positive.hi, negative.hi, x.hi)};
+#endif
+}
+
+}  // namespace forge

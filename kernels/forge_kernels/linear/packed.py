@@ -1,0 +1,112 @@
+"""Weights packed for the CPU kernels: in panels of 32 columns, as bfloat16, int8 or int4.
+
+int8 has one scale per column and quantises the rows of x at run time, to the nearest of 255 steps;
+int4 has one float16 scale for each 32 values of a column. The layouts stand in `cpu/src/linear.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from forge_kernels.cpu.library import library, num_threads
+
+Format = Literal["bf16", "int8", "int4"]
+FORMATS: tuple[str, ...] = get_args(Format)
+PANEL = 32  # columns
+GROUP = 32  # values of an int4 scale
+ALIGNMENT = 64  # bytes; XLA:CPU adopts a host buffer so aligned instead of copying it
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one matrix [outputs, inputs] is packed; with `paired` its halves are gates and ups."""
+
+    format: Format
+    outputs: int
+    inputs: int
+    paired: bool = False
+
+    @property
+    def panels(self) -> int:
+        return -(-self.outputs // 2 // 16) if self.paired else -(-self.outputs // PANEL)
+
+    @property
+    def weight(self) -> jax.ShapeDtypeStruct:
+        match self.format:
+            case "bf16":
+                return _shape((self.panels, -(-self.inputs // 2), PANEL, 2), jnp.uint16)
+            case "int8":
+                return _shape((self.panels, -(-self.inputs // 4), PANEL, 4), jnp.uint8)
+            case "int4":
+                return _shape((self.panels, -(-self.inputs // GROUP), 8, 64), jnp.uint8)
+
+    @property
+    def scale(self) -> jax.ShapeDtypeStruct | None:
+        columns = self.panels * PANEL
+        match self.format:
+            case "bf16":
+                return None
+            case "int8":
+                return _shape((columns,), jnp.float32)
+            case "int4":
+                return _shape((-(-self.inputs // GROUP), columns), jnp.float16)
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A matrix as the kernels want it; a pytree whose leaves are `weight` and `scale`."""
+
+    weight: jax.Array  # see Packing.weight
+    scale: jax.Array | None  # see Packing.scale
+    packing: Packing
+
+
+jax.tree_util.register_dataclass(
+    PackedWeight, data_fields=["weight", "scale"], meta_fields=["packing"]
+)
+
+
+def pack(w: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray | None]:
+    """Packs bf16[outputs, inputs] on the host -> (weight, scale) of the packing's shapes."""
+    assert w.dtype == ml_dtypes.bfloat16 and w.shape == (packing.outputs, packing.inputs)
+    w = np.ascontiguousarray(w)
+    out = aligned_empty(packing.weight.shape, packing.weight.dtype)
+    scale = None
+    if packing.scale is not None:
+        scale = aligned_empty(packing.scale.shape, packing.scale.dtype)
+    library().forge_pack(
+        _pointer(w),
+        ctypes.c_int64(packing.outputs),
+        ctypes.c_int64(packing.inputs),
+        ctypes.c_int64(packing.paired),
+        ctypes.c_int64(FORMATS.index(packing.format)),
+        _pointer(out),
+        _pointer(scale),
+        ctypes.c_int64(num_threads()),
+    )
+    return out, scale
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An uninitialised array that XLA:CPU can adopt without a copy."""
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _pointer(array: np.ndarray | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if array is None else array.ctypes.data)
