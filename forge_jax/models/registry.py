@@ -53,9 +53,7 @@ def read_spec(folder: Path) -> ModelSpec:
     return architecture.read_spec(config, Config(generation, str(generation_path)))
 
 
-def build_model(
-    spec: ModelSpec, dtype: str = "auto", forms: WeightForms | None = None
-) -> Model:
+def build_model(spec: ModelSpec, dtype: str = "auto", forms: WeightForms | None = None) -> Model:
     """The model of a spec, without weights; `dtype` is of weights and activations.
 
     `forms` says how matrices are kept: plain by default; packed ones are for bfloat16.

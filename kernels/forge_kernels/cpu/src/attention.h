@@ -44,14 +44,36 @@ inline const uint16_t* kv_row(const Attention& op, const int32_t* table, int hal
          (((block * 2 + half) * op.kv_heads + head) * op.block_size + offset) * op.head_dim;
 }
 
-// 64 keys -> [D/2][64] words of two neighbours in d.
-inline void pack_keys(const Attention& op, const int32_t* table, long head, long start, long end,
-                      uint32_t* out) {
+struct AttentionItem {
+  long seq, head, first, rows;  // query rows first, first + 1, ... of the sequence
+};
+
+// 64 positions of one sequence and head.
+struct KVTile {
+  const int32_t* table;
+  long head, start, end;  // positions at and beyond `end` do not exist
+};
+
+inline KVTile kv_tile(const Attention& op, const AttentionItem& item, long tile) {
+  return {op.block_tables + item.seq * op.max_blocks, item.head, tile * kKeys,
+          op.kv_lens[item.seq]};
+}
+
+// Blocks lie anywhere in memory, so that the hardware does not foresee what is read next.
+inline void prefetch_row(const Attention& op, const KVTile& tile, int half, long index) {
+  long position = tile.start + index;
+  if (position >= tile.end) return;
+  const uint16_t* row = kv_row(op, tile.table, half, tile.head, position);
+  for (long d = 0; d < op.head_dim; d += 32) prefetch(row + d);
+}
+
+// 64 keys -> [D/2][64] words of two neighbours in d; reads `next` into the cache meanwhile.
+inline void pack_keys(const Attention& op, const KVTile& tile, const KVTile& next, uint32_t* out) {
   for (long group = 0; group < kKeys; group += 16) {
     const uint16_t* rows[16];
     for (long i = 0; i < 16; ++i) {
-      long position = start + group + i;
-      rows[i] = position < end ? kv_row(op, table, 0, head, position) : nullptr;
+      long position = tile.start + group + i;
+      rows[i] = position < tile.end ? kv_row(op, tile.table, 0, tile.head, position) : nullptr;
     }
     for (long d = 0; d < op.head_dim; d += 32) {
       I16 block[16];
@@ -59,19 +81,23 @@ inline void pack_keys(const Attention& op, const int32_t* table, long head, long
       transpose16(block);
       for (int i = 0; i < 16; ++i) store_bits(out + (d / 2 + i) * kKeys + group, block[i]);
     }
+    for (long i = 0; i < 16; ++i) prefetch_row(op, next, 0, group + i);
   }
 }
 
-// 64 values -> [32][D] words of two neighbouring keys.
-inline void pack_values(const Attention& op, const int32_t* table, long head, long start, long end,
+// 64 values -> [32][D] words of two neighbouring keys; reads `next` into the cache meanwhile.
+inline void pack_values(const Attention& op, const KVTile& tile, const KVTile& next,
                         uint32_t* out) {
   alignas(64) static const uint16_t nothing[kMaxHeadDim] = {};
   for (long pair = 0; pair < kKeys / 2; ++pair) {
-    long position = start + 2 * pair;
-    const uint16_t* a = position < end ? kv_row(op, table, 1, head, position) : nothing;
-    const uint16_t* b = position + 1 < end ? kv_row(op, table, 1, head, position + 1) : nothing;
+    const uint16_t* rows[2];
+    for (int i = 0; i < 2; ++i) {
+      long position = tile.start + 2 * pair + i;
+      rows[i] = position < tile.end ? kv_row(op, tile.table, 1, tile.head, position) : nothing;
+      prefetch_row(op, next, 1, 2 * pair + i);
+    }
     for (long d = 0; d < op.head_dim; d += 16)
-      store_bits(out + pair * op.head_dim + d, interleave16(a + d, b + d));
+      store_bits(out + pair * op.head_dim + d, interleave16(rows[0] + d, rows[1] + d));
   }
 }
 
@@ -100,10 +126,6 @@ inline void multiply16(const uint32_t* x, long x_stride, const uint32_t* y, long
     for (int r = 0; r < R; ++r) acc[r] = dot2(acc[r], v, x[r * x_stride + w]);
   }
 }
-
-struct AttentionItem {
-  long seq, head, first, rows;  // query rows first, first + 1, ... of the sequence
-};
 
 // What one thread works with: packed keys and values, weights, outputs.
 struct AttentionScratch {
@@ -186,11 +208,11 @@ void attend_rows(const Attention& op, const uint16_t* const* q, const long* visi
   }
 }
 
-inline void attend_item(const Attention& op, const AttentionItem& item) {
+inline void attend_item(const Attention& op, const AttentionItem& item,
+                        const AttentionItem* next) {
   long D = op.head_dim, G = op.heads / op.kv_heads, rows = item.rows * G;
   long q_start = op.cu_q_lens[item.seq], q_len = op.cu_q_lens[item.seq + 1] - q_start;
   long kv_len = op.kv_lens[item.seq];
-  const int32_t* table = op.block_tables + item.seq * op.max_blocks;
   AttentionScratch s;
   s.keys = scratch<uint32_t>(0, D / 2 * kKeys);
   s.values = scratch<uint32_t>(1, kKeys / 2 * D);
@@ -210,8 +232,11 @@ inline void attend_item(const Attention& op, const AttentionItem& item) {
   std::fill(s.out, s.out + rows * D, 0.0f);
   long longest = visible[rows - 1];
   for (long tile = 0; tile * kKeys < longest; ++tile) {
-    pack_keys(op, table, item.head, tile * kKeys, kv_len, s.keys);
-    pack_values(op, table, item.head, tile * kKeys, kv_len, s.values);
+    KVTile next_tile = (tile + 1) * kKeys < longest ? kv_tile(op, item, tile + 1)
+                       : next                       ? kv_tile(op, *next, 0)
+                                                    : KVTile{};
+    pack_keys(op, kv_tile(op, item, tile), next_tile, s.keys);
+    pack_values(op, kv_tile(op, item, tile), next_tile, s.values);
     for (long row = 0; row < rows;) {
       long n = std::min<long>(kRowTile, rows - row);
       switch (n) {
@@ -242,9 +267,11 @@ inline void run_attention(xla::ffi::ThreadPool& pool, const Attention& op) {
       for (long first = 0; first < q_len; first += most)
         items.push_back({seq, head, first, std::min(most, q_len - first)});
   }
-  auto attend = [&](long i) { attend_item(op, items[i]); };
-  Team team(pool, long(items.size()));
-  team.run(phase(long(items.size()), attend));
+  long count = long(items.size());
+  auto attend = [&](long i) {
+    attend_item(op, items[i], i + 1 < count ? &items[i + 1] : nullptr);
+  };
+  Team(pool, count).run(phase(count, attend));
 }
 
 // ---- rotation and write -----------------------------------------------------------------------

@@ -214,7 +214,7 @@ void tile_bf16(const Linear& op, const PackedRows& packed, const uint32_t* x, lo
     }
     if (ahead_lines > 0) {
 #pragma GCC unroll 4
-      for (int i = 0; i < 2 * P; ++i) _mm_prefetch(ahead + 64 * i, _MM_HINT_T1);
+      for (int i = 0; i < 2 * P; ++i) prefetch(ahead + 64 * i);
       ahead += 128 * P;
       ahead_lines -= 2 * P;
     }
@@ -253,7 +253,7 @@ void tile_int8(const Linear& op, const PackedRows& packed, const uint32_t* x, lo
     }
     if (ahead_lines > 0) {
 #pragma GCC unroll 4
-      for (int i = 0; i < 2 * P; ++i) _mm_prefetch(ahead + 64 * i, _MM_HINT_T1);
+      for (int i = 0; i < 2 * P; ++i) prefetch(ahead + 64 * i);
       ahead += 128 * P;
       ahead_lines -= 2 * P;
     }
@@ -297,7 +297,7 @@ void tile_int4(const Linear& op, const PackedRows& packed, const uint32_t* x, lo
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = isplat(-8 * sums[g * R + r]);
     if (ahead_lines > 0) {
-      for (int i = 0; i < 8; ++i) _mm_prefetch(ahead + 64 * i, _MM_HINT_T1);
+      for (int i = 0; i < 8; ++i) prefetch(ahead + 64 * i);
       ahead += 512;
       ahead_lines -= 8;
     }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdlib>
 #include <memory>
@@ -63,18 +64,94 @@ class Phase {
   alignas(64) std::atomic<long> done_{0};
 };
 
-template <class F>
-Phase* make_phase(long count, F& body, int threads) {
-  return new Phase(
-      count, &body, [](void* context, long item) { (*static_cast<F*>(context))(item); }, threads);
-}
+// A list of phases and the threads that work on it.
+class Job {
+ public:
+  template <class F>
+  void add(long count, F& body, int threads) {
+    auto call = [](void* context, long item) { (*static_cast<F*>(context))(item); };
+    phases_.push_back(std::make_unique<Phase>(count, &body, call, threads));
+    threads_ = threads;
+  }
+
+  // A thread that starts late finds nothing to claim: it never touches what went out of scope.
+  void work() {
+    int thread = joined_.fetch_add(1, std::memory_order_relaxed);
+    if (thread >= threads_) return;
+    for (auto& phase : phases_) phase->work(thread);
+  }
+
+ private:
+  std::vector<std::unique_ptr<Phase>> phases_;
+  int threads_ = 1;
+  std::atomic<int> joined_{0};
+};
+
+// Where threads of the pool wait for the next job. To wake a sleeping thread takes longer than
+// most jobs do, so a thread that has finished one stays awake for a moment: within a step the next
+// follows in a few microseconds.
+class Lobby {
+ public:
+  static Lobby& instance() {
+    static Lobby lobby;
+    return lobby;
+  }
+
+  // Makes the job known to the threads that wait here; returns how many there are.
+  int publish(const std::shared_ptr<Job>& job) {
+    lock();
+    job_ = job;
+    unlock();
+    published_.fetch_add(1, std::memory_order_release);
+    return waiting_.load(std::memory_order_acquire);
+  }
+
+  // Works on the job, then on those that follow within kLinger.
+  void serve(std::shared_ptr<Job> job) {
+    for (;;) {
+      long seen = published_.load(std::memory_order_acquire);
+      job->work();
+      job.reset();
+      if (!wait(seen)) return;
+      lock();
+      job = job_.lock();
+      unlock();
+      if (!job) return;
+    }
+  }
+
+ private:
+  static constexpr auto kLinger = std::chrono::microseconds(100);
+
+  bool wait(long seen) {
+    waiting_.fetch_add(1, std::memory_order_acq_rel);
+    auto end = std::chrono::steady_clock::now() + kLinger;
+    bool found = false;
+    do {
+      for (int i = 0; i < 64 && !found; ++i) {
+        found = published_.load(std::memory_order_acquire) != seen;
+        FORGE_PAUSE();
+      }
+    } while (!found && std::chrono::steady_clock::now() < end);
+    waiting_.fetch_sub(1, std::memory_order_acq_rel);
+    return found;
+  }
+
+  void lock() {
+    while (locked_.test_and_set(std::memory_order_acquire)) FORGE_PAUSE();
+  }
+  void unlock() { locked_.clear(std::memory_order_release); }
+
+  std::atomic_flag locked_ = ATOMIC_FLAG_INIT;
+  std::weak_ptr<Job> job_;
+  std::atomic<long> published_{0};
+  std::atomic<int> waiting_{0};
+};
 
 // Runs each body over its count of items, one phase after the other.
-// A thread that starts late finds nothing to claim: it never touches what has gone out of scope.
 class Team {
  public:
-  explicit Team(xla::ffi::ThreadPool& pool, long most_items)
-      : pool_(pool) {
+  Team(xla::ffi::ThreadPool& pool, long most_items) : pool_(pool) {
     long threads = pool.num_threads();
     if (threads > kMaxThreads) threads = kMaxThreads;
     if (threads > most_items) threads = most_items;
@@ -90,19 +167,13 @@ class Team {
       return;
     }
     auto job = std::make_shared<Job>();
-    (job->phases.emplace_back(make_phase(phases.first, *phases.second, threads_)), ...);
-    for (int t = 1; t < threads_; ++t) pool_.Schedule([job, t] { job->work(t); });
-    job->work(0);
+    (job->add(phases.first, *phases.second, threads_), ...);
+    for (int t = 1 + Lobby::instance().publish(job); t < threads_; ++t)
+      pool_.Schedule([job] { Lobby::instance().serve(job); });
+    job->work();
   }
 
  private:
-  struct Job {
-    std::vector<std::unique_ptr<Phase>> phases;
-    void work(int thread) {
-      for (auto& phase : phases) phase->work(thread);
-    }
-  };
-
   template <class F>
   static void run_alone(std::pair<long, F*> phase) {
     for (long i = 0; i < phase.first; ++i) (*phase.second)(i);
