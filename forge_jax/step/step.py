@@ -8,7 +8,7 @@ fed back here, so the host never has to know token t to dispatch step t + 1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,8 @@ def make_step(
             max_q_len=shape.max_q_len,
         )
         rows = model.logits(leaves, embed(hidden, m.row_token), m.header[2])  # f32[R, V]
-        slots, out = _sample_rows(shape, slots, m, rows, tokens, positions)
+        sampler = "cpu" if implementation == "cpu" else "xla"
+        slots, out = _sample_rows(shape, slots, m, rows, tokens, positions, sampler)
         return kv, slots, out
 
     step.__name__ = shape.name.replace("[", "_").replace("]", "")
@@ -95,6 +96,7 @@ def _sample_rows(
     logits: jax.Array,  # f32[R, V]
     tokens: jax.Array,  # i32[T]
     positions: jax.Array,  # i32[T]
+    sampler: Literal["xla", "cpu"],
 ) -> tuple[Slots, StepOut]:
     flags = m.header[3]
     row = jnp.arange(shape.num_rows)
@@ -117,6 +119,8 @@ def _sample_rows(
         position=positions[m.row_token] + 1,
         any_random=_has(flags, meta_bits.RANDOM),
         any_filter=_has(flags, meta_bits.FILTER),
+        num_rows=m.header[2],
+        implementation=sampler,
     )
     sampled = jnp.where(row_valid & ~fault, sampled, 0)
 

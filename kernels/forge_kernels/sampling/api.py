@@ -4,9 +4,12 @@ Nothing here sorts the vocabulary: thresholds are found by bisection over the bi
 (32 passes), which on a CPU is some hundred times cheaper than a sort.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
+from forge_kernels.sampling.cpu_ffi import cpu_sample
 from forge_kernels.sampling.noise import gumbel
 
 IN_PROMPT = 1 << 30  # this bit of a count says that the token stands in the prompt
@@ -85,6 +88,8 @@ def sample(
     position: jax.Array,
     any_random: jax.Array | bool = True,
     any_filter: jax.Array | bool = True,
+    num_rows: jax.Array | None = None,
+    implementation: Literal["xla", "cpu"] = "xla",
 ) -> jax.Array:
     """One token per row: the argmax at temperature 0, else Gumbel-max over the filtered logits.
 
@@ -93,10 +98,26 @@ def sample(
       temperature, top_p, min_p: f32[R]; top_k: i32[R].
       seed: u32[R, 2]; position: i32[R], the absolute position of the sampled token.
       any_random, any_filter: bool[], false where no row needs that work.
+      num_rows: i32[], a promise that rows from there on are not needed.
+      implementation: `cpu` is the C++ kernels', where they have been loaded. It draws from the same
+        random bits; its logarithms may differ in the last place.
 
     Returns:
       i32[R].
     """
+    if implementation == "cpu":
+        if num_rows is None:
+            num_rows = jnp.int32(logits.shape[0])
+        return cpu_sample(
+            logits,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            position=position,
+            num_rows=num_rows,
+        )
     greedy = jnp.argmax(logits, axis=1).astype(jnp.int32)
 
     def draw(logits: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "pack.h"
+#include "sampling.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -115,6 +116,25 @@ ffi::Error embed(ffi::ThreadPool pool, ffi::AnyBuffer w, ffi::AnyBuffer scale, I
   return ffi::Error::Success();
 }
 
+ffi::Error sample(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits,
+                  ffi::Buffer<ffi::F32> temperature, I32 top_k, ffi::Buffer<ffi::F32> top_p,
+                  ffi::Buffer<ffi::F32> min_p, ffi::Buffer<ffi::U32> key, I32 num_rows,
+                  ffi::Result<I32> token) {
+  forge::Sampling op;
+  op.logits = logits.typed_data();
+  op.temperature = temperature.typed_data();
+  op.top_k = top_k.typed_data();
+  op.top_p = top_p.typed_data();
+  op.min_p = min_p.typed_data();
+  op.key = key.typed_data();
+  op.token = token->typed_data();
+  op.rows = std::min<long>(num_rows.typed_data()[0], logits.dimensions()[0]);
+  op.vocab = logits.dimensions()[1];
+  std::fill(op.token, op.token + token->element_count(), 0);
+  if (op.rows > 0) forge::run_sampling(pool, op);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 extern "C" {
@@ -189,3 +209,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_rotate_write, rotate_write,
                                   .Arg<ffi::Buffer<ffi::U16>>()
                                   .Ret<BF16>()
                                   .Ret<ffi::Buffer<ffi::U16>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_sample, sample,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<I32>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Arg<I32>()
+                                  .Ret<I32>());

@@ -119,6 +119,39 @@ inline I16 interleave16(const uint16_t* a, const uint16_t* b) {
   return _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
 }
 
+inline I16 imul(I16 a, I16 b) { return _mm512_mullo_epi32(a, b); }
+inline I16 ixor(I16 a, I16 b) { return _mm512_xor_si512(a, b); }
+template <int bits>
+inline I16 shift_right(I16 a) {
+  return _mm512_srli_epi32(a, bits);
+}
+// Lanes whose `value` is greater take it, and its token.
+inline void take_greater(F16& best, I16& best_token, F16 value, I16 token) {
+  __mmask16 greater = _mm512_cmp_ps_mask(value, best, _CMP_GT_OQ);
+  best = _mm512_mask_blend_ps(greater, best, value);
+  best_token = _mm512_mask_blend_epi32(greater, best_token, token);
+}
+inline int count_at_least(F16 x, float t) {
+  return __builtin_popcount(_mm512_cmp_ps_mask(x, splat(t), _CMP_GE_OQ));
+}
+// `y` where x >= t, else 0.
+inline F16 keep_at_least(F16 y, F16 x, float t) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, splat(t), _CMP_GE_OQ), y);
+}
+// `y` where x >= t, else -inf.
+inline F16 mask_below(F16 y, F16 x, float t) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, splat(t), _CMP_GE_OQ),
+                              splat(-__builtin_inff()), y);
+}
+// x = 2^exponent * mantissa, mantissa in [1, 2).
+inline void split(F16 x, F16& exponent, F16& mantissa) {
+  exponent = _mm512_getexp_ps(x);
+  mantissa = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
+}
+inline F16 select_greater(F16 x, float t, F16 yes, F16 no) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, splat(t), _CMP_GT_OQ), no, yes);
+}
+
 #elif defined(__AVX2__) && defined(__FMA__)
 
 #define FORGE_ISA "avx2"
@@ -273,6 +306,52 @@ inline I16 interleave16(const uint16_t* a, const uint16_t* b) {
   return {interleave_half(a, b), interleave_half(a + 8, b + 8)};
 }
 
+inline I16 imul(I16 a, I16 b) { return FORGE_BOTH(_mm256_mullo_epi32, a, b); }
+inline I16 ixor(I16 a, I16 b) { return FORGE_BOTH(_mm256_xor_si256, a, b); }
+template <int bits>
+inline I16 shift_right(I16 a) {
+  return {_mm256_srli_epi32(a.lo, bits), _mm256_srli_epi32(a.hi, bits)};
+}
+inline void take_half(__m256& best, __m256i& best_token, __m256 value, __m256i token) {
+  __m256 greater = _mm256_cmp_ps(value, best, _CMP_GT_OQ);
+  best = _mm256_blendv_ps(best, value, greater);
+  best_token = _mm256_blendv_epi8(best_token, token, _mm256_castps_si256(greater));
+}
+inline void take_greater(F16& best, I16& best_token, F16 value, I16 token) {
+  take_half(best.lo, best_token.lo, value.lo, token.lo);
+  take_half(best.hi, best_token.hi, value.hi, token.hi);
+}
+inline F16 at_least(F16 x, float t) {
+  __m256 s = _mm256_set1_ps(t);
+  return {_mm256_cmp_ps(x.lo, s, _CMP_GE_OQ), _mm256_cmp_ps(x.hi, s, _CMP_GE_OQ)};
+}
+inline int count_at_least(F16 x, float t) {
+  F16 mask = at_least(x, t);
+  return __builtin_popcount(_mm256_movemask_ps(mask.lo)) +
+         __builtin_popcount(_mm256_movemask_ps(mask.hi));
+}
+inline F16 keep_at_least(F16 y, F16 x, float t) { return FORGE_BOTH(_mm256_and_ps, y, at_least(x, t)); }
+inline F16 mask_below(F16 y, F16 x, float t) {
+  F16 mask = at_least(x, t);
+  __m256 nothing = _mm256_set1_ps(-__builtin_inff());
+  return {_mm256_blendv_ps(nothing, y.lo, mask.lo), _mm256_blendv_ps(nothing, y.hi, mask.hi)};
+}
+inline void split_half(__m256 x, __m256& exponent, __m256& mantissa) {
+  __m256i bits = _mm256_castps_si256(x);
+  exponent = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(bits, 23), _mm256_set1_epi32(127)));
+  mantissa = _mm256_castsi256_ps(_mm256_or_si256(
+      _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffff)), _mm256_set1_epi32(0x3f800000)));
+}
+inline void split(F16 x, F16& exponent, F16& mantissa) {
+  split_half(x.lo, exponent.lo, mantissa.lo);
+  split_half(x.hi, exponent.hi, mantissa.hi);
+}
+inline F16 select_greater(F16 x, float t, F16 yes, F16 no) {
+  __m256 s = _mm256_set1_ps(t);
+  return {_mm256_blendv_ps(no.lo, yes.lo, _mm256_cmp_ps(x.lo, s, _CMP_GT_OQ)),
+          _mm256_blendv_ps(no.hi, yes.hi, _mm256_cmp_ps(x.hi, s, _CMP_GT_OQ))};
+}
+
 #else
 #error "these kernels need AVX2 with FMA and F16C, or AVX-512 with BF16 and VNNI"
 #endif
@@ -298,6 +377,36 @@ inline F16 exp(F16 x) {
   p = fma(p, f, splat(1.0f));
   p = fma(p, f, splat(1.0f));
   return scale_by_power(p, n);
+}
+
+// The natural logarithm of a positive normal number, to about 2 units in the last place.
+inline F16 log(F16 x) {
+  F16 exponent, m;
+  split(x, exponent, m);
+  // m in [sqrt(1/2), sqrt(2)), so that the logarithm of a number near 1 loses nothing.
+  exponent = select_greater(m, 1.41421356f, add(exponent, splat(1.0f)), exponent);
+  F16 f = sub(select_greater(m, 1.41421356f, mul(m, splat(0.5f)), m), splat(1.0f));
+  F16 p = splat(7.0376836292e-2f);  // Cephes' logf
+  p = fma(p, f, splat(-1.1514610310e-1f));
+  p = fma(p, f, splat(1.1676998740e-1f));
+  p = fma(p, f, splat(-1.2420140846e-1f));
+  p = fma(p, f, splat(1.4249322787e-1f));
+  p = fma(p, f, splat(-1.6668057665e-1f));
+  p = fma(p, f, splat(2.0000714765e-1f));
+  p = fma(p, f, splat(-2.4999993993e-1f));
+  p = fma(p, f, splat(3.3333331174e-1f));
+  F16 square = mul(f, f);
+  p = mul(mul(p, f), square);
+  p = fma(exponent, splat(-2.12194440e-4f), p);
+  p = fma(square, splat(-0.5f), p);
+  return fma(exponent, splat(0.693359375f), add(f, p));
+}
+
+// The first `count` lanes of memory; the others are -inf.
+inline F16 load_first(const float* p, int count) {
+  alignas(64) float lanes[16];
+  for (int i = 0; i < 16; ++i) lanes[i] = i < count ? p[i] : -__builtin_inff();
+  return load(lanes);
 }
 
 inline F16 sigmoid(F16 x) {
