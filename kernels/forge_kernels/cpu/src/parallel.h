@@ -74,17 +74,24 @@ class Job {
     threads_ = threads;
   }
 
-  // A thread that starts late finds nothing to claim: it never touches what went out of scope.
-  void work() {
+  // The calling thread's part: when this returns, everything is done.
+  void lead() { work(0); }
+
+  // Another thread's part. One that starts late finds nothing to claim: it never touches what has
+  // gone out of scope.
+  void help() {
     int thread = joined_.fetch_add(1, std::memory_order_relaxed);
-    if (thread >= threads_) return;
-    for (auto& phase : phases_) phase->work(thread);
+    if (thread < threads_) work(thread);
   }
 
  private:
+  void work(int thread) {
+    for (auto& phase : phases_) phase->work(thread);
+  }
+
   std::vector<std::unique_ptr<Phase>> phases_;
   int threads_ = 1;
-  std::atomic<int> joined_{0};
+  std::atomic<int> joined_{1};
 };
 
 // Where threads of the pool wait for the next job. To wake a sleeping thread takes longer than
@@ -110,7 +117,7 @@ class Lobby {
   void serve(std::shared_ptr<Job> job) {
     for (;;) {
       long seen = published_.load(std::memory_order_acquire);
-      job->work();
+      job->help();
       job.reset();
       if (!wait(seen)) return;
       lock();
@@ -170,7 +177,7 @@ class Team {
     (job->add(phases.first, *phases.second, threads_), ...);
     for (int t = 1 + Lobby::instance().publish(job); t < threads_; ++t)
       pool_.Schedule([job] { Lobby::instance().serve(job); });
-    job->work();
+    job->lead();
   }
 
  private:
