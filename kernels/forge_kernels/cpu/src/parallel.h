@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdlib>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -26,6 +27,8 @@ namespace forge {
 constexpr int kMaxThreads = 64;
 
 class Phase {
+  static constexpr int kSpins = 4096;
+
  public:
   // `body(context, item)` for each item below `count`.
   Phase(long count, void* context, void (*body)(void*, long), int threads)
@@ -48,7 +51,14 @@ class Phase {
       }
     }
     if (mine) done_.fetch_add(mine, std::memory_order_acq_rel);
-    while (done_.load(std::memory_order_acquire) < count_) FORGE_PAUSE();
+    // A helper that has an item but no core (another process is on it) gets this one.
+    for (int spins = 0; done_.load(std::memory_order_acquire) < count_; ++spins) {
+      if (spins < kSpins) {
+        FORGE_PAUSE();
+      } else {
+        std::this_thread::yield();
+      }
+    }
   }
 
  private:
