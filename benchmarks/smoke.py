@@ -18,8 +18,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
-from benchmarks.client import Measured, percentile, run_all
+from benchmarks import report as reports
+from benchmarks.client import run_all
+from benchmarks.metrics import summarise
 from benchmarks.serving_process import serving
 
 PROMPTS = (
@@ -54,10 +55,10 @@ def main() -> int:
             print(f"no server that is ready at {url}: {error}", file=sys.stderr)
             return 1
         report = measure(url, model, args.requests, args.max_tokens)
-    report = {**machine.describe(), "ready_s": ready_s, **report}
+    report = reports.new("smoke", ready_s=ready_s, **report)
     print(table(report))
     if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=2) + "\n")
+        reports.write(report, args.output)
     passed = (
         report["completed"] == report["requests"]
         and not report["compilations_after_ready"]
@@ -81,23 +82,9 @@ def measure(url: str, model: str, num_requests: int, max_tokens: int) -> dict[st
     asyncio.run(run_all(url, bodies[:4]))  # connections, page cache
     results, wall_s = asyncio.run(run_all(url, bodies))
     stats = _quiet_stats(url)
-    return {"requests": num_requests, "max_tokens": max_tokens, **summary(results, wall_s)} | {
+    return {"max_tokens": max_tokens, **summarise(results, wall_s)} | {
         "compilations_after_ready": stats["compilations_after_ready"],
         "blocks_in_use": stats["num_used_blocks"],
-    }
-
-
-def summary(results: list[Measured], wall_s: float) -> dict[str, Any]:
-    good = [r for r in results if r.error is None]
-    ttft = [r.ttft_s for r in good if r.ttft_s is not None]
-    gaps = [gap for r in good for gap in r.gaps_s]
-    return {
-        "completed": len(good),
-        "errors": sorted({r.error for r in results if r.error is not None}),
-        "wall_s": wall_s,
-        "output_tokens_per_s": sum(r.completion_tokens for r in good) / wall_s,
-        "ttft_ms": {p: 1e3 * percentile(ttft, p) for p in (50, 99)},
-        "itl_ms": {p: 1e3 * percentile(gaps, p) for p in (50, 99)},
     }
 
 
@@ -112,15 +99,13 @@ def table(report: dict[str, Any]) -> str:
         ("compilations after ready", report["compilations_after_ready"]),
         ("blocks in use when idle", report["blocks_in_use"]),
     ]
-    where = f"{report['cpu']}, {report['cores']} cores, jax {report['versions']['jax']}"
-    lines = [f"{report['date']}, {where}", "", "| what | figure |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in rows]
-    lines += [f"error: {error}" for error in report["errors"]]
+    lines = [reports.heading(report), "", reports.table(("what", "figure"), rows)]
+    lines += [f"error: {error} ({count})" for error, count in report["errors"].items()]
     return "\n".join(lines)
 
 
-def _pair(values: dict[int, float], digits: int) -> str:
-    return f"{values[50]:.{digits}f} / {values[99]:.{digits}f} ms"
+def _pair(spread: dict[str, float] | None, digits: int) -> str:
+    return "-" if spread is None else f"{spread['p50']:.{digits}f} / {spread['p99']:.{digits}f} ms"
 
 
 def _quiet_stats(url: str) -> dict[str, Any]:
