@@ -167,6 +167,8 @@ class Server:
     ) -> AsyncIterator[Server]:
         """Asks the server for its models; takes the one that is named, or the first.
 
+        The vocabulary is that of the model if it is on this machine, else a plain one.
+
         Raises:
           BenchmarkError: nobody answers, or it does not have the model.
         """
@@ -179,7 +181,7 @@ class Server:
                 url=url,
                 model=card["id"],
                 context=card.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train"),
-                vocabulary=vocabulary or Vocabulary.plain(),
+                vocabulary=vocabulary or Vocabulary.of_model(card.get("root"), card["id"]),
                 **options,
             )
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks import report as reports
 from benchmarks.client import run_all
+from benchmarks.errors import BenchmarkError
 from benchmarks.metrics import summarise
 from benchmarks.serving_process import serving
 
@@ -45,17 +46,16 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args()
 
-    with contextlib.ExitStack() as stack:
-        url, ready_s = args.url, None
-        if url is None:
-            url, ready_s = stack.enter_context(serving([args.model]))
-        try:
-            model = _get(f"{url}/v1/models")["data"][0]["id"]
-        except OSError as error:  # an HTTPError is one too
-            print(f"no server that is ready at {url}: {error}", file=sys.stderr)
-            return 1
-        report = measure(url, model, args.requests, args.max_tokens)
-    report = reports.new("smoke", ready_s=ready_s, **report)
+    try:
+        with contextlib.ExitStack() as stack:
+            url, ready_s = args.url, None
+            if url is None:
+                url, ready_s = stack.enter_context(serving([args.model]))
+            figures = measure(url, args.requests, args.max_tokens)
+    except BenchmarkError as error:
+        print(error, file=sys.stderr)
+        return 1
+    report = reports.new("smoke", ready_s=ready_s, **figures)
     print(table(report))
     if args.output is not None:
         reports.write(report, args.output)
@@ -67,7 +67,8 @@ def main() -> int:
     return 0 if passed else 1
 
 
-def measure(url: str, model: str, num_requests: int, max_tokens: int) -> dict[str, Any]:
+def measure(url: str, num_requests: int, max_tokens: int) -> dict[str, Any]:
+    model = _get(f"{url}/v1/models")["data"][0]["id"]
     bodies = [
         {
             "model": model,
@@ -119,8 +120,11 @@ def _quiet_stats(url: str) -> dict[str, Any]:
 
 
 def _get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as response:
-        return json.load(response)
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return json.load(response)
+    except OSError as error:  # an HTTPError is one too
+        raise BenchmarkError(f"no server that is ready at {url}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from benchmarks.errors import BenchmarkError
+from forge_jax.checkpoint.hub import BUNDLED, resolve
 
 ALL = "all"  # the group of requests that belong to no special one
 WARM_UP = -1  # the round that is not measured
 TRACE_BLOCK = 512  # tokens of one hash id in Mooncake's traces
-CHAT_TEMPLATE_TOKENS = 32  # room that is left for what a chat template adds
+TEMPLATE_TOKENS = 32  # room that is left for a BOS, or what a chat template adds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,16 @@ class Vocabulary:
         backend.no_padding()
         return cls.of(backend)
 
+    @classmethod
+    def of_model(cls, *names: str | None) -> Vocabulary:
+        """Of the first that is the bundled model or a folder with a tokenizer; else plain."""
+        for name in names:
+            if name and (name == BUNDLED or Path(name).is_dir()):
+                folder = resolve(name)
+                if (folder / "tokenizer.json").is_file():
+                    return cls.from_file(folder)
+        return cls.plain()
+
     @property
     def has_text(self) -> bool:
         return self._backend is not None
@@ -169,7 +180,7 @@ def baseline(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Wo
     """Equal requests: the plain figure that others are compared with."""
     input_len = sizes.input_len or min(128, sizes.context // 4)
     output_len = sizes.output_len or min(64, sizes.context - input_len)
-    content = _content(seed, round_)
+    content = _content("baseline", seed, round_)
     requests = [
         Request(prompt=vocabulary.sample(content, input_len), max_tokens=output_len)
         for _ in range(sizes.num_requests)
@@ -180,7 +191,7 @@ def baseline(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Wo
 def continuous_batching(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
     """Outputs of very different lengths that arrive over time: a static batch waits for its
     longest, and everybody who comes later waits for the batch."""
-    rng, content = _lengths(seed), _content(seed, round_)
+    rng, content = _lengths(seed), _content("continuous_batching", seed, round_)
     most = sizes.context // 4
     requests = [
         Request(
@@ -196,7 +207,7 @@ def continuous_batching(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_:
 def paged_attention(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
     """Many sequences of lengths between 16 tokens and the context, all at once: a contiguous
     cache would reserve the whole context for each."""
-    rng, content = _lengths(seed), _content(seed, round_)
+    rng, content = _lengths(seed), _content("paged_attention", seed, round_)
     requests = [
         Request(
             prompt=vocabulary.sample(content, _log_uniform(rng, 8, sizes.context // 2)),
@@ -214,7 +225,7 @@ def paged_attention(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int
 def chunked_prefill(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
     """Prompts as long as the context come in, one after the other, while short ones decode. The
     figure is the ITL of the group "decoder"."""
-    content = _content(seed, round_)
+    content = _content("chunked_prefill", seed, round_)
     num_long = max(sizes.num_requests // 4, 1)
     decoder_len, long_output = sizes.context // 4, 8
     decoders = [
@@ -245,7 +256,7 @@ def prefix_caching(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int)
     to the one before; the history it repeats holds made-up answers, so that the prompts are the
     same for every server. Groups are the turns."""
     turns, systems = 4, 2
-    content = _content(seed, round_)
+    content = _content("prefix_caching", seed, round_)
     shared = [vocabulary.sample(content, sizes.context // 4) for _ in range(systems)]
     piece = max(sizes.context // 32, 2)
     requests: list[Request] = []
@@ -279,7 +290,7 @@ _NAMES = ("John", "Mary", "Tom", "Anna", "Sam", "Lily", "Ben", "Sue")
 
 def structured(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
     """Answers that must follow a JSON schema. The figure besides speed is how many do."""
-    content = _content(seed, round_)
+    content = _content("structured", seed, round_)
     requests = [
         Request(
             text=f"Extract the name and age: {content.choice(_NAMES)} is "
@@ -488,8 +499,9 @@ def _lengths(seed: int) -> random.Random:
     return _rng(seed, "lengths")
 
 
-def _content(seed: int, round_: int) -> random.Random:
-    return _rng(seed, round_, "content")
+def _content(workload: str, seed: int, round_: int) -> random.Random:
+    """Another one for each workload: none may find another's prompts in a cache."""
+    return _rng(workload, seed, round_)
 
 
 def _log_uniform(rng: random.Random, low: int, high: int) -> int:
