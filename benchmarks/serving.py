@@ -16,7 +16,7 @@ import dataclasses
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.metrics import Slo, refusal, summarise
 from benchmarks.report import number
 from benchmarks.serving_process import serving
-from benchmarks.workloads import WARM_UP, Sizes, Vocabulary, Workload
+from benchmarks.workloads import WARM_UP, Sizes, TraceEntry, Vocabulary, Workload
 
 Make = Callable[[int], Workload]  # of a round
+Traces = Mapping[Path, Sequence[TraceEntry]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,6 +173,7 @@ def _failed(entry: dict[str, Any]) -> bool:
 
 
 def _report(args: argparse.Namespace) -> dict[str, Any]:
+    traces = {path: workloads.read_trace(path, args.max_requests) for path in args.trace}
     with contextlib.ExitStack() as stack:
         url, ready_s, model, arguments = args.url, None, args.model, shlex.split(args.serve_args)
         if url is None:
@@ -180,13 +182,13 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
             model = None
         elif arguments:
             raise BenchmarkError("--serve-args is for a server started here: leave out --url")
-        server, runs = run_async(_run_all(args, url, model))
+        server, runs = run_async(_run_all(args, url, model, traces))
     started = {} if ready_s is None else {"arguments": arguments, "ready_s": ready_s}
     return reports.new("serving", seed=args.seed, server=server | started, runs=runs)
 
 
 async def _run_all(
-    args: argparse.Namespace, url: str, model: str | None
+    args: argparse.Namespace, url: str, model: str | None, traces: Traces
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     async with Server.connect(
         url,
@@ -205,7 +207,7 @@ async def _run_all(
             tpot_ms=args.slo_tpot_ms,
             e2e_ms=args.slo_e2e_ms,
         )
-        makers = list(_makers(args, server.vocabulary, sizes))
+        makers = _makers(args, server.vocabulary, sizes, traces)
         runs = [
             await measure(server, make, warm_up=args.warm_up, slo=slo, progress=True)
             for make in makers
@@ -235,7 +237,9 @@ def _sizes(args: argparse.Namespace, server: Server) -> Sizes:
     )
 
 
-def _makers(args: argparse.Namespace, vocabulary: Vocabulary, sizes: Sizes) -> list[Make]:
+def _makers(
+    args: argparse.Namespace, vocabulary: Vocabulary, sizes: Sizes, traces: Traces
+) -> list[Make]:
     """What was asked for, checked, as functions of the round."""
     names = args.workload or ([] if args.trace else list(workloads.WORKLOADS))
     if (args.input_len or args.output_len) and names != ["baseline"]:
@@ -258,9 +262,8 @@ def _makers(args: argparse.Namespace, vocabulary: Vocabulary, sizes: Sizes) -> l
         return lambda r: workloads.make(name, sizes, vocabulary, seed=args.seed, round_=r)
 
     def replay(path: Path) -> Make:
-        entries = workloads.read_trace(path, args.max_requests)
         return lambda r: workloads.trace(
-            entries,
+            traces[path],
             sizes,
             vocabulary,
             name=f"trace {path.stem}",
@@ -269,7 +272,7 @@ def _makers(args: argparse.Namespace, vocabulary: Vocabulary, sizes: Sizes) -> l
             round_=r,
         )
 
-    return [loaded(named(n)) for n in names] + [loaded(replay(path)) for path in args.trace]
+    return [loaded(named(n)) for n in names] + [loaded(replay(path)) for path in traces]
 
 
 def _first(workload: Workload, count: int) -> Workload:

@@ -279,6 +279,19 @@ def prefix_caching(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int)
     )
 
 
+def mixed(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
+    """For offline runs: outputs of 16 to 256 tokens; every second prompt has a shared beginning."""
+    rng, content = _lengths(seed), _content("mixed", seed, round_)
+    quarter = sizes.context // 4
+    shared = vocabulary.sample(content, quarter)
+    requests = []
+    for i in range(sizes.num_requests):
+        own = vocabulary.sample(content, rng.randint(8, max(quarter // 2, 8)))
+        output_len = min(rng.choices((16, 64, 256), weights=(5, 3, 2))[0], quarter)
+        requests.append(Request(prompt=shared + own if i % 2 else own, max_tokens=output_len))
+    return Workload(name="mixed", requests=tuple(requests))
+
+
 PERSON: Mapping[str, Any] = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
