@@ -34,7 +34,7 @@ def sampling_params(request: Request) -> SamplingParams:
 class Submitter:
     """Answers a workload's requests on an engine; also notes how many sequences ran at once."""
 
-    POLL_S = 0.001
+    POLL_S = 0.005
 
     def __init__(self, engine: Engine):
         self.engine = engine
