@@ -34,7 +34,7 @@ from benchmarks.report import number
 from benchmarks.workloads import ALL, WARM_UP, Maker, Sizes, Vocabulary, Workload
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
-from forge_jax.errors import ForgeError
+from forge_jax.errors import ConfigError, ForgeError
 
 Options = Mapping[str, Any]
 Better = Literal["higher", "lower"]
@@ -213,7 +213,7 @@ async def _all(args: argparse.Namespace) -> list[dict[str, Any]]:
             try:
                 rows += await compare(switch, args)
                 continue
-            except ForgeError as error:  # the switch is there, but not for this model
+            except ConfigError as error:  # the switch is there, but not for this model
                 skipped = str(error)
         rows.append({"switch": switch.name, "skipped": skipped})
     if COMPILE_CACHE in args.switch:

@@ -195,7 +195,7 @@ def continuous_batching(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_:
     most = sizes.context // 4
     requests = [
         Request(
-            prompt=vocabulary.sample(content, rng.randint(16, most // 2)),
+            prompt=vocabulary.sample(content, rng.randint(8, most // 2)),
             max_tokens=min(rng.choices((16, 64, 256), weights=(5, 3, 2))[0], most),
         )
         for _ in range(sizes.num_requests)
@@ -286,7 +286,7 @@ def mixed(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workl
     shared = vocabulary.sample(content, quarter)
     requests = []
     for i in range(sizes.num_requests):
-        own = vocabulary.sample(content, rng.randint(8, max(quarter // 2, 8)))
+        own = vocabulary.sample(content, rng.randint(8, quarter // 2))
         output_len = min(rng.choices((16, 64, 256), weights=(5, 3, 2))[0], quarter)
         requests.append(Request(prompt=shared + own if i % 2 else own, max_tokens=output_len))
     return Workload(name="mixed", requests=tuple(requests))
@@ -428,12 +428,17 @@ def _azure_rows(path: Path, file: Any) -> Iterator[TraceEntry]:
     for row in reader:
         try:
             yield TraceEntry(
-                arrival_s=datetime.datetime.fromisoformat(row["TIMESTAMP"]).timestamp(),
+                arrival_s=_epoch_s(row["TIMESTAMP"]),
                 input_len=int(row["ContextTokens"]),
                 output_len=int(row["GeneratedTokens"]),
             )
         except (TypeError, ValueError) as error:
             raise BenchmarkError(f"--trace {path}, line {reader.line_num}: {error}") from error
+
+
+def _epoch_s(timestamp: str) -> float:
+    when = datetime.datetime.fromisoformat(timestamp)
+    return (when if when.tzinfo else when.replace(tzinfo=datetime.UTC)).timestamp()
 
 
 def _mooncake_rows(path: Path, file: Any) -> Iterator[TraceEntry]:
