@@ -3,10 +3,7 @@ as the HTTP client."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 from benchmarks.metrics import Measured
@@ -34,11 +31,9 @@ def sampling_params(request: Request) -> SamplingParams:
 class Submitter:
     """Answers a workload's requests on an engine; also notes how many sequences ran at once."""
 
-    POLL_S = 0.005
-
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.most_running = 0
+        self.most_running = 0  # seen when news came; whoever starts a run sets it to 0
         self._count = 0
 
     async def submit(self, request: Request) -> Measured:
@@ -50,6 +45,7 @@ class Submitter:
         )
         async for deltas in stream:
             now = time.perf_counter() - start
+            self.most_running = max(self.most_running, self.engine.stats().num_running)
             for delta in deltas:
                 self._take(delta, result, now)
         result.end_s = time.perf_counter() - start
@@ -70,21 +66,3 @@ class Submitter:
         else:
             result.gaps_s.append(now - result.last_s)
         result.last_s = now
-
-    @contextlib.asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Keeps `most_running` up to date meanwhile."""
-        self.most_running = 0
-
-        async def watch() -> None:
-            while True:
-                self.most_running = max(self.most_running, self.engine.stats().num_running)
-                await asyncio.sleep(self.POLL_S)
-
-        task = asyncio.create_task(watch())
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task

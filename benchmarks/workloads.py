@@ -226,7 +226,7 @@ def chunked_prefill(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int
     """Prompts as long as the context come in, one after the other, while short ones decode. The
     figure is the ITL of the group "decoder"."""
     content = _content("chunked_prefill", seed, round_)
-    num_long = max(sizes.num_requests // 4, 1)
+    num_long = max(sizes.num_requests // 2, 1)
     decoder_len, long_output = sizes.context // 4, 8
     decoders = [
         Request(

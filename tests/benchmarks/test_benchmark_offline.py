@@ -23,7 +23,7 @@ from forge_jax.engine import Engine
 from forge_jax.fake import assemble_fake
 
 SMALL = ["--model", "fake", "--requests", "8", "--rounds", "2", "--context", "128"]
-STEP_TIME_S = 1e-4
+STEP_TIME_S = 1e-3
 
 
 @pytest.fixture
