@@ -120,9 +120,10 @@ def switches(context: int) -> tuple[Switch, ...]:
             workload=workloads.baseline,
             figures=(OUTPUT,),
         ),
-        Switch(
+        Switch(  # a step has to hold whole prompts where they are not cut
             name="chunked_prefill",
-            off={"chunked_prefill": False},
+            on={"max_num_batched_tokens": context // 4},
+            off={"max_num_batched_tokens": context, "chunked_prefill": False},
             workload=workloads.chunked_prefill,
             figures=(DECODER_ITL, OUTPUT),
         ),
@@ -140,10 +141,14 @@ def switches(context: int) -> tuple[Switch, ...]:
             figures=(AT_ONCE, OUTPUT),
             labels=("paged", "contiguous"),
         ),
-        Switch(
+        Switch(  # a static batch is what one step can hold of the prompts: room for 16
             name="batching",
             on={"max_num_seqs": 16},
-            off={"max_num_seqs": 16, "batching": "static"},
+            off={
+                "max_num_seqs": 16,
+                "max_num_batched_tokens": 16 * context // 8,
+                "batching": "static",
+            },
             workload=all_at_once(workloads.continuous_batching),
             figures=(OUTPUT, TTFT),
             labels=("continuous", "static"),
@@ -250,6 +255,7 @@ async def compare(switch: Switch, args: argparse.Namespace) -> list[dict[str, An
             [values[k] for values in samples[0]],
             [values[k] for values in samples[1]],
             workload=warm_up.name,
+            options=[dict(option) for option in options],
         )
         for k, figure in enumerate(switch.figures)
     ]

@@ -35,6 +35,7 @@ class Variant:
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     one_at_a_time: bool = False
+    whole_prompts: bool = False  # a step must hold all prompts of a batch
     missing: str | None = None  # why it cannot run in any version so far
 
 
@@ -52,6 +53,7 @@ VARIANTS = (
             "chunked_prefill": False,
             "prefix_cache": False,
         },
+        whole_prompts=True,
     ),
     Variant(name="continuous batching", options={"prefix_cache": False}),
     Variant(name="+ prefix cache"),
@@ -105,14 +107,14 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "num_blocks": -(-args.context // SMALLEST_BLOCK) * args.max_num_seqs,
     }
     vocabulary = Vocabulary.of_model(args.model)
-    rows = [_row(variant) for variant in VARIANTS]
+    work = mixed(sizes, vocabulary, args.seed, 0).requests
+    asked = sum(r.max_tokens for r in work)
+    rows = [_row(variant, work, args.max_num_seqs) for variant in VARIANTS]
     engines = {
-        i: LLM(args.model, **base, **VARIANTS[i].options)
+        i: LLM(args.model, **base, **row["options"])
         for i, row in enumerate(rows)
         if "skipped" not in row
     }
-    work = mixed(sizes, vocabulary, args.seed, 0).requests
-    asked = sum(r.max_tokens for r in work)
     for i, llm in engines.items():
         warm_up = mixed(sizes, vocabulary, args.seed, WARM_UP).requests
         seconds(llm, warm_up[: args.max_num_seqs], VARIANTS[i].one_at_a_time)
@@ -174,9 +176,13 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _row(variant: Variant) -> dict[str, Any]:
-    row: dict[str, Any] = {"variant": variant.name, "options": dict(variant.options)}
-    skipped = variant.missing or why_not(**variant.options)
+def _row(variant: Variant, work: Sequence[Request], max_num_seqs: int) -> dict[str, Any]:
+    options = dict(variant.options)
+    if variant.whole_prompts:
+        longest = sorted((len(r.prompt) for r in work), reverse=True)
+        options["max_num_batched_tokens"] = sum(longest[:max_num_seqs])
+    row: dict[str, Any] = {"variant": variant.name, "options": options}
+    skipped = variant.missing or why_not(**options)
     return row | ({"samples": []} if skipped is None else {"skipped": skipped})
 
 
