@@ -325,6 +325,7 @@ def _row(
     off: list[float],
     **more: Any,
 ) -> dict[str, Any]:
+    ratios = [x / y for x, y in zip(on, off, strict=True)]
     return {
         "switch": switch,
         **more,
@@ -334,7 +335,8 @@ def _row(
         "labels": list(labels),
         "medians": [median(on), median(off)],
         # A slow moment of the machine meets both sides of a round alike.
-        "ratio": median([x / y for x, y in zip(on, off, strict=True)]),
+        "ratio": median(ratios),
+        "ratios": ratios,
         "samples": [on, off],
     }
 
@@ -349,7 +351,7 @@ def markdown(report: dict[str, Any]) -> str:
             f"{number(value, row['digits'])} ({label})"
             for label, value in zip(row["labels"], row["medians"], strict=True)
         ]
-        ratio = f"{row['ratio']:.2f}"
+        ratio = f"{row['ratio']:.2f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f})"
         rows.append((row["switch"], row["figure"], *sides, ratio, row["better"]))
     lines = [
         f"{reports.heading(report)}; {report['model']}, context {report['context']}, "

@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def measure(url: str, num_requests: int, max_tokens: int) -> dict[str, Any]:
-    model = _get(f"{url}/v1/models")["data"][0]["id"]
+    model = _get(url, "/v1/models")["data"][0]["id"]
     bodies = [
         {
             "model": model,
@@ -113,15 +113,15 @@ def _quiet_stats(url: str) -> dict[str, Any]:
     """The server's counters once nothing runs, or after `SETTLE_S`."""
     deadline = time.monotonic() + SETTLE_S
     while True:
-        stats = _get(f"{url}/stats")
+        stats = _get(url, "/stats")
         if not (stats["num_running"] or stats["num_used_blocks"]) or time.monotonic() > deadline:
             return stats
         time.sleep(0.05)
 
 
-def _get(url: str) -> Any:
+def _get(url: str, path: str) -> Any:
     try:
-        with urllib.request.urlopen(url, timeout=10) as response:
+        with urllib.request.urlopen(url + path, timeout=10) as response:
             return json.load(response)
     except OSError as error:  # an HTTPError is one too
         raise BenchmarkError(f"no server that is ready at {url}: {error}") from error
