@@ -1,83 +1,354 @@
-"""A streaming client of any OpenAI-compatible server, with a clock on every event."""
+"""A streaming client of any OpenAI-compatible server, with a clock on every event.
+
+`stream` posts one body; `Server` makes the bodies of a workload's requests; `run` sends them under
+their load. `run` takes any function that answers a request, so the same load drives an engine in
+this process.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import aiohttp
+import msgspec
+from tqdm import tqdm
+
+from benchmarks.errors import BenchmarkError
+from benchmarks.metrics import Measured, percentile
+from benchmarks.workloads import Request, Vocabulary, Workload
+
+__all__ = [
+    "Measured",
+    "Server",
+    "Submit",
+    "percentile",
+    "run",
+    "run_all",
+    "run_async",
+    "stream",
+    "stream_chat",
+]
+
+REFUSED = frozenset({400, 404, 405, 422, 501})  # the request is not for this server
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+MAX_ERROR_CHARS = 300
+
+Endpoint = Literal["completions", "chat"]
+Prompts = Literal["ids", "text"]
+Submit = Callable[[Request], Awaitable[Measured]]
+
+_decode = msgspec.json.decode
 
 
-@dataclass
-class Measured:
-    """One streamed request. Times in seconds from the moment it was sent."""
+async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Measured:
+    """POSTs `body` with streaming and usage, and reads the answer to its end.
 
-    ttft_s: float | None = None  # first event with content
-    end_s: float = 0.0
-    gaps_s: list[float] = field(default_factory=list)  # between events with content
-    completion_tokens: int = 0
-    text: str = ""
-    error: str | None = None
-
-
-async def stream_chat(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Measured:
-    """POSTs `body` to /v1/chat/completions with streaming and usage, and reads it to its end."""
+    Never raises for what the server or the network does: that is an `error` in the result.
+    """
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     result = Measured()
     start = time.perf_counter()
-    last = None
-    done = False
-    async with session.post(f"{url}/v1/chat/completions", json=body) as response:
-        if response.status != 200:
-            result.error = f"HTTP {response.status}: {(await response.text())[:200]}"
-            return result
-        async for line in response.content:
-            if not line.startswith(b"data: "):
-                continue
-            if line.strip() == b"data: [DONE]":
-                done = True
-                continue
-            now = time.perf_counter()
-            event = json.loads(line[6:])
-            if "error" in event:
-                result.error = str(event["error"])
+    try:
+        async with session.post(url, data=msgspec.json.encode(body)) as response:
+            if response.status != 200:
+                result.error = f"HTTP {response.status}: {_message(await response.text())}"
+                result.refused = response.status in REFUSED
                 return result
-            if event.get("usage"):
-                result.completion_tokens = event["usage"]["completion_tokens"]
-            for choice in event.get("choices", ()):
-                if not choice["delta"].get("content"):
-                    continue
-                result.text += choice["delta"]["content"]
-                if last is None:
-                    result.ttft_s = now - start
-                else:
-                    result.gaps_s.append(now - last)
-                last = now
+            await _read(response.content, result, start)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        result.error = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+    except msgspec.DecodeError as error:
+        result.error = f"an event is not JSON: {error}"
     result.end_s = time.perf_counter() - start
-    if not done:
-        result.error = "the stream ended without [DONE]"
     return result
 
 
+async def _read(content: aiohttp.StreamReader, result: Measured, start: float) -> None:
+    done, rest = False, b""
+    async for chunk in content.iter_any():
+        now = time.perf_counter() - start
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                done = True
+                continue
+            _take(_decode(data), result, now)
+            if result.error is not None:
+                return
+    if not done:
+        result.error = "the stream ended without [DONE]"
+    if not result.tokens_known:
+        result.completion_tokens = result.events
+
+
+def _take(event: Any, result: Measured, now: float) -> None:
+    """Adds one event that arrived `now` seconds after the request was sent."""
+    if event.get("error"):
+        result.error = _message(event["error"])
+        return
+    usage = event.get("usage")
+    if usage:
+        result.tokens_known = True
+        result.prompt_tokens = usage.get("prompt_tokens")
+        result.completion_tokens = usage["completion_tokens"]
+        details = usage.get("prompt_tokens_details") or {}
+        result.cached_tokens = details.get("cached_tokens") or 0
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta") or {}
+        text = choice.get("text") or delta.get("content") or ""
+        result.finish_reason = choice.get("finish_reason") or result.finish_reason
+        # Thinking is output too; a model without a tokenizer answers in token ids alone.
+        others = (delta.get("reasoning_content"), delta.get("reasoning"), choice.get("token_ids"))
+        if not (text or any(others)):
+            continue
+        result.text += text
+        result.events += 1
+        if result.last_s is None:
+            result.ttft_s = now
+        else:
+            result.gaps_s.append(now - result.last_s)
+        result.last_s = now
+
+
+def _message(error: Any) -> str:
+    """The message in an error's body, in whichever of the usual forms it comes."""
+    if isinstance(error, str):
+        with suppress(msgspec.DecodeError):
+            error = _decode(error)
+    while isinstance(error, dict) and ("error" in error or "message" in error):
+        error = error.get("error") or error.get("message")
+    return " ".join(str(error).split())[:MAX_ERROR_CHARS]
+
+
+async def stream_chat(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Measured:
+    return await stream(session, url + PATHS["chat"], body)
+
+
 async def run_all(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[list[Measured], float]:
-    """All requests at once. Returns their measurements and the wall time of the whole, in s."""
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session:
+    """Chats, all at once. Returns their measurements and the wall time of the whole, in s."""
+    async with new_session() as session:
         start = time.perf_counter()
         results = await asyncio.gather(*(stream_chat(session, url, body) for body in bodies))
         return list(results), time.perf_counter() - start
 
 
-def percentile(values: Sequence[float], p: float) -> float:
-    """The p-th percentile (0 to 100) by linear interpolation; NaN of nothing."""
-    if not values:
-        return float("nan")
-    ordered = sorted(values)
-    at = (len(ordered) - 1) * p / 100
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server that takes requests. `connect` makes one that is known to be there."""
+
+    session: aiohttp.ClientSession
+    url: str
+    model: str
+    context: int | None  # tokens that a sequence may have, if the server says so
+    vocabulary: Vocabulary
+    endpoint: Endpoint = "completions"
+    prompts: Prompts = "ids"  # of completions; chats are text
+    ignore_eos: bool = True  # outputs have exactly the length asked for, where the server takes it
+    temperature: float = 0.0
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(
+        cls,
+        url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        vocabulary: Vocabulary | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Server]:
+        """Asks the server for its models; takes the one that is named, or the first.
+
+        The vocabulary is that of the model if it is on this machine, else a plain one.
+
+        Raises:
+          BenchmarkError: nobody answers, or it does not have the model.
+        """
+        url = url.rstrip("/").removesuffix("/v1")
+        async with new_session(api_key) as session:
+            card = await _model_card(session, url, model)
+            meta = card.get("meta") or {}
+            yield cls(
+                session=session,
+                url=url,
+                model=card["id"],
+                context=card.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train"),
+                vocabulary=vocabulary or Vocabulary.of_model(card.get("root"), card["id"]),
+                **options,
+            )
+
+    async def submit(self, request: Request) -> Measured:
+        endpoint = "chat" if request.text is not None else self.endpoint
+        measured = await stream(self.session, self.url + PATHS[endpoint], self.body(request))
+        if measured.completion_tokens == 0 and measured.error is None:
+            measured.error = "an answer without output"
+        return measured
+
+    def body(self, request: Request) -> dict[str, Any]:
+        """The request as this server takes it."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": request.max_tokens,
+            "temperature": self.temperature,
+        }
+        if request.json_schema is not None:
+            schema = {"name": "answer", "strict": True, "schema": request.json_schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        elif self.ignore_eos:
+            body["ignore_eos"] = True
+        if request.text is not None:
+            body["messages"] = [{"role": "user", "content": request.text}]
+        elif self.endpoint == "chat":
+            content = self.vocabulary.text(request.prompt)
+            body["messages"] = [{"role": "user", "content": content}]
+        elif self.prompts == "text":
+            body["prompt"] = self.vocabulary.text(request.prompt)
+        else:
+            body["prompt"] = request.prompt
+        return body
+
+    async def counters(self) -> dict[str, float]:
+        """The server's own counters since its start, under our names; empty if it shows none."""
+        stats = await _get_or_none(self.session, f"{self.url}/stats")
+        if stats is not None:
+            with suppress(msgspec.DecodeError):
+                decoded = _decode(stats)
+                if isinstance(decoded, dict):
+                    return {n: decoded[n] for n in COUNTERS if n in decoded}
+        text = await _get_or_none(self.session, f"{self.url}/metrics")
+        return {} if text is None else parse_counters(text.decode(errors="replace"))
+
+
+# Our name -> what the field's servers call it in /metrics, after their prefix and before _total.
+COUNTERS = {
+    "steps": ("engine_steps",),
+    "prompt_tokens": ("prompt_tokens",),
+    "generation_tokens": ("generation_tokens", "tokens_predicted"),
+    "preemptions": ("num_preemptions",),
+    "prefix_cache_queries": ("prefix_cache_queries", "gpu_prefix_cache_queries"),
+    "prefix_cache_hits": ("prefix_cache_hits", "gpu_prefix_cache_hits", "cached_tokens"),
+    "compilations_after_ready": ("compilations_after_ready",),
+}
+
+
+def parse_counters(text: str) -> dict[str, float]:
+    """The counters we know in Prometheus' text format, summed over labels."""
+    ours = {theirs: name for name, all_theirs in COUNTERS.items() for theirs in all_theirs}
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if line.startswith("#") or " " not in line:
+            continue
+        series, _, value = line.rpartition(" ")
+        name = series.partition("{")[0].strip().rpartition(":")[2].removesuffix("_total")
+        if name in ours:
+            with suppress(ValueError):
+                found[ours[name]] = found.get(ours[name], 0.0) + float(value)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    measured: list[Measured]
+    wall_s: float
+
+
+async def run(submit: Submit, workload: Workload, *, progress: bool = False) -> Run:
+    """Sends a workload's requests under its load; returns when the last is answered.
+
+    A request is sent when it is due, the one it comes after has been answered, and its group has a
+    place free; first come, first served.
+    """
+    limits = {name: asyncio.Semaphore(n) for name, n in workload.concurrency.items()}
+    answered = [asyncio.Event() for _ in workload.requests]
+    start = time.perf_counter()
+
+    async def one(index: int, request: Request, bar: Any) -> Measured:
+        due_s = request.arrival_s
+        if request.after is not None:
+            await answered[request.after].wait()
+            due_s = max(due_s, time.perf_counter() - start)
+        await asyncio.sleep(max(start + due_s - time.perf_counter(), 0.0))
+        limit = workload.limit_of(request.group)
+        async with limits[limit] if limit is not None else nullcontext():
+            sent_s = time.perf_counter() - start
+            measured = await submit(request)
+        answered[index].set()
+        measured.group = request.group
+        measured.sent_s = sent_s
+        measured.late_s = sent_s - due_s if limit is None else 0.0
+        measured.asked_tokens = request.max_tokens
+        measured.json_wanted = request.json_schema is not None
+        bar.update()
+        return measured
+
+    with tqdm(
+        total=len(workload.requests),
+        desc=workload.name,
+        unit="request",
+        disable=None if progress else True,  # None: shown on terminals
+    ) as bar:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(one(i, request, bar))
+                for i, request in enumerate(workload.requests)
+            ]
+    return Run(measured=[t.result() for t in tasks], wall_s=time.perf_counter() - start)
+
+
+def run_async[T](main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, on uvloop's loop where there is one: the client must not be what is slow."""
+    factory = None
+    with suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
+
+
+def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
+    """A session without limits on connections or time."""
+    headers = {"Content-Type": "application/json"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+        headers=headers,
+    )
+
+
+async def _model_card(
+    session: aiohttp.ClientSession, url: str, model: str | None
+) -> dict[str, Any]:
+    try:
+        async with session.get(f"{url}/v1/models") as response:
+            text = await response.text()
+            if response.status != 200:
+                raise BenchmarkError(f"{url}/v1/models: HTTP {response.status}: {_message(text)}")
+        cards = _decode(text)["data"]
+        names = [card["id"] for card in cards]
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise BenchmarkError(f"no server answers at {url}: {error}") from error
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        raise BenchmarkError(f"{url}/v1/models is not a list of models") from error
+    if not names or (model is not None and model not in names):
+        asked = f"no model {model!r} at {url}" if model else f"no model at {url}"
+        raise BenchmarkError(f"{asked}: it has {', '.join(map(repr, names)) or 'none'}")
+    return cards[0 if model is None else names.index(model)]
+
+
+async def _get_or_none(session: aiohttp.ClientSession, url: str) -> bytes | None:
+    try:
+        async with session.get(url) as response:
+            return await response.read() if response.status == 200 else None
+    except (aiohttp.ClientError, TimeoutError):
+        return None

@@ -18,8 +18,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
-from benchmarks.client import Measured, percentile, run_all
+from benchmarks import report as reports
+from benchmarks.client import run_all
+from benchmarks.errors import BenchmarkError
+from benchmarks.metrics import summarise
 from benchmarks.serving_process import serving
 
 PROMPTS = (
@@ -44,20 +46,19 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args()
 
-    with contextlib.ExitStack() as stack:
-        url, ready_s = args.url, None
-        if url is None:
-            url, ready_s = stack.enter_context(serving([args.model]))
-        try:
-            model = _get(f"{url}/v1/models")["data"][0]["id"]
-        except OSError as error:  # an HTTPError is one too
-            print(f"no server that is ready at {url}: {error}", file=sys.stderr)
-            return 1
-        report = measure(url, model, args.requests, args.max_tokens)
-    report = {**machine.describe(), "ready_s": ready_s, **report}
+    try:
+        with contextlib.ExitStack() as stack:
+            url, ready_s = args.url, None
+            if url is None:
+                url, ready_s = stack.enter_context(serving([args.model]))
+            figures = measure(url, args.requests, args.max_tokens)
+    except BenchmarkError as error:
+        print(error, file=sys.stderr)
+        return 1
+    report = reports.new("smoke", ready_s=ready_s, **figures)
     print(table(report))
     if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=2) + "\n")
+        reports.write(report, args.output)
     passed = (
         report["completed"] == report["requests"]
         and not report["compilations_after_ready"]
@@ -66,7 +67,8 @@ def main() -> int:
     return 0 if passed else 1
 
 
-def measure(url: str, model: str, num_requests: int, max_tokens: int) -> dict[str, Any]:
+def measure(url: str, num_requests: int, max_tokens: int) -> dict[str, Any]:
+    model = _get(url, "/v1/models")["data"][0]["id"]
     bodies = [
         {
             "model": model,
@@ -81,23 +83,9 @@ def measure(url: str, model: str, num_requests: int, max_tokens: int) -> dict[st
     asyncio.run(run_all(url, bodies[:4]))  # connections, page cache
     results, wall_s = asyncio.run(run_all(url, bodies))
     stats = _quiet_stats(url)
-    return {"requests": num_requests, "max_tokens": max_tokens, **summary(results, wall_s)} | {
+    return {"max_tokens": max_tokens, **summarise(results, wall_s)} | {
         "compilations_after_ready": stats["compilations_after_ready"],
         "blocks_in_use": stats["num_used_blocks"],
-    }
-
-
-def summary(results: list[Measured], wall_s: float) -> dict[str, Any]:
-    good = [r for r in results if r.error is None]
-    ttft = [r.ttft_s for r in good if r.ttft_s is not None]
-    gaps = [gap for r in good for gap in r.gaps_s]
-    return {
-        "completed": len(good),
-        "errors": sorted({r.error for r in results if r.error is not None}),
-        "wall_s": wall_s,
-        "output_tokens_per_s": sum(r.completion_tokens for r in good) / wall_s,
-        "ttft_ms": {p: 1e3 * percentile(ttft, p) for p in (50, 99)},
-        "itl_ms": {p: 1e3 * percentile(gaps, p) for p in (50, 99)},
     }
 
 
@@ -112,30 +100,31 @@ def table(report: dict[str, Any]) -> str:
         ("compilations after ready", report["compilations_after_ready"]),
         ("blocks in use when idle", report["blocks_in_use"]),
     ]
-    where = f"{report['cpu']}, {report['cores']} cores, jax {report['versions']['jax']}"
-    lines = [f"{report['date']}, {where}", "", "| what | figure |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in rows]
-    lines += [f"error: {error}" for error in report["errors"]]
+    lines = [reports.heading(report), "", reports.table(("what", "figure"), rows)]
+    lines += [f"error: {error} ({count})" for error, count in report["errors"].items()]
     return "\n".join(lines)
 
 
-def _pair(values: dict[int, float], digits: int) -> str:
-    return f"{values[50]:.{digits}f} / {values[99]:.{digits}f} ms"
+def _pair(spread: dict[str, float] | None, digits: int) -> str:
+    return "-" if spread is None else f"{spread['p50']:.{digits}f} / {spread['p99']:.{digits}f} ms"
 
 
 def _quiet_stats(url: str) -> dict[str, Any]:
     """The server's counters once nothing runs, or after `SETTLE_S`."""
     deadline = time.monotonic() + SETTLE_S
     while True:
-        stats = _get(f"{url}/stats")
+        stats = _get(url, "/stats")
         if not (stats["num_running"] or stats["num_used_blocks"]) or time.monotonic() > deadline:
             return stats
         time.sleep(0.05)
 
 
-def _get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as response:
-        return json.load(response)
+def _get(url: str, path: str) -> Any:
+    try:
+        with urllib.request.urlopen(url + path, timeout=10) as response:
+            return json.load(response)
+    except OSError as error:  # an HTTPError is one too
+        raise BenchmarkError(f"no server that is ready at {url}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -1,0 +1,370 @@
+"""What does each switch bring? Each on and off alone, on a workload where it should matter.
+
+    python -m benchmarks.ablation [--switch NAME ...] [--rounds 5] [--output FILE.json]
+
+Two engines in this process, which differ in one switch, take turns on the same requests. A switch
+that this version of the engine does not have is a row that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from tqdm import tqdm
+
+from benchmarks import report as reports
+from benchmarks import workloads
+from benchmarks.client import Run, run, run_async
+from benchmarks.errors import BenchmarkError
+from benchmarks.in_process import Submitter, why_not
+from benchmarks.metrics import latencies, median
+from benchmarks.report import number
+from benchmarks.workloads import ALL, WARM_UP, Maker, Sizes, Vocabulary, Workload
+from forge_jax.config import EngineConfig
+from forge_jax.engine import Engine
+from forge_jax.errors import ConfigError, ForgeError
+
+Options = Mapping[str, Any]
+Better = Literal["higher", "lower"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    name: str
+    better: Better
+    of: Callable[[Run, Submitter], float]
+    digits: int = 0
+
+
+def _output_rate(done: Run, _: Submitter) -> float:
+    return sum(m.completion_tokens for m in done.measured) / done.wall_s
+
+
+def _latency(kind: str, at: str, group: str = ALL) -> Callable[[Run, Submitter], float]:
+    def of(done: Run, _: Submitter) -> float:
+        members = [m for m in done.measured if group in (ALL, m.group)]
+        spread = latencies(members)[kind]
+        assert spread is not None, f"{kind} of no requests"
+        return spread[at]
+
+    return of
+
+
+OUTPUT = Figure(name="output tokens/s", better="higher", of=_output_rate)
+TTFT = Figure(name="TTFT p50, ms", better="lower", of=_latency("ttft_ms", "p50"), digits=1)
+DECODER_ITL = Figure(
+    name="ITL p99 of those who decode, ms",
+    better="lower",
+    of=_latency("itl_ms", "p99", "decoder"),
+    digits=1,
+)
+AT_ONCE = Figure(
+    name="sequences at once in the same memory",
+    better="higher",
+    of=lambda _, submitter: submitter.most_running,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """A switch: the engine with `on` against the engine with `off`, on a workload."""
+
+    name: str
+    off: Options
+    workload: Maker
+    figures: tuple[Figure, ...]
+    on: Options = field(default_factory=dict)  # beside the default; nothing: the default itself
+    labels: tuple[str, str] = ("on", "off")
+
+
+def all_at_once(workload: Maker) -> Maker:
+    """The same requests without their arrival times."""
+
+    def make(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
+        made = workload(sizes, vocabulary, seed, round_)
+        return workloads.with_load(made, rate=float("inf"))
+
+    return make
+
+
+def many(workload: Maker, times: int) -> Maker:
+    """More requests than fit into the cache at once."""
+
+    def make(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
+        more = dataclasses.replace(sizes, num_requests=times * sizes.num_requests)
+        return workload(more, vocabulary, seed, round_)
+
+    return make
+
+
+def switches(context: int) -> tuple[Switch, ...]:
+    """All that are compared through an engine, for sequences of up to `context` tokens."""
+    block_size = 16 if jax.default_backend() == "cpu" else 64
+    cache_tokens = 16 * context  # what 16 sequences of the whole context need
+    return (
+        Switch(
+            name="one_step_ahead",
+            off={"one_step_ahead": False},
+            workload=workloads.baseline,
+            figures=(OUTPUT,),
+        ),
+        Switch(  # a step has to hold whole prompts where they are not cut
+            name="chunked_prefill",
+            on={"max_num_batched_tokens": context // 4},
+            off={"max_num_batched_tokens": context, "chunked_prefill": False},
+            workload=workloads.chunked_prefill,
+            figures=(DECODER_ITL, OUTPUT),
+        ),
+        Switch(
+            name="prefix_cache",
+            off={"prefix_cache": False},
+            workload=workloads.prefix_caching,
+            figures=(TTFT, OUTPUT),
+        ),
+        Switch(
+            name="kv_cache",
+            on={"num_blocks": cache_tokens // block_size, "block_size": block_size},
+            off={"num_blocks": cache_tokens // context, "kv_cache": "contiguous"},
+            workload=many(workloads.paged_attention, 3),
+            figures=(AT_ONCE, OUTPUT),
+            labels=("paged", "contiguous"),
+        ),
+        Switch(  # a static batch is what one step can hold of the prompts: room for 16
+            name="batching",
+            on={"max_num_seqs": 16},
+            off={
+                "max_num_seqs": 16,
+                "max_num_batched_tokens": 16 * context // 8,
+                "batching": "static",
+            },
+            workload=all_at_once(workloads.continuous_batching),
+            figures=(OUTPUT, TTFT),
+            labels=("continuous", "static"),
+        ),
+        Switch(
+            name="deterministic",
+            on={"deterministic": True},
+            off={},
+            workload=workloads.baseline,
+            figures=(OUTPUT, TTFT),
+        ),
+        Switch(
+            name="kernels",
+            off={"kernels": "xla"},
+            workload=workloads.baseline,
+            figures=(OUTPUT, TTFT),
+            labels=("auto", "xla"),
+        ),
+    )
+
+
+COMPILE_CACHE = "compile_cache"
+NAMES = (*(switch.name for switch in switches(1024)), COMPILE_CACHE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ablation", description="What does each switch bring?"
+    )
+    parser.add_argument("--model", default="forge-tiny", help="what to run (default forge-tiny)")
+    parser.add_argument("--switch", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
+    parser.add_argument("--requests", type=int, default=48, help="per run (default 48)")
+    parser.add_argument("--rounds", type=int, default=5, help="default 5")
+    parser.add_argument(
+        "--context", type=int, default=1024, help="longest prompt plus output (default 1024)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="write the report here as JSON")
+    args = parser.parse_args(argv)
+    try:
+        if args.rounds < 1:
+            raise BenchmarkError(f"--rounds must be at least 1, not {args.rounds}")
+        report = reports.new(
+            "ablation",
+            model=args.model,
+            context=args.context,
+            requests=args.requests,
+            rounds=args.rounds,
+            seed=args.seed,
+            switches=run_async(_all(args)),
+        )
+        if args.output is not None:
+            reports.write(report, args.output)
+    except (BenchmarkError, ForgeError, OSError) as error:
+        print(f"ablation: {error}", file=sys.stderr)
+        return 1
+    print(markdown(report))
+    return 0
+
+
+async def _all(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    chosen = [s for s in switches(args.context) if s.name in args.switch]
+    for switch in chosen:
+        skipped = why_not(**switch.on) or why_not(**switch.off)
+        if skipped is None:
+            try:
+                rows += await compare(switch, args)
+                continue
+            except ConfigError as error:  # the switch is there, but not for this model
+                skipped = str(error)
+        rows.append({"switch": switch.name, "skipped": skipped})
+    if COMPILE_CACHE in args.switch:
+        rows.append(compare_starts(args))
+    return rows
+
+
+async def compare(switch: Switch, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each figure of a switch."""
+    sizes = Sizes(context=args.context, num_requests=args.requests)
+    vocabulary = Vocabulary.of_model(args.model)
+    samples: list[list[tuple[float, ...]]] = [[], []]  # of on and off, by round
+    options = (switch.on, switch.off)
+    async with contextlib.AsyncExitStack() as stack:
+        sides = [await stack.enter_async_context(_engine(args, option)) for option in options]
+        warm_up = switch.workload(sizes, vocabulary, args.seed, WARM_UP)
+        for side in sides:
+            await run(side.submit, warm_up)
+        for round_ in _progress(args.rounds, switch.name):
+            workload = switch.workload(sizes, vocabulary, args.seed, round_)
+            for i in (0, 1) if round_ % 2 == 0 else (1, 0):
+                sides[i].most_running = 0
+                done = await run(sides[i].submit, workload)
+                _check(done, workload)
+                samples[i].append(tuple(figure.of(done, sides[i]) for figure in switch.figures))
+    gc.collect()  # the engines' device memory, before the next ones are made
+    return [
+        _row(
+            switch.name,
+            switch.labels,
+            figure.name,
+            figure.better,
+            figure.digits,
+            [values[k] for values in samples[0]],
+            [values[k] for values in samples[1]],
+            workload=warm_up.name,
+            options=[dict(option) for option in options],
+        )
+        for k, figure in enumerate(switch.figures)
+    ]
+
+
+@contextlib.asynccontextmanager
+async def _engine(args: argparse.Namespace, options: Options) -> AsyncIterator[Submitter]:
+    config = EngineConfig.from_options(model=args.model, max_model_len=args.context, **options)
+    engine = Engine.load(config)
+    engine.start()
+    try:
+        yield Submitter(engine)
+    finally:
+        await engine.stop()
+
+
+def _check(done: Run, workload: Workload) -> None:
+    """All of the work has been done, or the figures mean nothing."""
+    errors = {m.error for m in done.measured if m.error is not None}
+    if errors:
+        raise BenchmarkError(f"{workload.name}: {'; '.join(sorted(errors))}")
+    tokens = sum(m.completion_tokens for m in done.measured)
+    asked = sum(r.max_tokens for r in workload.requests)
+    if tokens != asked:
+        raise BenchmarkError(f"{workload.name}: {tokens} output tokens came, not {asked}")
+
+
+START = """
+import json, sys
+from forge_jax import LLM
+LLM(**json.loads(sys.argv[1]))
+"""
+
+
+def compare_starts(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds from the start of a process to a ready engine, with and without compiled code."""
+    off = {"compile_cache": False}
+    skipped = why_not(**off)
+    if skipped is not None:
+        return {"switch": COMPILE_CACHE, "skipped": skipped}
+    options = ({}, off)
+    samples: list[list[float]] = [[], []]
+    _start_seconds(args, options[0])  # fills the cache
+    for round_ in _progress(args.rounds, COMPILE_CACHE):
+        for i in (0, 1) if round_ % 2 == 0 else (1, 0):
+            samples[i].append(_start_seconds(args, options[i]))
+    return _row(COMPILE_CACHE, ("on", "off"), "start to ready, s", "lower", 2, *samples)
+
+
+def _start_seconds(args: argparse.Namespace, options: Options) -> float:
+    arguments = json.dumps({"model": args.model, "max_model_len": args.context, **options})
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", START, arguments], capture_output=True, text=True)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise BenchmarkError(f"the engine did not start: {' '.join(last)}")
+    return time.perf_counter() - start
+
+
+def _row(
+    switch: str,
+    labels: tuple[str, str],
+    figure: str,
+    better: Better,
+    digits: int,
+    on: list[float],
+    off: list[float],
+    **more: Any,
+) -> dict[str, Any]:
+    ratios = [x / y for x, y in zip(on, off, strict=True)]
+    return {
+        "switch": switch,
+        **more,
+        "figure": figure,
+        "better": better,
+        "digits": digits,
+        "labels": list(labels),
+        "medians": [median(on), median(off)],
+        # A slow moment of the machine meets both sides of a round alike.
+        "ratio": median(ratios),
+        "ratios": ratios,
+        "samples": [on, off],
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    rows = []
+    for row in report["switches"]:
+        if "skipped" in row:
+            rows.append((row["switch"], f"skipped: {row['skipped']}", *["-"] * 4))
+            continue
+        sides = [
+            f"{number(value, row['digits'])} ({label})"
+            for label, value in zip(row["labels"], row["medians"], strict=True)
+        ]
+        ratio = f"{row['ratio']:.2f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f})"
+        rows.append((row["switch"], row["figure"], *sides, ratio, row["better"]))
+    lines = [
+        f"{reports.heading(report)}; {report['model']}, context {report['context']}, "
+        f"{report['requests']} requests per run; medians of {report['rounds']} rounds",
+        "",
+        reports.table(("switch", "figure", "with", "against", "ratio", "better"), rows),
+    ]
+    return "\n".join(lines)
+
+
+def _progress(rounds: int, name: str) -> Iterator[int]:
+    return iter(tqdm(range(rounds), desc=name, unit="round", disable=None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

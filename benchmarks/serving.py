@@ -1,0 +1,350 @@
+"""How fast does a server answer? Workloads against any OpenAI-compatible server.
+
+    python -m benchmarks.serving                                  # our own, the bundled model
+    python -m benchmarks.serving --url http://127.0.0.1:8000 --workload baseline --rate 8
+    python -m benchmarks.serving --trace azure.csv --trace-scale 0.1 --max-requests 200
+
+Without --url it starts a server of its own. Exits with 1 if a request failed. README.md says what
+the figures mean and how to compare two servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report as reports
+from benchmarks import workloads
+from benchmarks.client import Server, run, run_async
+from benchmarks.errors import BenchmarkError
+from benchmarks.metrics import Slo, refusal, summarise
+from benchmarks.report import number
+from benchmarks.serving_process import serving
+from benchmarks.workloads import WARM_UP, Sizes, TraceEntry, Vocabulary, Workload
+
+Make = Callable[[int], Workload]  # of a round
+Traces = Mapping[Path, Sequence[TraceEntry]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        report = _report(args)
+        if args.output is not None:
+            reports.write(report, args.output)
+    except (BenchmarkError, OSError) as error:
+        print(f"serving: {error}", file=sys.stderr)
+        return 1
+    print(markdown(report))
+    return 1 if any(map(_failed, report["runs"])) else 0
+
+
+async def measure(
+    server: Server, make: Make, *, warm_up: int = 4, slo: Slo | None = None, progress: bool = False
+) -> dict[str, Any]:
+    """Runs one workload after a warm-up of its first requests; returns its entry of the report."""
+    workload = make(0)
+    entry = {
+        "workload": workload.name,
+        "endpoint": workload.endpoint or server.endpoint,
+        "load": workload.load,
+        "facts": dict(workload.facts),
+    }
+    if warm_up:
+        warm = await run(server.submit, _first(make(WARM_UP), warm_up))
+        refused = refusal(warm.measured)
+        if refused is not None:
+            return entry | {"unsupported": refused}
+    before, client_s = await server.counters(), time.process_time()
+    done = await run(server.submit, workload, progress=progress)
+    client_s = time.process_time() - client_s
+    after = await server.counters()
+    refused = refusal(done.measured)
+    if refused is not None:
+        return entry | {"unsupported": refused}
+    return entry | {
+        **summarise(done.measured, done.wall_s, slo),
+        "client_cpu_share": client_s / done.wall_s,
+        "server": counted(before, after),
+    }
+
+
+def counted(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What the server's counters say of one run."""
+    during = {name: after[name] - before.get(name, 0) for name in after}
+    if "compilations_after_ready" in after:
+        during["compilations_after_ready"] = after["compilations_after_ready"]  # since its start
+    if during.get("prefix_cache_queries"):
+        hits = during.get("prefix_cache_hits", 0)
+        during["prefix_cache_hit_rate"] = hits / during["prefix_cache_queries"]
+    return during
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report's tables."""
+    server = report["server"]
+    lines = [f"{reports.heading(report)}; {server['model']}, context {server['context']}", ""]
+    header = ("workload", "answered", "requests/s", "output tokens/s", "all tokens/s")
+    rows = [
+        (
+            entry["workload"],
+            f"{entry['completed']} of {entry['requests']}",
+            number(entry["requests_per_s"], 1),
+            number(entry["output_tokens_per_s"]),
+            number(entry["total_tokens_per_s"]),
+        )
+        for entry in report["runs"]
+        if "unsupported" not in entry
+    ]
+    lines += [reports.table(header, rows), "", _latency_table(report["runs"]), ""]
+    for entry in report["runs"]:
+        lines += [f"- {entry['workload']}: {remark}" for remark in _remarks(entry)]
+    return "\n".join(lines)
+
+
+def _latency_table(runs: Sequence[dict[str, Any]]) -> str:
+    columns = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "whole request"}
+    rows = []
+    for entry in runs:
+        if "unsupported" in entry:
+            continue
+        members = {f"{entry['workload']}: {g}": m for g, m in entry.get("groups", {}).items()}
+        for name, figures in {entry["workload"]: entry, **members}.items():
+            rows.append([name, *(_spread(figures[column]) for column in columns)])
+    return reports.table(["ms, p50 / p95 / p99", *columns.values()], rows)
+
+
+def _spread(spread: dict[str, float] | None) -> str:
+    if spread is None:
+        return "-"
+    return " / ".join(number(spread[p], 1) for p in ("p50", "p95", "p99"))
+
+
+def _remarks(entry: dict[str, Any]) -> list[str]:
+    """What the tables do not show."""
+    if "unsupported" in entry:
+        return [f"unsupported by this server ({entry['unsupported']})"]
+    remarks = [entry["load"]]
+    if "goodput" in entry:
+        goodput = entry["goodput"]
+        slo = ", ".join(
+            f"{name.removesuffix('_ms')} {v:g} ms" for name, v in goodput["slo"].items()
+        )
+        remarks.append(
+            f"goodput {goodput['requests_per_s']:.1f} requests/s within {slo} "
+            f"({goodput['share']:.0%} of the requests)"
+        )
+    if entry["events"] and entry["output_tokens"] > entry["events"] * 1.01:
+        remarks.append(f"{entry['output_tokens']} tokens came in {entry['events']} events")
+    if entry["output_tokens"] < entry["output_tokens_asked"]:
+        remarks.append(
+            f"{entry['output_tokens']} of {entry['output_tokens_asked']} output tokens asked for"
+        )
+    if "json_valid" in entry:
+        remarks.append(f"{entry['json_valid']} of {entry['completed']} answers were JSON objects")
+    if entry["requests_without_usage"]:
+        remarks.append("the server gives no usage: tokens are counted as events")
+    late = entry["client_late_ms"]
+    if late is not None and late["p99"] > 50:
+        remarks.append(f"the client was late: p99 {late['p99']:.0f} ms")
+    facts = {**entry["facts"], **entry["server"]}
+    if facts:
+        remarks.append(", ".join(f"{name} {_short(value)}" for name, value in facts.items()))
+    remarks += [f"error: {error} ({count} times)" for error, count in entry["errors"].items()]
+    return remarks
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
+
+
+def _failed(entry: dict[str, Any]) -> bool:
+    """Only structured output is something that a server may well lack."""
+    if "unsupported" in entry:
+        return entry["workload"] != "structured"
+    return bool(entry["errors"])
+
+
+def _report(args: argparse.Namespace) -> dict[str, Any]:
+    traces = {path: workloads.read_trace(path, args.max_requests) for path in args.trace}
+    with contextlib.ExitStack() as stack:
+        url, ready_s, model, arguments = args.url, None, args.model, shlex.split(args.serve_args)
+        if url is None:
+            arguments = [args.model or "forge-tiny", *arguments]
+            url, ready_s = stack.enter_context(serving(arguments))
+            model = None
+        elif arguments:
+            raise BenchmarkError("--serve-args is for a server started here: leave out --url")
+        server, runs = run_async(_run_all(args, url, model, traces))
+    started = {} if ready_s is None else {"arguments": arguments, "ready_s": ready_s}
+    return reports.new("serving", seed=args.seed, server=server | started, runs=runs)
+
+
+async def _run_all(
+    args: argparse.Namespace, url: str, model: str | None, traces: Traces
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    async with Server.connect(
+        url,
+        model=model,
+        api_key=args.api_key,
+        vocabulary=None if args.tokenizer is None else Vocabulary.from_file(args.tokenizer),
+        endpoint=args.endpoint,
+        prompts=args.prompts,
+        ignore_eos=args.ignore_eos,
+        temperature=args.temperature,
+    ) as server:
+        sizes = _sizes(args, server)
+        slo = Slo(
+            ttft_ms=args.slo_ttft_ms,
+            itl_ms=args.slo_itl_ms,
+            tpot_ms=args.slo_tpot_ms,
+            e2e_ms=args.slo_e2e_ms,
+        )
+        makers = _makers(args, server.vocabulary, sizes, traces)
+        runs = [
+            await measure(server, make, warm_up=args.warm_up, slo=slo, progress=True)
+            for make in makers
+        ]
+        about = {
+            "model": server.model,
+            "context": sizes.context,
+            "endpoint": server.endpoint,
+            "prompts": "text" if server.endpoint == "chat" else server.prompts,
+            "ignore_eos": server.ignore_eos,
+        }
+        return about, runs
+
+
+def _sizes(args: argparse.Namespace, server: Server) -> Sizes:
+    context = args.context or server.context
+    if context is None:
+        raise BenchmarkError("the server does not say how long its context is: pass --context")
+    if server.endpoint == "chat" or server.prompts == "text":
+        server.vocabulary.text(server.vocabulary.ids[:2])  # is there a tokenizer?
+        context -= workloads.TEMPLATE_TOKENS
+    return Sizes(
+        context=context,
+        num_requests=args.requests,
+        input_len=args.input_len,
+        output_len=args.output_len,
+    )
+
+
+def _makers(
+    args: argparse.Namespace, vocabulary: Vocabulary, sizes: Sizes, traces: Traces
+) -> list[Make]:
+    """What was asked for, checked, as functions of the round."""
+    names = args.workload or ([] if args.trace else list(workloads.WORKLOADS))
+    if (args.input_len or args.output_len) and names != ["baseline"]:
+        raise BenchmarkError("--input-len and --output-len are for --workload baseline alone")
+
+    def loaded(make: Make) -> Make:
+        def make_loaded(round_: int) -> Workload:
+            return workloads.with_load(
+                make(round_),
+                rate=args.rate,
+                burstiness=args.burstiness,
+                concurrency=args.concurrency,
+                seed=args.seed,
+            )
+
+        make_loaded(0)  # a wrong flag shows before anything runs
+        return make_loaded
+
+    def named(name: str) -> Make:
+        return lambda r: workloads.make(name, sizes, vocabulary, seed=args.seed, round_=r)
+
+    def replay(path: Path) -> Make:
+        return lambda r: workloads.trace(
+            traces[path],
+            sizes,
+            vocabulary,
+            name=f"trace {path.stem}",
+            time_scale=args.trace_scale,
+            seed=args.seed,
+            round_=r,
+        )
+
+    return [loaded(named(n)) for n in names] + [loaded(replay(path)) for path in traces]
+
+
+def _first(workload: Workload, count: int) -> Workload:
+    """Its first requests, all at once."""
+    requests = tuple(
+        dataclasses.replace(request, arrival_s=0.0, after=None)
+        for request in workload.requests[:count]
+    )
+    return dataclasses.replace(workload, requests=requests, concurrency={})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving", description="How fast does a server answer?"
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument("--url", help="a server that runs already; default: start our own")
+    server.add_argument("--model", help="its name at --url, or what to serve (default forge-tiny)")
+    server.add_argument("--api-key", help="sent as a bearer token")
+    server.add_argument("--serve-args", default="", help="flags for the server that is started")
+    server.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
+    server.add_argument(
+        "--prompts", choices=("ids", "text"), default="ids", help="of completions; chats are text"
+    )
+    server.add_argument(
+        "--tokenizer", type=Path, help="tokenizer.json or its folder, for prompts as text"
+    )
+    server.add_argument("--context", type=int, help="tokens of a sequence; default: as it says")
+    server.add_argument("--temperature", type=float, default=0.0)
+    server.add_argument(
+        "--no-ignore-eos",
+        dest="ignore_eos",
+        action="store_false",
+        help="for servers that do not take the field ignore_eos",
+    )
+
+    what = parser.add_argument_group("workload")
+    what.add_argument(
+        "--workload",
+        nargs="+",
+        choices=tuple(workloads.WORKLOADS),
+        metavar="NAME",
+        help=f"default: all of {', '.join(workloads.WORKLOADS)}",
+    )
+    what.add_argument("--requests", type=int, default=64, help="of each workload (default 64)")
+    what.add_argument("--input-len", type=int, help="tokens, of baseline")
+    what.add_argument("--output-len", type=int, help="tokens, of baseline")
+    what.add_argument("--seed", type=int, default=0)
+    what.add_argument(
+        "--trace", type=Path, nargs="+", default=[], help="Azure CSV or Mooncake JSON lines"
+    )
+    what.add_argument("--trace-scale", type=float, default=1.0, help="times the trace's time")
+    what.add_argument("--max-requests", type=int, help="of a trace; default: all")
+
+    load = parser.add_argument_group("load", "default: each workload's own")
+    load.add_argument("--rate", type=float, help="requests/s, Poisson; inf: all at once")
+    load.add_argument(
+        "--burstiness", type=float, default=1.0, help="gamma shape of the gaps; 1: Poisson"
+    )
+    load.add_argument("--concurrency", type=int, help="requests at once (closed loop)")
+    load.add_argument("--warm-up", type=int, default=4, help="requests before each (default 4)")
+
+    for name, of in (
+        ("ttft", "the time to the first token"),
+        ("itl", "the longest gap between events"),
+        ("tpot", "the mean time per output token"),
+        ("e2e", "the whole request"),
+    ):
+        load.add_argument(f"--slo-{name}-ms", type=float, help=f"goodput's limit on {of}")
+    parser.add_argument("--output", type=Path, help="write the report here as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,546 @@
+"""What is sent, and when: requests with exact lengths in tokens, the same ones for the same seed.
+
+A workload is made for a context length, from a vocabulary. Lengths and arrivals depend on `seed`;
+token ids on `seed` and `round_`. So rounds are equal work, and none finds the prompts of another
+in a prefix cache. Nothing here knows of HTTP or of an engine.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from benchmarks.errors import BenchmarkError
+from forge_jax.checkpoint.hub import BUNDLED, resolve
+
+ALL = "all"  # the group of requests that belong to no special one
+WARM_UP = -1  # the round that is not measured
+TRACE_BLOCK = 512  # tokens of one hash id in Mooncake's traces
+TEMPLATE_TOKENS = 32  # room that is left for a BOS, or what a chat template adds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request: a prompt of token ids, or the text of a user's message."""
+
+    max_tokens: int
+    prompt: tuple[int, ...] = ()
+    text: str | None = None
+    arrival_s: float = 0.0  # since the start of the run; not earlier
+    after: int | None = None  # index of a request that must have been answered before
+    group: str = ALL  # figures are given for each group too
+    json_schema: Mapping[str, Any] | None = None  # what the answer must be
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    name: str
+    requests: tuple[Request, ...]
+    concurrency: Mapping[str, int] = field(default_factory=dict)  # group -> at once; see `limit_of`
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what the report says of it
+    endpoint: str | None = None  # the only one that it can be sent to
+
+    def limit_of(self, group: str) -> str | None:
+        """Which entry of `concurrency` limits this group: its own, or the one of all others."""
+        return next((name for name in (group, ALL) if name in self.concurrency), None)
+
+    @property
+    def load(self) -> str:
+        """How the requests arrive, in words."""
+        limits = ", ".join(
+            f"{n} at once" + ("" if group == ALL else f" ({group})")
+            for group, n in self.concurrency.items()
+        )
+        span = max((r.arrival_s for r in self.requests), default=0.0)
+        arrival = f"arriving over {span:.1f} s" if span else "" if limits else "all at once"
+        return ", ".join(filter(None, (arrival, limits)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a workload is cut to."""
+
+    context: int  # tokens that a sequence may have, prompt and output
+    num_requests: int = 64
+    input_len: int | None = None  # of baseline
+    output_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.context < 64:
+            raise BenchmarkError(f"a context of {self.context} tokens is too short: at least 64")
+        if self.num_requests < 1:
+            raise BenchmarkError(f"--requests must be at least 1, not {self.num_requests}")
+        for flag, value in (("--input-len", self.input_len), ("--output-len", self.output_len)):
+            if value is not None and value < 1:
+                raise BenchmarkError(f"{flag} must be at least 1, not {value}")
+        if (self.input_len or 1) + (self.output_len or 1) > self.context:
+            raise BenchmarkError(
+                f"--input-len and --output-len are more than the context of {self.context} tokens"
+            )
+
+
+class Vocabulary:
+    """The token ids that prompts are made of: ordinary words, no special tokens.
+
+    With a tokenizer, `text` spells any sequence of them so that it becomes the same tokens again.
+    """
+
+    MAX_WORDS = 2048
+    MIN_WORDS = 8
+
+    def __init__(self, ids: Sequence[int], backend: Backend | None = None):
+        self.ids = tuple(ids)
+        self._backend = backend
+
+    @classmethod
+    def plain(cls) -> Vocabulary:
+        """Ids that every vocabulary has; without text."""
+        return cls(range(10, 250))
+
+    @classmethod
+    def of(cls, backend: Backend) -> Vocabulary:
+        """Whole words with the space before them; letters where a tokenizer has no such words.
+
+        Raises:
+          BenchmarkError: neither survives a round trip through text.
+        """
+        special = {i for i, t in backend.get_added_tokens_decoder().items() if t.special}
+        pieces = sorted((i, piece) for piece, i in backend.get_vocab().items() if i not in special)
+        words = (i for i, p in pieces if p[:1] in "Ġ▁" and p[1:].isascii() and p[1:].isalpha())
+        letters = (i for i, p in pieces if len(p) == 1 and p.isascii() and p.isalpha())
+        for candidates in (words, letters):
+            stable = (i for i in candidates if _ids_again(backend, [i, i, i]) == [i, i, i])
+            ids = list(itertools.islice(stable, cls.MAX_WORDS))
+            if len(ids) >= cls.MIN_WORDS and _ids_again(backend, ids) == ids:
+                return cls(ids, backend)
+        raise BenchmarkError("this tokenizer gives no text of an exact length: send token ids")
+
+    @classmethod
+    def from_file(cls, path: Path) -> Vocabulary:
+        """Of a tokenizer.json, or of the folder that it is in."""
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for whatever is wrong
+            raise BenchmarkError(f"--tokenizer {path}: no usable tokenizer.json there") from error
+        backend.no_truncation()
+        backend.no_padding()
+        return cls.of(backend)
+
+    @classmethod
+    def of_model(cls, *names: str | None) -> Vocabulary:
+        """Of the first that is the bundled model or a folder with a tokenizer; else plain."""
+        for name in names:
+            if name and (name == BUNDLED or Path(name).is_dir()):
+                folder = resolve(name)
+                if (folder / "tokenizer.json").is_file():
+                    return cls.from_file(folder)
+        return cls.plain()
+
+    @property
+    def has_text(self) -> bool:
+        return self._backend is not None
+
+    def sample(self, rng: random.Random, count: int) -> tuple[int, ...]:
+        return tuple(rng.choices(self.ids, k=count))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """A text of exactly these tokens (a server may put a BOS or a template around it).
+
+        Raises:
+          BenchmarkError: there is no tokenizer, or it breaks the text otherwise.
+        """
+        if self._backend is None:
+            raise BenchmarkError("text prompts need the model's tokenizer: pass --tokenizer FOLDER")
+        if _ids_again(self._backend, ids) != list(ids):
+            raise BenchmarkError("this tokenizer gives no text of an exact length: send token ids")
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+
+def _ids_again(backend: Backend, ids: Sequence[int]) -> list[int]:
+    text = backend.decode(list(ids), skip_special_tokens=False)
+    return backend.encode(text, add_special_tokens=False).ids
+
+
+# --- the workloads -----------------------------------------------------------------------------
+
+
+def baseline(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
+    """Equal requests: the plain figure that others are compared with."""
+    input_len = sizes.input_len or min(128, sizes.context // 4)
+    output_len = sizes.output_len or min(64, sizes.context - input_len)
+    content = _content("baseline", seed, round_)
+    requests = [
+        Request(prompt=vocabulary.sample(content, input_len), max_tokens=output_len)
+        for _ in range(sizes.num_requests)
+    ]
+    return Workload(name="baseline", requests=tuple(requests), concurrency={ALL: 16})
+
+
+def continuous_batching(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
+    """Outputs of very different lengths that arrive over time: a static batch waits for its
+    longest, and everybody who comes later waits for the batch."""
+    rng, content = _lengths(seed), _content("continuous_batching", seed, round_)
+    most = sizes.context // 4
+    requests = [
+        Request(
+            prompt=vocabulary.sample(content, rng.randint(8, most // 2)),
+            max_tokens=min(rng.choices((16, 64, 256), weights=(5, 3, 2))[0], most),
+        )
+        for _ in range(sizes.num_requests)
+    ]
+    requests = _arriving(requests, poisson(len(requests), 16.0, 1.0, seed))
+    return Workload(name="continuous_batching", requests=tuple(requests))
+
+
+def paged_attention(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
+    """Many sequences of lengths between 16 tokens and the context, all at once: a contiguous
+    cache would reserve the whole context for each."""
+    rng, content = _lengths(seed), _content("paged_attention", seed, round_)
+    requests = [
+        Request(
+            prompt=vocabulary.sample(content, _log_uniform(rng, 8, sizes.context // 2)),
+            max_tokens=_log_uniform(rng, 8, sizes.context // 4),
+        )
+        for _ in range(sizes.num_requests)
+    ]
+    facts = {
+        "kv_tokens_used": sum(len(r.prompt) + r.max_tokens for r in requests),
+        "kv_tokens_contiguous": len(requests) * sizes.context,
+    }
+    return Workload(name="paged_attention", requests=tuple(requests), facts=facts)
+
+
+def chunked_prefill(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
+    """Prompts as long as the context come in, one after the other, while short ones decode. The
+    figure is the ITL of the group "decoder"."""
+    content = _content("chunked_prefill", seed, round_)
+    num_long = max(sizes.num_requests // 2, 1)
+    decoder_len, long_output = sizes.context // 4, 8
+    decoders = [
+        Request(
+            prompt=vocabulary.sample(content, 16),
+            max_tokens=decoder_len,
+            group="decoder",
+        )
+        for _ in range(max(sizes.num_requests - num_long, 1))
+    ]
+    long = [
+        Request(
+            prompt=vocabulary.sample(content, sizes.context - long_output),
+            max_tokens=long_output,
+            group="long",
+        )
+        for _ in range(num_long)
+    ]
+    return Workload(
+        name="chunked_prefill",
+        requests=tuple(_interleave(decoders, long)),
+        concurrency={"decoder": 8, "long": 1},
+    )
+
+
+def prefix_caching(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
+    """Conversations of four turns under two shared system prompts. A turn comes after the answer
+    to the one before; the history it repeats holds made-up answers, so that the prompts are the
+    same for every server. Groups are the turns."""
+    turns, systems = 4, 2
+    content = _content("prefix_caching", seed, round_)
+    shared = [vocabulary.sample(content, sizes.context // 4) for _ in range(systems)]
+    piece = max(sizes.context // 32, 2)
+    requests: list[Request] = []
+    for conversation in range(max(sizes.num_requests // turns, 1)):
+        history = shared[conversation % systems]
+        for turn in range(turns):
+            history += vocabulary.sample(content, piece)
+            requests.append(
+                Request(
+                    prompt=history,
+                    max_tokens=piece,
+                    group=f"turn {turn + 1}",
+                    after=len(requests) - 1 if turn else None,
+                )
+            )
+            history += vocabulary.sample(content, piece)  # the made-up answer
+    facts = {"prompt_tokens_shared": _shared_tokens(requests)}
+    return Workload(
+        name="prefix_caching", requests=tuple(requests), concurrency={ALL: 8}, facts=facts
+    )
+
+
+def mixed(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
+    """For offline runs: outputs of 16 to 256 tokens; every second prompt has a shared beginning."""
+    rng, content = _lengths(seed), _content("mixed", seed, round_)
+    quarter = sizes.context // 4
+    shared = vocabulary.sample(content, quarter)
+    requests = []
+    for i in range(sizes.num_requests):
+        own = vocabulary.sample(content, rng.randint(8, quarter // 2))
+        output_len = min(rng.choices((16, 64, 256), weights=(5, 3, 2))[0], quarter)
+        requests.append(Request(prompt=shared + own if i % 2 else own, max_tokens=output_len))
+    return Workload(name="mixed", requests=tuple(requests))
+
+
+PERSON: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+_NAMES = ("John", "Mary", "Tom", "Anna", "Sam", "Lily", "Ben", "Sue")
+
+
+def structured(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
+    """Answers that must follow a JSON schema. The figure besides speed is how many do."""
+    content = _content("structured", seed, round_)
+    requests = [
+        Request(
+            text=f"Extract the name and age: {content.choice(_NAMES)} is "
+            f"{content.randint(2, 99)} years old.",
+            max_tokens=min(64, sizes.context // 4),
+            json_schema=PERSON,
+        )
+        for _ in range(sizes.num_requests)
+    ]
+    return Workload(
+        name="structured", requests=tuple(requests), concurrency={ALL: 8}, endpoint="chat"
+    )
+
+
+Maker = Callable[[Sizes, Vocabulary, int, int], Workload]
+WORKLOADS: Mapping[str, Maker] = {
+    maker.__name__: maker
+    for maker in (
+        baseline,
+        continuous_batching,
+        paged_attention,
+        chunked_prefill,
+        prefix_caching,
+        structured,
+    )
+}
+
+
+def make(
+    name: str, sizes: Sizes, vocabulary: Vocabulary, *, seed: int = 0, round_: int = 0
+) -> Workload:
+    """The workload of that name.
+
+    Raises:
+      BenchmarkError: there is none.
+    """
+    if name not in WORKLOADS:
+        raise BenchmarkError(f"no workload {name}: there are {', '.join(WORKLOADS)}")
+    return WORKLOADS[name](sizes, vocabulary, seed, round_)
+
+
+# --- traces ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceEntry:
+    arrival_s: float  # since the first one
+    input_len: int
+    output_len: int
+    hash_ids: tuple[int, ...] = ()  # blocks of `TRACE_BLOCK` tokens; equal ids, equal tokens
+
+
+def read_trace(path: Path, max_requests: int | None = None) -> list[TraceEntry]:
+    """The first entries of a trace, in the order of their arrival.
+
+    Formats: the CSV of the Azure LLM inference traces (TIMESTAMP, ContextTokens, GeneratedTokens)
+    and Mooncake's JSON lines (timestamp in ms, input_length, output_length, hash_ids).
+
+    Raises:
+      BenchmarkError: naming the file and the line.
+    """
+    try:
+        with path.open(newline="") as file:
+            first = file.read(1)
+            file.seek(0)
+            rows = _mooncake_rows(path, file) if first == "{" else _azure_rows(path, file)
+            entries = list(itertools.islice(rows, max_requests))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise BenchmarkError(f"--trace {path}: {reason}") from error
+    if not entries:
+        raise BenchmarkError(f"--trace {path}: no requests in it")
+    entries.sort(key=lambda e: e.arrival_s)
+    start = entries[0].arrival_s
+    return [dataclasses.replace(e, arrival_s=e.arrival_s - start) for e in entries]
+
+
+def trace(
+    entries: Sequence[TraceEntry],
+    sizes: Sizes,
+    vocabulary: Vocabulary,
+    *,
+    name: str = "trace",
+    time_scale: float = 1.0,
+    seed: int = 0,
+    round_: int = 0,
+) -> Workload:
+    """The replay of a trace: its arrivals times `time_scale`, its lengths cut to the context.
+
+    An output keeps at most half of the context, a prompt the beginning that fits beside it.
+    """
+    if not (time_scale >= 0 and math.isfinite(time_scale)):
+        raise BenchmarkError(f"--trace-scale must not be negative, not {time_scale}")
+    requests = []
+    clipped = 0
+    for index, entry in enumerate(entries):
+        output_len = max(min(entry.output_len, sizes.context // 2), 1)
+        input_len = max(min(entry.input_len, sizes.context - output_len), 1)
+        clipped += (input_len, output_len) < (entry.input_len, entry.output_len)
+        blocks = [
+            vocabulary.sample(_rng(seed, round_, "block", hash_id), TRACE_BLOCK)
+            for hash_id in entry.hash_ids[: -(-input_len // TRACE_BLOCK)]
+        ]
+        prompt = tuple(itertools.chain.from_iterable(blocks))[:input_len]
+        prompt += vocabulary.sample(_rng(seed, round_, "own", index), input_len - len(prompt))
+        requests.append(
+            Request(prompt=prompt, max_tokens=output_len, arrival_s=entry.arrival_s * time_scale)
+        )
+    facts = {"time_scale": time_scale, "requests_clipped": clipped}
+    if any(entry.hash_ids for entry in entries):
+        facts["prompt_tokens_shared"] = _shared_tokens(requests)
+    return Workload(name=name, requests=tuple(requests), facts=facts)
+
+
+def _azure_rows(path: Path, file: Any) -> Iterator[TraceEntry]:
+    reader = csv.DictReader(file)
+    columns = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
+    if not columns <= set(reader.fieldnames or ()):
+        raise BenchmarkError(
+            f"--trace {path}: neither JSON lines nor a CSV with {', '.join(sorted(columns))}"
+        )
+    for row in reader:
+        try:
+            yield TraceEntry(
+                arrival_s=_epoch_s(row["TIMESTAMP"]),
+                input_len=int(row["ContextTokens"]),
+                output_len=int(row["GeneratedTokens"]),
+            )
+        except (TypeError, ValueError) as error:
+            raise BenchmarkError(f"--trace {path}, line {reader.line_num}: {error}") from error
+
+
+def _epoch_s(timestamp: str) -> float:
+    when = datetime.datetime.fromisoformat(timestamp)
+    return (when if when.tzinfo else when.replace(tzinfo=datetime.UTC)).timestamp()
+
+
+def _mooncake_rows(path: Path, file: Any) -> Iterator[TraceEntry]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            yield TraceEntry(
+                arrival_s=row["timestamp"] / 1e3,
+                input_len=int(row["input_length"]),
+                output_len=int(row["output_length"]),
+                hash_ids=tuple(row.get("hash_ids", ())),
+            )
+        except KeyError as error:
+            raise BenchmarkError(f"--trace {path}, line {number}: no {error} in it") from error
+        except (TypeError, ValueError) as error:
+            raise BenchmarkError(f"--trace {path}, line {number}: {error}") from error
+
+
+# --- arrivals ----------------------------------------------------------------------------------
+
+
+def poisson(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Arrival times in s, from 0: gaps of a gamma distribution with mean `1 / rate`.
+
+    `burstiness` is its shape as `vllm bench serve` has it: 1 is a Poisson process, less comes in
+    bursts, more is steadier. An infinite rate is all at once.
+    """
+    if not rate > 0:
+        raise BenchmarkError(f"--rate must be greater than 0, not {rate}")
+    if not (burstiness > 0 and math.isfinite(burstiness)):
+        raise BenchmarkError(f"--burstiness must be greater than 0, not {burstiness}")
+    if math.isinf(rate):
+        return [0.0] * count
+    rng = _rng(seed, "arrivals")
+    gaps = (rng.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count - 1))
+    return list(itertools.accumulate(gaps, initial=0.0))[:count]
+
+
+def with_load(
+    workload: Workload,
+    *,
+    rate: float | None = None,
+    burstiness: float = 1.0,
+    concurrency: int | None = None,
+    seed: int = 0,
+) -> Workload:
+    """The same requests under another load: by a rate, at most so many at once, or both."""
+    if rate is not None:
+        times = poisson(len(workload.requests), rate, burstiness, seed)
+        requests = tuple(_arriving(workload.requests, times))
+        workload = dataclasses.replace(workload, requests=requests, concurrency={})
+    if concurrency is not None:
+        if concurrency < 1:
+            raise BenchmarkError(f"--concurrency must be at least 1, not {concurrency}")
+        requests = workload.requests
+        if rate is None:
+            requests = tuple(_arriving(requests, [0.0] * len(requests)))
+        workload = dataclasses.replace(workload, requests=requests, concurrency={ALL: concurrency})
+    return workload
+
+
+def _arriving(requests: Sequence[Request], times: Sequence[float]) -> list[Request]:
+    return [dataclasses.replace(r, arrival_s=t) for r, t in zip(requests, times, strict=True)]
+
+
+# --- random sources ----------------------------------------------------------------------------
+
+
+def _rng(*key: Any) -> random.Random:
+    return random.Random(":".join(map(str, key)))
+
+
+def _lengths(seed: int) -> random.Random:
+    return _rng(seed, "lengths")
+
+
+def _content(workload: str, seed: int, round_: int) -> random.Random:
+    """Another one for each workload: none may find another's prompts in a cache."""
+    return _rng(workload, seed, round_)
+
+
+def _log_uniform(rng: random.Random, low: int, high: int) -> int:
+    return round(math.exp(rng.uniform(math.log(low), math.log(max(high, low)))))
+
+
+def _interleave(many: Sequence[Request], few: Sequence[Request]) -> list[Request]:
+    """`few` spread evenly among `many`."""
+    places = [(i / len(many), r) for i, r in enumerate(many)]
+    places += [((i + 0.5) / len(few), r) for i, r in enumerate(few)]
+    return [r for _, r in sorted(places, key=lambda place: place[0])]
+
+
+def _shared_tokens(requests: Sequence[Request]) -> int:
+    """Prompt tokens that an earlier prompt begins with too: what a prefix cache could save."""
+    shared = 0
+    root: dict[int, Any] = {}
+    for request in requests:
+        node, new = root, False
+        for token in request.prompt:
+            new = new or token not in node
+            shared += not new
+            node = node.setdefault(token, {})
+    return shared

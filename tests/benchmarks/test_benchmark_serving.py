@@ -1,0 +1,146 @@
+"""`benchmarks.serving` from its command line to its report, against a server on the fake device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import serving, workloads
+from benchmarks.serving_process import serving as served
+from forge_jax.fake import fake_tokenizer
+
+TRACES = Path(__file__).parent.parent / "fixtures" / "traces"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served(["--fake", "--max-model-len", "1024"]) as (url, _):
+        yield url
+
+
+def report(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """Runs the benchmark, which must go well; the printed text is under "text"."""
+    file = tmp_path / "report.json"
+    status = serving.main([*arguments, "--output", str(file)])
+    out, err = capsys.readouterr()
+    assert status == 0, out + err
+    return json.loads(file.read_text()) | {"text": out}
+
+
+def test_each_workload_is_answered_in_full(url, capsys, tmp_path):
+    names = [name for name in workloads.WORKLOADS if name != "structured"]
+    told = report(
+        capsys, tmp_path, "--url", url, "--requests", "8", "--rate", "500",
+        "--workload", *names, "--slo-ttft-ms", "60000",
+    )  # fmt: skip
+    assert told["benchmark"] == "serving"
+    assert (told["server"]["model"], told["server"]["context"]) == ("forge-fake", 1024)
+    assert [run["workload"] for run in told["runs"]] == names
+    for run in told["runs"]:
+        assert (run["completed"], run["requests"], run["errors"]) == (8, 8, {})
+        assert run["output_tokens"] == run["output_tokens_asked"] >= run["events"] > 0
+        assert run["requests_without_usage"] == 0
+        assert run["goodput"]["share"] == 1.0
+        assert run["server"]["generation_tokens"] == run["output_tokens"]
+        assert run["server"]["prompt_tokens"] == run["prompt_tokens"]
+        assert run["server"]["compilations_after_ready"] == 0
+        assert f"| {run['workload']} | 8 of 8 |" in told["text"]
+    by_name = {run["workload"]: run for run in told["runs"]}
+    sizes = workloads.Sizes(context=1024, num_requests=8)
+    for name in names:
+        made = workloads.make(name, sizes, workloads.Vocabulary.plain())
+        assert by_name[name]["prompt_tokens"] == sum(len(r.prompt) for r in made.requests)
+        shares = name == "prefix_caching"
+        assert (by_name[name]["server"]["prefix_cache_hit_rate"] > 0) == shares
+        assert (by_name[name]["cached_prompt_tokens"] > 0) == shares
+    assert set(by_name["chunked_prefill"]["groups"]) == {"decoder", "long"}
+
+
+def test_structured_output_is_said_to_be_unsupported(url, capsys, tmp_path):
+    told = report(capsys, tmp_path, "--url", url, "--requests", "2", "--workload", "structured")
+    [run] = told["runs"]
+    assert "response_format" in run["unsupported"]
+    assert "- structured: unsupported by this server (HTTP 400: " in told["text"]
+
+
+@pytest.mark.parametrize("name", ["azure2023_conv.csv", "mooncake_conversation.jsonl"])
+def test_a_trace_is_replayed(url, capsys, tmp_path, name):
+    told = report(
+        capsys, tmp_path, "--url", url, "--trace", str(TRACES / name),
+        "--max-requests", "12", "--trace-scale", "0.01",
+    )  # fmt: skip
+    [run] = told["runs"]
+    assert run["workload"] == f"trace {Path(name).stem}"
+    assert run["completed"] == 12 and not run["errors"]
+    assert run["output_tokens"] == run["output_tokens_asked"]
+    if "mooncake" in name:  # all begin with the same block of 512 tokens
+        assert run["server"]["prefix_cache_hits"] >= 5 * 512
+        assert run["facts"]["requests_clipped"] > 0
+
+
+def test_chats_have_text_of_the_length_asked_for(url, capsys, tmp_path):
+    fake_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
+    told = report(
+        capsys, tmp_path, "--url", url, "--tokenizer", str(tmp_path), "--endpoint", "chat",
+        "--workload", "baseline", "--requests", "3", "--input-len", "40", "--output-len", "4",
+    )  # fmt: skip
+    [run] = told["runs"]
+    around = "<user></s><assistant>"  # what the fake model's chat template writes
+    template_tokens = len(fake_tokenizer().encode(around))
+    assert run["prompt_tokens"] == 3 * (40 + template_tokens)
+    assert run["output_tokens"] == 12
+
+
+def test_completions_take_text_too(url, capsys, tmp_path):
+    fake_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
+    told = report(
+        capsys, tmp_path, "--url", url, "--tokenizer", str(tmp_path), "--prompts", "text",
+        "--workload", "baseline", "--requests", "3", "--input-len", "40", "--output-len", "4",
+    )  # fmt: skip
+    assert told["runs"][0]["prompt_tokens"] == 120
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+        (["--url", "URL", "--model", "gpt-9"], "no model 'gpt-9' at URL: it has 'forge-fake'"),
+        (["--url", "URL", "--serve-args=--fake"], "leave out --url"),
+        (["--url", "URL", "--endpoint", "chat"], "pass --tokenizer"),
+        (["--url", "URL", "--tokenizer", "nowhere"], "--tokenizer nowhere"),
+        (["--url", "URL", "--trace", "nowhere.csv"], "nowhere.csv: No such file"),
+        (["--url", "URL", "--rate", "0"], "--rate must be greater than 0"),
+        (["--url", "URL", "--input-len", "8"], "--workload baseline alone"),
+        (["--url", "URL", "--context", "8"], "too short"),
+        (["--model", "nowhere/at/all"], "the server did not start: forge-jax: no model"),
+        (["--serve-args=--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+    ],
+)
+def test_what_cannot_run_is_one_line(url, capsys, arguments, message):
+    status = serving.main([argument.replace("URL", url) for argument in arguments])
+    out, err = capsys.readouterr()
+    assert status == 1 and out == ""
+    assert message.replace("URL", url) in err
+    assert err.count("\n") == 1 and err.startswith("serving: ")
+
+
+def test_requests_that_fail_are_counted_and_end_in_a_failure(url, capsys):
+    wrong_context = ["--context", "2048", "--workload", "chunked_prefill"]
+    assert serving.main(["--url", url, "--requests", "8", *wrong_context]) == 1
+    out, _ = capsys.readouterr()
+    assert "| chunked_prefill | 4 of 8 |" in out
+    assert "error: HTTP 400" in out and "(4 times)" in out
+
+
+def test_a_server_of_our_own_is_started_and_named(capsys, tmp_path):
+    told = report(
+        capsys, tmp_path, "--serve-args=--fake --max-model-len 512",
+        "--workload", "baseline", "--requests", "2",
+    )  # fmt: skip
+    assert told["server"]["arguments"] == ["forge-tiny", "--fake", "--max-model-len", "512"]
+    assert told["server"]["ready_s"] > 0
+    assert told["server"]["context"] == 512
