@@ -6,12 +6,13 @@ import argparse
 import contextlib
 import fcntl
 import json
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from benchmarks import machine
 from benchmarks.peers import engines, measure, proc, report, setup
@@ -23,10 +24,12 @@ from forge_jax.errors import ConfigError
 PEERS = ("vllm", "llama.cpp", "transformers")
 FORGE = ("bf16:dtype=bfloat16", "int8:quantization=int8", "int4:quantization=int4")
 WAKE_UP_SEED = 2**32 - 1
+HOLD_S = 180.0  # of the lock
 
 
 def main() -> int:
     args = _parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # ends the servers too
     lock = _Lock(args.lock)
     columns = report.metrics(args.batch_sizes)
     document: dict[str, Any] = {
@@ -246,19 +249,28 @@ def _write(path: Path | None, document: dict[str, Any]) -> None:
 
 
 class _Lock:
-    """An exclusive lock of a file, or nothing."""
+    """An exclusive lock of a file, or nothing.
+
+    It is kept from one use to the next until it has been held for `HOLD_S`, since each wait for it
+    may be long, and then given to those who wait.
+    """
 
     def __init__(self, path: Path | None):
         self._path = path
+        self._file: IO[str] | None = None
+        self._since = 0.0
 
     def __enter__(self) -> None:
-        if self._path is not None:
+        if self._path is not None and self._file is None:
             self._file = self._path.open("a")
             fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._since = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
-        if self._path is not None:
+        if self._file is not None and time.monotonic() - self._since > HOLD_S:
             self._file.close()
+            self._file = None
+            time.sleep(0.5)  # or nobody else would get it
 
 
 if __name__ == "__main__":

@@ -50,6 +50,11 @@ def group_cpu_s(group: int) -> float:
     return sum(_cpu_ticks(fields) for _, fields in _group(group)) / _TICKS_PER_S
 
 
+def group_is_stopped(group: int) -> bool:
+    """Whether each process of the group is stopped (T) or dead (Z, X)."""
+    return all(fields[0] in "TZX" for _, fields in _group(group))
+
+
 def group_memory_bytes(group: int) -> int:
     total = 0
     for pid, _ in _group(group):

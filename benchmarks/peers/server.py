@@ -64,7 +64,10 @@ class Server:
         return proc.group_memory_bytes(self._process.pid)
 
     def pause(self) -> None:
+        """Returns when none of its processes runs any more."""
         self._signal(signal.SIGSTOP)
+        while not proc.group_is_stopped(self._process.pid):
+            time.sleep(0.001)
 
     @contextmanager
     def running(self) -> Iterator[None]:
