@@ -80,7 +80,7 @@ SHAPES = {
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=512,
-        max_position_embeddings=256,
+        max_position_embeddings=2048,
         tie_word_embeddings=False,
     ),
 }

@@ -14,9 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import aiohttp
+
 from benchmarks import machine
 from benchmarks.peers import engines, measure, proc, report, setup
 from benchmarks.peers.engines import Engine
+from benchmarks.peers.measure import MeasureError
 from benchmarks.peers.server import Server, ServerError
 from benchmarks.random_model import SHAPES, write_model
 from forge_jax.errors import ConfigError
@@ -52,7 +55,7 @@ def main() -> int:
                 "start_s": {s.engine.name: s.start_s for s in servers},
                 "read_bandwidth_gb_per_s": [],
             }
-            _warm_up(servers, model, args.batch_sizes, lock)
+            servers = [s for s in servers if _warms_up(s, model, args.batch_sizes, lock)]
             for number in range(1, args.rounds + 1):
                 bandwidths = document["shapes"][shape]["read_bandwidth_gb_per_s"]
                 bandwidths.append(_bandwidth(lock))
@@ -186,13 +189,16 @@ def _servers(chosen: Sequence[Engine], lock: _Lock) -> Iterator[list[Server]]:
         yield servers
 
 
-def _warm_up(
-    servers: Sequence[Server], model: Path, batch_sizes: Sequence[int], lock: _Lock
-) -> None:
-    for server in servers:
+def _warms_up(server: Server, model: Path, batch_sizes: Sequence[int], lock: _Lock) -> bool:
+    """Runs every workload once, with few tokens; says so if the server cannot."""
+    try:
         for workload in _workloads(batch_sizes):
             with lock:
                 _run(server, model, workload.shortened(), 0)
+    except (MeasureError, aiohttp.ClientError) as error:
+        print(f"left out: {server.engine.name}: {error}", flush=True)
+        return False
+    return True
 
 
 def _round(

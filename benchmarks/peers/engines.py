@@ -47,7 +47,7 @@ def forge_jax(name: str, options: Mapping[str, Any], model: Path) -> Engine:
         name=f"forge-jax {name}",
         peer="forge-jax",
         command=(sys.executable, "-m", "forge_serve", "serve", str(model), *flags, *_port()),
-        model=model.name,
+        model=str(model),
     )
 
 
