@@ -86,7 +86,7 @@ def llama_cpp(quantization: str, model: Path, threads: int) -> Engine:
             *("--no-kv-unified", "--cache-ram", "0"),
             *_port(),
         ),
-        body={"cache_prompt": False},
+        body={"cache_prompt": False, "samplers": ["top_k"], "top_k": 1},  # greedy, nothing else
         model=model.name,
     )
 
