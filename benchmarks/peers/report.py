@@ -16,10 +16,14 @@ ENOUGH_RUNS = 3  # with fewer quiet ones the least noisy are taken as well
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One workload, once, on one engine. `figures` as in `measure.figures`."""
+    """One workload, once, on one engine. `figures` as in `measure.figures`.
+
+    Runs of the same round, attempt and workload have the same prompts.
+    """
 
     shape: str
     round: int
+    attempt: int
     engine: str
     workload: str
     figures: dict[str, float]
@@ -29,6 +33,10 @@ class Run:
     @property
     def quiet(self) -> bool:
         return self.foreign_cores <= MOST_FOREIGN_CORES
+
+    @property
+    def prompts(self) -> tuple[int, int, str]:
+        return self.round, self.attempt, self.workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +93,12 @@ def agreement(ours: Sequence[Run], theirs: Sequence[Run]) -> float:
 
     Two engines that run the same weights right agree on nearly all; a quantised one on fewer.
     """
-    reference = {(run.round, run.workload): run.first_tokens for run in theirs}
+    reference = {run.prompts: run.first_tokens for run in theirs}
     pairs = [
         pair
         for run in ours
-        if (run.round, run.workload) in reference
-        for pair in zip(run.first_tokens, reference[run.round, run.workload], strict=True)
+        if run.prompts in reference
+        for pair in zip(run.first_tokens, reference[run.prompts], strict=True)
     ]
     return sum(a == b for a, b in pairs) / len(pairs) if pairs else math.nan
 

@@ -133,6 +133,7 @@ def run(engine: str, number: int, value: float, foreign: float = 0.0, tokens=("a
     return Run(
         shape="tiny",
         round=number,
+        attempt=0,
         engine=engine,
         workload="batch 8",
         figures={"decode_tokens_per_s": value},
