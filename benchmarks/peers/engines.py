@@ -22,6 +22,9 @@ from forge_jax.config import EngineConfig
 MAX_NUM_SEQS = 32
 MAX_MODEL_LEN = 768
 KV_CACHE_GIB = 1  # vLLM; 32 sequences of 768 tokens of shape M are 0.6 GB
+# transformers' defaults take nine tenths of the memory that is free, for the cache and for a dense
+# mask of 8192 rows.
+TRANSFORMERS_PAGE_SIZE, TRANSFORMERS_BATCH_TOKENS = 256, 512
 LLAMA_CPP_QUANTIZATIONS = ("bf16", "q8_0", "q4_0")
 
 
@@ -99,6 +102,8 @@ def transformers(model: Path, threads: int) -> Engine:
         command=(
             *(str(setup.python_of("transformers")), "-c", start, "serve", str(model)),
             *("--continuous-batching", "--device", "cpu", "--dtype", "bfloat16"),
+            *("--cb-num-blocks", str(MAX_NUM_SEQS * MAX_MODEL_LEN // TRANSFORMERS_PAGE_SIZE)),
+            *("--cb-max-batch-tokens", str(TRANSFORMERS_BATCH_TOKENS)),
             *_port(),
         ),
         environment={"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},

@@ -67,14 +67,14 @@ def group_memory_bytes(group: int) -> int:
 
 def _group(group: int) -> Iterator[tuple[int, list[str]]]:
     """(pid, fields of /proc/PID/stat from the state on) of each process of the group."""
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
             continue
         with suppress(OSError):  # it ended
-            text = Path(f"/proc/{entry.name}/stat").read_text()
+            text = Path(f"/proc/{name}/stat").read_text()
             fields = text.rpartition(")")[2].split()  # the name may hold spaces and brackets
             if int(fields[2]) == group:
-                yield int(entry.name), fields
+                yield int(name), fields
 
 
 def _cpu_ticks(fields: list[str]) -> int:
