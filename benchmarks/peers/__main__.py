@@ -191,11 +191,12 @@ def _servers(chosen: Sequence[Engine], lock: _Lock) -> Iterator[list[Server]]:
 
 
 def _warms_up(server: Server, model: Path, batch_sizes: Sequence[int], lock: _Lock) -> bool:
-    """Runs every workload once, with few tokens; says so if the server cannot."""
+    """Runs every batch once with few tokens, and the long prompt; says so if the server cannot."""
+    shortened = [measure.batch_workload(batch).shortened() for batch in batch_sizes]
     try:
-        for workload in _workloads(batch_sizes):
+        for workload in [*shortened, measure.PREFILL]:
             with lock:
-                _run(server, model, workload.shortened(), 0, 0)
+                _run(server, model, workload, 0, 0)
     except (MeasureError, aiohttp.ClientError) as error:
         print(f"left out: {server.engine.name}: {error}", flush=True)
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import statistics
 import time
@@ -34,12 +35,9 @@ class Workload:
     max_tokens: int
 
     def shortened(self) -> Workload:
-        """For warming up: the same shapes, few tokens."""
-        return Workload(
-            name=self.name,
-            batch=self.batch,
-            prompt_tokens=self.prompt_tokens,
-            max_tokens=min(self.max_tokens, 4),
+        """For warming up: the same batch, few tokens."""
+        return dataclasses.replace(
+            self, prompt_tokens=min(self.prompt_tokens, 16), max_tokens=min(self.max_tokens, 4)
         )
 
     def prompts(self, vocab_size: int, seed: Sequence[int]) -> list[list[int]]:
