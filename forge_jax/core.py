@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import EngineConfig
 from forge_jax.errors import EngineError, NumericalError, RequestError
+from forge_jax.observe.phases import PhaseTimes
 from forge_jax.outputs import Delta
 from forge_jax.schedule.plan import Device, StepPlan, TokenLogprobs
 from forge_jax.schedule.request import Request, Sequence
@@ -113,6 +114,8 @@ def make_scheduler(
         max_rows=max_rows(batch.max_num_seqs),
         max_model_len=max_model_len,
         prefill_chunk_size=batch.prefill_chunk_size,
+        chunked_prefill=batch.chunked_prefill,
+        batching=batch.batching,
         policy=batch.scheduling_policy,
         eos_token_ids=eos_token_ids,
     )
@@ -133,6 +136,9 @@ def max_rows(max_num_seqs: int) -> int:
 class EngineCore:
     """Schedules, dispatches, reads and turns into text; one call of `tick` per step.
 
+    With `one_step_ahead` a tick dispatches a step and reads the one before, which the device has
+    meanwhile been computing; without it, a tick waits for the very step that it has dispatched.
+
     Not thread-safe: one thread owns it.
     """
 
@@ -143,6 +149,7 @@ class EngineCore:
         device: Device,
         tokenizer: Tokenizer | None,
         vocab_size: int,
+        one_step_ahead: bool = True,
     ):
         self.scheduler = scheduler
         self.tokenizer = tokenizer
@@ -150,7 +157,9 @@ class EngineCore:
         self.num_steps = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.phases = PhaseTimes()
         self._device = device
+        self._one_step_ahead = one_step_ahead
         self._in_flight: _InFlight | None = None
         self._texts: dict[Sequence, _SequenceText] = {}
         self._prompt_logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = {}
@@ -211,9 +220,9 @@ class EngineCore:
         return outputs
 
     def tick(self) -> Outputs:
-        """Dispatches the next step, then reads the one before it.
+        """Dispatches the next step, then reads the one before it (or the same one).
 
-        Waits for the device at most once, for the older step. Returns the news of that step.
+        Waits for the device at most once. Returns the news of the step that it has read.
 
         Raises:
           EngineError: an earlier tick failed; what the device holds is not known any more.
@@ -226,20 +235,34 @@ class EngineCore:
         return outputs
 
     def _tick(self) -> Outputs:
+        phases = self.phases
+        phases.begin()
         plan = self.scheduler.schedule()
+        phases.end("schedule")
         dispatched = None
         if plan is not None:
             dispatched = _InFlight(plan, self._device.dispatch(plan))
             self.num_steps += 1
-        previous, self._in_flight = self._in_flight, dispatched
+            phases.end("dispatch")
+        if self._one_step_ahead:
+            step, self._in_flight = self._in_flight, dispatched
+        else:
+            step = dispatched
         outputs, self._immediate = self._immediate, {}
-        if previous is not None:
-            result = self._device.read(previous.pending)
-            for committed in self.scheduler.commit(previous.plan, result):
-                delta = self._guarded_delta(committed)
-                if delta is not None:
-                    outputs.setdefault(committed.seq.request_id, []).append(delta)
+        if step is not None:
+            result = self._device.read(step.pending)
+            phases.end("read")
+            committed = self.scheduler.commit(step.plan, result)
+            phases.end("commit")
+            self._add_deltas(committed, outputs)
+            phases.end("text")
         return outputs
+
+    def _add_deltas(self, committed: list[Committed], outputs: Outputs) -> None:
+        for gained in committed:
+            delta = self._guarded_delta(gained)
+            if delta is not None:
+                outputs.setdefault(gained.seq.request_id, []).append(delta)
 
     def _guarded_delta(self, committed: Committed) -> Delta | None:
         """`_delta`, whose failure costs this request and no other."""

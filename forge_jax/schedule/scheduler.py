@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from forge_jax.cache.block_pool import BlockPool
-from forge_jax.config import Policy
+from forge_jax.config import Batching, Policy
 from forge_jax.errors import ContextLengthError, OverloadedError, RequestError
 from forge_jax.schedule.plan import (
     FED_BACK,
@@ -52,6 +52,8 @@ class SchedulerConfig:
     max_rows: int  # that get logits in one step
     max_model_len: int  # prompt and output
     prefill_chunk_size: int | None = None  # most tokens of one prompt in one step
+    chunked_prefill: bool = True  # else only prompts that no step can hold are cut
+    batching: Batching = "continuous"  # static: admissions only when nothing runs
     policy: Policy = "fcfs"
     eos_token_ids: frozenset[int] = frozenset()
     aging_s: float = 5.0  # after which a waiting request goes first, whatever its prefix
@@ -61,6 +63,7 @@ class SchedulerConfig:
         limits = (self.max_num_seqs, self.max_num_batched_tokens, self.max_rows)
         assert min(limits) > 0 and self.max_model_len > 0
         assert self.prefill_chunk_size is None or self.prefill_chunk_size > 0
+        assert self.prefill_chunk_size is None or self.chunked_prefill
 
 
 @dataclass(slots=True)
@@ -90,6 +93,10 @@ class Scheduler:
     that still has its blocks. To avoid thrash a sequence is admitted only if the blocks for all its
     known tokens are free, besides what running prompts still need and one block for each running
     sequence that can still grow. No sequence is ever admitted in a step that preempted one.
+
+    Two switches take back what that gains, to measure it. Static batching admits only when nothing
+    runs. Without chunked prefill a waiting sequence that an empty step would hold is not admitted
+    to a step that would cut it; one that no step can hold is cut as ever, so all are served.
 
     Progress. `add` refuses what does not fit the pool alone, and the first running sequence in rank
     can take blocks from every other, so it always gets its tokens, and ends.
@@ -204,7 +211,9 @@ class Scheduler:
         ]
         self._requests[request.request_id] = seqs
         self._waiting.push(seqs[0])
-        if self.pool.prefix_cache and (prompt_len - 1) // self.pool.block_size and params.n > 1:
+        shares_blocks = self.pool.prefix_cache and (prompt_len - 1) // self.pool.block_size
+        # A static batch takes all samples at once: who waited would come into the batch after it.
+        if params.n > 1 and shares_blocks and self.config.batching == "continuous":
             self._followers[request.request_id] = seqs[1:]
         else:
             for seq in seqs[1:]:
@@ -317,7 +326,10 @@ class Scheduler:
             rows_left -= num_rows
 
         admissions: list[Admission] = []
-        if self.num_preemptions == preemptions_before and self._free_slots and len(self._waiting):
+        may_admit = self.num_preemptions == preemptions_before and (
+            config.batching == "continuous" or not running
+        )
+        if may_admit and self._free_slots and len(self._waiting):
             reserved = self._reserved_blocks()
             for seq in self._waiting.in_order(self._clock()):
                 if not self._free_slots or not tokens_left:
@@ -357,6 +369,14 @@ class Scheduler:
         if not rows_left:
             return num_tokens - 1, 0
         return num_tokens, 1
+
+    def _is_cut_needlessly(self, seq: Sequence, start: int, num_tokens: int) -> bool:
+        """Whether an empty step would hold the rest of the tokens, and this one does not."""
+        rest = len(seq.tokens) - start
+        if num_tokens == rest:
+            return False
+        config = self.config
+        return self._chunk(seq, start, config.max_num_batched_tokens, config.max_rows)[0] == rest
 
     def _grow(self, seq: Sequence, num_tokens: int) -> tuple[tuple[int, int], ...] | None:
         """Gives `seq` the blocks for its first `num_tokens`, preempting if it must.
@@ -398,6 +418,8 @@ class Scheduler:
         start = len(hit) * pool.block_size
         num_tokens, num_rows = self._chunk(seq, start, tokens_left, rows_left)
         if not num_tokens:
+            return None
+        if not self.config.chunked_prefill and self._is_cut_needlessly(seq, start, num_tokens):
             return None
         missing = self._num_blocks(len(seq.tokens)) - len(hit)
         if missing + reserved > pool.num_free - pool.num_unreferenced(hit):
