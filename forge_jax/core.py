@@ -60,15 +60,15 @@ class _InFlight:
 class _SequenceText:
     """Turns the token ids of one sequence into text that is safe to send."""
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_stops")
+    __slots__ = ("_min_tokens", "detokenizer", "stops")
 
     def __init__(self, tokenizer: Tokenizer, request: Request, stops: StopStrings | None):
-        self._detokenizer = Detokenizer(
+        self.detokenizer = Detokenizer(
             tokenizer,
             request.prompt_token_ids,
             skip_special_tokens=request.params.skip_special_tokens,
         )
-        self._stops = stops
+        self.stops = stops
         self._min_tokens = request.params.min_tokens
 
     def push(self, token_ids: tuple[int, ...], num_before: int) -> tuple[str, str | None, int]:
@@ -76,24 +76,24 @@ class _SequenceText:
 
         Returns the text to send, the stop string that matched, and the tokens it took.
         """
-        if self._stops is None:
-            return self._detokenizer.push(token_ids), None, len(token_ids)
+        if self.stops is None:
+            return self.detokenizer.push(token_ids), None, len(token_ids)
         text = ""
         for taken, token in enumerate(token_ids, start=1):
-            piece = self._detokenizer.push((token,))
+            piece = self.detokenizer.push((token,))
             may_stop = num_before + taken > self._min_tokens
-            safe, matched = self._stops.push(piece, may_stop=may_stop)
+            safe, matched = self.stops.push(piece, may_stop=may_stop)
             text += safe
             if matched is not None:
                 return text, matched, taken
         return text, None, len(token_ids)
 
     def flush(self) -> tuple[str, str | None]:
-        tail = self._detokenizer.flush()
-        if self._stops is None:
+        tail = self.detokenizer.flush()
+        if self.stops is None:
             return tail, None
-        safe, matched = self._stops.push(tail)
-        return (safe, matched) if matched is not None else (safe + self._stops.flush(), None)
+        safe, matched = self.stops.push(tail)
+        return (safe, matched) if matched is not None else (safe + self.stops.flush(), None)
 
 
 def make_scheduler(
@@ -259,59 +259,52 @@ class EngineCore:
         return outputs
 
     def _add_deltas(self, committed: list[Committed], outputs: Outputs) -> None:
+        """Adds what each sequence gained; if that fails, it costs this request and no other."""
         for gained in committed:
-            delta = self._guarded_delta(gained)
-            if delta is not None:
-                outputs.setdefault(gained.seq.request_id, []).append(delta)
+            try:
+                delta = self._delta(gained)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # a panic inside tokenizers is no Exception
+                delta = self._without_text(gained.seq)
+            if delta is None:
+                continue
+            request_id = gained.seq.key[0]
+            if request_id in outputs:
+                outputs[request_id].append(delta)
+            else:
+                outputs[request_id] = [delta]
 
-    def _guarded_delta(self, committed: Committed) -> Delta | None:
-        """`_delta`, whose failure costs this request and no other."""
-        try:
-            return self._delta(committed)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException:  # a panic inside tokenizers is no Exception
-            seq = committed.seq
-            log.exception("request %s: its tokens could not be turned into text", seq.request_id)
-            self._forget(seq)
-            self.scheduler.finish(seq, "error")
-            error = EngineError("the output could not be turned into text")
-            return Delta(seq.index, finish_reason="error", error=error)
+    def _without_text(self, seq: Sequence) -> Delta:
+        log.exception("request %s: its tokens could not be turned into text", seq.request_id)
+        self._forget(seq)
+        self.scheduler.finish(seq, "error")
+        error = EngineError("the output could not be turned into text")
+        return Delta(seq.index, finish_reason="error", error=error)
 
-    def _delta(self, committed: Committed) -> Delta | None:
-        seq, token_ids = committed.seq, committed.token_ids
+    def _delta(self, gained: Committed) -> Delta | None:
+        seq, token_ids = gained.seq, gained.token_ids
         self.generation_tokens += len(token_ids)
-        held, prompt_logprobs = self._prompt_logprobs.pop(seq, None), committed.prompt_logprobs
-        if held is not None:
-            prompt_logprobs = held + (prompt_logprobs or ())
+        prompt_logprobs = gained.prompt_logprobs
+        if seq in self._prompt_logprobs:
+            prompt_logprobs = self._prompt_logprobs.pop(seq) + (prompt_logprobs or ())
         if not token_ids and seq.finish_reason is None:  # more of the prompt is to come
             if prompt_logprobs is not None:
                 self._prompt_logprobs[seq] = prompt_logprobs
             return None
-        if committed.fault:
+        if gained.fault:
             self._forget(seq)
             error = NumericalError("the model gave logits that are not finite for this request")
             return Delta(seq.index, finish_reason="error", error=error)
-        text, logprobs = "", committed.logprobs
+        text, logprobs = "", gained.logprobs
         state = self._texts.get(seq)
         if state is not None:
-            # The token that ended the output is not part of its text.
-            ended_by_token = seq.finish_reason == "stop"
-            visible = token_ids[:-1] if ended_by_token and token_ids else token_ids
-            text, matched, taken = state.push(visible, seq.num_output - len(token_ids))
-            if matched is None and seq.finish_reason is not None:
-                tail, matched = state.flush()
-                text += tail
-                taken = len(token_ids)
-            if matched is not None:
-                token_ids = token_ids[:taken]
-                logprobs = None if logprobs is None else logprobs[:taken]
-                if seq.finish_reason is None:
-                    self.scheduler.finish(seq, "stop", matched)
-                else:
-                    seq.finish_reason, seq.stop_reason = "stop", matched
-            if seq.finish_reason is not None:
-                del self._texts[seq]
+            if state.stops is None and seq.finish_reason is None:
+                text = state.detokenizer.push(token_ids)
+            else:
+                text, num_taken = self._text_to_an_end(seq, token_ids, state)
+                token_ids = token_ids[:num_taken]
+                logprobs = None if logprobs is None else logprobs[:num_taken]
         return Delta(
             seq.index,
             text,
@@ -323,6 +316,28 @@ class EngineCore:
             None,
             seq.num_cached,
         )
+
+    def _text_to_an_end(
+        self, seq: Sequence, token_ids: tuple[int, ...], state: _SequenceText
+    ) -> tuple[str, int]:
+        """The text of tokens that may end the sequence, and how many of them it takes.
+
+        Ends it where a stop string is found; writes out what was held back where it has ended.
+        """
+        # The token that ended the output is not part of its text.
+        ended_by_token = seq.finish_reason == "stop"
+        visible = token_ids[:-1] if ended_by_token and token_ids else token_ids
+        text, matched, num_taken = state.push(visible, seq.num_output - len(token_ids))
+        if matched is None:
+            num_taken = len(token_ids)
+            if seq.finish_reason is not None:
+                tail, matched = state.flush()
+                text += tail
+        if matched is not None:
+            self.scheduler.finish(seq, "stop", matched)
+        if seq.finish_reason is not None:
+            del self._texts[seq]
+        return text, num_taken
 
     def _forget(self, seq: Sequence) -> None:
         self._texts.pop(seq, None)
