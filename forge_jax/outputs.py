@@ -9,7 +9,7 @@ from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.schedule.request import FinishReason
 
 
-# One is made per sequence and step. It is never changed, but not frozen: that would cost 0.7 us each.
+# Made once per sequence and step: never changed, but not frozen, which would take 0.7 us longer.
 @dataclass(slots=True)
 class Delta:
     """News of sample `index` of a request.

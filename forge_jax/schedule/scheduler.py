@@ -24,7 +24,9 @@ import random
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import Batching, Policy
@@ -32,6 +34,7 @@ from forge_jax.errors import ContextLengthError, OverloadedError, RequestError
 from forge_jax.schedule.plan import (
     FED_BACK,
     Admission,
+    Decodes,
     ScheduledSequence,
     SequenceResult,
     StepPlan,
@@ -41,7 +44,6 @@ from forge_jax.schedule.plan import (
 from forge_jax.schedule.policy import make_queue
 from forge_jax.schedule.request import FinishReason, Request, Sequence, Status, sequence_seed
 
-_FED_BACK = (FED_BACK,)
 _FINISHED = Status.FINISHED
 
 
@@ -79,6 +81,14 @@ class Committed:
     logprobs: tuple[TokenLogprobs, ...] | None = None  # of token_ids
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt's next tokens
     fault: bool = False
+
+
+class _InFlight(NamedTuple):
+    """A step that has been scheduled and not committed."""
+
+    step: int
+    seqs: list[Sequence]  # of its rows
+    epochs: list[int]  # theirs, when it was scheduled
 
 
 class Scheduler:
@@ -130,8 +140,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # by rank
         self._orders = itertools.count()
         self._steps = itertools.count()
-        # (step, the sequences of its rows with their epochs), oldest first
-        self._in_flight: deque[tuple[int, list[tuple[Sequence, int]]]] = deque()
+        self._in_flight: deque[_InFlight] = deque()  # oldest first
         self._last_step = -1  # dispatched
         self._last_read = -1
 
@@ -285,8 +294,7 @@ class Scheduler:
         # never in `decodes`, and the loop ends at the shortened end.
         prompts: list[Sequence] = []
         for seq in running:
-            known = len(seq.tokens) + seq.num_pending
-            computed = seq.num_computed
+            known, computed = len(seq.tokens) + seq.num_pending, seq.num_computed
             if known != computed + 1 or known >= seq.max_len:
                 if known < seq.max_len or computed < seq.prompt_len:
                     prompts.append(seq)
@@ -457,36 +465,40 @@ class Scheduler:
         admissions: list[Admission],
     ) -> StepPlan:
         """Writes the decision down, and counts its tokens as computed and sampled."""
-        rows: list[ScheduledSequence] = []
-        in_flight: list[tuple[Sequence, int]] = []
+        seqs, columns = decodes, self._decodes(decodes, new_blocks)
         for seq in decodes:
-            start = seq.num_computed
-            rows.append(
-                ScheduledSequence(
-                    seq.slot,  # type: ignore[arg-type]
-                    start,
-                    _FED_BACK if seq.num_pending else (seq.tokens[start],),
-                    1,
-                    True,
-                    new_blocks.get(seq, ()),
-                    start + 1 - seq.prompt_len,
-                    False,
-                    (),
-                    seq.key,
-                    seq.salt,
-                )
-            )
-            seq.num_computed = start + 1
+            seq.num_computed += 1
             seq.num_pending += 1
-            in_flight.append((seq, seq.epoch))
+        rows: list[ScheduledSequence] = []
         if chunks:
             chunks.sort(key=lambda chunk: chunk[1] > 1)  # stable: single tokens first
             for seq, num_tokens, num_rows in chunks:
                 rows.append(self._chunk_row(seq, num_tokens, num_rows, new_blocks.get(seq, ())))
-                in_flight.append((seq, seq.epoch))
+            seqs = decodes + [seq for seq, _, _ in chunks]
         self._last_step = next(self._steps)
-        self._in_flight.append((self._last_step, in_flight))
-        return StepPlan(self._last_step, tuple(admissions), tuple(rows))
+        self._in_flight.append(_InFlight(self._last_step, seqs, [seq.epoch for seq in seqs]))
+        return StepPlan(self._last_step, tuple(admissions), tuple(rows), columns)
+
+    def _decodes(
+        self, seqs: list[Sequence], new_blocks: dict[Sequence, tuple[tuple[int, int], ...]]
+    ) -> Decodes:
+        grown = []
+        if new_blocks:
+            grown = [
+                (row, index, block)
+                for row, seq in enumerate(seqs)
+                if seq in new_blocks
+                for index, block in new_blocks[seq]
+            ]
+        return Decodes(
+            slots=[seq.slot for seq in seqs],  # type: ignore[misc]
+            starts=[seq.num_computed for seq in seqs],
+            tokens=[FED_BACK if seq.num_pending else seq.tokens[-1] for seq in seqs],
+            num_outputs=[seq.num_computed + 1 - seq.prompt_len for seq in seqs],
+            new_blocks=grown,
+            seq_keys=[seq.key for seq in seqs],
+            salts=[seq.salt for seq in seqs],
+        )
 
     def _chunk_row(
         self,
@@ -541,23 +553,70 @@ class Scheduler:
 
         Returns one entry for each sequence that gained tokens or logprobs, or ended, in plan order.
         """
-        step, in_flight = self._in_flight.popleft()
+        step, seqs, epochs = self._in_flight.popleft()
         assert plan.step == result.step == step, "steps are committed in the order of their plans"
+        assert len(seqs) == len(result.sequences) == plan.num_sequences
         self._last_read = step
-        block_size = self.pool.block_size
         committed: list[Committed] = []
-        for (seq, epoch), row, got in zip(in_flight, plan.sequences, result.sequences, strict=True):
+        self._commit_decodes(seqs, epochs, plan.decodes.starts, result.sequences, committed)
+        num_decodes = len(plan.decodes)
+        self._commit_chunks(
+            seqs[num_decodes:],
+            epochs[num_decodes:],
+            plan.chunks,
+            result.sequences[num_decodes:],
+            committed,
+        )
+        return committed
+
+    def _commit_decodes(
+        self,
+        seqs: list[Sequence],
+        epochs: list[int],
+        starts: Seq[int],
+        results: Seq[SequenceResult],
+        committed: list[Committed],
+    ) -> None:
+        """Commits as many of the first as there are `starts`."""
+        block_size, registers = self.pool.block_size, self.pool.prefix_cache
+        for start, seq, epoch, got in zip(starts, seqs, epochs, results, strict=False):
             if seq.status is _FINISHED:
                 continue
-            if row.samples:
-                seq.num_pending -= 1
+            seq.num_pending -= 1
             if got.fault:
-                self._finish(seq, "error", None)
-                committed.append(Committed(seq, fault=True))
+                committed.append(self._fail(seq))
+                continue
+            end = start + 1
+            if registers and end // block_size > seq.num_registered and epoch == seq.epoch:
+                self._register(seq, end // block_size, seen=True)
+            if self._followers and end >= seq.prompt_len and epoch == seq.epoch:
+                self._release_followers(seq.request_id)
+            token_ids, tokens = got.token_ids, seq.tokens
+            (token,) = token_ids
+            tokens.append(token)
+            if token in seq.stop_ids or len(tokens) >= seq.max_len:
+                self._ends(seq, token)
+            committed.append(Committed(seq, token_ids, got.logprobs))
+
+    def _commit_chunks(
+        self,
+        seqs: list[Sequence],
+        epochs: list[int],
+        chunks: Seq[ScheduledSequence],
+        results: Seq[SequenceResult],
+        committed: list[Committed],
+    ) -> None:
+        block_size, registers = self.pool.block_size, self.pool.prefix_cache
+        for seq, epoch, row, got in zip(seqs, epochs, chunks, results, strict=True):
+            if seq.status is _FINISHED:
+                continue
+            seq.num_pending -= row.samples
+            if got.fault:
+                committed.append(self._fail(seq))
                 continue
             end = row.start + len(row.token_ids)
             if epoch == seq.epoch:
-                if end // block_size > seq.num_registered:
+                if registers and end // block_size > seq.num_registered:
                     self._register(seq, end // block_size, seen=row.num_rows > 0)
                 if self._followers and end >= seq.prompt_len:
                     self._release_followers(seq.request_id)
@@ -565,7 +624,10 @@ class Scheduler:
                 committed.append(self._accept(seq, got))
             else:
                 self._commit_prompt(seq, end, row, got, committed)
-        return committed
+
+    def _fail(self, seq: Sequence) -> Committed:
+        self._finish(seq, "error", None)
+        return Committed(seq, fault=True)
 
     def _accept(
         self,
@@ -619,8 +681,6 @@ class Scheduler:
         Only when logits that depend on them were `seen` to be finite: a chunk in the middle of a
         prompt has none, so its blocks wait for the prompt's last. Hashing them does not wait.
         """
-        if not self.pool.prefix_cache:
-            return
         while len(seq.block_hashes) < num_full:
             self._hash_next_block(seq)
         if seen:

@@ -126,7 +126,7 @@ def rows(slot, start, tokens, *, num_rows=1, samples=True, num_output=0, new_blo
 
 
 def run(runner, sequences, admissions=()):
-    plan = StepPlan(step=1, admissions=tuple(admissions), sequences=tuple(sequences))
+    plan = StepPlan(1, tuple(admissions), tuple(sequences))
     return runner.read(runner.dispatch(plan)).sequences
 
 
