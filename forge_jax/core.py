@@ -60,40 +60,42 @@ class _InFlight:
 class _SequenceText:
     """Turns the token ids of one sequence into text that is safe to send."""
 
-    __slots__ = ("_min_tokens", "detokenizer", "stops")
+    __slots__ = ("_detokenizer", "_min_tokens", "_stops", "push_plain")
 
     def __init__(self, tokenizer: Tokenizer, request: Request, stops: StopStrings | None):
-        self.detokenizer = Detokenizer(
+        self._detokenizer = Detokenizer(
             tokenizer,
             request.prompt_token_ids,
             skip_special_tokens=request.params.skip_special_tokens,
         )
-        self.stops = stops
+        self._stops = stops
         self._min_tokens = request.params.min_tokens
+        # The text of tokens; None if there are stop strings to look for.
+        self.push_plain = self._detokenizer.push if stops is None else None
 
     def push(self, token_ids: tuple[int, ...], num_before: int) -> tuple[str, str | None, int]:
         """Takes the output tokens that follow the first `num_before`.
 
         Returns the text to send, the stop string that matched, and the tokens it took.
         """
-        if self.stops is None:
-            return self.detokenizer.push(token_ids), None, len(token_ids)
+        if self._stops is None:
+            return self._detokenizer.push(token_ids), None, len(token_ids)
         text = ""
         for taken, token in enumerate(token_ids, start=1):
-            piece = self.detokenizer.push((token,))
+            piece = self._detokenizer.push((token,))
             may_stop = num_before + taken > self._min_tokens
-            safe, matched = self.stops.push(piece, may_stop=may_stop)
+            safe, matched = self._stops.push(piece, may_stop=may_stop)
             text += safe
             if matched is not None:
                 return text, matched, taken
         return text, None, len(token_ids)
 
     def flush(self) -> tuple[str, str | None]:
-        tail = self.detokenizer.flush()
-        if self.stops is None:
+        tail = self._detokenizer.flush()
+        if self._stops is None:
             return tail, None
-        safe, matched = self.stops.push(tail)
-        return (safe, matched) if matched is not None else (safe + self.stops.flush(), None)
+        safe, matched = self._stops.push(tail)
+        return (safe, matched) if matched is not None else (safe + self._stops.flush(), None)
 
 
 def make_scheduler(
@@ -286,7 +288,7 @@ class EngineCore:
         seq, token_ids = gained.seq, gained.token_ids
         self.generation_tokens += len(token_ids)
         prompt_logprobs = gained.prompt_logprobs
-        if seq in self._prompt_logprobs:
+        if self._prompt_logprobs and seq in self._prompt_logprobs:
             prompt_logprobs = self._prompt_logprobs.pop(seq) + (prompt_logprobs or ())
         if not token_ids and seq.finish_reason is None:  # more of the prompt is to come
             if prompt_logprobs is not None:
@@ -299,8 +301,8 @@ class EngineCore:
         text, logprobs = "", gained.logprobs
         state = self._texts.get(seq)
         if state is not None:
-            if state.stops is None and seq.finish_reason is None:
-                text = state.detokenizer.push(token_ids)
+            if state.push_plain is not None and seq.finish_reason is None:
+                text = state.push_plain(token_ids)
             else:
                 text, num_taken = self._text_to_an_end(seq, token_ids, state)
                 token_ids = token_ids[:num_taken]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from forge_jax.config import EngineConfig
 from forge_jax.core import EngineCore, EngineParts, Outputs, token_ids
 from forge_jax.errors import EngineError, ForgeError, RequestError
+from forge_jax.garbage import short_pauses
 from forge_jax.observe.phases import Phase, PhaseTotals
 from forge_jax.outputs import Delta
 from forge_jax.sampling_params import SamplingParams
@@ -271,7 +272,7 @@ class Engine:
         """The engine thread: commands in, one tick, news out; asleep when there is no work."""
         core, commands = self._core, self._commands
         try:
-            with self._parts.guard():
+            with short_pauses(), self._parts.guard():
                 while True:
                     if not commands and not core.has_work:
                         with self._wake:

@@ -134,6 +134,7 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._requests: dict[str, list[Sequence]] = {}
         self._followers: dict[str, list[Sequence]] = {}  # wait for sequence 0 to fill the cache
+        self._num_followers = 0
         self._waiting = make_queue(
             config.policy, aging_s=config.aging_s, cached_tokens=self._cached_tokens
         )
@@ -201,14 +202,16 @@ class Scheduler:
         seed = request.seed if request.seed is not None else params.seed
         if seed is None:
             seed = self._rng.getrandbits(64)
-        eos = frozenset() if params.ignore_eos else self.config.eos_token_ids
+        stop_ids = frozenset() if params.ignore_eos else self.config.eos_token_ids
+        if params.stop_token_ids:  # else it is one object for all: a commit looks into each
+            stop_ids = stop_ids.union(params.stop_token_ids)
         now_s = self._clock()
         seqs = [
             Sequence(
                 request=request,
                 index=index,
                 seed=sequence_seed(seed, index),
-                stop_ids=eos.union(params.stop_token_ids),
+                stop_ids=stop_ids,
                 max_tokens=max_tokens,
                 tokens=list(request.prompt_token_ids),
                 max_blocks=self._num_blocks(max(prompt_len, prompt_len + max_tokens - 1)),
@@ -224,6 +227,7 @@ class Scheduler:
         # A static batch takes all samples at once: who waited would come into the batch after it.
         if params.n > 1 and shares_blocks and self.config.batching == "continuous":
             self._followers[request.request_id] = seqs[1:]
+            self._num_followers += len(seqs) - 1
         else:
             for seq in seqs[1:]:
                 self._waiting.push(seq)
@@ -264,7 +268,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + sum(map(len, self._followers.values()))
+        return len(self._waiting) + self._num_followers
 
     @property
     def num_running(self) -> int:
@@ -301,11 +305,12 @@ class Scheduler:
                 continue  # or its last token has been sampled and only needs to be read
             if not tokens_left or not rows_left:
                 continue
-            if computed >= len(seq.blocks) * block_size:
+            if not computed % block_size:  # else its last block has room
                 added = self._grow(seq, known)
                 if added is None:
                     continue
-                new_blocks[seq] = added
+                if added:
+                    new_blocks[seq] = added
             decodes.append(seq)
             tokens_left -= 1
             rows_left -= 1
@@ -689,7 +694,9 @@ class Scheduler:
             seq.num_registered = num_full
 
     def _release_followers(self, request_id: str) -> None:
-        for seq in self._followers.pop(request_id, ()):
+        released = self._followers.pop(request_id, ())
+        self._num_followers -= len(released)
+        for seq in released:
             self._waiting.push(seq)
 
     def recover(self) -> None:
@@ -750,6 +757,7 @@ class Scheduler:
             seq.status = _FINISHED
             if followers and seq in followers:
                 followers.remove(seq)
+                self._num_followers -= 1
             else:
                 self._waiting.forget(seq)
         seq.finish_reason, seq.stop_reason = reason, stop_reason

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from operator import lt
 from typing import NamedTuple
 
 import jax
@@ -157,7 +156,7 @@ class SlotFlags:
 
     def __init__(self, num_slots: int):
         self._flags = [0] * num_slots
-        self._min_tokens = [0] * num_slots
+        self._min_tokens: dict[int, int] = {}  # of the slots that have one
 
     def admit(self, slot: int, params: SamplingParams) -> None:
         flags = 0
@@ -172,21 +171,26 @@ class SlotFlags:
         if params.logprobs is not None:
             flags |= LOGPROBS
         self._flags[slot] = flags
-        self._min_tokens[slot] = params.min_tokens
+        self._min_tokens.pop(slot, None)
+        if params.min_tokens:
+            self._min_tokens[slot] = params.min_tokens
 
     def of_step(self, plan: StepPlan) -> int:
         """What some row of the step asks for."""
-        flags = 0
-        decodes, min_tokens = plan.decodes, self._min_tokens
-        for slot in decodes.slots:
-            flags |= self._flags[slot]
-        if any(map(lt, decodes.num_outputs, map(min_tokens.__getitem__, decodes.slots))):
+        flags, decodes = 0, plan.decodes
+        for slot_flags in set(map(self._flags.__getitem__, decodes.slots)):
+            flags |= slot_flags
+        if self._min_tokens and any(map(self._holds, decodes.slots, decodes.num_outputs)):
             flags |= MIN_TOKENS
         for s in plan.chunks:
             if s.scoring:
                 flags |= LOGPROBS
             if s.samples:
                 flags |= self._flags[s.slot]
-                if s.num_output < min_tokens[s.slot]:
+                if self._holds(s.slot, s.num_output):
                     flags |= MIN_TOKENS
         return flags
+
+    def _holds(self, slot: int, num_output: int) -> bool:
+        """Whether it is too early for the sequence to end."""
+        return num_output < self._min_tokens.get(slot, 0)

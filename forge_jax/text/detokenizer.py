@@ -26,6 +26,8 @@ class Detokenizer:
     without the prompt's text. A character is sent when all of its bytes are there.
     """
 
+    __slots__ = ("_stream", "push")
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -48,6 +50,8 @@ class Detokenizer:
 
 class _TableText:
     """For tokenizers with a table of bytes: a tenth of a microsecond for most tokens, no lock."""
+
+    __slots__ = ("_between", "_bytes", "_decoder", "_hidden", "_text_of")
 
     def __init__(self, table: TokenBytes, hidden: frozenset[int], prompt_tail_ids: Sequence[int]):
         self._bytes = ByteStream(table, hidden)
