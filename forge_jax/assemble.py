@@ -125,6 +125,7 @@ def assemble(config: EngineConfig) -> EngineParts:
         device=runner,
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
+        one_step_ahead=config.batch.one_step_ahead,
     )
     ready = compilations.total()
     return EngineParts(

@@ -15,6 +15,7 @@ from forge_jax.errors import ConfigError
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 MAX_NUM_SEQS = 4096  # each is a row of the largest decode executable
 Policy = Literal["fcfs", "priority", "prefix"]
+Batching = Literal["continuous", "static"]
 
 
 def option(default: Any, doc: str, **metadata: Any) -> Any:
@@ -70,6 +71,21 @@ class BatchConfig:
         None, "most tokens of one prompt in one step; auto: all that fit"
     )
     scheduling_policy: Policy = option("fcfs", "order in which waiting requests are admitted")
+    one_step_ahead: bool = option(
+        True,
+        "read each step before the next is scheduled: the device waits for the host",
+        flag="--no-one-step-ahead",
+    )
+    chunked_prefill: bool = option(
+        True,
+        "compute each prompt in one step, or let it wait; only a prompt that no step can hold, "
+        "one longer than max-num-batched-tokens, is still cut",
+        flag="--no-chunked-prefill",
+    )
+    batching: Batching = option(
+        "continuous",
+        "static admits requests only when none runs, as many as fit the tokens of one step",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +118,11 @@ class EngineConfig:
         if self.batch.max_num_seqs > MAX_NUM_SEQS:
             raise ConfigError(
                 f"--max-num-seqs must be at most {MAX_NUM_SEQS}, not {self.batch.max_num_seqs}"
+            )
+        if self.batch.prefill_chunk_size is not None and not self.batch.chunked_prefill:
+            raise ConfigError(
+                "--prefill-chunk-size cuts prompts, which --no-chunked-prefill forbids: "
+                "leave one of them out"
             )
         block_size = self.cache.block_size
         if block_size is not None and block_size % 8:

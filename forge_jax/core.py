@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import EngineConfig
 from forge_jax.errors import EngineError, NumericalError, RequestError
+from forge_jax.observe.phases import PhaseTimes
 from forge_jax.outputs import Delta
 from forge_jax.schedule.plan import Device, StepPlan, TokenLogprobs
 from forge_jax.schedule.request import Request, Sequence
@@ -59,7 +60,7 @@ class _InFlight:
 class _SequenceText:
     """Turns the token ids of one sequence into text that is safe to send."""
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_stops")
+    __slots__ = ("_detokenizer", "_min_tokens", "_stops", "push_plain")
 
     def __init__(self, tokenizer: Tokenizer, request: Request, stops: StopStrings | None):
         self._detokenizer = Detokenizer(
@@ -69,6 +70,8 @@ class _SequenceText:
         )
         self._stops = stops
         self._min_tokens = request.params.min_tokens
+        # The text of tokens; None if there are stop strings to look for.
+        self.push_plain = self._detokenizer.push if stops is None else None
 
     def push(self, token_ids: tuple[int, ...], num_before: int) -> tuple[str, str | None, int]:
         """Takes the output tokens that follow the first `num_before`.
@@ -113,6 +116,8 @@ def make_scheduler(
         max_rows=max_rows(batch.max_num_seqs),
         max_model_len=max_model_len,
         prefill_chunk_size=batch.prefill_chunk_size,
+        chunked_prefill=batch.chunked_prefill,
+        batching=batch.batching,
         policy=batch.scheduling_policy,
         eos_token_ids=eos_token_ids,
     )
@@ -133,6 +138,9 @@ def max_rows(max_num_seqs: int) -> int:
 class EngineCore:
     """Schedules, dispatches, reads and turns into text; one call of `tick` per step.
 
+    With `one_step_ahead` a tick dispatches a step and reads the one before, which the device has
+    meanwhile been computing; without it, a tick waits for the very step that it has dispatched.
+
     Not thread-safe: one thread owns it.
     """
 
@@ -143,6 +151,7 @@ class EngineCore:
         device: Device,
         tokenizer: Tokenizer | None,
         vocab_size: int,
+        one_step_ahead: bool = True,
     ):
         self.scheduler = scheduler
         self.tokenizer = tokenizer
@@ -150,7 +159,9 @@ class EngineCore:
         self.num_steps = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.phases = PhaseTimes()
         self._device = device
+        self._one_step_ahead = one_step_ahead
         self._in_flight: _InFlight | None = None
         self._texts: dict[Sequence, _SequenceText] = {}
         self._prompt_logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = {}
@@ -211,9 +222,9 @@ class EngineCore:
         return outputs
 
     def tick(self) -> Outputs:
-        """Dispatches the next step, then reads the one before it.
+        """Dispatches the next step, then reads the one before it (or the same one).
 
-        Waits for the device at most once, for the older step. Returns the news of that step.
+        Waits for the device at most once. Returns the news of the step that it has read.
 
         Raises:
           EngineError: an earlier tick failed; what the device holds is not known any more.
@@ -226,69 +237,76 @@ class EngineCore:
         return outputs
 
     def _tick(self) -> Outputs:
+        phases = self.phases
+        phases.begin()
         plan = self.scheduler.schedule()
+        phases.end("schedule")
         dispatched = None
         if plan is not None:
             dispatched = _InFlight(plan, self._device.dispatch(plan))
             self.num_steps += 1
-        previous, self._in_flight = self._in_flight, dispatched
+            phases.end("dispatch")
+        if self._one_step_ahead:
+            step, self._in_flight = self._in_flight, dispatched
+        else:
+            step = dispatched
         outputs, self._immediate = self._immediate, {}
-        if previous is not None:
-            result = self._device.read(previous.pending)
-            for committed in self.scheduler.commit(previous.plan, result):
-                delta = self._guarded_delta(committed)
-                if delta is not None:
-                    outputs.setdefault(committed.seq.request_id, []).append(delta)
+        if step is not None:
+            result = self._device.read(step.pending)
+            phases.end("read")
+            committed = self.scheduler.commit(step.plan, result)
+            phases.end("commit")
+            self._add_deltas(committed, outputs)
+            phases.end("text")
         return outputs
 
-    def _guarded_delta(self, committed: Committed) -> Delta | None:
-        """`_delta`, whose failure costs this request and no other."""
-        try:
-            return self._delta(committed)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException:  # a panic inside tokenizers is no Exception
-            seq = committed.seq
-            log.exception("request %s: its tokens could not be turned into text", seq.request_id)
-            self._forget(seq)
-            self.scheduler.finish(seq, "error")
-            error = EngineError("the output could not be turned into text")
-            return Delta(seq.index, finish_reason="error", error=error)
+    def _add_deltas(self, committed: list[Committed], outputs: Outputs) -> None:
+        """Adds what each sequence gained; if that fails, it costs this request and no other."""
+        for gained in committed:
+            try:
+                delta = self._delta(gained)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # a panic inside tokenizers is no Exception
+                delta = self._without_text(gained.seq)
+            if delta is None:
+                continue
+            request_id = gained.seq.key[0]
+            if request_id in outputs:
+                outputs[request_id].append(delta)
+            else:
+                outputs[request_id] = [delta]
 
-    def _delta(self, committed: Committed) -> Delta | None:
-        seq, token_ids = committed.seq, committed.token_ids
+    def _without_text(self, seq: Sequence) -> Delta:
+        log.exception("request %s: its tokens could not be turned into text", seq.request_id)
+        self._forget(seq)
+        self.scheduler.finish(seq, "error")
+        error = EngineError("the output could not be turned into text")
+        return Delta(seq.index, finish_reason="error", error=error)
+
+    def _delta(self, gained: Committed) -> Delta | None:
+        seq, token_ids = gained.seq, gained.token_ids
         self.generation_tokens += len(token_ids)
-        held, prompt_logprobs = self._prompt_logprobs.pop(seq, None), committed.prompt_logprobs
-        if held is not None:
-            prompt_logprobs = held + (prompt_logprobs or ())
+        prompt_logprobs = gained.prompt_logprobs
+        if self._prompt_logprobs and seq in self._prompt_logprobs:
+            prompt_logprobs = self._prompt_logprobs.pop(seq) + (prompt_logprobs or ())
         if not token_ids and seq.finish_reason is None:  # more of the prompt is to come
             if prompt_logprobs is not None:
                 self._prompt_logprobs[seq] = prompt_logprobs
             return None
-        if committed.fault:
+        if gained.fault:
             self._forget(seq)
             error = NumericalError("the model gave logits that are not finite for this request")
             return Delta(seq.index, finish_reason="error", error=error)
-        text, logprobs = "", committed.logprobs
+        text, logprobs = "", gained.logprobs
         state = self._texts.get(seq)
         if state is not None:
-            # The token that ended the output is not part of its text.
-            ended_by_token = seq.finish_reason == "stop"
-            visible = token_ids[:-1] if ended_by_token and token_ids else token_ids
-            text, matched, taken = state.push(visible, seq.num_output - len(token_ids))
-            if matched is None and seq.finish_reason is not None:
-                tail, matched = state.flush()
-                text += tail
-                taken = len(token_ids)
-            if matched is not None:
-                token_ids = token_ids[:taken]
-                logprobs = None if logprobs is None else logprobs[:taken]
-                if seq.finish_reason is None:
-                    self.scheduler.finish(seq, "stop", matched)
-                else:
-                    seq.finish_reason, seq.stop_reason = "stop", matched
-            if seq.finish_reason is not None:
-                del self._texts[seq]
+            if state.push_plain is not None and seq.finish_reason is None:
+                text = state.push_plain(token_ids)
+            else:
+                text, num_taken = self._text_to_an_end(seq, token_ids, state)
+                token_ids = token_ids[:num_taken]
+                logprobs = None if logprobs is None else logprobs[:num_taken]
         return Delta(
             seq.index,
             text,
@@ -300,6 +318,28 @@ class EngineCore:
             None,
             seq.num_cached,
         )
+
+    def _text_to_an_end(
+        self, seq: Sequence, token_ids: tuple[int, ...], state: _SequenceText
+    ) -> tuple[str, int]:
+        """The text of tokens that may end the sequence, and how many of them it takes.
+
+        Ends it where a stop string is found; writes out what was held back where it has ended.
+        """
+        # The token that ended the output is not part of its text.
+        ended_by_token = seq.finish_reason == "stop"
+        visible = token_ids[:-1] if ended_by_token and token_ids else token_ids
+        text, matched, num_taken = state.push(visible, seq.num_output - len(token_ids))
+        if matched is None:
+            num_taken = len(token_ids)
+            if seq.finish_reason is not None:
+                tail, matched = state.flush()
+                text += tail
+        if matched is not None:
+            self.scheduler.finish(seq, "stop", matched)
+        if seq.finish_reason is not None:
+            del self._texts[seq]
+        return text, num_taken
 
     def _forget(self, seq: Sequence) -> None:
         self._texts.pop(seq, None)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from forge_jax.config import EngineConfig
 from forge_jax.core import EngineCore, EngineParts, Outputs, token_ids
 from forge_jax.errors import EngineError, ForgeError, RequestError
+from forge_jax.garbage import short_pauses
+from forge_jax.observe.phases import Phase, PhaseTotals
 from forge_jax.outputs import Delta
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request
@@ -48,6 +50,7 @@ class EngineStats:
     prefix_cache_queries: int  # in tokens
     prefix_cache_hits: int
     compilations_after_ready: int
+    step_phases: dict[Phase, PhaseTotals]  # the host's time by phase of a step
 
 
 class Stream:
@@ -257,6 +260,7 @@ class Engine:
             prefix_cache_queries=pool.queried_tokens,
             prefix_cache_hits=pool.hit_tokens,
             compilations_after_ready=self._parts.compilations(),
+            step_phases=core.phases.totals(),
         )
 
     def _command(self, verb: str, argument: Any) -> None:
@@ -268,7 +272,7 @@ class Engine:
         """The engine thread: commands in, one tick, news out; asleep when there is no work."""
         core, commands = self._core, self._commands
         try:
-            with self._parts.guard():
+            with short_pauses(), self._parts.guard():
                 while True:
                     if not commands and not core.has_work:
                         with self._wake:
@@ -284,6 +288,7 @@ class Engine:
                             self._deliver(core.drain())
                             return
                     self._deliver(core.tick())
+                    core.phases.end("deliver")
         except BaseException as error:  # whatever ends this thread, the streams must learn of it
             log.exception("the engine thread failed")
             self._state = "failed"

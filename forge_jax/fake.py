@@ -87,7 +87,11 @@ def assemble_fake(
         pool=scheduler.pool if check else None,
     )
     core = EngineCore(
-        scheduler=scheduler, device=device, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size
+        scheduler=scheduler,
+        device=device,
+        tokenizer=tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        one_step_ahead=config.batch.one_step_ahead,
     )
     return EngineParts(
         name="forge-fake",

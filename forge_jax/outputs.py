@@ -9,7 +9,8 @@ from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.schedule.request import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
+# Made once per sequence and step: never changed, but not frozen, which would take 0.7 us longer.
+@dataclass(slots=True)
 class Delta:
     """News of sample `index` of a request.
 

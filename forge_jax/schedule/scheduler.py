@@ -24,14 +24,17 @@ import random
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forge_jax.cache.block_pool import BlockPool
-from forge_jax.config import Policy
+from forge_jax.config import Batching, Policy
 from forge_jax.errors import ContextLengthError, OverloadedError, RequestError
 from forge_jax.schedule.plan import (
     FED_BACK,
     Admission,
+    Decodes,
     ScheduledSequence,
     SequenceResult,
     StepPlan,
@@ -41,7 +44,6 @@ from forge_jax.schedule.plan import (
 from forge_jax.schedule.policy import make_queue
 from forge_jax.schedule.request import FinishReason, Request, Sequence, Status, sequence_seed
 
-_FED_BACK = (FED_BACK,)
 _FINISHED = Status.FINISHED
 
 
@@ -52,6 +54,8 @@ class SchedulerConfig:
     max_rows: int  # that get logits in one step
     max_model_len: int  # prompt and output
     prefill_chunk_size: int | None = None  # most tokens of one prompt in one step
+    chunked_prefill: bool = True  # else only prompts that no step can hold are cut
+    batching: Batching = "continuous"  # static: admissions only when nothing runs
     policy: Policy = "fcfs"
     eos_token_ids: frozenset[int] = frozenset()
     aging_s: float = 5.0  # after which a waiting request goes first, whatever its prefix
@@ -61,6 +65,7 @@ class SchedulerConfig:
         limits = (self.max_num_seqs, self.max_num_batched_tokens, self.max_rows)
         assert min(limits) > 0 and self.max_model_len > 0
         assert self.prefill_chunk_size is None or self.prefill_chunk_size > 0
+        assert self.prefill_chunk_size is None or self.chunked_prefill
 
 
 @dataclass(slots=True)
@@ -78,6 +83,14 @@ class Committed:
     fault: bool = False
 
 
+class _InFlight(NamedTuple):
+    """A step that has been scheduled and not committed."""
+
+    step: int
+    seqs: list[Sequence]  # of its rows
+    epochs: list[int]  # theirs, when it was scheduled
+
+
 class Scheduler:
     """Admits, schedules, preempts and finishes sequences; owns the slots and uses the block pool.
 
@@ -90,6 +103,10 @@ class Scheduler:
     that still has its blocks. To avoid thrash a sequence is admitted only if the blocks for all its
     known tokens are free, besides what running prompts still need and one block for each running
     sequence that can still grow. No sequence is ever admitted in a step that preempted one.
+
+    Two switches take back what that gains, to measure it. Static batching admits only when nothing
+    runs. Without chunked prefill a waiting sequence that an empty step would hold is not admitted
+    to a step that would cut it; one that no step can hold is cut as ever, so all are served.
 
     Progress. `add` refuses what does not fit the pool alone, and the first running sequence in rank
     can take blocks from every other, so it always gets its tokens, and ends.
@@ -117,14 +134,14 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._requests: dict[str, list[Sequence]] = {}
         self._followers: dict[str, list[Sequence]] = {}  # wait for sequence 0 to fill the cache
+        self._num_followers = 0
         self._waiting = make_queue(
             config.policy, aging_s=config.aging_s, cached_tokens=self._cached_tokens
         )
         self._running: list[Sequence] = []  # by rank
         self._orders = itertools.count()
         self._steps = itertools.count()
-        # (step, the sequences of its rows with their epochs), oldest first
-        self._in_flight: deque[tuple[int, list[tuple[Sequence, int]]]] = deque()
+        self._in_flight: deque[_InFlight] = deque()  # oldest first
         self._last_step = -1  # dispatched
         self._last_read = -1
 
@@ -185,14 +202,16 @@ class Scheduler:
         seed = request.seed if request.seed is not None else params.seed
         if seed is None:
             seed = self._rng.getrandbits(64)
-        eos = frozenset() if params.ignore_eos else self.config.eos_token_ids
+        stop_ids = frozenset() if params.ignore_eos else self.config.eos_token_ids
+        if params.stop_token_ids:  # else it is one object for all: a commit looks into each
+            stop_ids = stop_ids.union(params.stop_token_ids)
         now_s = self._clock()
         seqs = [
             Sequence(
                 request=request,
                 index=index,
                 seed=sequence_seed(seed, index),
-                stop_ids=eos.union(params.stop_token_ids),
+                stop_ids=stop_ids,
                 max_tokens=max_tokens,
                 tokens=list(request.prompt_token_ids),
                 max_blocks=self._num_blocks(max(prompt_len, prompt_len + max_tokens - 1)),
@@ -204,8 +223,11 @@ class Scheduler:
         ]
         self._requests[request.request_id] = seqs
         self._waiting.push(seqs[0])
-        if self.pool.prefix_cache and (prompt_len - 1) // self.pool.block_size and params.n > 1:
+        shares_blocks = self.pool.prefix_cache and (prompt_len - 1) // self.pool.block_size
+        # A static batch takes all samples at once: who waited would come into the batch after it.
+        if params.n > 1 and shares_blocks and self.config.batching == "continuous":
             self._followers[request.request_id] = seqs[1:]
+            self._num_followers += len(seqs) - 1
         else:
             for seq in seqs[1:]:
                 self._waiting.push(seq)
@@ -246,7 +268,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + sum(map(len, self._followers.values()))
+        return len(self._waiting) + self._num_followers
 
     @property
     def num_running(self) -> int:
@@ -276,19 +298,19 @@ class Scheduler:
         # never in `decodes`, and the loop ends at the shortened end.
         prompts: list[Sequence] = []
         for seq in running:
-            known = len(seq.tokens) + seq.num_pending
-            computed = seq.num_computed
+            known, computed = len(seq.tokens) + seq.num_pending, seq.num_computed
             if known != computed + 1 or known >= seq.max_len:
                 if known < seq.max_len or computed < seq.prompt_len:
                     prompts.append(seq)
                 continue  # or its last token has been sampled and only needs to be read
             if not tokens_left or not rows_left:
                 continue
-            if computed >= len(seq.blocks) * block_size:
+            if not computed % block_size:  # else its last block has room
                 added = self._grow(seq, known)
                 if added is None:
                     continue
-                new_blocks[seq] = added
+                if added:
+                    new_blocks[seq] = added
             decodes.append(seq)
             tokens_left -= 1
             rows_left -= 1
@@ -317,7 +339,10 @@ class Scheduler:
             rows_left -= num_rows
 
         admissions: list[Admission] = []
-        if self.num_preemptions == preemptions_before and self._free_slots and len(self._waiting):
+        may_admit = self.num_preemptions == preemptions_before and (
+            config.batching == "continuous" or not running
+        )
+        if may_admit and self._free_slots and len(self._waiting):
             reserved = self._reserved_blocks()
             for seq in self._waiting.in_order(self._clock()):
                 if not self._free_slots or not tokens_left:
@@ -357,6 +382,14 @@ class Scheduler:
         if not rows_left:
             return num_tokens - 1, 0
         return num_tokens, 1
+
+    def _is_cut_needlessly(self, seq: Sequence, start: int, num_tokens: int) -> bool:
+        """Whether an empty step would hold the rest of the tokens, and this one does not."""
+        rest = len(seq.tokens) - start
+        if num_tokens == rest:
+            return False
+        config = self.config
+        return self._chunk(seq, start, config.max_num_batched_tokens, config.max_rows)[0] == rest
 
     def _grow(self, seq: Sequence, num_tokens: int) -> tuple[tuple[int, int], ...] | None:
         """Gives `seq` the blocks for its first `num_tokens`, preempting if it must.
@@ -399,6 +432,8 @@ class Scheduler:
         num_tokens, num_rows = self._chunk(seq, start, tokens_left, rows_left)
         if not num_tokens:
             return None
+        if not self.config.chunked_prefill and self._is_cut_needlessly(seq, start, num_tokens):
+            return None
         missing = self._num_blocks(len(seq.tokens)) - len(hit)
         if missing + reserved > pool.num_free - pool.num_unreferenced(hit):
             return None
@@ -435,36 +470,40 @@ class Scheduler:
         admissions: list[Admission],
     ) -> StepPlan:
         """Writes the decision down, and counts its tokens as computed and sampled."""
-        rows: list[ScheduledSequence] = []
-        in_flight: list[tuple[Sequence, int]] = []
+        seqs, columns = decodes, self._decodes(decodes, new_blocks)
         for seq in decodes:
-            start = seq.num_computed
-            rows.append(
-                ScheduledSequence(
-                    seq.slot,  # type: ignore[arg-type]
-                    start,
-                    _FED_BACK if seq.num_pending else (seq.tokens[start],),
-                    1,
-                    True,
-                    new_blocks.get(seq, ()),
-                    start + 1 - seq.prompt_len,
-                    False,
-                    (),
-                    seq.key,
-                    seq.salt,
-                )
-            )
-            seq.num_computed = start + 1
+            seq.num_computed += 1
             seq.num_pending += 1
-            in_flight.append((seq, seq.epoch))
+        rows: list[ScheduledSequence] = []
         if chunks:
             chunks.sort(key=lambda chunk: chunk[1] > 1)  # stable: single tokens first
             for seq, num_tokens, num_rows in chunks:
                 rows.append(self._chunk_row(seq, num_tokens, num_rows, new_blocks.get(seq, ())))
-                in_flight.append((seq, seq.epoch))
+            seqs = decodes + [seq for seq, _, _ in chunks]
         self._last_step = next(self._steps)
-        self._in_flight.append((self._last_step, in_flight))
-        return StepPlan(self._last_step, tuple(admissions), tuple(rows))
+        self._in_flight.append(_InFlight(self._last_step, seqs, [seq.epoch for seq in seqs]))
+        return StepPlan(self._last_step, tuple(admissions), tuple(rows), columns)
+
+    def _decodes(
+        self, seqs: list[Sequence], new_blocks: dict[Sequence, tuple[tuple[int, int], ...]]
+    ) -> Decodes:
+        grown = []
+        if new_blocks:
+            grown = [
+                (row, index, block)
+                for row, seq in enumerate(seqs)
+                if seq in new_blocks
+                for index, block in new_blocks[seq]
+            ]
+        return Decodes(
+            slots=[seq.slot for seq in seqs],  # type: ignore[misc]
+            starts=[seq.num_computed for seq in seqs],
+            tokens=[FED_BACK if seq.num_pending else seq.tokens[-1] for seq in seqs],
+            num_outputs=[seq.num_computed + 1 - seq.prompt_len for seq in seqs],
+            new_blocks=grown,
+            seq_keys=[seq.key for seq in seqs],
+            salts=[seq.salt for seq in seqs],
+        )
 
     def _chunk_row(
         self,
@@ -519,23 +558,70 @@ class Scheduler:
 
         Returns one entry for each sequence that gained tokens or logprobs, or ended, in plan order.
         """
-        step, in_flight = self._in_flight.popleft()
+        step, seqs, epochs = self._in_flight.popleft()
         assert plan.step == result.step == step, "steps are committed in the order of their plans"
+        assert len(seqs) == len(result.sequences) == plan.num_sequences
         self._last_read = step
-        block_size = self.pool.block_size
         committed: list[Committed] = []
-        for (seq, epoch), row, got in zip(in_flight, plan.sequences, result.sequences, strict=True):
+        self._commit_decodes(seqs, epochs, plan.decodes.starts, result.sequences, committed)
+        num_decodes = len(plan.decodes)
+        self._commit_chunks(
+            seqs[num_decodes:],
+            epochs[num_decodes:],
+            plan.chunks,
+            result.sequences[num_decodes:],
+            committed,
+        )
+        return committed
+
+    def _commit_decodes(
+        self,
+        seqs: list[Sequence],
+        epochs: list[int],
+        starts: Seq[int],
+        results: Seq[SequenceResult],
+        committed: list[Committed],
+    ) -> None:
+        """Commits as many of the first as there are `starts`."""
+        block_size, registers = self.pool.block_size, self.pool.prefix_cache
+        for start, seq, epoch, got in zip(starts, seqs, epochs, results, strict=False):
             if seq.status is _FINISHED:
                 continue
-            if row.samples:
-                seq.num_pending -= 1
+            seq.num_pending -= 1
             if got.fault:
-                self._finish(seq, "error", None)
-                committed.append(Committed(seq, fault=True))
+                committed.append(self._fail(seq))
+                continue
+            end = start + 1
+            if registers and end // block_size > seq.num_registered and epoch == seq.epoch:
+                self._register(seq, end // block_size, seen=True)
+            if self._followers and end >= seq.prompt_len and epoch == seq.epoch:
+                self._release_followers(seq.request_id)
+            token_ids, tokens = got.token_ids, seq.tokens
+            (token,) = token_ids
+            tokens.append(token)
+            if token in seq.stop_ids or len(tokens) >= seq.max_len:
+                self._ends(seq, token)
+            committed.append(Committed(seq, token_ids, got.logprobs))
+
+    def _commit_chunks(
+        self,
+        seqs: list[Sequence],
+        epochs: list[int],
+        chunks: Seq[ScheduledSequence],
+        results: Seq[SequenceResult],
+        committed: list[Committed],
+    ) -> None:
+        block_size, registers = self.pool.block_size, self.pool.prefix_cache
+        for seq, epoch, row, got in zip(seqs, epochs, chunks, results, strict=True):
+            if seq.status is _FINISHED:
+                continue
+            seq.num_pending -= row.samples
+            if got.fault:
+                committed.append(self._fail(seq))
                 continue
             end = row.start + len(row.token_ids)
             if epoch == seq.epoch:
-                if end // block_size > seq.num_registered:
+                if registers and end // block_size > seq.num_registered:
                     self._register(seq, end // block_size, seen=row.num_rows > 0)
                 if self._followers and end >= seq.prompt_len:
                     self._release_followers(seq.request_id)
@@ -543,7 +629,10 @@ class Scheduler:
                 committed.append(self._accept(seq, got))
             else:
                 self._commit_prompt(seq, end, row, got, committed)
-        return committed
+
+    def _fail(self, seq: Sequence) -> Committed:
+        self._finish(seq, "error", None)
+        return Committed(seq, fault=True)
 
     def _accept(
         self,
@@ -597,8 +686,6 @@ class Scheduler:
         Only when logits that depend on them were `seen` to be finite: a chunk in the middle of a
         prompt has none, so its blocks wait for the prompt's last. Hashing them does not wait.
         """
-        if not self.pool.prefix_cache:
-            return
         while len(seq.block_hashes) < num_full:
             self._hash_next_block(seq)
         if seen:
@@ -607,7 +694,9 @@ class Scheduler:
             seq.num_registered = num_full
 
     def _release_followers(self, request_id: str) -> None:
-        for seq in self._followers.pop(request_id, ()):
+        released = self._followers.pop(request_id, ())
+        self._num_followers -= len(released)
+        for seq in released:
             self._waiting.push(seq)
 
     def recover(self) -> None:
@@ -668,6 +757,7 @@ class Scheduler:
             seq.status = _FINISHED
             if followers and seq in followers:
                 followers.remove(seq)
+                self._num_followers -= 1
             else:
                 self._waiting.forget(seq)
         seq.finish_reason, seq.stop_reason = reason, stop_reason

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from forge_jax.schedule.plan import FED_BACK, StepPlan
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.plan import FED_BACK, ScheduledSequence, StepPlan
 from forge_jax.step.slots import PADDING
 
 # Bits of Meta.flags: work that at least one row of the step needs.
@@ -58,69 +61,136 @@ class StepShape:
         rows = min(max_rows, num_tokens)
         return cls(f"mixed[{num_tokens}]", num_tokens, num_seqs, rows, updates, num_tokens)
 
-    def segments(self) -> Meta:
-        """The length of each segment, in the place of the segment."""
+    @cached_property
+    def segments(self) -> tuple[slice, ...]:
+        """Where each segment lies in the packed array, in the order of `Meta`."""
         s, t, r, u = self.num_seqs, self.num_tokens, self.num_rows, self.num_updates
-        return Meta(4, s, s, s + 1, s + 1, s, s, s, t, t, r, r, r, u, u)  # type: ignore[arg-type]
+        lengths = (4, s, s, s + 1, s + 1, s, s, s, t, t, r, r, r, u, u)
+        ends = tuple(accumulate(lengths))
+        return tuple(slice(end - length, end) for end, length in zip(ends, lengths, strict=True))
 
     @property
     def width(self) -> int:
-        return sum(self.segments())  # type: ignore[arg-type]
+        return self.segments[-1].stop
 
     def fits(self, plan: StepPlan) -> bool:
+        decodes, chunks = plan.decodes, plan.chunks
         return (
-            len(plan.sequences) <= self.num_seqs
+            plan.num_sequences <= self.num_seqs
             and plan.num_tokens <= self.num_tokens
-            and all(len(s.token_ids) <= self.max_q_len for s in plan.sequences)
+            and all(len(s.token_ids) <= self.max_q_len for s in chunks)
             and plan.num_rows <= self.num_rows
-            and sum(len(s.new_blocks) for s in plan.sequences) <= self.num_updates
+            and len(decodes.new_blocks) + sum(len(s.new_blocks) for s in chunks) <= self.num_updates
         )
 
     def split(self, packed):
         """Cuts the packed array (numpy or traced) into its segments, without a copy."""
-        parts, offset = [], 0
-        for length in self.segments():
-            parts.append(packed[offset : offset + length])
-            offset += length
-        return Meta(*parts)
+        return Meta(*[packed[segment] for segment in self.segments])
 
     def pack(self, plan: StepPlan, flags: int, max_blocks: int) -> np.ndarray:
         """A plan that `fits` -> i32[width]."""
         packed = np.zeros(self.width, np.int32)
         m = self.split(packed)
-        sequences = plan.sequences
-        n = len(sequences)
-        q_lens = np.array([len(s.token_ids) for s in sequences], np.int32)
-        rows = np.array([s.num_rows for s in sequences], np.int32)
-        total_tokens, total_rows = int(q_lens.sum()), int(rows.sum())
-        m.header[:] = (n, total_tokens, total_rows, flags)
-        m.slot[:n] = [s.slot for s in sequences]
-        m.start[:n] = [s.start for s in sequences]
-        m.cu_q_lens[1 : n + 1] = np.cumsum(q_lens)
-        m.cu_q_lens[n + 1 :] = total_tokens
-        m.cu_rows[1 : n + 1] = np.cumsum(rows)
-        m.cu_rows[n + 1 :] = total_rows
-        m.samples[:n] = [s.samples for s in sequences]
-        m.scoring[:n] = [s.scoring for s in sequences]
-        m.num_output[:n] = [s.num_output for s in sequences]
-        index = np.arange(n, dtype=np.int32)
-        m.tokens[:total_tokens] = [t for s in sequences for t in s.token_ids]
-        m.token_seq[:total_tokens] = np.repeat(index, q_lens)
-        m.token_seq[total_tokens:] = self.num_seqs
-        m.row_seq[:total_rows] = np.repeat(index, rows)
-        m.row_seq[total_rows:] = self.num_seqs
-        # The rows of a sequence are its last tokens.
-        last_rows = np.repeat(m.cu_q_lens[1 : n + 1] - m.cu_rows[1 : n + 1], rows)
-        m.row_token[:total_rows] = np.arange(total_rows) + last_rows
+        decodes, chunks = plan.decodes, plan.chunks
+        d, n = len(decodes), plan.num_sequences
+        m.slot[:d] = decodes.slots
+        m.start[:d] = decodes.starts
+        m.num_output[:d] = decodes.num_outputs
+        m.tokens[:d] = decodes.tokens
+        m.samples[:d] = 1
+        # A decode has one token and one row: its index is theirs.
+        index = np.arange(d + 1, dtype=np.int32)
+        m.cu_q_lens[: d + 1] = m.cu_rows[: d + 1] = index
+        m.token_seq[:d] = m.row_seq[:d] = m.row_token[:d] = index[:d]
         m.row_target[:] = FED_BACK
-        for s, first in zip(sequences, m.cu_rows, strict=False):
-            if s.targets:
-                m.row_target[first : first + len(s.targets)] = s.targets
+        num_tokens = num_rows = d
+        if chunks:
+            num_tokens, num_rows = _pack_chunks(m, chunks, d)
+        m.header[:] = (n, num_tokens, num_rows, flags)
+        m.cu_q_lens[n + 1 :] = num_tokens
+        m.cu_rows[n + 1 :] = num_rows
+        m.token_seq[num_tokens:] = self.num_seqs
+        m.row_seq[num_rows:] = self.num_seqs
         updates = [
-            (s.slot * max_blocks + at, block) for s in sequences for at, block in s.new_blocks
+            (decodes.slots[row] * max_blocks + at, block) for row, at, block in decodes.new_blocks
         ]
-        m.table_index[:] = PADDING
-        if updates:
-            m.table_index[: len(updates)] = [index for index, _ in updates]
-            m.table_block[: len(updates)] = [block for _, block in updates]
+        updates += [(s.slot * max_blocks + at, block) for s in chunks for at, block in s.new_blocks]
+        m.table_index[len(updates) :] = PADDING
+        for u, (index, block) in enumerate(updates):
+            m.table_index[u] = index
+            m.table_block[u] = block
         return packed
+
+
+def _pack_chunks(m: Meta, chunks: tuple[ScheduledSequence, ...], first: int) -> tuple[int, int]:
+    """Writes the sequences from index `first` on, after as many decodes.
+
+    Returns the tokens and the rows of the step, with those of the decodes.
+    """
+    end = first + len(chunks)
+    q_lens = np.array([len(s.token_ids) for s in chunks], np.int32)
+    rows = np.array([s.num_rows for s in chunks], np.int32)
+    num_tokens, num_rows = first + int(q_lens.sum()), first + int(rows.sum())
+    m.slot[first:end] = [s.slot for s in chunks]
+    m.start[first:end] = [s.start for s in chunks]
+    m.cu_q_lens[first + 1 : end + 1] = first + np.cumsum(q_lens)
+    m.cu_rows[first + 1 : end + 1] = first + np.cumsum(rows)
+    m.samples[first:end] = [s.samples for s in chunks]
+    m.scoring[first:end] = [s.scoring for s in chunks]
+    m.num_output[first:end] = [s.num_output for s in chunks]
+    index = np.arange(first, end, dtype=np.int32)
+    m.tokens[first:num_tokens] = [t for s in chunks for t in s.token_ids]
+    m.token_seq[first:num_tokens] = np.repeat(index, q_lens)
+    m.row_seq[first:num_rows] = np.repeat(index, rows)
+    # The rows of a sequence are its last tokens.
+    ends = m.cu_q_lens[first + 1 : end + 1] - m.cu_rows[first + 1 : end + 1]
+    m.row_token[first:num_rows] = np.arange(first, num_rows) + np.repeat(ends, rows)
+    for s, row in zip(chunks, m.cu_rows[first:end], strict=True):
+        if s.targets:
+            m.row_target[row : row + len(s.targets)] = s.targets
+    return num_tokens, num_rows
+
+
+class SlotFlags:
+    """Which optional work of the sampler each slot asks for, since its admission."""
+
+    def __init__(self, num_slots: int):
+        self._flags = [0] * num_slots
+        self._min_tokens: dict[int, int] = {}  # of the slots that have one
+
+    def admit(self, slot: int, params: SamplingParams) -> None:
+        flags = 0
+        if params.temperature > 0.0:
+            flags |= RANDOM
+            if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
+                flags |= FILTER
+        if params.logit_bias:
+            flags |= BIAS
+        if params.penalised:
+            flags |= PENALTIES
+        if params.logprobs is not None:
+            flags |= LOGPROBS
+        self._flags[slot] = flags
+        self._min_tokens.pop(slot, None)
+        if params.min_tokens:
+            self._min_tokens[slot] = params.min_tokens
+
+    def of_step(self, plan: StepPlan) -> int:
+        """What some row of the step asks for."""
+        flags, decodes = 0, plan.decodes
+        for slot_flags in set(map(self._flags.__getitem__, decodes.slots)):
+            flags |= slot_flags
+        if self._min_tokens and any(map(self._holds, decodes.slots, decodes.num_outputs)):
+            flags |= MIN_TOKENS
+        for s in plan.chunks:
+            if s.scoring:
+                flags |= LOGPROBS
+            if s.samples:
+                flags |= self._flags[s.slot]
+                if self._holds(s.slot, s.num_output):
+                    flags |= MIN_TOKENS
+        return flags
+
+    def _holds(self, slot: int, num_output: int) -> bool:
+        """Whether it is too early for the sequence to end."""
+        return num_output < self._min_tokens.get(slot, 0)

@@ -25,7 +25,7 @@ from forge_jax.schedule.plan import (
     TokenLogprobs,
 )
 from forge_jax.step import meta as meta_bits
-from forge_jax.step.meta import StepShape
+from forge_jax.step.meta import SlotFlags, StepShape
 from forge_jax.step.slots import (
     ADMISSIONS,
     admission_width,
@@ -46,7 +46,7 @@ class _Pending(NamedTuple):
     plan: StepPlan
     shape: StepShape
     out: StepOut
-    params: tuple[SamplingParams, ...]  # of plan.sequences
+    params: tuple[SamplingParams, ...] | None  # of plan.sequences, where logprobs are asked for
 
 
 def step_shapes(
@@ -87,6 +87,7 @@ class Runner:
         self._implementation: Implementation = implementation
         self._slots_shape = slots_shape(num_slots, max_blocks, model.spec.vocab_size)
         self._slot_params: list[SamplingParams | None] = [None] * num_slots
+        self._slot_flags = SlotFlags(num_slots)
         self._executables: dict[str, Future[Any]] = {}
         self._leaves: tuple[jax.Array, ...] = ()
         self._kv: tuple[jax.Array, ...] = ()
@@ -134,11 +135,13 @@ class Runner:
     def dispatch(self, plan: StepPlan) -> _Pending:
         self._admit(plan.admissions)
         shape = self._choose(plan)
-        sequences = plan.sequences
-        params = tuple(self._params_of(s) for s in sequences)
-        packed = shape.pack(plan, step_flags(sequences, params), self._max_blocks)
+        flags = self._slot_flags.of_step(plan)
+        packed = shape.pack(plan, flags, self._max_blocks)
         out = self._step(shape, packed)
         out.packed.copy_to_host_async()
+        params = None
+        if flags & meta_bits.LOGPROBS:
+            params = tuple(self._params_of(s.slot) for s in plan.sequences)
         return _Pending(plan, shape, out, params)
 
     def read(self, pending: _Pending) -> StepResult:
@@ -149,18 +152,22 @@ class Runner:
         faults = packed[num_rows : 2 * num_rows]
         any_fault = bool(faults.any())
         accepted = packed[2 * num_rows :].tolist()
-        if any(_wants_logprobs(s, p) for s, p in zip(plan.sequences, all_params, strict=True)):
+        logprobs = None
+        if all_params is not None:
             logprobs = _RowLogprobs(
                 np.asarray(out.logprob), np.asarray(out.top_ids), np.asarray(out.top_logprobs)
             )
-        else:
-            logprobs = None
-        results, first = [], 0
-        for index, (s, params) in enumerate(zip(plan.sequences, all_params, strict=True)):
+        results: list[SequenceResult] = []
+        sequences = plan.sequences if any_fault or logprobs is not None else plan.chunks
+        if sequences is plan.chunks:  # the decodes have nothing but their tokens, a row each
+            results = [SequenceResult((token,)) for token in tokens[: len(plan.decodes)]]
+        first = len(results)
+        for index, s in enumerate(sequences, start=first):
             end = first + s.num_rows
             if any_fault and faults[first:end].any():
                 results.append(SequenceResult(fault=True))
             else:
+                params = None if all_params is None else all_params[index]
                 results.append(_result(s, params, tokens, first, accepted[index], logprobs))
             first = end
         return StepResult(plan.step, tuple(results))
@@ -177,6 +184,7 @@ class Runner:
             self._update_slots("admit", packed)
         for admission in admissions:
             self._slot_params[admission.slot] = admission.params
+            self._slot_flags.admit(admission.slot, admission.params)
             if admission.params.penalised or admission.params.logit_bias:
                 packed = pack_history(admission, self._model.spec.vocab_size)
                 self._update_slots("set_history", packed)
@@ -190,18 +198,18 @@ class Runner:
             if shape.fits(plan):
                 return shape
         raise AssertionError(
-            f"no executable fits {len(plan.sequences)} sequences, {plan.num_tokens} tokens, "
+            f"no executable fits {plan.num_sequences} sequences, {plan.num_tokens} tokens, "
             f"{plan.num_rows} rows"
         )
 
-    def _params_of(self, s: ScheduledSequence) -> SamplingParams:
-        params = self._slot_params[s.slot]
-        assert params is not None, f"slot {s.slot} runs without an admission"
+    def _params_of(self, slot: int) -> SamplingParams:
+        params = self._slot_params[slot]
+        assert params is not None, f"slot {slot} runs without an admission"
         return params
 
     def _warm_up(self, shape: StepShape) -> None:
         """Runs the real step on no sequences: it writes nothing, for every index is padding."""
-        empty = StepPlan(step=0, admissions=(), sequences=())
+        empty = StepPlan(step=0, admissions=(), chunks=())
         packed = shape.pack(empty, 0, self._max_blocks)
         self._step(shape, packed).packed.block_until_ready()
 
@@ -226,52 +234,25 @@ class _RowLogprobs(NamedTuple):
 
 def _result(
     s: ScheduledSequence,
-    params: SamplingParams,
+    params: SamplingParams | None,  # None without logprobs
     tokens: list[int],
     first: int,
     accepted: int,
     logprobs: _RowLogprobs | None,
 ) -> SequenceResult:
+    prompt_count = own_count = None
+    if logprobs is not None and params is not None:
+        prompt_count, own_count = params.prompt_logprobs, params.logprobs
     prompt_logprobs = None
-    if s.scoring and logprobs is not None and params.prompt_logprobs is not None:
-        count = params.prompt_logprobs
+    if s.scoring and logprobs is not None and prompt_count is not None:
         prompt_logprobs = tuple(
-            logprobs.at(first + i, target, count) for i, target in enumerate(s.targets)
+            logprobs.at(first + i, target, prompt_count) for i, target in enumerate(s.targets)
         )
     if not s.samples:
         return SequenceResult(prompt_logprobs=prompt_logprobs)
     last = first + s.num_rows - 1
     rows = range(last, last + 1) if s.scoring else range(first, first + accepted + 1)
     own = None
-    if logprobs is not None and params.logprobs is not None:
-        own = tuple(logprobs.at(row, tokens[row], params.logprobs) for row in rows)
+    if logprobs is not None and own_count is not None:
+        own = tuple(logprobs.at(row, tokens[row], own_count) for row in rows)
     return SequenceResult(tuple(tokens[row] for row in rows), False, own, prompt_logprobs)
-
-
-def _wants_logprobs(s: ScheduledSequence, params: SamplingParams) -> bool:
-    return s.scoring or (s.samples and params.logprobs is not None)
-
-
-def step_flags(
-    sequences: tuple[ScheduledSequence, ...], all_params: tuple[SamplingParams, ...]
-) -> int:
-    """Which optional work of the sampler some row of the step needs."""
-    flags = 0
-    for s, p in zip(sequences, all_params, strict=True):
-        if s.scoring:
-            flags |= meta_bits.LOGPROBS
-        if not s.samples:
-            continue
-        if p.temperature > 0.0:
-            flags |= meta_bits.RANDOM
-            if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0:
-                flags |= meta_bits.FILTER
-        if p.logit_bias:
-            flags |= meta_bits.BIAS
-        if p.penalised:
-            flags |= meta_bits.PENALTIES
-        if s.num_output < p.min_tokens:
-            flags |= meta_bits.MIN_TOKENS
-        if p.logprobs is not None:
-            flags |= meta_bits.LOGPROBS
-    return flags

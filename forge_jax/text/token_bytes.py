@@ -37,6 +37,7 @@ class TokenBytes:
         self.leading = leading  # a text loses up to leading_count of these at its start
         self.leading_count = leading_count
         self.first_pieces = first_pieces or {}  # tokens that read differently as the first one
+        self._texts: dict[int, str | None] = {}  # what `text` has found
 
     @classmethod
     def of(cls, backend: Backend) -> TokenBytes | None:
@@ -101,6 +102,20 @@ class TokenBytes:
             return b""
         return self.pieces[token_id] or b""
 
+    def text(self, token_id: int) -> str | None:
+        """A token as text, where no character is unfinished before it; None if it leaves one so."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            pass
+        try:
+            text = self[token_id].decode()
+        except UnicodeDecodeError:
+            text = None
+        if 0 <= token_id < len(self.pieces):
+            self._texts[token_id] = text
+        return text
+
 
 class ByteStream:
     """Turns ids into bytes, a few at a time; remembers only whether the text has begun."""
@@ -110,6 +125,11 @@ class ByteStream:
         self._hidden_ids = hidden_ids
         self._begun = False
         self._to_strip = table.leading_count
+
+    @property
+    def in_middle(self) -> bool:
+        """Whether from here on a token always adds the same bytes."""
+        return self._begun and not self._to_strip
 
     def skip(self, prompt_ids: Sequence[int]) -> bytes:
         """Passes over a prompt and returns its last bytes: an unfinished character is in them.

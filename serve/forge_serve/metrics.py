@@ -6,12 +6,22 @@ observes its histograms once per step and request, never per token.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from forge_jax.observe.phases import BOUNDS_S
 
 if TYPE_CHECKING:
     from forge_jax.engine import EngineStats
@@ -174,3 +184,18 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"forge:{name}", doc, labels=["model_name"])
             counter.add_metric(label, value)
             yield counter
+        yield _phases(self._model_name(), stats)
+
+
+def _phases(model_name: str, stats: EngineStats) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(
+        "forge:step_phase_seconds",
+        "Host time of a step by phase; read is the wait for the device",
+        labels=["model_name", "phase"],
+    )
+    bounds = (*BOUNDS_S, math.inf)
+    for phase, totals in stats.step_phases.items():
+        counts = itertools.accumulate(totals.buckets)
+        buckets = [(floatToGoString(b), n) for b, n in zip(bounds, counts, strict=True)]
+        family.add_metric([model_name, phase], buckets, totals.total_s)
+    return family

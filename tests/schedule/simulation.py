@@ -46,6 +46,7 @@ class Simulation:
         self.rng = rng = random.Random(seed)
         self.now_s = 0.0
         contiguous = rng.random() < 0.1
+        chunked = rng.random() < 0.8
         max_model_len = rng.randint(6, 60)
         block_size = max_model_len + rng.randint(0, 3) if contiguous else rng.randint(1, 8)
         # From less than one longest sequence needs to plenty: mostly too little.
@@ -57,7 +58,9 @@ class Simulation:
             max_num_seqs=rng.randint(1, 8),
             max_num_batched_tokens=rng.choice((1, 2, 5, 16, 64)),
             max_rows=rng.choice((1, 3, 8, 64)),
-            prefill_chunk_size=rng.choice((None, None, 1, 4, 16)),
+            prefill_chunk_size=rng.choice((None, None, 1, 4, 16)) if chunked else None,
+            chunked_prefill=chunked,
+            batching="continuous" if rng.random() < 0.8 else "static",
             max_model_len=max_model_len,
             policy=rng.choice(("fcfs", "priority", "prefix")),
             eos_token_ids=frozenset((EOS,)),
@@ -125,10 +128,12 @@ class Simulation:
             self._abort()
         if rng.random() < self.errors:
             self._step_raises()
+        ran_before = self.scheduler.num_running
         plan = self.scheduler.schedule()
         self.check()
         if plan is not None:
             self._check_plan(plan)
+            self._check_switches(plan, ran_before)
             self.in_flight.append((plan, self.device.read(self.device.dispatch(plan))))
         while self.in_flight and (plan is None or len(self.in_flight) > self.depth):
             self._commit()
@@ -244,7 +249,9 @@ class Simulation:
             self.config,
             max_num_batched_tokens=rng.randint(1, 40),
             max_rows=rng.randint(1, 20),
-            prefill_chunk_size=rng.choice((None, rng.randint(1, 10))),
+            prefill_chunk_size=rng.choice((None, rng.randint(1, 10)))
+            if self.config.chunked_prefill
+            else None,
         )
 
     def _faults(self, scheduled: ScheduledSequence) -> bool:
@@ -265,6 +272,28 @@ class Simulation:
         self.counts["cached"] = self.pool.hit_tokens
         self.counts["preemptions"] = self.scheduler.num_preemptions
         self.counts["rows"] += plan.num_rows
+
+    def _check_switches(self, plan: StepPlan, ran_before: int) -> None:
+        if self.config.batching == "static" and plan.admissions:
+            assert not ran_before, "somebody joined a static batch"
+            self.counts["static batches"] += 1
+        if self.config.chunked_prefill:
+            return
+        seqs = {seq.key: seq for seq in self.expected}
+        rows = {row.slot: row for row in plan.sequences}
+        for admission in plan.admissions:
+            seq, row = seqs[admission.seq_key], rows[admission.slot]
+            rest = len(seq.tokens) - row.start
+            if row.num_tokens < rest:
+                # One row for each token that is scored, or one at the end.
+                scoring = seq.scores_prompt and seq.num_scored < seq.prompt_len - 1
+                unscored = len(seq.tokens) - max(row.start, seq.num_scored)
+                num_rows = unscored if scoring else 1
+                fits = rest <= self.config.max_num_batched_tokens
+                assert not fits or num_rows > self.config.max_rows, "cut, and a step would hold it"
+                self.counts["cut anyway"] += 1
+            else:
+                self.counts["whole prompts"] += 1
 
     def _commit(self) -> None:
         plan, result = self.in_flight.popleft()

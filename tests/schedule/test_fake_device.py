@@ -179,7 +179,7 @@ def test_steps_take_their_time_one_after_the_other():
     pending = [fake.dispatch(plan)]
     pending.append(
         fake.dispatch(
-            dataclasses.replace(plan, admissions=(), sequences=(row(start=3, tokens=(-1,)),))
+            dataclasses.replace(plan, admissions=(), chunks=(row(start=3, tokens=(-1,)),))
         )
     )
     assert time.monotonic() - start_s < 0.02  # dispatch does not wait

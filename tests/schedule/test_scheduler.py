@@ -689,3 +689,67 @@ def test_scheduling_imports_no_jax():
         "sys.exit('jax' in sys.modules or 'asyncio' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- the switches --------------------------------------------------------------------------------
+
+
+def test_static_batching_admits_only_when_nothing_runs():
+    loop = Loop(batching="static", max_num_seqs=2)
+    seqs = [loop.add_one([10 * i], max_tokens=3 + i) for i in range(5)]
+    batches, ran_before = [], 0
+    while loop.scheduler.has_work:
+        plan = loop.step()
+        if plan is not None and plan.admissions:
+            assert ran_before == 0
+            batches.append([admission.seq_key for admission in plan.admissions])
+        ran_before = loop.scheduler.num_running
+    keys = [seq.key for seq in seqs]
+    assert batches == [keys[:2], keys[2:4], keys[4:]]
+    assert [len(output(seq)) for seq in seqs] == [3, 4, 5, 6, 7]
+
+
+def test_continuous_batching_fills_a_free_slot_at_once():
+    loop = Loop(batching="continuous", max_num_seqs=2)
+    for i in range(3):
+        loop.add_one([10 * i], max_tokens=3 + 10 * (i == 0))
+    plans = loop.run()
+    joined = [len(plan.sequences) for plan in plans if plan.admissions]
+    assert joined == [2, 2]  # the third came into a batch that was running
+
+
+def test_the_samples_of_a_request_are_one_static_batch():
+    loop = Loop(batching="static")
+    loop.add(range(30), n=3, max_tokens=4)
+    assert len(loop.step().admissions) == 3
+
+
+def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it():
+    loop = Loop(chunked_prefill=False, max_num_batched_tokens=20)
+    loop.add_one(range(100, 112), max_tokens=3)
+    second = loop.add_one(range(12), max_tokens=3)
+    third = loop.add_one([500], max_tokens=3)
+    plans = loop.run()
+    assert [[row.num_tokens for row in plan.sequences] for plan in plans[:2]] == [[12], [1, 1, 12]]
+    assert scheduled(plans[1], third) is not None
+    assert output(second) == [12, 13, 14]
+
+
+def test_without_chunked_prefill_the_next_in_line_is_not_overtaken():
+    loop = Loop(chunked_prefill=False, max_num_batched_tokens=20)
+    loop.add_one([100], max_tokens=6)
+    whole = loop.add_one(range(20), max_tokens=2)  # needs a step for itself
+    late = loop.add_one([200], max_tokens=2)
+    plans = loop.run()
+    rows = [[row.seq_key for row in plan.sequences] for plan in plans if scheduled(plan, whole)]
+    assert rows[0] == [whole.key]
+    assert plans.index(next(p for p in plans if scheduled(p, late))) > 5
+    assert (output(whole), output(late)) == ([20, 21], [201, 202])
+
+
+def test_without_chunked_prefill_what_no_step_can_hold_is_cut():
+    loop = Loop(chunked_prefill=False, max_num_batched_tokens=8)
+    seq = loop.add_one(range(20), max_tokens=2)
+    plans = loop.run()
+    assert [plan.num_tokens for plan in plans] == [8, 8, 4, 1]
+    assert output(seq) == [20, 21]

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from forge_jax.engine import Engine
+from forge_jax.observe.phases import PHASES
 from forge_serve.app import Service
 from forge_serve.config import ServerConfig
 
@@ -92,6 +93,14 @@ async def test_metrics_count_what_happened(start):
     assert samples["forge:inter_token_latency_seconds_count", model] > 0
     assert samples["forge:request_prompt_tokens_sum", model] >= 2 * num_prompt
     assert samples["forge:request_generation_tokens_sum", model] >= 40
+    phases = {family.name: family for family in families}["forge:step_phase_seconds"]
+    assert phases.type == "histogram"
+    for phase in PHASES:
+        labels = model, ("phase", phase)
+        count = samples["forge:step_phase_seconds_count", *labels]
+        assert count == samples["forge:step_phase_seconds_bucket", ("le", "+Inf"), *labels] > 0
+        assert count == stats.step_phases[phase].count
+        assert samples["forge:step_phase_seconds_sum", *labels] > 0
     finished = [samples["forge:request_success_total", ("finished_reason", r), model]
                 for r in ("stop", "length")]  # fmt: skip
     assert sum(finished) == 6
@@ -107,6 +116,8 @@ async def test_statistics_are_the_engines(server):
     assert status == 200
     assert stats["state"] == "ready"
     assert stats["num_used_blocks"] == 0
+    assert set(stats["step_phases"]) == set(PHASES)
+    assert stats["step_phases"]["read"]["total_s"] == 0.0
 
 
 @pytest.mark.parametrize(

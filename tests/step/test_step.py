@@ -126,7 +126,7 @@ def rows(slot, start, tokens, *, num_rows=1, samples=True, num_output=0, new_blo
 
 
 def run(runner, sequences, admissions=()):
-    plan = StepPlan(step=1, admissions=tuple(admissions), sequences=tuple(sequences))
+    plan = StepPlan(1, tuple(admissions), tuple(sequences))
     return runner.read(runner.dispatch(plan)).sequences
 
 
@@ -141,6 +141,18 @@ def test_tokens_are_fed_back_on_the_device(runner, dense_logits):
         pending.append(runner.dispatch(StepPlan(2 + i, (), (step,))))
     got = [runner.read(p).sequences[0].token_ids[0] for p in pending]
     assert got == greedy(dense_logits, PROMPT, 4)
+
+
+def test_a_decode_step_uploads_one_array_and_nothing_else(runner, dense_logits, monkeypatch):
+    run(runner, [rows(0, 0, PROMPT)], [admission(0, PROMPT)])
+    put, uploads = jax.device_put, []
+    monkeypatch.setattr(jax, "device_put", lambda x, *to: (uploads.append(x), put(x, *to))[1])
+    plan = StepPlan(1, (), (rows(0, len(PROMPT), [FED_BACK], num_output=1),))
+    with jax.transfer_guard_host_to_device("disallow"):  # refuses what is uploaded unasked
+        pending = runner.dispatch(plan)
+    (packed,) = uploads
+    assert packed.dtype == np.int32 and packed.nbytes < 4096
+    assert runner.read(pending).sequences[0].token_ids[0] == greedy(dense_logits, PROMPT, 2)[1]
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 9])

@@ -1,0 +1,495 @@
+"""What the host costs a step: phases of a tick, the queue, the real dispatch, a process's CPU.
+
+    python -m benchmarks.host [--only phases queue step process] [--steps 1000] [--output FILE.json]
+
+Takes about three minutes. Nothing else should run on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import gc
+import json
+import random
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from benchmarks import machine
+from benchmarks.client import percentile
+from benchmarks.serving_process import serving
+from forge_jax.cache.block_pool import BlockPool
+from forge_jax.config import EngineConfig, Policy
+from forge_jax.core import EngineParts, max_rows
+from forge_jax.engine import Engine
+from forge_jax.fake import assemble_fake
+from forge_jax.observe.phases import Phase, PhaseTimes
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.plan import StepPlan, StepResult
+from forge_jax.schedule.request import Request
+from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
+from forge_jax.step.meta import SlotFlags
+from forge_jax.step.runner import step_shapes
+from forge_jax.testing import FakeDevice
+
+SEQUENCES = (1, 64, 256)
+STEP_TIME_S = 0.01  # of the fake device: the event loop has its turn meanwhile
+HOST_PHASES = ("schedule", "pack", "commit", "text", "deliver")
+WAITING = 10_000
+STREAMS = 64
+WARM_UP_STEPS = 100
+IDLE_S, BUSY_S = 10.0, 10.0
+
+Report = dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What the host costs a step.")
+    sections: dict[str, Callable[[int], Any]] = {
+        "phases": phases,
+        "queue": queue,
+        "step": real_step,
+        "process": process_cpu,
+    }
+    parser.add_argument(
+        "--only", nargs="+", choices=sections, default=list(sections), help="default: all"
+    )
+    parser.add_argument("--steps", type=int, default=1000, help="that each figure is taken over")
+    parser.add_argument("--output", type=Path, help="write the report here as JSON")
+    args = parser.parse_args()
+    report: Report = {"benchmark": "host", **machine.describe()}
+    for name in args.only:
+        report[name] = sections[name](args.steps)
+    print(tables(report))
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+# ---- the phases of a tick ------------------------------------------------------------------------
+
+
+class _PackingDevice:
+    """The fake device, behind the packing of the real one."""
+
+    def __init__(self, fake: FakeDevice, config: EngineConfig, max_blocks: int):
+        self._fake = fake
+        self._max_blocks = max_blocks
+        self._flags = SlotFlags(config.batch.max_num_seqs)
+        self._shapes = step_shapes(
+            max_num_seqs=config.batch.max_num_seqs,
+            max_num_batched_tokens=config.batch.max_num_batched_tokens or 2048,
+            max_rows=max_rows(config.batch.max_num_seqs),
+            block_size=fake.block_size,
+        )
+        self.pack_s: list[float] = []
+
+    def dispatch(self, plan: StepPlan) -> Any:
+        start = time.perf_counter()
+        for admission in plan.admissions:
+            self._flags.admit(admission.slot, admission.params)
+        shape = next(shape for shape in self._shapes if shape.fits(plan))
+        shape.pack(plan, self._flags.of_step(plan), self._max_blocks)
+        self.pack_s.append(time.perf_counter() - start)
+        return self._fake.dispatch(plan)
+
+    def read(self, pending: Any) -> StepResult:
+        return self._fake.read(pending)
+
+
+class _Recorder(PhaseTimes):
+    """Keeps every single time, by tick."""
+
+    def __init__(self, device: _PackingDevice):
+        super().__init__()
+        self._device = device
+        self.ticks: list[dict[str, float]] = []
+
+    def begin(self) -> None:
+        self.ticks.append({})
+        super().begin()
+
+    def end(self, phase: Phase) -> None:
+        before = self._total_s[phase]
+        super().end(phase)
+        self.ticks[-1][phase] = self._total_s[phase] - before
+        if phase == "dispatch":
+            self.ticks[-1]["pack"] = self._device.pack_s[-1]
+
+
+def phases(steps: int) -> list[Report]:
+    reports = []
+    for num_sequences in SEQUENCES:
+        for churn in (False, True):
+            _progress(f"phases of {num_sequences} sequences{', churn' * churn}")
+            reports.append(asyncio.run(_measure_phases(num_sequences, steps, churn=churn)))
+    return reports
+
+
+async def _measure_phases(num_sequences: int, steps: int, *, churn: bool) -> Report:
+    """Times the ticks of an engine with streams that are read.
+
+    Without `churn` all sequences decode from the first step to the last; with it, prompts of about
+    64 tokens bring about 128 each, and who has finished is followed by the next.
+    """
+    parts, device = _fake_parts()
+    recorder = parts.core.phases = _Recorder(device)
+    engine = Engine(parts)
+    engine.start()
+    rng = random.Random(0)
+    stop = asyncio.Event()
+
+    async def client(name: int) -> None:
+        turn = 0
+        while not stop.is_set():
+            turn += 1
+            stream = engine.submit(
+                [rng.randrange(300) for _ in range(rng.randint(32, 96))],
+                SamplingParams(
+                    max_tokens=rng.randint(64, 192) if churn else WARM_UP_STEPS + steps + 50,
+                    temperature=0.8,
+                    ignore_eos=True,
+                ),
+                request_id=f"{name}-{turn}",
+            )
+            async for _ in stream:
+                if stop.is_set():
+                    stream.abort()
+
+    clients = [asyncio.create_task(client(name)) for name in range(num_sequences)]
+    while len(recorder.ticks) < WARM_UP_STEPS + steps:
+        await asyncio.sleep(0.05)
+    ticks = recorder.ticks[WARM_UP_STEPS : WARM_UP_STEPS + steps]
+    stop.set()
+    await asyncio.gather(*clients)
+    await engine.stop()
+    whole = [tick for tick in ticks if set(HOST_PHASES) <= tick.keys()]
+    figures = {name: _percentiles([tick[name] for tick in whole]) for name in HOST_PHASES}
+    totals = [sum(tick[name] for name in HOST_PHASES) for tick in whole]
+    return {
+        "sequences": num_sequences,
+        "churn": churn,
+        "ticks": len(whole),
+        "phases_us": figures,
+        "host_us": _percentiles(totals),
+    }
+
+
+def _fake_parts() -> tuple[EngineParts, _PackingDevice]:
+    """A fake engine with room for all, whose device packs."""
+    config = EngineConfig.from_options(num_blocks=32_768, block_size=16)
+    parts = assemble_fake(config, step_time_s=STEP_TIME_S, max_model_len=4096, check=False)
+    fake = parts.core._device
+    assert isinstance(fake, FakeDevice)
+    device = _PackingDevice(fake, config, max_blocks=4096 // 16)
+    parts.core._device = device
+    return parts, device
+
+
+# ---- the queue -----------------------------------------------------------------------------------
+
+
+def queue(steps: int) -> list[Report]:
+    """schedule() and add() by policy, with nobody waiting and with many."""
+    reports = []
+    policies: tuple[Policy, ...] = ("fcfs", "priority", "prefix")
+    for policy in policies:
+        for full in ("slots", "blocks"):
+            for waiting in (0, WAITING):
+                _progress(f"queue: {policy}, {full} full, {waiting} waiting")
+                reports.append(_measure_queue(policy, full, waiting, steps))
+    return reports
+
+
+def _measure_queue(policy: Policy, full: str, waiting: int, steps: int) -> Report:
+    """256 sequences run, and no more can: for lack of slots, or of blocks."""
+    running, block_size, prompt_len = 256, 16, 64
+    per_sequence = -(-(prompt_len + steps + WARM_UP_STEPS) // block_size) + 1
+    pool = BlockPool(running * per_sequence, block_size)
+    config = SchedulerConfig(
+        max_num_seqs=running if full == "slots" else 2 * running,
+        max_num_batched_tokens=2048,
+        max_rows=1024,
+        max_model_len=4096,
+        policy=policy,
+        aging_s=1e9,
+    )
+    scheduler = Scheduler(config, pool, clock=time.monotonic, rng=random.Random(0))
+    device = FakeDevice(
+        num_blocks=pool.num_blocks,
+        block_size=block_size,
+        max_num_seqs=config.max_num_seqs,
+        check=False,
+    )
+    rng = random.Random(0)
+
+    def request(name: str, prompt_len: int) -> Request:
+        prompt = [rng.randrange(200) for _ in range(prompt_len)]
+        params = SamplingParams(max_tokens=4096 - prompt_len)
+        return Request(
+            request_id=name,
+            prompt_token_ids=prompt,
+            params=params,
+            seed=0,
+            priority=rng.randrange(5) + 1,
+        )
+
+    for i in range(running):
+        running_request = request(f"running-{i}", prompt_len)
+        scheduler.add(dataclasses.replace(running_request, priority=0))
+    schedule_s: list[float] = []
+
+    def tick() -> None:
+        start = time.perf_counter()
+        plan = scheduler.schedule()
+        schedule_s.append(time.perf_counter() - start)
+        assert plan is not None
+        scheduler.commit(plan, device.read(device.dispatch(plan)))
+
+    for _ in range(WARM_UP_STEPS // 2):
+        tick()
+    assert scheduler.num_running == running
+    # With free slots, what waits is too long for the blocks that are left.
+    adding = [request(f"waiting-{i}", 64 if full == "slots" else 3800) for i in range(waiting + 50)]
+    if full == "blocks":
+        spare = pool.allocate(max(0, pool.num_free - running * (per_sequence - 8)))
+        assert spare is not None
+    for waiting_request in adding[:waiting]:
+        scheduler.add(waiting_request)
+    for _ in range(WARM_UP_STEPS // 2):
+        tick()
+    schedule_s.clear()
+    with _no_collections():
+        for _ in range(min(steps, 500)):
+            tick()
+    assert scheduler.num_waiting == waiting and scheduler.num_running == running
+    add_s = []
+    for late in adding[waiting:]:
+        start = time.perf_counter()
+        scheduler.add(late)
+        add_s.append(time.perf_counter() - start)
+    return {
+        "policy": policy,
+        "full": full,
+        "waiting": waiting,
+        "schedule_us": _percentiles(schedule_s),
+        "add_us": _percentiles(add_s),
+    }
+
+
+# ---- the real step -------------------------------------------------------------------------------
+
+
+def real_step(steps: int) -> list[Report]:
+    """Where the dispatch and the read of a decode step of the bundled model spend their time."""
+    from forge_jax.assemble import assemble
+
+    _progress("loading forge-tiny")
+    parts = assemble(EngineConfig.from_options(max_num_seqs=64, backend="cpu"))
+    return [_measure_step(parts, num_sequences, steps) for num_sequences in (16, 64)]
+
+
+def _measure_step(parts: EngineParts, num_sequences: int, steps: int) -> Report:
+    _progress(f"decode of {num_sequences} sequences on forge-tiny")
+    core, steps = parts.core, min(steps, 300)
+    runner: Any = core._device
+    for i in range(num_sequences):
+        params = SamplingParams(max_tokens=steps + 120, temperature=0.8, ignore_eos=True)
+        core.add(
+            Request(
+                request_id=f"{num_sequences}-{i}", prompt_token_ids=[5] * 16, params=params, seed=i
+            )
+        )
+    times: dict[str, list[float]] = {}
+    with parts.guard(), _timed_runner(runner, times):
+        for tick in range(steps + 40):
+            if tick == 40:
+                for values in times.values():
+                    values.clear()
+            core.tick()
+    core.drain()
+    times["execute call"] = [
+        both - put for both, put in zip(times.pop("put and call"), times["device_put"], strict=True)
+    ]
+    return {
+        "sequences": num_sequences,
+        "us": {name: _percentiles(values) for name, values in times.items()},
+    }
+
+
+@contextmanager
+def _timed_runner(runner: Any, times: dict[str, list[float]]) -> Iterator[None]:
+    """Times the parts of the runner's `dispatch` and `read`."""
+    import jax
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        values = times.setdefault(name, [])
+
+        def call(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args)
+            values.append(time.perf_counter() - start)
+            return result
+
+        return call
+
+    read = timed("read the result", runner.read)
+    wait = timed("wait for the device", lambda pending: pending.out.packed.block_until_ready())
+
+    def wait_and_read(pending: Any) -> StepResult:
+        wait(pending)
+        return read(pending)
+
+    put = jax.device_put
+    runner.dispatch = timed("dispatch in all", runner.dispatch)
+    runner._step = timed("put and call", runner._step)
+    runner.read = wait_and_read
+    jax.device_put = timed("device_put", put)
+    try:
+        yield
+    finally:
+        jax.device_put = put
+        del runner.dispatch, runner._step, runner.read
+
+
+# ---- the process ---------------------------------------------------------------------------------
+
+
+def process_cpu(steps: int) -> list[Report]:
+    """CPU of a server process in percent of a core: idle, and with streams of 10 ms a step."""
+    reports = []
+    for name, arguments in (
+        ("fake device", ["--fake", "--fake-step-time-ms", f"{1e3 * STEP_TIME_S:.0f}"]),
+        ("forge-tiny", ["forge-tiny"]),
+    ):
+        _progress(f"CPU of a server with {name}")
+        with serving([*arguments, "--no-request-log"]) as (url, _):
+            (process,) = psutil.Process().children()
+            time.sleep(2.0)
+            report = {"server": name, "idle_percent": _cpu_percent(process, IDLE_S)}
+            if name == "fake device":
+                report |= asyncio.run(_busy(url, process))
+            reports.append(report)
+    return reports
+
+
+def _cpu_percent(process: psutil.Process, seconds: float) -> float:
+    """Of one core, over the next `seconds`."""
+    before, start = sum(process.cpu_times()[:2]), time.perf_counter()
+    time.sleep(seconds)
+    return 100 * (sum(process.cpu_times()[:2]) - before) / (time.perf_counter() - start)
+
+
+async def _busy(url: str, process: psutil.Process) -> Report:
+    """Measures while 64 clients read streams."""
+    body = {"prompt": "Once upon a time", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            async for _ in response.content.iter_any():
+                pass
+
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        clients = [asyncio.create_task(client(session)) for _ in range(STREAMS)]
+        await asyncio.sleep(2.0)
+        before = _stats(url)
+        percent = await asyncio.to_thread(_cpu_percent, process, BUSY_S)
+        after = await asyncio.to_thread(_stats, url)
+        for task in clients:
+            task.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+    steps = after["steps"] - before["steps"]
+    return {
+        "streams": STREAMS,
+        "busy_percent": percent,
+        "steps_per_s": steps / BUSY_S,
+        "tokens_per_s": (after["generation_tokens"] - before["generation_tokens"]) / BUSY_S,
+        "mean_phase_us": {
+            phase: 1e6 * (totals["total_s"] - before["step_phases"][phase]["total_s"]) / steps
+            for phase, totals in after["step_phases"].items()
+        },
+    }
+
+
+def _stats(url: str) -> Any:
+    with urllib.request.urlopen(f"{url}/stats", timeout=10) as response:
+        return json.load(response)
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def tables(report: Report) -> str:
+    versions = report["versions"]
+    lines = [f"{report['date']}, {report['cpu']}, {report['cores']} cores, jax {versions['jax']}"]
+    if "phases" in report:
+        lines += ["", "| sequences | load | host, µs | " + " | ".join(HOST_PHASES) + " |"]
+        lines += ["|---" * (3 + len(HOST_PHASES)) + "|"]
+        for r in report["phases"]:
+            cells = [r["sequences"], "churn" if r["churn"] else "decode", _pair(r["host_us"])]
+            lines.append(_row([*cells, *(_pair(r["phases_us"][name]) for name in HOST_PHASES)]))
+    if "queue" in report:
+        lines += [
+            "",
+            "| policy | full | waiting | schedule, µs | add, µs |",
+            "|---|---|---|---|---|",
+        ]
+        for r in report["queue"]:
+            cells = [r["policy"], r["full"], r["waiting"]]
+            lines.append(_row([*cells, _pair(r["schedule_us"]), _pair(r["add_us"])]))
+    if "step" in report:
+        names = list(report["step"][0]["us"])
+        lines += ["", _row(["sequences", *(f"{name}, µs" for name in names)])]
+        lines += ["|---" * (1 + len(names)) + "|"]
+        for r in report["step"]:
+            lines.append(_row([r["sequences"], *(_pair(r["us"][name]) for name in names)]))
+    if "process" in report:
+        lines += ["", "| server | streams | CPU, % of a core | steps/s |", "|---|---|---|---|"]
+        for r in report["process"]:
+            lines.append(_row([r["server"], 0, f"{r['idle_percent']:.2f}", 0]))
+            if "streams" in r:
+                busy = f"{r['busy_percent']:.1f}"
+                lines.append(_row([r["server"], r["streams"], busy, f"{r['steps_per_s']:.0f}"]))
+    lines += ["", "Pairs are p50 / p99."]
+    return "\n".join(lines)
+
+
+def _row(cells: list[Any]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    """In microseconds."""
+    return {f"p{p}": round(1e6 * percentile(seconds, p), 1) for p in (50, 99)}
+
+
+def _pair(values: dict[str, float]) -> str:
+    return f"{values['p50']:,.0f} / {values['p99']:,.0f}"
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _progress(text: str) -> None:
+    print(f"{text} ...", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Where the host's time goes: a clock that is read once at the end of each phase of a step."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["schedule", "dispatch", "read", "commit", "text", "deliver"]
+PHASES: tuple[Phase, ...] = ("schedule", "dispatch", "read", "commit", "text", "deliver")
+BOUNDS_S = (
+    *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseTotals:
+    """How often a phase has run and how long that took in all, in seconds.
+
+    `buckets[i]` counts the times of at most `BOUNDS_S[i]` and more than the bound before; the last
+    bucket has no bound.
+    """
+
+    count: int
+    total_s: float
+    buckets: tuple[int, ...]
+
+
+class PhaseTimes:
+    """Histograms of the phases of a step. Half a microsecond a phase.
+
+    One thread begins and ends phases; any thread may read `totals`, which may then be a step apart.
+
+        times.begin()
+        plan = scheduler.schedule()
+        times.end("schedule")
+        pending = device.dispatch(plan)
+        times.end("dispatch")
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._since = 0.0
+        self._total_s = dict.fromkeys(PHASES, 0.0)
+        self._buckets = {phase: [0] * (len(BOUNDS_S) + 1) for phase in PHASES}
+
+    def begin(self) -> None:
+        """The first phase of a step begins now; the others begin where the one before ended."""
+        self._since = self._clock()
+
+    def end(self, phase: Phase) -> None:
+        now = self._clock()
+        seconds = now - self._since
+        self._since = now
+        self._total_s[phase] += seconds
+        self._buckets[phase][bisect_left(BOUNDS_S, seconds)] += 1
+
+    def totals(self) -> dict[Phase, PhaseTotals]:
+        """What has been counted since the start, by phase."""
+        totals = {}
+        for phase in PHASES:
+            buckets = tuple(self._buckets[phase])
+            totals[phase] = PhaseTotals(
+                count=sum(buckets), total_s=self._total_s[phase], buckets=buckets
+            )
+        return totals

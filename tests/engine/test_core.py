@@ -1,0 +1,89 @@
+"""`EngineCore`, tick by tick, on the fake device: its switches, and where its time goes."""
+
+import pytest
+
+from forge_jax.config import EngineConfig
+from forge_jax.errors import ConfigError
+from forge_jax.fake import assemble_fake
+from forge_jax.observe.phases import BOUNDS_S, PHASES, PhaseTimes
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.request import Request
+
+
+def core(**options):
+    config = EngineConfig.from_options(**options)
+    return assemble_fake(config, step_time_s=0.0, max_model_len=256, check=True).core
+
+
+def serve(core, num_requests=20) -> tuple[dict[str, list[int]], set[int]]:
+    """(tokens by request, how many steps were in flight after a tick)."""
+    for i in range(num_requests):
+        params = SamplingParams(max_tokens=5 + i, ignore_eos=True)
+        core.add(
+            Request(request_id=f"r{i}", prompt_token_ids=[i] * (1 + 3 * i), params=params, seed=i)
+        )
+    tokens: dict[str, list[int]] = {}
+    in_flight = set()
+    while core.has_work:
+        for request_id, deltas in core.tick().items():
+            for delta in deltas:
+                tokens.setdefault(request_id, []).extend(delta.token_ids)
+        in_flight.add(core.scheduler.num_in_flight)
+    return tokens, in_flight
+
+
+def test_one_step_is_in_flight_after_a_tick():
+    _, in_flight = serve(core())
+    assert in_flight == {0, 1}  # 0 when all is done
+
+
+def test_without_one_step_ahead_none_is():
+    tokens, in_flight = serve(core(one_step_ahead=False))
+    assert in_flight == {0}
+    assert tokens == serve(core())[0]
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"batching": "static"},
+        {"chunked_prefill": False},
+        {"batching": "static", "chunked_prefill": False, "one_step_ahead": False},
+    ],
+)
+@pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 4}])
+def test_the_switches_change_no_token(switches, limits):
+    assert serve(core(**switches, **limits))[0] == serve(core())[0]
+
+
+def test_a_chunk_size_without_chunks_is_refused():
+    with pytest.raises(ConfigError, match=r"--prefill-chunk-size.*--no-chunked-prefill"):
+        EngineConfig.from_options(prefill_chunk_size=8, chunked_prefill=False)
+
+
+def test_the_phases_of_every_step_are_timed():
+    engine = core()
+    serve(engine)
+    totals = engine.phases.totals()
+    for phase in ("dispatch", "read", "commit", "text"):
+        assert totals[phase].count == engine.num_steps
+    assert totals["schedule"].count > engine.num_steps  # the last found nothing to do
+    assert totals["deliver"].count == 0  # is the engine thread's
+
+
+def test_a_phase_is_counted_where_it_belongs():
+    now_s = 0.0
+    times = PhaseTimes(clock=lambda: now_s)
+    times.begin()
+    for seconds in (0.25, 0.25, 100.0):
+        now_s += seconds
+        times.end("read")
+    now_s += 0.002
+    times.end("commit")
+    totals = times.totals()
+    assert set(totals) == set(PHASES)
+    assert (totals["read"].count, totals["read"].total_s) == (3, 100.5)
+    at_quarter = BOUNDS_S.index(0.25)
+    assert totals["read"].buckets[at_quarter] == 2 and totals["read"].buckets[-1] == 1
+    assert totals["commit"].buckets[BOUNDS_S.index(0.0025)] == 1
+    assert totals["schedule"].count == 0

@@ -1,0 +1,26 @@
+import gc
+
+from forge_jax import Engine
+from forge_jax.garbage import NEW_OBJECTS, short_pauses
+
+
+def test_the_collectors_settings_come_back_with_the_last_engine():
+    before = gc.get_threshold()
+    assert before[0] < NEW_OBJECTS
+    with short_pauses():
+        with short_pauses():
+            assert gc.get_threshold()[0] == NEW_OBJECTS
+        assert gc.get_threshold()[0] == NEW_OBJECTS
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
+
+
+async def test_an_engine_sets_them_while_it_runs():
+    before = gc.get_threshold()
+    engine = Engine.fake()
+    engine.start()
+    async for _ in engine.generate([1]):
+        assert gc.get_threshold()[0] == NEW_OBJECTS
+    await engine.stop()
+    assert gc.get_threshold() == before
