@@ -23,14 +23,16 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import machine
-from benchmarks.client import percentile
 from benchmarks.epoll_client import (
     BadAnswerError,
     Body,
@@ -41,7 +43,7 @@ from benchmarks.epoll_client import (
     http_request,
     text_and_tokens,
 )
-from benchmarks.serving_process import Server, started
+from benchmarks.serving_process import serving
 
 PROMPT_TOKENS = 32
 CHAT_MARKS = 18  # tokens that the fake chat template adds around a user's message
@@ -50,6 +52,12 @@ WARM_UP_S = 1.0
 SAMPLE_EVERY = 100
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    url: str
+    pid: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +124,9 @@ def main() -> int:
 @contextmanager
 def fake_server(step_ms: float) -> Iterator[Server]:
     flags = ["--fake", "--fake-step-time-ms", str(step_ms), "--max-num-seqs", "256"]
-    with started([*flags, "--no-request-log"]) as server:
-        yield server
+    with serving([*flags, "--no-request-log"]) as (url, _):
+        (pid,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        yield Server(url=url, pid=int(pid))
 
 
 def measure(server: Server, scenario: Scenario, seconds: float) -> dict[str, Any]:
@@ -144,21 +153,23 @@ def measure(server: Server, scenario: Scenario, seconds: float) -> dict[str, Any
 
 def make_bodies(url: str, scenario: Scenario) -> list[Body]:
     """Requests of 32 prompt tokens, seeded, each with the text that answers it."""
-    bodies = []
     rng = random.Random(0)
+    asked = []
     for seed in range(NUM_BODIES):
         chat = scenario.path == CHAT
         letters = PROMPT_TOKENS - CHAT_MARKS * chat  # one token each to the fake tokenizer
         text = "".join(rng.choices(string.ascii_lowercase + " ", k=letters))
-        asked: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
-        if not chat:
-            asked = {"prompt": text}
-        asked |= {"max_tokens": scenario.tokens, "ignore_eos": True, "seed": seed}
-        answer = _post(url + scenario.path, asked)
-        assert answer["usage"]["prompt_tokens"] == PROMPT_TOKENS, answer["usage"]
+        prompt = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+        limits = {"max_tokens": scenario.tokens, "ignore_eos": True}
+        asked.append({**prompt, **limits, "seed": seed})
+    with ThreadPoolExecutor(NUM_BODIES) as pool:
+        answers = list(pool.map(lambda body: _post(url + scenario.path, body), asked))
+    bodies = []
+    for body, answer in zip(asked, answers, strict=True):
         text, tokens = text_and_tokens(answer)
+        assert answer["usage"]["prompt_tokens"] == PROMPT_TOKENS, answer["usage"]
         assert tokens == scenario.tokens, answer["usage"]
-        request = http_request(scenario.path, {**asked, "stream": scenario.stream})
+        request = http_request(scenario.path, {**body, "stream": scenario.stream})
         bodies.append(Body(request=request, text=text, tokens=tokens))
     return bodies
 
@@ -183,7 +194,7 @@ def figures(scenario: Scenario, tally: Tally) -> dict[str, Any]:
         "separate_events_per_s": (events - merged) / wall_s,
         "merged_events_per_s": merged / wall_s,
         "events_per_read": events / tally.reads if events else 0.0,
-        "latency_ms": {p: percentile(ms, p) for p in (50, 99)},
+        "latency_ms": {p: float(np.percentile(ms, p)) for p in (50, 99)} if ms else {},
         "checked_answers": len(tally.samples),
         "wall_s": wall_s,
         "client_cpu_s": tally.cpu_s,
@@ -275,7 +286,7 @@ def table(report: dict[str, Any]) -> str:
             f"{row['separate_events_per_s']:,.0f}" if streams else "-",
             f"{row['merged_events_per_s']:,.0f}" if streams else "-",
             f"{row['events_per_read']:.2f}" if streams else "-",
-            f"{row['latency_ms'][50]:.0f} / {row['latency_ms'][99]:.0f}",
+            " / ".join(f"{ms:.0f}" for ms in row["latency_ms"].values()) or "-",
             f"{row['server_us_per_request']:,.0f}",
             f"{row['server_us_per_event']:.1f}" if streams else "-",
             f"{row['client_us_per_request']:,.0f}",

@@ -11,28 +11,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, kw_only=True)
-class Server:
-    url: str
-    ready_s: float  # from its start
-    pid: int
 
 
 @contextmanager
 def serving(
     arguments: Sequence[str] = (), *, timeout_s: float = 300.0
 ) -> Iterator[tuple[str, float]]:
-    """Yields (url, seconds from start to ready). Raises as `started` does."""
-    with started(arguments, timeout_s=timeout_s) as server:
-        yield server.url, server.ready_s
-
-
-@contextmanager
-def started(arguments: Sequence[str] = (), *, timeout_s: float = 300.0) -> Iterator[Server]:
-    """A server process for the length of the context.
+    """Yields (url, seconds from start to ready).
 
     Raises:
       RuntimeError: the server ended, or was not ready in time.
@@ -51,7 +36,7 @@ def started(arguments: Sequence[str] = (), *, timeout_s: float = 300.0) -> Itera
             if time.perf_counter() - start > timeout_s:
                 raise RuntimeError(f"the server was not ready after {timeout_s:.0f} s")
             time.sleep(0.02)
-        yield Server(url=url, ready_s=time.perf_counter() - start, pid=process.pid)
+        yield url, time.perf_counter() - start
     finally:
         process.send_signal(signal.SIGTERM)
         try:
