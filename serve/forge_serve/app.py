@@ -2,7 +2,7 @@
 
 It owns no policy of its own: requests are read by `protocol`, answers are written by `responses`,
 and the engine decides what runs. Nothing here can block the engine: a slow reader only holds up
-its own handler, and one that takes nothing for `WRITE_STALL_S` is given up.
+its own answer, and one that takes nothing for `WRITE_STALL_S` is given up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from aiohttp import hdrs, web
 from forge_jax.errors import RequestError
 from forge_serve.config import ServerConfig
 from forge_serve.errors import NotReadyError, UnknownModelError, error_reply
-from forge_serve.generation import Generation, encode_prompts
+from forge_serve.event_stream import EventStream
+from forge_serve.generation import Generation, News, encode_prompts
 from forge_serve.metrics import CONTENT_TYPE, Metrics
 from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, decode
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
@@ -39,11 +40,6 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
 _GENERATION = web.RequestKey("generation", Generation)
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 _CLIENT_LEFT = web.RequestKey("client_left", bool)  # in the middle of a stream, or was given up
-_STREAM_HEADERS = {
-    hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8",
-    hdrs.CACHE_CONTROL: "no-cache",
-    "X-Accel-Buffering": "no",
-}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -214,12 +210,8 @@ class _Endpoints:
         http[_GENERATION] = generation
         try:
             if request.streams:
-                return await _stream(http, generation, form, request.stream_usage_always)
-            async for news in generation:
-                for choice, delta in news:
-                    form.add(choice, delta)
-            body = form.body(generation.usage)
-            return web.Response(body=body, content_type="application/json")
+                return await _stream(http, generation, form)
+            return await _whole(generation, form)
         finally:
             generation.close()
 
@@ -274,27 +266,11 @@ async def _add_headers(http: web.Request, response: web.StreamResponse) -> None:
 
 
 async def _stream(
-    http: web.Request, generation: Generation, form: ResponseForm, usage_always: bool
+    http: web.Request, generation: Generation, form: ResponseForm
 ) -> web.StreamResponse:
-    """One write per step, with the events of all choices of that step.
-
-    A failure after the headers is an event with an `error`, and no `[DONE]` after it.
-    """
-    response = web.StreamResponse(headers=_STREAM_HEADERS)
+    stream = EventStream(http, generation, form, stall_s=WRITE_STALL_S)
     try:
-        await response.prepare(http)
-        try:
-            async for news in generation:
-                usage = generation.usage if usage_always else None
-                events = [form.events(choice, delta, usage) for choice, delta in news]
-                if generation.complete:
-                    events.append(form.end(generation.usage))
-                await _write(response, b"".join(events))
-        except (ConnectionError, TimeoutError):
-            raise
-        except Exception as error:
-            await _write(response, b"data: " + error_reply(error).body() + b"\n\n")
-        await response.write_eof()
+        await stream.run()
     except TimeoutError:
         http[_CLIENT_LEFT] = True
         log.warning("gave up a client that read nothing for %.0f s", WRITE_STALL_S)
@@ -302,11 +278,20 @@ async def _stream(
             http.transport.abort()
     except ConnectionError:
         http[_CLIENT_LEFT] = True  # the caller aborts the generation
-    return response
+    return stream.response
 
 
-async def _write(response: web.StreamResponse, data: bytes) -> None:
-    if not data:
-        return
-    async with asyncio.timeout(WRITE_STALL_S):
-        await response.write(data)
+async def _whole(generation: Generation, form: ResponseForm) -> web.Response:
+    over = asyncio.Event()
+
+    def take(news: News) -> None:
+        for choice, delta in news:
+            form.add(choice, delta)
+        if generation.over:
+            over.set()
+
+    generation.begin(take)
+    await over.wait()
+    if generation.failure is not None:
+        raise generation.failure
+    return web.Response(body=form.body(generation.usage), content_type="application/json")

@@ -86,8 +86,11 @@ class Metrics:
 
     def later_tokens(self, seconds: float, deltas: Sequence[Delta]) -> None:
         """`deltas` arrived that long after the ones before them: one observation for them all."""
-        first = deltas[0].index
-        steps = sum(len(delta.token_ids) for delta in deltas if delta.index == first)
+        first = deltas[0]
+        steps = len(first.token_ids)
+        for delta in deltas[1:]:
+            if delta.index == first.index:
+                steps += len(delta.token_ids)
         self._bound.inter_token.observe(seconds / max(steps, 1))
 
     def request(self, prompt_tokens: int, generation_tokens: int, e2e_s: float) -> None:
