@@ -133,7 +133,7 @@ def measure(server: Server, scenario: Scenario, seconds: float) -> dict[str, Any
     bodies = make_bodies(server.url, scenario)
     url = urllib.parse.urlsplit(server.url)
     assert url.hostname is not None and url.port is not None
-    cpu: list[dict[int, tuple[float, float]]] = []
+    cpu: list[CpuTimes] = []
     tally = drive(
         (url.hostname, url.port),
         bodies,
@@ -142,13 +142,14 @@ def measure(server: Server, scenario: Scenario, seconds: float) -> dict[str, Any
         warm_up_s=WARM_UP_S,
         load_s=seconds,
         sample_every=SAMPLE_EVERY,
-        on_window=lambda: cpu.append(thread_cpu_s(server.pid)),
+        on_window=lambda: cpu.append(CpuTimes.now(server.pid)),
     )
     check = check_stream if scenario.stream else check_whole
     for body, answer in tally.samples:
         check(body, answer)
     wait_until_idle(server.url)
-    return {**figures(scenario, tally), **server_cpu(server.pid, *cpu, tally)}
+    begin, end = cpu
+    return {**figures(scenario, tally), **cpu_figures(server.pid, begin, end, tally)}
 
 
 def make_bodies(url: str, scenario: Scenario) -> list[Body]:
@@ -203,20 +204,15 @@ def figures(scenario: Scenario, tally: Tally) -> dict[str, Any]:
     }
 
 
-def server_cpu(
-    pid: int,
-    begin: dict[int, tuple[float, float]],
-    end: dict[int, tuple[float, float]],
-    tally: Tally,
-) -> dict[str, Any]:
+def cpu_figures(pid: int, begin: CpuTimes, end: CpuTimes, tally: Tally) -> dict[str, Any]:
     """CPU seconds of the server: the event loop is its main thread, the engine its busiest other.
 
     Threads that began or ended meanwhile are not counted; none does under load.
     """
     spent = {
-        thread: tuple(b - a for a, b in zip(begin[thread], times, strict=True))
-        for thread, times in end.items()
-        if thread in begin
+        thread: tuple(b - a for a, b in zip(begin.threads_s[thread], times, strict=True))
+        for thread, times in end.threads_s.items()
+        if thread in begin.threads_s
     }
     total_s = sum(sum(times) for times in spent.values())
     loop_user_s, loop_system_s = spent.pop(pid)
@@ -225,6 +221,7 @@ def server_cpu(
         "loop_user_cpu_s": loop_user_s,
         "loop_system_cpu_s": loop_system_s,
         "engine_cpu_s": max((sum(times) for times in spent.values()), default=0.0),
+        "other_processes_cpu_s": max(0.0, end.machine_s - begin.machine_s - total_s - tally.cpu_s),
         "server_us_per_request": 1e6 * total_s / max(len(tally.latencies_s), 1),
         "client_us_per_request": 1e6 * tally.cpu_s / max(len(tally.latencies_s), 1),
         "server_us_per_event": 1e6 * total_s / tally.events if tally.events else None,
@@ -232,13 +229,23 @@ def server_cpu(
     }
 
 
-def thread_cpu_s(pid: int) -> dict[int, tuple[float, float]]:
-    """(user, system) CPU seconds of each thread of a process."""
-    times = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        fields = (task / "stat").read_text().rpartition(")")[2].split()
-        times[int(task.name)] = int(fields[11]) / TICKS_PER_S, int(fields[12]) / TICKS_PER_S
-    return times
+@dataclass(frozen=True, kw_only=True)
+class CpuTimes:
+    threads_s: dict[int, tuple[float, float]]  # (user, system) of each thread of the server
+    machine_s: float  # all that the machine's cores were busy
+
+    @classmethod
+    def now(cls, pid: int) -> CpuTimes:
+        threads_s = {}
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            times_s = int(fields[11]) / TICKS_PER_S, int(fields[12]) / TICKS_PER_S
+            threads_s[int(task.name)] = times_s
+        user, nice, system, _, _, irq, soft_irq = map(
+            int, Path("/proc/stat").read_text().split(maxsplit=8)[1:8]
+        )
+        machine_s = (user + nice + system + irq + soft_irq) / TICKS_PER_S
+        return cls(threads_s=threads_s, machine_s=machine_s)
 
 
 def wait_until_idle(url: str) -> None:
@@ -261,7 +268,8 @@ def progress(row: dict[str, Any]) -> str:
         f"(loop {row['loop_user_cpu_s'] / row['wall_s']:.2f} user "
         f"{row['loop_system_cpu_s'] / row['wall_s']:.2f} system, "
         f"engine {row['engine_cpu_s'] / row['wall_s']:.2f}), "
-        f"client {row['client_cpu_s'] / row['wall_s']:.2f}; "
+        f"client {row['client_cpu_s'] / row['wall_s']:.2f}, "
+        f"others {row['other_processes_cpu_s'] / row['wall_s']:.2f}; "
         f"server {row['server_us_per_request']:.0f} us a request"
         + (f", {per_event:.1f} us an event" if per_event else "")
     )
@@ -274,7 +282,7 @@ def table(report: dict[str, Any]) -> str:
         "",
         "| load | tokens out | requests/s | separate events/s | merged/s | events a read "
         "| latency p50 / p99, ms | server us a request | us an event | client us a request "
-        "| us an event | server / client, cores |",
+        "| us an event | cores: server / client / others |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["scenarios"]:
@@ -291,8 +299,10 @@ def table(report: dict[str, Any]) -> str:
             f"{row['server_us_per_event']:.1f}" if streams else "-",
             f"{row['client_us_per_request']:,.0f}",
             f"{row['client_us_per_event']:.1f}" if streams else "-",
-            f"{row['server_cpu_s'] / row['wall_s']:.2f} / "
-            f"{row['client_cpu_s'] / row['wall_s']:.2f}",
+            " / ".join(
+                f"{row[f'{who}_cpu_s'] / row['wall_s']:.2f}"
+                for who in ("server", "client", "other_processes")
+            ),
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)

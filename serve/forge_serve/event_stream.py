@@ -4,10 +4,10 @@ The engine's news come in a callback on the event loop, once per step and reques
 written to the connection's transport right there. The handler's task sleeps until something needs
 waiting for: a client that reads too slowly, or the end of the answer.
 
-What a slow client has not read is bounded. The transport holds 64 KiB (its high-water mark) and
-what one step added; from then on the deltas themselves are kept, which are at most what the request
-may still generate, and their events are written as the client reads on. A client that takes nothing
-for `stall_s` is given up. Nobody else waits meanwhile.
+What a slow client has not read is bounded. The transport holds its high-water mark, 64 KiB, and
+the events of at most `PIECE` deltas more. From then on the deltas themselves are kept, which are at
+most what the request may still generate, and their events are written as the client reads on. A
+client that takes nothing for `stall_s` is given up. Nobody else waits meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEADERS = {
     hdrs.CACHE_CONTROL: "no-cache",
     "X-Accel-Buffering": "no",
 }
-PIECE = 64  # deltas that are written at once to a client that had been too slow
+PIECE = 256  # deltas whose events are written at once, at most
 
 
 class EventStream:
@@ -82,7 +82,8 @@ class EventStream:
 
     def _take(self, news: News) -> None:
         """Writes the events of a step, unless they have to wait for the handler's task."""
-        if self._held or self._generation.over or self._protocol.writing_paused:
+        waits = self._protocol.writing_paused or len(news) > PIECE
+        if self._held or waits or self._generation.over:
             self._held += news
             self._attention.set()
         else:
