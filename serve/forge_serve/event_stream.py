@@ -94,6 +94,8 @@ class EventStream:
         while len(self._held) > down_to:
             async with asyncio.timeout(self._stall_s):
                 await self._http.writer.drain()
+            if self._transport.is_closing():
+                raise ConnectionResetError("the client has gone")
             self._write(self._events(self._next_piece()))
 
     def _next_piece(self) -> News:
