@@ -1,7 +1,8 @@
 """`Engine`: the async face. One engine thread runs `EngineCore`; an event loop reads streams.
 
-Work goes to the engine thread through one queue; tokens come back once per step, all requests of
-the step together, with a single `call_soon_threadsafe`. The engine never waits for a reader.
+Work goes to the engine thread through one queue; tokens come back through another, all requests of
+a step together, and one `call_soon_threadsafe` wakes the loop for all steps that it has not seen
+yet. The engine never waits for a reader.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,7 +55,7 @@ class EngineStats:
 
 
 class Stream:
-    """The news of one request. Iterate on the event loop that submitted it.
+    """The news of one request, on the event loop that submitted it: iterate, or `push_to`.
 
     Each item is a list of deltas: one step's, or several steps' if the reader was slower than
     the engine. The iteration ends when all `n` samples have finished.
@@ -66,6 +67,7 @@ class Stream:
         self._open = set(range(n))  # samples that have not finished
         self._deltas: list[Delta] = []
         self._arrived = asyncio.Event()
+        self._receive: Callable[[list[Delta]], None] | None = None
 
     def __aiter__(self) -> Stream:
         return self
@@ -79,15 +81,32 @@ class Stream:
         deltas, self._deltas = self._deltas, []
         return deltas
 
+    def push_to(self, receive: Callable[[list[Delta]], None]) -> None:
+        """Calls `receive` with each item as it arrives, on the event loop, instead of iterating.
+
+        It saves waking a task for every step of every request. `receive` must be quick: the next
+        request gets its news of the same step after it. If it raises, its request is aborted.
+        """
+        self._receive = receive
+        if self._deltas:
+            deltas, self._deltas = self._deltas, []
+            receive(deltas)
+
     def abort(self) -> None:
         """Gives the request up: its blocks are free within two steps. After its end, nothing."""
         if self._open:
             self._engine.abort(self.request_id)
 
     def _put(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._open.discard(delta.index)
+        if self._receive is not None:
+            self._receive(deltas)
+            return
         self._deltas.extend(deltas)
-        self._open.difference_update(d.index for d in deltas if d.finish_reason is not None)
-        self._arrived.set()
+        with contextlib.suppress(RuntimeError):  # its reader waited on a loop that was closed
+            self._arrived.set()
 
 
 class Engine:
@@ -106,6 +125,8 @@ class Engine:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._news: deque[Outputs] = deque()  # of the steps that the loop has not seen
+        self._fan_out_due = False
         self._idle = asyncio.Event()
         self._state: State = "starting"
 
@@ -306,7 +327,9 @@ class Engine:
                 raise EngineError("the engine is in use on another event loop")
             for request_id in self._streams:
                 self.abort(request_id)
-        self._loop = loop
+        if self._loop is not loop:
+            self._loop = loop
+            loop.call_soon(self._fan_out)  # which the loop before may have been closed without
 
     def _add(self, request: Request) -> None:
         try:
@@ -320,21 +343,38 @@ class Engine:
             self._deliver({request.request_id: failed})
 
     def _deliver(self, outputs: Outputs) -> None:
-        if outputs:
-            self._call(self._fan_out, outputs)
+        if not outputs:
+            return
+        self._news.append(outputs)
+        if not self._fan_out_due:
+            self._fan_out_due = True
+            self._call(self._fan_out)
 
-    def _call(self, function: Any, argument: Any) -> None:
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody listens
-                self._loop.call_soon_threadsafe(function, argument)
+                self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _fan_out(self, outputs: Outputs) -> None:
-        for request_id, deltas in outputs.items():
+    def _fan_out(self) -> None:
+        """Hands the news on, all steps' of a request at once. It runs on the event loop."""
+        self._fan_out_due = False  # before the queue is read: what comes later is called for again
+        news: Outputs = {}
+        while self._news:
+            outputs = self._news.popleft()
+            if not news:
+                news = outputs
+                continue
+            for request_id, deltas in outputs.items():
+                news.setdefault(request_id, []).extend(deltas)
+        for request_id, deltas in news.items():
             stream = self._streams.get(request_id)
             if stream is None:
                 continue
-            with contextlib.suppress(RuntimeError):  # its reader waited on a loop that was closed
+            try:
                 stream._put(deltas)
+            except Exception:  # costs this request, not the others
+                log.exception("request %s: its news could not be received", request_id)
+                stream.abort()
             if not stream._open:
                 del self._streams[request_id]
         if not self._streams:
@@ -342,7 +382,6 @@ class Engine:
 
     def _fail(self, failure: EngineError) -> None:
         for stream in self._streams.values():
-            with contextlib.suppress(RuntimeError):
-                stream._put([Delta(i, finish_reason="error", error=failure) for i in stream._open])
+            stream._put([Delta(i, finish_reason="error", error=failure) for i in stream._open])
         self._streams.clear()
         self._idle.set()

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from forge_jax.errors import ContextLengthError, EngineError, ForgeError, RequestError
+from forge_jax.errors import ContextLengthError, EngineError, RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.errors import StoppingError
 from forge_serve.metrics import Metrics
@@ -130,8 +130,11 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: dict[str, int]
 
 
+type News = list[tuple[int, Delta]]  # (choice, delta) pairs of one step, or of several
+
+
 class Generation:
-    """Submits the prompts of one request; iterating gives `(choice, delta)` pairs, step by step.
+    """Submits the prompts of one request; `begin` has their news handed on, step by step.
 
     `close` must be called at the end, however it comes: it aborts what still runs.
     """
@@ -151,15 +154,16 @@ class Generation:
         self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.num_output_tokens = 0
         self.unfinished = len(prompts) * params.n
-        self._failure: ForgeError | None = None
+        self.failure: Exception | None = None
         self._n = params.n
         self._metrics = metrics
         self._submitted_s = time.monotonic()
         self._last_s: list[float | None] = [None] * len(prompts)  # of its last tokens, by prompt
         self._cached = [0] * len(prompts)
         self._streams: list[Stream] = []
-        self._arrived: asyncio.Queue[tuple[int, list[Delta]]] = asyncio.Queue()
-        self._forwards: list[asyncio.Task[None]] = []
+        self._receive: Callable[[News], None] | None = None
+        self._gathered: News = []  # of this step, until all prompts have theirs
+        self._hand_on_due = False
         # None is begun if one of them cannot be served; the first is checked as it is submitted.
         for prompt in prompts[1:]:
             engine.check(prompt.token_ids, params)
@@ -179,9 +183,9 @@ class Generation:
             raise
 
     @property
-    def complete(self) -> bool:
-        """Whether every sample has come to its own end."""
-        return not self.unfinished and self._failure is None
+    def over(self) -> bool:
+        """Whether no more news will come: every sample has finished, or there is a `failure`."""
+        return not self.unfinished or self.failure is not None
 
     @property
     def usage(self) -> Usage:
@@ -192,34 +196,20 @@ class Generation:
             prompt_tokens_details={"cached_tokens": sum(self._cached)},
         )
 
-    def __aiter__(self) -> Generation:
-        return self
+    def begin(self, receive: Callable[[News], None]) -> None:
+        """Has `receive` called with the news of each step, of all prompts together, on the event
+        loop, until `over` is true in such a call.
 
-    async def __anext__(self) -> list[tuple[int, Delta]]:
-        """Everything that has arrived since the last time: a step's news, or more.
-
-        Raises:
-          ForgeError: a sample failed, or the engine gave it up. What came before has been given
-            out; the other samples are lost with it.
+        No task wakes for it. News of samples that failed or were given up are not handed on: they
+        are the `failure`. An exception of `receive` becomes the failure, too, and is told to it.
         """
-        if self._failure is not None:
-            raise self._failure
-        if not self.unfinished:
-            raise StopAsyncIteration
-        if len(self._streams) == 1:
-            return self._account(0, await anext(self._streams[0]))
-        if not self._forwards:
-            self._forwards = [
-                asyncio.create_task(self._forward(i)) for i in range(len(self._streams))
-            ]
-        # All streams of a step are fed in one go, so the queue holds the whole step on waking up.
-        news = self._account(*await self._arrived.get())
-        while not self._arrived.empty():
-            news += self._account(*self._arrived.get_nowait())
-        return news
+        self._receive = receive
+        for prompt, stream in enumerate(self._streams):
+            stream.push_to(partial(self._arrived, prompt))
 
     def close(self) -> None:
         """Aborts what still runs, and counts the request."""
+        self._receive = None
         if self.unfinished:
             self._metrics.finished("abort", self.unfinished)
             self.unfinished = 0
@@ -227,18 +217,43 @@ class Generation:
         e2e_s = time.monotonic() - self._submitted_s
         self._metrics.request(self.num_prompt_tokens, self.num_output_tokens, e2e_s)
 
-    async def _forward(self, prompt: int) -> None:
-        async for deltas in self._streams[prompt]:
-            self._arrived.put_nowait((prompt, deltas))
-
     def _abort(self) -> None:
-        for task in self._forwards:
-            task.cancel()
         for stream in self._streams:
             stream.abort()
 
-    def _account(self, prompt: int, deltas: list[Delta]) -> list[tuple[int, Delta]]:
+    def _arrived(self, prompt: int, deltas: list[Delta]) -> None:
+        if self._receive is None:
+            return
+        news = self._account(prompt, deltas)
+        if len(self._streams) == 1:
+            self._hand_on(news)
+            return
+        self._gathered += news
+        if not self._hand_on_due:  # the other prompts get theirs before anything else runs
+            self._hand_on_due = True
+            asyncio.get_running_loop().call_soon(self._hand_on_gathered)
+
+    def _hand_on_gathered(self) -> None:
+        news, self._gathered = self._gathered, []
+        self._hand_on_due = False
+        self._hand_on(news)
+
+    def _hand_on(self, news: News) -> None:
+        receive = self._receive
+        if receive is None:
+            return
+        if self.over:
+            self._receive = None
+        try:
+            receive(news)
+        except Exception as error:
+            self.failure, self._receive = error, None
+            receive([])
+
+    def _account(self, prompt: int, deltas: list[Delta]) -> News:
+        first_choice = prompt * self._n
         num_tokens = 0
+        news = []
         for delta in deltas:
             num_tokens += len(delta.token_ids)
             if delta.num_cached_tokens:
@@ -247,11 +262,14 @@ class Generation:
                 self.unfinished -= 1
                 self._metrics.finished(delta.finish_reason)
                 if delta.finish_reason == "error":
-                    self._failure = delta.error or EngineError("the engine gave no reason")
-                elif delta.finish_reason == "abort":
-                    self._failure = StoppingError("the engine is shutting down")
-        self.num_output_tokens += num_tokens
+                    self.failure = delta.error or EngineError("the engine gave no reason")
+                    continue
+                if delta.finish_reason == "abort":
+                    self.failure = StoppingError("the engine is shutting down")
+                    continue
+            news.append((first_choice + delta.index, delta))
         if num_tokens:
+            self.num_output_tokens += num_tokens
             now_s = time.monotonic()
             last_s = self._last_s[prompt]
             if last_s is None:
@@ -259,8 +277,4 @@ class Generation:
             else:
                 self._metrics.later_tokens(now_s - last_s, deltas)
             self._last_s[prompt] = now_s
-        return [
-            (prompt * self._n + delta.index, delta)
-            for delta in deltas
-            if delta.finish_reason not in ("error", "abort")
-        ]
+        return news

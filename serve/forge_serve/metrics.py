@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from forge_jax.observe.phases import BOUNDS_S
+from forge_serve.histogram import ModelHistogram
 
 if TYPE_CHECKING:
     from forge_jax.engine import EngineStats
@@ -83,56 +84,41 @@ class Metrics:
         self._generation_tokens = self._histogram(
             "request_generation_tokens", "Output tokens of a request", _TOKENS
         )
-        self._observers: _Observers | None = None
+        self._finished: dict[str, Counter] = {}  # by reason, once there is a model to name
 
     def http(self, handler: str, method: str, status: int) -> None:
         self._http.labels(handler, method, str(status)).inc()
 
     def finished(self, reason: str, count: int = 1) -> None:
-        self._bound.success[reason].inc(count)
+        if not self._finished:
+            name = self._model_name()
+            self._finished = {r: self._success.labels(name, r) for r in FINISH_REASONS}
+        self._finished[reason].inc(count)
 
     def first_token(self, seconds: float) -> None:
-        self._bound.first_token.observe(seconds)
+        self._first_token.observe(seconds)
 
     def later_tokens(self, seconds: float, deltas: Sequence[Delta]) -> None:
         """`deltas` arrived that long after the ones before them: one observation for them all."""
-        first = deltas[0].index
-        steps = sum(len(delta.token_ids) for delta in deltas if delta.index == first)
-        self._bound.inter_token.observe(seconds / max(steps, 1))
+        steps = len(deltas[0].token_ids)
+        if len(deltas) > 1:
+            first = deltas[0].index
+            steps = sum(len(delta.token_ids) for delta in deltas if delta.index == first)
+        self._inter_token.observe(seconds / max(steps, 1))
 
     def request(self, prompt_tokens: int, generation_tokens: int, e2e_s: float) -> None:
-        bound = self._bound
-        bound.prompt_tokens.observe(prompt_tokens)
-        bound.generation_tokens.observe(generation_tokens)
-        bound.e2e.observe(e2e_s)
+        self._prompt_tokens.observe(prompt_tokens)
+        self._generation_tokens.observe(generation_tokens)
+        self._e2e.observe(e2e_s)
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def _histogram(self, name: str, doc: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(
-            f"forge:{name}", doc, ("model_name",), buckets=buckets, registry=self.registry
-        )
-
-    @property
-    def _bound(self) -> _Observers:
-        """The metrics with their labels, looked up once there is a model to name in them."""
-        if self._observers is None:
-            self._observers = _Observers(self, self._model_name())
-        return self._observers
-
-
-class _Observers:
-    def __init__(self, metrics: Metrics, model_name: str):
-        self.success = {
-            reason: metrics._success.labels(model_name, reason) for reason in FINISH_REASONS
-        }
-        self.first_token = metrics._first_token.labels(model_name)
-        self.inter_token = metrics._inter_token.labels(model_name)
-        self.e2e = metrics._e2e.labels(model_name)
-        self.prompt_tokens = metrics._prompt_tokens.labels(model_name)
-        self.generation_tokens = metrics._generation_tokens.labels(model_name)
+    def _histogram(self, name: str, doc: str, buckets: Sequence[float]) -> ModelHistogram:
+        histogram = ModelHistogram(f"forge:{name}", doc, buckets, self._model_name)
+        self.registry.register(histogram)
+        return histogram
 
 
 class _EngineCollector(Collector):

@@ -143,7 +143,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
           RequestError: with `param` named.
         """
         for name, reason in self._REFUSED.items():
-            if _asks_for_something(getattr(self, name)):
+            value = getattr(self, name)
+            if value is not None and _asks_for_something(value):
                 raise RequestError(f"{name}: {reason}", param=name)
         _check_response_format(self.response_format)
         if self.stream_options is not None and not self.streams:
@@ -393,7 +394,7 @@ def _validation_error(text: str) -> RequestError:
 
 def _asks_for_something(value: Any) -> bool:
     empty = isinstance(value, str | list | dict) and not value
-    return value is not None and value is not False and not empty
+    return value is not False and not empty
 
 
 def _check_depth(body: bytes) -> None:

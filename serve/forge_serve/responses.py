@@ -1,7 +1,7 @@
 """What clients get back: whole bodies and server-sent events, in each endpoint's form.
 
-Everything of an event that stays the same for a request is serialised once; per event only the
-text is escaped.
+Everything of an event that stays the same for a request is serialised once. Of a plain event (not
+the first or last of its choice, nothing but text asked for) only the text is escaped.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 DONE = b"data: [DONE]\n\n"
 _CHOICES = b',"choices":['
+_NOTHING_MORE = b',"logprobs":null,"finish_reason":null}'
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 _json = msgspec.json.Encoder().encode
@@ -61,6 +62,7 @@ class _Choice:
     stop_reason: int | str | None = None
     offsets: TextOffsets | None = None
     started: bool = False
+    plain_head: bytes = b""  # of a plain event, up to its text; empty: none may be plain
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
@@ -77,6 +79,7 @@ class ResponseForm:
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    _plain_ending: ClassVar[bytes]  # of a plain event's choice, after its text
 
     def __init__(
         self,
@@ -107,11 +110,21 @@ class ResponseForm:
         chunk = _json({**self._common, "object": self.chunk_object})
         self._head = b"data: " + chunk[:-1] + _CHOICES
         self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+        self._only_text = not self.with_token_ids
+        self._plain_tail = self._plain_ending + self._tail
 
     def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
         """The events of one delta: none if it has nothing to show yet."""
         state = self._choices[choice]
+        if state.plain_head and usage is None and delta.text and delta.finish_reason is None:
+            return state.plain_head + _json(delta.text) + self._plain_tail
+        return self._full_events(choice, delta, usage)
+
+    def _full_events(self, choice: int, delta: Delta, usage: Usage | None) -> bytes:
+        state = self._choices[choice]
         first, state.started = not state.started, True
+        if first and self._only_text:
+            state.plain_head = self._head + self._plain_start(state.index)
         tail = self._tail if usage is None else b'],"usage":' + _json(usage) + b"}\n\n"
         return b"".join(
             part
@@ -137,6 +150,10 @@ class ResponseForm:
     def _chunk_choices(self, state: _Choice, delta: Delta, first: bool) -> Iterable[bytes]:
         raise NotImplementedError
 
+    def _plain_start(self, index: int) -> bytes:
+        """The beginning of a plain event's choice, up to its text."""
+        raise NotImplementedError
+
     def _whole_choice(self, state: _Choice) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -146,7 +163,7 @@ class ResponseForm:
     def _ending(self, logprobs: Any, delta: Delta, more: dict[str, Any]) -> bytes:
         """The rest of a chunk's choice, after its text."""
         if logprobs is None and delta.finish_reason is None and not more:
-            return b',"logprobs":null,"finish_reason":null}'
+            return _NOTHING_MORE
         ending = {"logprobs": logprobs, "finish_reason": delta.finish_reason, **more}
         if delta.stop_reason is not None:
             ending["stop_reason"] = delta.stop_reason
@@ -159,17 +176,19 @@ class CompletionForm(ResponseForm):
     id_prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    _plain_ending = _NOTHING_MORE
 
     def __init__(self, request: CompletionRequest, *args: Any, **kwargs: Any):
         super().__init__(request, *args, **kwargs)
         self.echo = bool(request.echo)
         self.with_logprobs = request.logprobs is not None
+        self._only_text &= not self.with_logprobs
         for state in self._choices:
             state.offsets = TextOffsets(self.tokens)
 
-    def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
+    def _full_events(self, choice: int, delta: Delta, usage: Usage | None) -> bytes:
         if not (self.echo and self.with_logprobs):
-            return super().events(choice, delta, usage)
+            return super()._full_events(choice, delta, usage)
         # The prompt goes out first and whole, so its choices wait for its last logprob.
         prompt = self._choices[choice].of
         prompt.logprobs += delta.prompt_logprobs or ()
@@ -177,7 +196,7 @@ class CompletionForm(ResponseForm):
         if not prompt.scored:
             return b""
         held, prompt.held = prompt.held, []
-        events = super().events
+        events = super()._full_events
         return b"".join([events(index, waiting, usage) for index, waiting in held])
 
     def _chunk_choices(self, state: _Choice, delta: Delta, first: bool) -> Iterable[bytes]:
@@ -193,6 +212,9 @@ class CompletionForm(ResponseForm):
         if shown or (logprobs and logprobs["tokens"]):
             head = b'{"index":%d,"text":%b' % (state.index, _json(text))
             yield head + self._ending(logprobs, delta, more)
+
+    def _plain_start(self, index: int) -> bytes:
+        return b'{"index":%d,"text":' % index
 
     def _whole_choice(self, state: _Choice) -> dict[str, Any]:
         prompt_text = self._prompt_text(state) if self.echo else ""
@@ -259,14 +281,16 @@ class ChatForm(ResponseForm):
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    _plain_ending = b"}" + _NOTHING_MORE
 
     def __init__(self, request: ChatRequest, *args: Any, **kwargs: Any):
         super().__init__(request, *args, **kwargs)
         self.with_logprobs = bool(request.logprobs)
+        self._only_text &= not self.with_logprobs
         self._extra = self._whole_extra()  # goes out with the first chunk
 
-    def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
-        events = super().events(choice, delta, usage)
+    def _full_events(self, choice: int, delta: Delta, usage: Usage | None) -> bytes:
+        events = super()._full_events(choice, delta, usage)
         if not self._extra:
             return events
         extra, self._extra = self._extra, {}
@@ -284,6 +308,9 @@ class ChatForm(ResponseForm):
             content = b'{"content":%b}' % _json(delta.text) if delta.text else b"{}"
             head = b'{"index":%d,"delta":%b' % (state.index, content)
             yield head + self._ending(logprobs, delta, more)
+
+    def _plain_start(self, index: int) -> bytes:
+        return b'{"index":%d,"delta":{"content":' % index
 
     def _whole_choice(self, state: _Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(state.text), "refusal": None}
@@ -330,13 +357,13 @@ class GenerateForm(ResponseForm):
     id_prefix = "gen"
     whole_object = "text"
     chunk_object = "text"
+    _plain_ending = b',"finish_reason":null}'
 
     def __init__(self, request: GenerateRequest, *args: Any, **kwargs: Any):
         super().__init__(request, *args, **kwargs)
+        self.usage_always = False  # no event has the usage here
         self._head, self._tail = b"data: ", b"\n\n"
-
-    def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
-        return super().events(choice, delta)
+        self._plain_tail = self._plain_ending + self._tail
 
     def end(self, usage: Usage) -> bytes:
         return DONE
@@ -359,6 +386,9 @@ class GenerateForm(ResponseForm):
             event["token_ids"] = delta.token_ids
         if delta.text or delta.finish_reason or (self.with_token_ids and delta.token_ids):
             yield _json(event)
+
+    def _plain_start(self, index: int) -> bytes:
+        return b'{"text":'
 
 
 class TokenNames:

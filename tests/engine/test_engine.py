@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -170,6 +171,46 @@ async def test_tokens_cross_to_the_event_loop_once_per_step(engine, monkeypatch)
     ]
     await asyncio.gather(*map(read, streams))
     assert len(calls) <= engine.stats().steps - before
+
+
+async def test_a_stream_is_pushed_what_iterating_would_have_given(engine):
+    params = SamplingParams(max_tokens=50, n=2, seed=1)
+    stream = engine.submit([1, 2], params, request_id="pushed")
+    texts = {0: "", 1: ""}
+    over = asyncio.Event()
+
+    def receive(deltas):
+        for delta in deltas:
+            texts[delta.index] += delta.text
+        if not stream._open:
+            over.set()
+
+    while not stream._deltas:  # some come before there is anybody to push them to
+        await asyncio.sleep(0)
+    stream.push_to(receive)
+    await over.wait()
+    assert texts == (await read(engine.submit([1, 2], params, request_id="iterated")))[0]
+    await settled(engine, steps=0)
+
+
+async def test_steps_that_the_loop_was_too_slow_for_arrive_together(engine):
+    stream = engine.submit([1], SamplingParams(max_tokens=20, ignore_eos=True), request_id="r")
+    while engine.stats().generation_tokens < 20:
+        time.sleep(0.001)  # the loop runs nothing meanwhile
+    items = [deltas async for deltas in stream]
+    assert [len(deltas) for deltas in items] == [20]
+
+
+async def test_a_receiver_that_raises_costs_its_own_request_only(engine, caplog):
+    def receive(deltas):
+        raise ValueError("cannot take it")
+
+    stream = engine.submit([1], SamplingParams(max_tokens=3000), request_id="raises")
+    stream.push_to(receive)
+    other = engine.submit([2], SamplingParams(max_tokens=100, ignore_eos=True), request_id="other")
+    assert (await read(other))[1] == {0: "length"}
+    await settled(engine, steps=5)
+    assert engine.stats().generation_tokens < 3000 and "cannot take it" in caplog.text
 
 
 def test_offline_a_faulty_prompt_does_not_cost_the_others():

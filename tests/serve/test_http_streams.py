@@ -3,18 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
+from asyncio.selector_events import _SelectorSocketTransport as Transport
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
-from forge_serve import app
+from forge_serve import app, event_stream
+from forge_serve.event_stream import EventStream
 
+HIGH_WATER = 64 * 1024  # bytes at which asyncio's transports pause their protocol
 STEP_S = 0.03
 LONG = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True}
+
+
+@pytest.fixture
+def writes(monkeypatch) -> list[bytes]:
+    """What is written to any connection, write by write."""
+    seen: list[bytes] = []
+    write, writelines = Transport.write, Transport.writelines
+    monkeypatch.setattr(Transport, "write", lambda self, d: (seen.append(d), write(self, d))[1])
+    monkeypatch.setattr(
+        Transport, "writelines", lambda self, ds: (seen.append(b"".join(ds)), writelines(self, ds))
+    )
+    return seen
+
+
+@pytest.fixture
+def buffered(monkeypatch) -> list[int]:
+    """How many bytes a connection's transport holds after each write of an event stream."""
+    seen: list[int] = []
+    write = EventStream._write
+
+    def spy(stream: EventStream, data: bytes) -> None:
+        write(stream, data)
+        seen.append(stream._transport.get_write_buffer_size())
+
+    monkeypatch.setattr(EventStream, "_write", spy)
+    return seen
 
 
 async def test_events_never_split_a_character(server):
@@ -29,21 +60,21 @@ async def test_events_never_split_a_character(server):
     assert any(not choice["text"] for choice in choices), "some tokens are a part of a character"
 
 
-async def test_a_step_is_one_write(start, monkeypatch):
-    writes: list[bytes] = []
-    write = app._write
-
-    async def spy(response: Any, data: bytes) -> None:
-        writes.append(data)
-        await write(response, data)
-
-    monkeypatch.setattr(app, "_write", spy)
+async def test_a_step_is_one_write(start, writes):
     server = await start(Engine.fake(step_time_s=0.01))
     body = {"prompt": ["a", "b"], "n": 4, "max_tokens": 20, "ignore_eos": True, "stream": True}
     await server.events("/v1/completions", {**body, "return_token_ids": True})
-    events = sum(data.count(b"data: ") for data in writes)
-    assert events == 2 * 4 * 20 + 1
-    assert len([data for data in writes if data]) <= 25
+    sent = [data for data in writes if b"data: " in data]
+    assert sum(data.count(b"data: ") for data in sent) == 2 * 4 * 20 + 1
+    assert len(sent) <= 25
+    assert any(data.count(b"data: ") == 8 for data in sent), "all samples of all prompts"
+
+
+async def test_the_last_step_and_the_end_are_one_write(start, writes):
+    server = await start(Engine.fake(step_time_s=0.005))
+    await server.events("/v1/completions", {**LONG, "max_tokens": 3, "stream": True, "seed": 2})
+    (last,) = [data for data in writes if b"[DONE]" in data]
+    assert b'"finish_reason":"length"' in last and last.endswith(b"\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -72,10 +103,10 @@ async def test_a_client_that_leaves_frees_its_blocks_within_two_steps(start, str
 async def test_a_client_that_is_found_gone_while_writing_counts_as_left(start, monkeypatch, caplog):
     caplog.set_level("INFO", "forge_serve.requests")
 
-    async def gone(response: Any, data: bytes) -> None:
+    def gone(stream: EventStream, data: bytes) -> None:
         raise ConnectionResetError("the other end has closed")
 
-    monkeypatch.setattr(app, "_write", gone)
+    monkeypatch.setattr(EventStream, "_write", gone)
     server = await start(Engine.fake())
     response = await server.http.post(server.url + "/v1/completions", json={**LONG, "stream": True})
     response.close()
@@ -84,20 +115,81 @@ async def test_a_client_that_is_found_gone_while_writing_counts_as_left(start, m
     assert "status=499" in caplog.text and "status=200" not in caplog.text
 
 
+async def test_a_slow_reader_gets_everything_and_is_held_back_in_bounded_memory(
+    start, buffered, monkeypatch
+):
+    monkeypatch.setattr(event_stream, "PIECE", 16)
+    server = await start(Engine.fake(max_model_len=8192), send_buffer=4096)
+    body = {**LONG, "max_tokens": 2000, "n": 2, "logprobs": 5, "seed": 3}
+    with _reader() as reader:
+        await _post(reader, server, {**body, "stream": True})
+        async with asyncio.timeout(20):
+            while server.engine.stats().generation_tokens < 4000:
+                await asyncio.sleep(0.01)
+        await server.idle()
+        events = await _read_stream(reader, pause_s=0.0005)
+    assert events[-1] == "[DONE]" and len(events) > 2000
+    texts = ["", ""]
+    for event in events[:-1]:
+        (choice,) = json.loads(event)["choices"]
+        texts[choice["index"]] += choice["text"]
+    _, whole = await server.post("/v1/completions", body)
+    assert texts == [choice["text"] for choice in whole["choices"]]
+    largest = max(map(len, map(str.encode, events)))
+    assert 4096 < max(buffered) <= HIGH_WATER + 16 * (largest + 16)
+    assert await _statuses(server, 2) == {"200": 2}
+
+
+async def test_a_failure_reaches_a_slow_reader_after_all_that_came_before(start, monkeypatch):
+    server = await start(Engine.fake(max_model_len=8192), send_buffer=4096)
+    device = server.engine._core._device
+    monkeypatch.setattr(device, "_fault", lambda scheduled: scheduled.num_output == 1500)
+    body = {**LONG, "max_tokens": 2000, "stream": True, "return_token_ids": True, "logprobs": 5}
+    with _reader() as reader:
+        await _post(reader, server, body)
+        async with asyncio.timeout(20):
+            while server.engine.stats().generation_tokens < 1500:
+                await asyncio.sleep(0.01)
+        *chunks, last = await _read_stream(reader)
+    assert json.loads(last)["error"]["code"] == "numerical_error"
+    assert sum(len(json.loads(c)["choices"][0]["token_ids"]) for c in chunks) == 1500
+
+
+async def test_a_client_that_stops_reading_and_leaves_ends_its_request(start):
+    engine = Engine.fake(max_model_len=8192, step_time_s=0.002)
+    server = await start(engine, send_buffer=4096)
+    with _reader() as reader:
+        await _post(reader, server, {**LONG, "max_tokens": 8000, "stream": True, "logprobs": 20})
+        async with asyncio.timeout(20):
+            while server.engine.stats().generation_tokens < 300:
+                await asyncio.sleep(0.01)
+    before = server.engine.stats().steps
+    await server.idle()
+    assert server.engine.stats().steps - before <= 20, "not to the end of 8000"
+    assert await _statuses(server) == {"499": 1}
+
+
+async def test_a_client_of_http_1_0_gets_plain_events(server):
+    with _reader() as reader:
+        await _post(reader, server, {**LONG, "max_tokens": 5, "stream": True}, version="1.0")
+        data = b""
+        async with asyncio.timeout(10):
+            while more := await asyncio.get_running_loop().sock_recv(reader, 65536):
+                data += more
+    head, _, body = data.partition(b"\r\n\r\n")
+    assert b"chunked" not in head
+    assert body.startswith(b"data: {") and body.endswith(b"\n\ndata: [DONE]\n\n")
+
+
 async def test_a_client_that_stops_reading_is_given_up(start, monkeypatch, caplog):
     caplog.set_level("INFO", "forge_serve.requests")
     monkeypatch.setattr(app, "WRITE_STALL_S", 0.2)
     # Slow enough that the engine cannot be done before the client is given up.
     engine = Engine.fake(max_model_len=8192, step_time_s=0.002)
     server = await start(engine, send_buffer=4096)
-    with socket.socket() as reader:
-        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        reader.setblocking(False)
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(reader, ("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
-        body = json.dumps({**LONG, "max_tokens": 3000, "n": 2, "stream": True, "logprobs": 20})
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        await loop.sock_sendall(reader, (head + body).encode())
+    with _reader() as reader:
+        stalled = {**LONG, "max_tokens": 3000, "n": 2, "stream": True, "logprobs": 20}
+        await _post(reader, server, stalled)
         other = await server.post("/v1/completions", {"prompt": "a", "max_tokens": 5})
         assert other[0] == 200, "others are served meanwhile"
         await server.idle(timeout_s=20)
@@ -170,6 +262,47 @@ async def test_many_streams_at_once(start):
     texts = await asyncio.gather(*(one(i) for i in range(40)))
     assert len(texts) == 40
     await server.idle()
+
+
+@contextlib.contextmanager
+def _reader() -> Iterator[socket.socket]:
+    """A client's socket with next to no buffer."""
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.setblocking(False)
+        yield reader
+
+
+async def _post(
+    reader: socket.socket, server: Any, body: dict[str, Any], *, version: str = "1.1"
+) -> None:
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(reader, ("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+    data = json.dumps(body)
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    await loop.sock_sendall(reader, (head + data).encode())
+
+
+async def _read_stream(reader: socket.socket, *, pause_s: float = 0.0) -> list[str]:
+    """The data of each event of a chunked answer, read to its end."""
+    loop, data = asyncio.get_running_loop(), b""
+    async with asyncio.timeout(20):
+        while not data.endswith(b"\r\n0\r\n\r\n"):
+            data += await loop.sock_recv(reader, 4096)
+            await asyncio.sleep(pause_s)
+    head, _, rest = data.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    body = b""
+    while True:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        if not length:
+            break
+        body += rest[:length]
+        assert rest[length : length + 2] == b"\r\n"
+        rest = rest[length + 2 :]
+    events = body.decode().removesuffix("\n\n").split("\n\n")
+    return [event.removeprefix("data: ") for event in events]
 
 
 async def _statuses(server: Any, num_requests: int = 1) -> dict[str, float]:

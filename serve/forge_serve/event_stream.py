@@ -1,0 +1,124 @@
+"""A streamed answer on its way to the socket: one write per step, and no task woken for it.
+
+The engine's news come in a callback on the event loop, once per step and request; their events are
+written to the connection's transport right there. The handler's task sleeps until something needs
+waiting for: a client that reads too slowly, or the end of the answer.
+
+What a slow client has not read is bounded. The transport holds its high-water mark, 64 KiB, and
+the events of at most `PIECE` deltas more. From then on the deltas themselves are kept, which are at
+most what the request may still generate, and their events are written as the client reads on. A
+client that takes nothing for `stall_s` is given up. Nobody else waits meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from aiohttp import hdrs, web
+
+from forge_serve.errors import error_reply
+from forge_serve.generation import Generation, News
+from forge_serve.responses import ResponseForm
+
+if TYPE_CHECKING:
+    from forge_jax.outputs import Delta
+
+HEADERS = {
+    hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8",
+    hdrs.CACHE_CONTROL: "no-cache",
+    "X-Accel-Buffering": "no",
+}
+PIECE = 256  # deltas whose events are written at once, at most
+
+
+class EventStream:
+    """Writes one generation's events; `run` is the whole life of its response.
+
+    A failure after the headers is an event with an `error`, and no `[DONE]` after it.
+    """
+
+    def __init__(
+        self, http: web.Request, generation: Generation, form: ResponseForm, *, stall_s: float
+    ):
+        self.response = web.StreamResponse(headers=HEADERS)
+        self._http = http
+        self._generation = generation
+        self._form = form
+        self._stall_s = stall_s
+        self._held: deque[tuple[int, Delta]] = deque()  # the last step's, or a slow client's
+        self._attention = asyncio.Event()  # the handler has something to do
+
+    async def run(self) -> None:
+        """Sends headers, events and ending.
+
+        Raises:
+          TimeoutError: the client took nothing for `stall_s`.
+          ConnectionError: the client has gone.
+        """
+        response = self.response
+        await response.prepare(self._http)
+        transport = self._http.transport
+        if transport is None:
+            raise ConnectionResetError("the client has gone")
+        self._transport = transport
+        self._protocol = self._http.protocol
+        self._chunked = response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+        generation = self._generation
+        generation.begin(self._take)
+        while not generation.over:
+            await self._attention.wait()
+            self._attention.clear()
+            if not generation.over:
+                await self._write_held(down_to=0)
+        await self._write_held(down_to=PIECE)
+        if isinstance(generation.failure, ConnectionError):
+            raise generation.failure  # from a write
+        # The last events leave with the end of the response, in one write.
+        last = self._events(self._next_piece()) + self._end()
+        async with asyncio.timeout(self._stall_s):
+            await response.write_eof(last)
+
+    def _take(self, news: News) -> None:
+        """Writes the events of a step, unless they have to wait for the handler's task."""
+        waits = self._protocol.writing_paused or len(news) > PIECE
+        if self._held or waits or self._generation.over:
+            self._held += news
+            self._attention.set()
+        else:
+            self._write(self._events(news))
+
+    async def _write_held(self, *, down_to: int) -> None:
+        """Writes what is held back, as fast as the client reads, until so many deltas are left."""
+        while len(self._held) > down_to:
+            async with asyncio.timeout(self._stall_s):
+                await self._http.writer.drain()
+            if self._transport.is_closing():
+                raise ConnectionResetError("the client has gone")
+            self._write(self._events(self._next_piece()))
+
+    def _next_piece(self) -> News:
+        held = self._held
+        return [held.popleft() for _ in range(min(PIECE, len(held)))]
+
+    def _events(self, news: News) -> bytes:
+        events, usage = self._form.events, None
+        if self._form.usage_always:
+            usage = self._generation.usage
+        if len(news) == 1:
+            return events(*news[0], usage)
+        return b"".join([events(choice, delta, usage) for choice, delta in news])
+
+    def _write(self, events: bytes) -> None:
+        if not events:
+            return
+        if self._chunked:
+            events = b"%x\r\n%b\r\n" % (len(events), events)
+        self._transport.write(events)
+
+    def _end(self) -> bytes:
+        failure = self._generation.failure
+        if failure is not None:
+            return b"data: " + error_reply(failure).body() + b"\n\n"
+        return self._form.end(self._generation.usage)

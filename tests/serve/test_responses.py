@@ -1,0 +1,96 @@
+"""Events and metrics without a server: what is made in a short way is what the long way makes."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from prometheus_client import CollectorRegistry, Histogram
+
+from forge_jax.fake import fake_tokenizer
+from forge_jax.outputs import Delta
+from forge_serve.generation import Prompt, Usage
+from forge_serve.histogram import ModelHistogram
+from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, Message
+from forge_serve.responses import ChatForm, CompletionForm, GenerateForm
+
+TEXTS = (
+    "plain",
+    '"quoted" \\ and\nlines\t\x00\x1f\x7f',
+    "café 日本 🙂\u2028",
+    "</script>",
+    "%d %b",
+)
+FORMS = {
+    "completions": (CompletionForm, CompletionRequest(prompt="a", stream=True)),
+    "chat": (ChatForm, ChatRequest(messages=[Message("user", "a")], stream=True)),
+    "generate": (GenerateForm, GenerateRequest(prompt="a", stream=True)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_plain_event_is_what_the_full_way_writes(name, text):
+    form_type, request = FORMS[name]
+    prompts = [Prompt([1]), Prompt([2])] if name == "completions" else [Prompt([1])]
+    form = form_type(request, prompts, fake_tokenizer(), unique_id="x", model='m"odel', created_s=1)
+    choice = len(prompts) - 1
+    form.events(choice, Delta(0, "first", (5,)))
+    delta = Delta(0, text, (6,))
+    event = form.events(choice, delta)
+    assert event == form._full_events(choice, delta, None)
+    assert event.startswith(b"data: ") and event.endswith(b"\n\n") and event.count(b"\n") == 2
+    answer = json.loads(event.removeprefix(b"data: "))
+    shown = answer["choices"][0] if "choices" in answer else answer
+    assert shown.get("index", choice) == choice
+    assert (shown["delta"]["content"] if "delta" in shown else shown["text"]) == text
+
+
+@pytest.mark.parametrize(
+    "more", [{"return_token_ids": True}, {"logprobs": 1}], ids=["token ids", "logprobs"]
+)
+def test_an_event_with_more_than_text_is_never_plain(more):
+    request = CompletionRequest(prompt="a", stream=True, **more)
+    form = CompletionForm(
+        request, [Prompt([1])], fake_tokenizer(), unique_id="x", model="m", created_s=1
+    )
+    for token in (5, 6):
+        answer = json.loads(form.events(0, Delta(0, "a", (token,), ())).removeprefix(b"data: "))
+        choice = answer["choices"][0]
+        assert choice.get("token_ids") == [token] or choice["logprobs"] is not None
+
+
+def test_usage_is_in_every_event_that_shall_have_it():
+    form_type, request = FORMS["completions"]
+    form = form_type(
+        request, [Prompt([1])], fake_tokenizer(), unique_id="x", model="m", created_s=1
+    )
+    usage = Usage(1, 2, 3, {})
+    for _ in range(2):
+        event = form.events(0, Delta(0, "a", (5,)), usage)
+        assert json.loads(event.removeprefix(b"data: "))["usage"]["total_tokens"] == 3
+
+
+def test_the_cheap_histogram_counts_as_the_librarys_does():
+    bounds = (0.001, 0.01, 0.25, 1, 10)
+    registry, expected = CollectorRegistry(), CollectorRegistry()
+    cheap = ModelHistogram("h", "doc", bounds, lambda: "m")
+    registry.register(cheap)
+    library = Histogram("h", "doc", ("model_name",), buckets=bounds, registry=expected).labels("m")
+    rng = random.Random(0)
+    for value in [*bounds, 0.0, 11.0, *(rng.expovariate(1) for _ in range(100))]:
+        cheap.observe(value)
+        library.observe(value)
+
+    def samples(of: CollectorRegistry) -> list[tuple[str, dict[str, str], float]]:
+        (family,) = of.collect()
+        return [(s.name, s.labels, s.value) for s in family.samples if s.name != "h_created"]
+
+    assert samples(registry) == samples(expected)
+
+
+def test_a_histogram_without_a_model_to_name_is_not_shown():
+    registry = CollectorRegistry()
+    registry.register(ModelHistogram("h", "doc", (1,), lambda: ""))
+    assert not list(registry.collect())
