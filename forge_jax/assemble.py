@@ -25,6 +25,7 @@ from forge_jax.checkpoint.load import check_weights, load_weights
 from forge_jax.config import EngineConfig
 from forge_jax.core import EngineCore, EngineParts, make_scheduler, max_rows
 from forge_jax.errors import ConfigError, UnsupportedModelError
+from forge_jax.fingerprint import system_fingerprint
 from forge_jax.models.registry import build_model, read_spec
 from forge_jax.observe import compilations
 from forge_jax.observe.memory import available_host_bytes, device_bytes
@@ -72,6 +73,7 @@ def assemble(config: EngineConfig) -> EngineParts:
         sizes = _Sizes.choose(config, model, device)
     use_compilation_cache()
     compilations.total()
+    deterministic = config.model.deterministic
     runner = Runner(
         model,
         shapes=step_shapes(
@@ -79,11 +81,13 @@ def assemble(config: EngineConfig) -> EngineParts:
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_rows=max_rows(config.batch.max_num_seqs),
             block_size=sizes.kv.block_size,
+            deterministic=deterministic,
         ),
         kv_shape=sizes.kv,
         num_slots=config.batch.max_num_seqs,
         max_blocks=sizes.blocks_per_sequence,
         device=device,
+        deterministic=deterministic,
     )
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="forge-compile") as pool:
         runner.compile(pool)
@@ -119,6 +123,9 @@ def assemble(config: EngineConfig) -> EngineParts:
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
     )
+    fingerprint = None
+    if deterministic:
+        fingerprint = system_fingerprint(folder, device, runner.settings)
     ready = compilations.total()
     return EngineParts(
         name=config.model.model,
@@ -130,6 +137,7 @@ def assemble(config: EngineConfig) -> EngineParts:
         guard=lambda: jax.no_tracing(True),
         compilations=lambda: compilations.total() - ready,
         startup_s=phase.seconds,
+        system_fingerprint=fingerprint,
     )
 
 
@@ -193,7 +201,7 @@ class _Sizes:
                 f"{spec.max_position_embeddings}"
             )
         max_model_len = asked or spec.max_position_embeddings
-        max_tokens = batch.max_num_batched_tokens or (512 if on_cpu else 2048)
+        max_tokens = batch.max_num_batched_tokens or _step_tokens(config, on_cpu)
 
         def kv_shape(num_blocks: int, block_size: int) -> KVShape:
             return KVShape(
@@ -236,6 +244,13 @@ class _Sizes:
             max_num_batched_tokens=max_tokens,
             kv=kv,
         )
+
+
+def _step_tokens(config: EngineConfig, on_cpu: bool) -> int:
+    """Tokens of a step. In the deterministic tier each step costs as much as a full one."""
+    if config.model.deterministic:
+        return 64 if on_cpu else 256
+    return 512 if on_cpu else 2048
 
 
 def _fit_context(asked: int | None, max_model_len: int, room: int) -> int:

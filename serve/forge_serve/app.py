@@ -199,6 +199,7 @@ class _Endpoints:
                 unique_id=uuid.uuid4().hex,
                 model=self._service.model_name,
                 created_s=int(time.time()),
+                system_fingerprint=engine.system_fingerprint,
             )
             generation = Generation(
                 engine,

@@ -21,7 +21,9 @@ Implementation = Literal["auto", "reference", "xla"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 # Traced and lowered once for all the layers of a model, which is most of what tracing a step costs.
-_xla_attention = jax.jit(xla_attention, static_argnames=("sm_scale", "kv_dtype", "max_q_len"))
+_xla_attention = jax.jit(
+    xla_attention, static_argnames=("sm_scale", "kv_dtype", "max_q_len", "uniform")
+)
 
 _FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
@@ -38,6 +40,7 @@ def ragged_paged_attention(
     kv_dtype: DTypeLike | None = None,
     max_q_len: int | None = None,
     implementation: Implementation = "auto",
+    uniform: bool = False,
 ) -> jax.Array:
     """Causal attention of each sequence's newest tokens over its blocks of the cache.
 
@@ -62,6 +65,8 @@ def ragged_paged_attention(
         zero.
       implementation: `reference` is differentiable for float32 `kv`; `xla` walks only the tiles
         that the sequences have; `auto` takes the fastest for the backend.
+      uniform: compute every row in the same way, so that its bits do not depend on the other rows
+        and sequences, nor on `cu_q_lens`, at one shape of the arrays. `reference` always does.
 
     Returns:
       [T, H, D] of q's type. Rows at and beyond `cu_q_lens[num_seqs]` are zero.
@@ -88,7 +93,9 @@ def ragged_paged_attention(
         return reference_attention(*arrays, sm_scale=sm_scale, kv_dtype=kv_dtype)
     tokens = q.shape[0]
     max_q_len = tokens if max_q_len is None else min(max_q_len, tokens)
-    return _xla_attention(*arrays, sm_scale=sm_scale, kv_dtype=kv_dtype, max_q_len=max_q_len)
+    return _xla_attention(
+        *arrays, sm_scale=sm_scale, kv_dtype=kv_dtype, max_q_len=max_q_len, uniform=uniform
+    )
 
 
 def write_kv(
