@@ -26,6 +26,7 @@ from forge_jax.checkpoint.load import check_weights, load_weights
 from forge_jax.config import EngineConfig
 from forge_jax.core import EngineCore, EngineParts, make_scheduler, max_rows
 from forge_jax.errors import ConfigError, UnsupportedModelError
+from forge_jax.fingerprint import system_fingerprint
 from forge_jax.models.decoder import WeightForms
 from forge_jax.models.registry import build_model, read_spec
 from forge_jax.observe import compilations
@@ -78,6 +79,7 @@ def assemble(config: EngineConfig) -> EngineParts:
         sizes = _Sizes.choose(config, model, device)
     use_compilation_cache()
     compilations.total()
+    deterministic = config.model.deterministic
     runner = Runner(
         model,
         shapes=step_shapes(
@@ -85,12 +87,14 @@ def assemble(config: EngineConfig) -> EngineParts:
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_rows=max_rows(config.batch.max_num_seqs),
             block_size=sizes.kv.block_size,
+            deterministic=deterministic,
         ),
         kv_shape=sizes.kv,
         num_slots=config.batch.max_num_seqs,
         max_blocks=sizes.blocks_per_sequence,
         device=device,
         implementation=kernels.attention,
+        deterministic=deterministic,
     )
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="forge-compile") as pool:
         runner.compile(pool)
@@ -127,6 +131,9 @@ def assemble(config: EngineConfig) -> EngineParts:
         vocab_size=spec.vocab_size,
         one_step_ahead=config.batch.one_step_ahead,
     )
+    fingerprint = None
+    if deterministic:
+        fingerprint = system_fingerprint(folder, device, runner.settings)
     ready = compilations.total()
     return EngineParts(
         name=config.model.model,
@@ -138,6 +145,7 @@ def assemble(config: EngineConfig) -> EngineParts:
         guard=lambda: jax.no_tracing(True),
         compilations=lambda: compilations.total() - ready,
         startup_s=phase.seconds,
+        system_fingerprint=fingerprint,
     )
 
 
@@ -237,7 +245,7 @@ class _Sizes:
                 f"{spec.max_position_embeddings}"
             )
         max_model_len = asked or spec.max_position_embeddings
-        max_tokens = batch.max_num_batched_tokens or (512 if on_cpu else 2048)
+        max_tokens = batch.max_num_batched_tokens or _step_tokens(config, on_cpu)
 
         def kv_shape(num_blocks: int, block_size: int) -> KVShape:
             return KVShape(
@@ -280,6 +288,13 @@ class _Sizes:
             max_num_batched_tokens=max_tokens,
             kv=kv,
         )
+
+
+def _step_tokens(config: EngineConfig, on_cpu: bool) -> int:
+    """Tokens of a step. In the deterministic tier each step costs as much as a full one."""
+    if config.model.deterministic:
+        return 64 if on_cpu else 256
+    return 512 if on_cpu else 2048
 
 
 def _fit_context(asked: int | None, max_model_len: int, room: int) -> int:

@@ -41,6 +41,9 @@ class ModelConfig:
         None, "longest prompt plus output; auto: the model's, or what the KV cache has room for"
     )
     chat_template: str | None = option(None, "a file with a Jinja chat template, or its text")
+    deterministic: bool = option(
+        False, "equal bits for a request whatever else runs and however it is scheduled; slower"
+    )
     seed: int = option(0, "seed of the random source that seeds requests without a seed")
 
 

@@ -49,6 +49,7 @@ class EngineParts:
     compilations: Callable[[], int] = lambda: 0  # since ready
     clock: Callable[[], float] = time.monotonic
     startup_s: dict[str, float] = field(default_factory=dict)  # phase -> seconds
+    system_fingerprint: str | None = None  # in the deterministic tier
 
 
 @dataclass(slots=True)

@@ -115,6 +115,7 @@ class Engine:
     def __init__(self, parts: EngineParts):
         self.name = parts.name
         self.max_model_len = parts.max_model_len
+        self.system_fingerprint = parts.system_fingerprint
         self.vocab_size = parts.core.vocab_size
         self.tokenizer: Tokenizer | None = parts.tokenizer
         self.chat_template: ChatTemplate | None = parts.chat_template

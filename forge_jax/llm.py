@@ -73,6 +73,11 @@ class LLM:
         return self._parts.max_model_len
 
     @property
+    def system_fingerprint(self) -> str | None:
+        """Names what decides the bits of the logits; None without `deterministic=True`."""
+        return self._parts.system_fingerprint
+
+    @property
     def tokenizer(self) -> Any:
         return self._parts.tokenizer
 

@@ -50,6 +50,7 @@ class Ragged(NamedTuple):
     kv_dtype: np.dtype
     implementation: Implementation
     max_q_len: int | None
+    uniform: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +139,7 @@ class Attention(nnx.Module):
             kv_dtype=ragged.kv_dtype,
             max_q_len=ragged.max_q_len,
             implementation=ragged.implementation,
+            uniform=ragged.uniform,
         )
         out = out.reshape(-1, H * D)
         return kv, self.out(out, residual=x, num_rows=ragged.num_tokens)
@@ -287,6 +289,7 @@ class Model:
         *,
         implementation: Implementation = "auto",
         max_q_len: int | None = None,
+        uniform: bool = False,
         return_hidden_states: bool = False,
     ) -> Any:
         """One step of the decoder over ragged rows: writes their keys and values, then attends.
@@ -304,6 +307,7 @@ class Model:
           implementation: of attention. "reference" with float32 `kv` is differentiable.
           max_q_len: a promise that no sequence has more rows in this step, 1 for a decode step:
             less is compiled.
+          uniform: compute every row of attention in the same way (the deterministic tier).
           return_hidden_states: also return the residual stream.
 
         Returns:
@@ -330,6 +334,7 @@ class Model:
             kv_dtype=self.dtype if kv[0].dtype == jnp.uint16 else kv[0].dtype,
             implementation=implementation,
             max_q_len=max_q_len,
+            uniform=uniform,
         )
         decoder = self._merge(leaves)
         kv, hidden, stream = decoder.hidden(tokens, kv, ragged)

@@ -7,6 +7,7 @@ result; `read` waits for it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +37,7 @@ from forge_jax.step.slots import (
     slots_shape,
 )
 from forge_jax.step.step import StepOut, make_step
+from forge_kernels import cpu
 from forge_kernels.attention import Implementation
 
 if TYPE_CHECKING:
@@ -49,10 +51,28 @@ class _Pending(NamedTuple):
     params: tuple[SamplingParams, ...] | None  # of plan.sequences, where logprobs are asked for
 
 
+# https://openxla.org/xla/determinism: some operations have fast forms without a fixed order of
+# summation, and autotuning picks kernels by measured time, so two starts may pick different ones.
+DETERMINISTIC_GPU_OPTIONS = {
+    "xla_gpu_exclude_nondeterministic_ops": True,
+    "xla_gpu_autotune_level": 0,
+}
+
+
 def step_shapes(
-    *, max_num_seqs: int, max_num_batched_tokens: int, max_rows: int, block_size: int
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_rows: int,
+    block_size: int,
+    deterministic: bool = False,
 ) -> list[StepShape]:
-    """The executables of an engine, smallest first: a few decode sizes, a few mixed sizes."""
+    """The executables of an engine, smallest first: a few decode sizes, a few mixed sizes.
+
+    The deterministic tier has one shape for every step: another may round differently.
+    """
+    if deterministic:
+        return [StepShape.mixed(max_num_batched_tokens, max_num_seqs, max_rows, block_size)]
     largest = min(max_num_seqs, max_num_batched_tokens)
     decode = [b for b in (4, 16, 64) if b < largest] + [largest]
     mixed = [t for t in (64, 256, 1024) if t < max_num_batched_tokens] + [max_num_batched_tokens]
@@ -65,6 +85,11 @@ class Runner:
     """Owns the device state (weights, KV cache, slots) and the executables.
 
     Not thread-safe: one thread dispatches and reads.
+
+    Args:
+      shapes: of the steps, smallest first.
+      deterministic: compute every row in the same way. With one shape, the logits of a token are
+        then the same bits whatever else is in the step.
     """
 
     def __init__(
@@ -77,6 +102,7 @@ class Runner:
         max_blocks: int,
         device: jax.Device,
         implementation: Implementation = "auto",
+        deterministic: bool = False,
     ):
         self._model = model
         self._kv_shape = kv_shape
@@ -85,6 +111,7 @@ class Runner:
         self._sharding = jax.sharding.SingleDeviceSharding(device)
         self._shapes = list(shapes)
         self._implementation: Implementation = implementation
+        self._deterministic = deterministic
         self._slots_shape = slots_shape(num_slots, max_blocks, model.spec.vocab_size)
         self._slot_params: list[SamplingParams | None] = [None] * num_slots
         self._slot_flags = SlotFlags(num_slots)
@@ -98,6 +125,30 @@ class Runner:
         """Names of what is compiled."""
         return list(self._executables)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the bits of a step, besides weights, device and versions; as JSON.
+
+        How many blocks the cache has is not among it: a row reads its own, wherever they are.
+        """
+        return {
+            "shapes": [dataclasses.asdict(shape) for shape in self._shapes],
+            "block_size": self._kv_shape.block_size,
+            "max_blocks": self._max_blocks,
+            "dtypes": [str(self._model.dtype), str(self._kv_shape.storage)],
+            "attention": self._implementation,
+            "matrices": sorted({packing.format for packing in self._model.packings.values()}),
+            "cpu_kernels": cpu.identity(),
+            "uniform": self._deterministic,
+            "compiler_options": self._compiler_options,
+        }
+
+    @property
+    def _compiler_options(self) -> dict[str, Any] | None:
+        if self._deterministic and self._device.platform == "gpu":
+            return DETERMINISTIC_GPU_OPTIONS
+        return None
+
     def compile(self, executor: Executor) -> None:
         """Starts to lower and compile everything; needs no weights."""
         leaves = self._on_device(self._model.leaves)
@@ -106,7 +157,9 @@ class Runner:
 
         def start(name: str, function: Callable[..., Any], donate: tuple[int, ...], *args: Any):
             jitted = jax.jit(function, donate_argnums=donate)
-            self._executables[name] = executor.submit(lambda: jitted.lower(*args).compile())
+            self._executables[name] = executor.submit(
+                lambda: jitted.lower(*args).compile(self._compiler_options)
+            )
 
         for shape in self._shapes:
             step = make_step(
@@ -114,6 +167,7 @@ class Runner:
                 shape,
                 self._kv_shape.block_size,
                 implementation=self._implementation,
+                uniform=self._deterministic,
             )
             start(shape.name, step, (1, 2), leaves, kv, slots, self._i32(shape.width))
         rows = self._i32(ADMISSIONS, admission_width(self._max_blocks))

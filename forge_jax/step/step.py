@@ -35,7 +35,12 @@ class StepOut(NamedTuple):
 
 
 def make_step(
-    model: Model, shape: StepShape, block_size: int, *, implementation: Implementation = "auto"
+    model: Model,
+    shape: StepShape,
+    block_size: int,
+    *,
+    implementation: Implementation = "auto",
+    uniform: bool = False,
 ) -> Callable[..., tuple[tuple[jax.Array, ...], Slots, StepOut]]:
     """The step function of one shape, to be jitted with `donate_argnums=(1, 2)`."""
 
@@ -79,6 +84,7 @@ def make_step(
             num_seqs,
             implementation=implementation,
             max_q_len=shape.max_q_len,
+            uniform=uniform,
         )
         rows = model.logits(leaves, embed(hidden, m.row_token), m.header[2])  # f32[R, V]
         sampler = "cpu" if implementation == "cpu" else "xla"

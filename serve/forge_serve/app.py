@@ -196,6 +196,7 @@ class _Endpoints:
                 unique_id=_new_id(),
                 model=self._service.model_name,
                 created_s=int(time.time()),
+                system_fingerprint=engine.system_fingerprint,
             )
             generation = Generation(
                 engine,

@@ -90,6 +90,7 @@ class ResponseForm:
         unique_id: str,
         model: str,
         created_s: int,
+        system_fingerprint: str | None = None,
     ):
         self.tokens = TokenNames(tokenizer, skip_special=request.skip_special_tokens is not False)
         # Without a tokenizer the ids are all that there is to answer with.
@@ -102,7 +103,7 @@ class ResponseForm:
             "object": self.whole_object,
             "created": created_s,
             "model": model,
-            "system_fingerprint": None,
+            "system_fingerprint": system_fingerprint,
         }
         n = request.num_samples
         states = [_Prompt(prompt) for prompt in prompts]

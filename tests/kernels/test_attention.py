@@ -1,6 +1,7 @@
 """Paged attention's contract: every implementation against a dense one in float64."""
 
 import inspect
+import itertools
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from forge_kernels.attention import xla as xla_file
 from forge_kernels.attention.shapes import SHAPES
 from forge_kernels.attention.xla import GROUP, KV_TILE, Q_TILE, SHORT
 
-IMPLEMENTATIONS = ("reference", "xla")
+FORMS = [("reference", False), ("xla", False), ("xla", True)]  # implementation, uniform
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}
 
 
@@ -49,7 +50,7 @@ class Batch:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Arrays:
     q: np.ndarray  # f32[T, H, D]
     kv: np.ndarray  # f32[N, 2, K, bs, D]; NaN wherever no sequence has a token
@@ -96,14 +97,15 @@ def make(batch: Batch) -> Arrays:
     return Arrays(q, kv, tables, kv_lens, cu_q_lens, np.int32(len(q_lens)), expected)
 
 
-@partial(jax.jit, static_argnames=("implementation", "kv_dtype", "max_q_len"))
-def run(arrays, *, implementation, kv_dtype=None, max_q_len=None):
+@partial(jax.jit, static_argnames=("implementation", "kv_dtype", "max_q_len", "uniform"))
+def run(arrays, *, implementation, kv_dtype=None, max_q_len=None, uniform=False):
     return ragged_paged_attention(
         *arrays,
         sm_scale=arrays[0].shape[-1] ** -0.5,
         implementation=implementation,
         kv_dtype=kv_dtype,
         max_q_len=max_q_len,
+        uniform=uniform,
     )
 
 
@@ -157,22 +159,22 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("implementation", "uniform"), FORMS)
 @pytest.mark.parametrize("name", BATCHES)
-def test_agrees_with_dense_attention_in_float64(name, implementation):
-    check(BATCHES[name], implementation)
+def test_agrees_with_dense_attention_in_float64(name, implementation, uniform):
+    check(BATCHES[name], implementation, uniform=uniform)
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_16_bit_caches_may_be_stored_as_their_bits(implementation, kv_dtype):
+@pytest.mark.parametrize(("implementation", "uniform"), FORMS)
+def test_16_bit_caches_may_be_stored_as_their_bits(implementation, uniform, kv_dtype):
     arrays = make(SHORT_ROWS)
     # Rounded first, so that only the arithmetic differs from the dense one.
     rounded = jnp.asarray(arrays.kv, kv_dtype)
     q = jnp.asarray(arrays.q, kv_dtype)
     as_float = (q, rounded, *inputs(arrays)[2:])
     as_bits = (q, lax.bitcast_convert_type(rounded, jnp.uint16), *inputs(arrays)[2:])
-    options = {"implementation": implementation, "max_q_len": SHORT}
+    options = {"implementation": implementation, "max_q_len": SHORT, "uniform": uniform}
     out = run(as_bits, kv_dtype=kv_dtype, **options)
     assert out.dtype == kv_dtype
     if kv_dtype == "bfloat16":
@@ -200,6 +202,45 @@ def test_a_row_does_not_depend_on_its_company():
     assert not np.array_equal(used, alone.block_tables[0, : 40 // 8])
     one = run(inputs(alone), implementation="xla")[0]
     np.testing.assert_array_equal(one, run(inputs(crowd), implementation="xla")[0])
+
+
+def differing_schedules(**options) -> list[str]:
+    """Which ways to compute the last rows of a sequence give other bits than all of it at once."""
+    context = 150
+    seqs = ((context, context), *((1, 90 + i) for i in range(9)))
+    arrays = make(Batch(seqs=seqs, head_dim=32))  # 16 or 64: XLA:CPU's sums agree by themselves
+
+    def last_rows(rows: int, num_beside: int) -> np.ndarray:
+        index = [*range(1, num_beside + 1), 0]
+        a = replace(arrays)
+        a.block_tables = arrays.block_tables.copy()
+        a.block_tables[: len(index)] = arrays.block_tables[index]
+        a.kv_lens = arrays.kv_lens.copy()
+        a.kv_lens[: len(index)] = arrays.kv_lens[index]
+        a.cu_q_lens = np.full_like(arrays.cu_q_lens, num_beside + rows)
+        a.cu_q_lens[: len(index)] = np.arange(len(index))
+        a.num_seqs = np.int32(len(index))
+        a.q = np.full_like(arrays.q, np.nan)
+        a.q[:num_beside] = arrays.q[context : context + num_beside]
+        mine = slice(num_beside, num_beside + rows)
+        a.q[mine] = arrays.q[context - rows : context]
+        return np.asarray(run(inputs(a), **options))[mine]
+
+    whole = last_rows(context, 0)
+    return [
+        f"{rows} rows beside {num_beside} sequences"
+        for rows, num_beside in itertools.product((1, 2, 7, 8, 33, 70), (0, 1, 9))
+        if not np.array_equal(last_rows(rows, num_beside), whole[context - rows :])
+    ]
+
+
+@pytest.mark.parametrize(("implementation", "uniform"), [("reference", False), ("xla", True)])
+def test_a_uniform_row_has_the_same_bits_on_every_schedule(implementation, uniform):
+    assert differing_schedules(implementation=implementation, uniform=uniform) == []
+
+
+def test_the_walking_form_has_not():
+    assert differing_schedules(implementation="xla", uniform=False)
 
 
 FAULTS = {

@@ -23,7 +23,9 @@ Implementation = Literal["auto", "reference", "xla", "cpu"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 # Traced and lowered once for all the layers of a model, which is most of what tracing a step costs.
-_xla_attention = jax.jit(xla_attention, static_argnames=("sm_scale", "kv_dtype", "max_q_len"))
+_xla_attention = jax.jit(
+    xla_attention, static_argnames=("sm_scale", "kv_dtype", "max_q_len", "uniform")
+)
 
 _FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
@@ -40,6 +42,7 @@ def ragged_paged_attention(
     kv_dtype: DTypeLike | None = None,
     max_q_len: int | None = None,
     implementation: Implementation = "auto",
+    uniform: bool = False,
 ) -> jax.Array:
     """Causal attention of each sequence's newest tokens over its blocks of the cache.
 
@@ -65,6 +68,9 @@ def ragged_paged_attention(
       implementation: `reference` is differentiable for float32 `kv`; `xla` walks only the tiles
         that the sequences have; `cpu` is the C++ kernels', for bfloat16 on a CPU where they have
         been loaded (`forge_kernels.cpu`); `auto` is `xla`.
+      uniform: compute every row in the same way, so that its bits do not depend on the other rows
+        and sequences, nor on `cu_q_lens`, at one shape of the arrays. `reference` and `cpu` always
+        do.
 
     Returns:
       [T, H, D] of q's type. Rows at and beyond `cu_q_lens[num_seqs]` are zero, but with `cpu` they
@@ -95,7 +101,9 @@ def ragged_paged_attention(
         return cpu_attention(*arrays, sm_scale=sm_scale)
     tokens = q.shape[0]
     max_q_len = tokens if max_q_len is None else min(max_q_len, tokens)
-    return _xla_attention(*arrays, sm_scale=sm_scale, kv_dtype=kv_dtype, max_q_len=max_q_len)
+    return _xla_attention(
+        *arrays, sm_scale=sm_scale, kv_dtype=kv_dtype, max_q_len=max_q_len, uniform=uniform
+    )
 
 
 def rotate_and_write(
@@ -126,9 +134,8 @@ def rotate_and_write(
     H = qkv.shape[1] - 2 * K
     if implementation == "cpu":
         _check_cpu(qkv, kv, _kv_float(kv, kv_dtype))
-        if num_tokens is None:
-            num_tokens = jnp.int32(qkv.shape[0])
-        return cpu_rotate_write(qkv, cos, sin, slot_mapping, num_tokens, kv)
+        count = jnp.full((), qkv.shape[0], jnp.int32) if num_tokens is None else num_tokens
+        return cpu_rotate_write(qkv, cos, sin, slot_mapping, count, kv)
     q, k, v = qkv[:, :H], qkv[:, H : H + K], qkv[:, H + K :]
     q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
     return q, write_kv(kv, k, v, slot_mapping, kv_dtype=kv_dtype)

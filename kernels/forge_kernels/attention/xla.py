@@ -9,11 +9,17 @@ and not for S x max_blocks:
 - everything else as work items, one tile of Q_TILE query rows of one sequence, up to the last key
   that the tile sees.
 
+With `uniform` there is one loop, the same for every row, whatever stands beside it: see
+`_uniform_rows`.
+
 A KV tile is always KV_TILE tokens at absolute positions 0, KV_TILE, 2 * KV_TILE, ...: within a
 loop, the order in which a row's keys are summed depends on nothing but its own position. Tiles past
 a row's end change nothing in it: they multiply by exp(0) and add zeros.
 """
 
+from __future__ import annotations
+
+import copy
 import math
 
 import jax
@@ -26,6 +32,8 @@ KV_TILE = 128  # tokens
 GROUP = 16  # sequences
 SHORT = 8  # query rows
 Q_TILE = 64  # query rows
+UNIFORM_ROWS = 4  # query rows of a tile
+UNIFORM_TILES = 8  # tiles of query rows that go together
 
 NO_SCORE = -1e30  # the running maximum before any score: finite, so that exp(-inf - NO_SCORE) is 0
 
@@ -41,6 +49,7 @@ def xla_attention(
     sm_scale: float,
     kv_dtype: jnp.dtype,
     max_q_len: int,
+    uniform: bool = False,
 ) -> jax.Array:  # q.dtype[T, H, D]
     tokens, heads, head_dim = q.shape
     out_dtype = q.dtype
@@ -52,6 +61,10 @@ def xla_attention(
     group = min(GROUP, seqs, tokens)
 
     q_lens = jnp.where(jnp.arange(seqs) < num_seqs, jnp.diff(cu_q_lens), 0)
+    if uniform:
+        q = q.astype(dot_dtype).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+        out = _uniform_rows(q, pool, kv_lens, q_lens, cu_q_lens, sm_scale)
+        return out.reshape(tokens, heads, head_dim).astype(out_dtype)
     num_decodes = _leading(q_lens == 1)
     num_grouped = jnp.minimum(_leading(q_lens <= SHORT), num_seqs)
     # Room for a group, or a tile of rows, that starts at the last sequence or row.
@@ -117,6 +130,48 @@ def xla_attention(
     return out[:tokens].reshape(tokens, heads, head_dim).astype(out_dtype)
 
 
+def _uniform_rows(
+    q: jax.Array,  # float[T, K, G, D]
+    pool: _Pool,
+    kv_lens: jax.Array,  # i32[S]
+    q_lens: jax.Array,  # i32[S]
+    cu_q_lens: jax.Array,  # i32[S + 1]
+    sm_scale: float,
+) -> jax.Array:  # f32[T, K, G, D]
+    """Every row in a tile of UNIFORM_ROWS query rows of its sequence, at absolute positions.
+
+    So the shapes of the sums that make a row, and its place in them, follow from its own position
+    alone. Only which tiles go through the loop together depends on the batch.
+    """
+    tokens, seqs = q.shape[0], q_lens.shape[0]
+    starts = kv_lens - q_lens
+    first_tile = starts // UNIFORM_ROWS
+    tiles = jnp.where(q_lens > 0, -(-kv_lens // UNIFORM_ROWS) - first_tile, 0)
+    tiles_end = jnp.cumsum(tiles)
+    flat = q.reshape(tokens, -1)
+
+    def over_tiles(index, out):
+        item = index * UNIFORM_TILES + jnp.arange(UNIFORM_TILES)
+        seq = jnp.sum(tiles_end[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
+        live = seq < seqs
+        seq = jnp.minimum(seq, seqs - 1)
+        tile = first_tile[seq] + item - (tiles_end[seq] - tiles[seq])
+        position = tile[:, None] * UNIFORM_ROWS + jnp.arange(UNIFORM_ROWS)
+        start = starts[seq][:, None]
+        exists = live[:, None] & (start <= position) & (position < kv_lens[seq][:, None])
+        visible = jnp.where(exists, position + 1, 0)  # [UNIFORM_TILES, UNIFORM_ROWS]
+        row = jnp.where(exists, cu_q_lens[seq][:, None] + position - start, tokens).reshape(-1)
+        rows = embed(flat, row).reshape(*position.shape, *q.shape[1:])
+        rows = _rows_first(rows)
+        visible = jnp.tile(visible, rows.shape[2] // UNIFORM_ROWS)
+        rows = _attend(rows, visible, pool.only(seq), 0, sm_scale)
+        rows = _rows_last(rows, UNIFORM_ROWS).reshape(-1, *q.shape[1:])
+        return out.at[row].set(rows, mode="drop")
+
+    num_groups = -(-tiles_end[-1] // UNIFORM_TILES)
+    return lax.fori_loop(0, num_groups, over_tiles, jnp.zeros(q.shape, jnp.float32))
+
+
 def _leading(condition: jax.Array) -> jax.Array:
     """How many elements there are before the first that is false."""
     size = condition.shape[0]
@@ -156,6 +211,12 @@ class _Pool:
         padding = -first_rows.shape[1] % self.tile_pieces
         # i32[S + GROUP, tiles * tile_pieces]: the row of each piece's first head's keys
         self.first_rows = jnp.pad(first_rows, ((0, GROUP), (0, padding)))
+
+    def only(self, seq: jax.Array) -> _Pool:
+        """The same cache, whose sequences are those of `seq: i32[B]`, in that order."""
+        pool = copy.copy(self)
+        pool.first_rows = self.first_rows.at[seq].get(mode="clip")
+        return pool
 
     def tile(self, seq, seqs: int, tile) -> tuple[jax.Array, jax.Array]:
         """Keys and values, [seqs, K, KV_TILE, D] each, of one tile of sequences from `seq` on."""

@@ -6,6 +6,6 @@ loads it. The operations that use them are files beside their references: `linea
 """
 
 from forge_kernels.cpu.build import BuildError
-from forge_kernels.cpu.library import available, load
+from forge_kernels.cpu.library import available, identity, load
 
-__all__ = ["BuildError", "available", "load"]
+__all__ = ["BuildError", "available", "identity", "load"]

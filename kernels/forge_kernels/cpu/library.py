@@ -63,6 +63,12 @@ def _library() -> ctypes.CDLL | None:
     return _loaded[0] if _loaded else None
 
 
+def identity() -> str | None:
+    """Names what has been loaded: its instruction set, sources, compiler and flags."""
+    loaded = _library()
+    return None if loaded is None else Path(loaded._name).stem
+
+
 def library() -> ctypes.CDLL:
     """The loaded library."""
     loaded = _library()

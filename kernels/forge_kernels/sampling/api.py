@@ -106,8 +106,7 @@ def sample(
       i32[R].
     """
     if implementation == "cpu":
-        if num_rows is None:
-            num_rows = jnp.int32(logits.shape[0])
+        count = jnp.full((), logits.shape[0], jnp.int32) if num_rows is None else num_rows
         return cpu_sample(
             logits,
             temperature=temperature,
@@ -116,7 +115,7 @@ def sample(
             min_p=min_p,
             seed=seed,
             position=position,
-            num_rows=num_rows,
+            num_rows=count,
         )
     greedy = jnp.argmax(logits, axis=1).astype(jnp.int32)
 

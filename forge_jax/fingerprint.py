@@ -1,0 +1,74 @@
+"""`system_fingerprint`: a short name for everything that decides the bits of a request's logits.
+
+Two engines with the same fingerprint, in the deterministic tier, give the same bits for the same
+request. Knows files and versions; what the settings mean is the caller's matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import forge_jax
+
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja")
+WHOLE_BYTES = 16 << 20  # of a file that is read whole; of a larger one, samples
+NUM_SAMPLES, SAMPLE_BYTES = 256, 4096
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def system_fingerprint(folder: Path, device: jax.Device, settings: dict[str, Any]) -> str:
+    """ "fp_" and 12 hexadecimal digits.
+
+    Args:
+      folder: of the model: its files count by name, size and content, the content of large ones by
+        samples.
+      device: what it runs on.
+      settings: everything else that decides the bits, as JSON.
+    """
+    identity = {
+        "versions": [forge_jax.__version__, jax.__version__, version("jaxlib")],
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "matmul_precision": jax.config.jax_default_matmul_precision,
+        "device": [device.platform, device.device_kind, _instructions(device)],
+        "settings": settings,
+    }
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
+    for file in sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern)}):
+        digest.update(file.name.encode() + _file_digest(file))
+    return f"fp_{digest.hexdigest()[:12]}"
+
+
+def _file_digest(file: Path) -> bytes:
+    """Of the size and all of a small file; of a large one its head and samples at even distances.
+
+    A header of safetensors is at the head, so a changed name, shape or type is always seen.
+    """
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as stream:
+        digest.update(stream.read(WHOLE_BYTES))
+        if size > WHOLE_BYTES:
+            for i in range(1, NUM_SAMPLES + 1):
+                stream.seek(i * (size - SAMPLE_BYTES) // NUM_SAMPLES)
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.digest()
+
+
+def _instructions(device: jax.Device) -> str:
+    """What XLA:CPU compiles for: another set of instructions sums in another order."""
+    if device.platform != "cpu":
+        return ""
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = ("model name", "flags", "Features")  # Features: on Arm
+    return "\n".join(next((line for line in lines if line.startswith(name)), "") for name in names)

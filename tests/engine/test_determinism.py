@@ -1,0 +1,425 @@
+"""The deterministic tier: a request's logits are the same bits on every schedule.
+
+A request runs through the real scheduler and the compiled step in combinations of everything that
+may change how it is scheduled, and every row of logits is compared, bit by bit, with the same
+request alone. The default tier has to fail here: else the comparison would see nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from forge_jax import LLM
+from forge_jax.cache.block_pool import BlockPool
+from forge_jax.cache.kv import KVShape
+from forge_jax.core import EngineCore
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.plan import FED_BACK, Admission, ScheduledSequence, StepPlan
+from forge_jax.schedule.request import Request, Sequence, Status
+from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
+from forge_jax.step import step as step_file
+from forge_jax.step.runner import DETERMINISTIC_GPU_OPTIONS, Runner, step_shapes
+from forge_jax.testing import random_leaves, tiny_model
+from forge_kernels.attention import kv_storage_dtype
+from forge_kernels.attention import xla as xla_attention_file
+
+VOCAB, BLOCK, NUM_BLOCKS, MAX_LEN, SLOTS, T = 96, 8, 320, 256, 16, 64
+OUTPUT = 10  # tokens of each sample
+TARGET = "target"  # the request that is compared
+SEED = 11
+
+Rows = dict[tuple[int, int], set[bytes]]  # (sample, position) -> the bits of its logits rows
+
+
+# ---- the engine --------------------------------------------------------------------------------
+
+
+class OutWithLogits(NamedTuple):
+    """`StepOut`, and the logits that it was made from."""
+
+    packed: jax.Array
+    logprob: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+    logits: jax.Array  # f32[R, V]
+
+
+class RecordingRunner(Runner):
+    """A `Runner` that keeps the bits of the target's logits."""
+
+    rows: Rows
+
+    def read(self, pending):
+        logits = np.asarray(pending.out.logits)
+        first = 0
+        for s in pending.plan.sequences:
+            name, sample = s.seq_key
+            if name == TARGET:
+                position = s.start + len(s.token_ids) - s.num_rows
+                for row in range(s.num_rows):
+                    self.rows[sample, position + row].add(logits[first + row].tobytes())
+            first += s.num_rows
+        return super().read(pending)
+
+    def reset(self) -> None:
+        """Forgets the rows, and fills the cache with NaN: what nobody wrote must not matter."""
+        self.rows = defaultdict(set)
+        layer = self._kv_shape.layer
+        nan = np.full(layer.shape, 0x7FC0 if layer.dtype == np.uint16 else np.nan, layer.dtype)
+        self._kv = tuple(jax.device_put(nan) for _ in self._kv)
+
+
+@cache
+def make_runner(
+    dtype: str, num_tokens: int = T, *, one_shape: bool = True, uniform: bool = True
+) -> RecordingRunner:
+    """The deterministic tier is one shape and uniform rows; the default one has neither."""
+    model = tiny_model(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=352,
+        head_dim=32,
+        max_position_embeddings=MAX_LEN,
+        dtype=dtype,
+    )
+    spec = model.spec
+    runner = RecordingRunner(
+        model,
+        shapes=step_shapes(
+            max_num_seqs=SLOTS,
+            max_num_batched_tokens=num_tokens,
+            max_rows=num_tokens,
+            block_size=BLOCK,
+            deterministic=one_shape,
+        ),
+        kv_shape=KVShape(
+            num_layers=spec.num_hidden_layers,
+            num_blocks=NUM_BLOCKS,
+            num_kv_heads=spec.num_key_value_heads,
+            block_size=BLOCK,
+            head_dim=spec.head_dim,
+            storage=kv_storage_dtype(model.dtype, "cpu"),
+        ),
+        num_slots=SLOTS,
+        max_blocks=MAX_LEN // BLOCK,
+        device=jax.devices()[0],
+        deterministic=uniform,
+    )
+    sample_rows = step_file._sample_rows
+
+    def with_logits(shape, slots, m, logits, *rest):
+        slots, out = sample_rows(shape, slots, m, logits, *rest)
+        return slots, OutWithLogits(*out, logits)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(step_file, "_sample_rows", with_logits)
+        runner.compile(pool)
+        runner.start(random_leaves(model, seed=5))
+    return runner
+
+
+# ---- the matrix --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    prompt_len: int = 21
+    temperature: float = 0.0
+    company: str = "alone"  # or few, behind, many
+    chunk: int | None = None
+    preempt: bool = False
+    prefix: bool = False
+    shuffle: bool = False
+    n: int = 1
+
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "prompt_len": (21, 150),
+    "temperature": (0.0, 0.9),
+    "company": ("alone", "few", "behind", "many"),
+    "chunk": (None, 5, 16, 33),
+    "preempt": (False, True),
+    "prefix": (False, True),
+    "shuffle": (False, True),
+    "n": (1, 3),
+}
+MATRIX = [
+    Combination(**dict(zip(AXES, values, strict=True)))
+    for values in itertools.product(*AXES.values())
+]
+
+
+def some(count: int) -> list[Combination]:
+    """`count` of the combinations, the same ones every time."""
+    return random.Random(count).sample(MATRIX, count)
+
+
+def target(combination: Combination, **changes: Any) -> Request:
+    params = SamplingParams(
+        n=combination.n,
+        max_tokens=OUTPUT,
+        temperature=combination.temperature,
+        top_p=0.95,
+        ignore_eos=True,
+    )
+    rng = random.Random(combination.prompt_len)
+    return Request(
+        request_id=TARGET,
+        prompt_token_ids=[rng.randrange(VOCAB) for _ in range(combination.prompt_len)],
+        params=replace(params, **changes),
+        seed=SEED,
+    )
+
+
+def companions(count: int, rng: random.Random) -> Iterator[Request]:
+    """Requests of all sizes that use every part of the sampler."""
+    for i in range(count):
+        prompt_len = rng.choice((1, 2, 9, 30, 70, 140))
+        params = SamplingParams(
+            max_tokens=rng.randint(5, 40),
+            temperature=rng.choice((0.0, 1.2)),
+            top_k=rng.choice((0, 5)),
+            frequency_penalty=rng.choice((0.0, 0.5)),
+            logit_bias=rng.choice(({}, {3: 2.0})),
+            min_tokens=rng.choice((0, 4)),
+            logprobs=rng.choice((None, 3)),
+            prompt_logprobs=rng.choice((None, None, 0)),
+        )
+        prompt = [rng.randrange(VOCAB) for _ in range(prompt_len)]
+        yield Request(request_id=f"other-{i}", prompt_token_ids=prompt, params=params)
+
+
+class Run(NamedTuple):
+    tokens: dict[int, list[int]]  # by sample
+    rows: Rows
+    num_cached: int
+    num_preemptions: int  # of the target's samples
+
+
+def run(
+    runner: RecordingRunner,
+    combination: Combination,
+    seed: int,
+    num_tokens: int = T,
+    **changes: Any,
+) -> Run:
+    """Runs the target as the combination says; `changes` are to its SamplingParams."""
+    rng = random.Random(seed)
+    runner.reset()
+    pool = BlockPool(NUM_BLOCKS, BLOCK, prefix_cache=combination.prefix)
+    if combination.shuffle:
+        rng.shuffle(pool._free)
+    limits = SchedulerConfig(
+        max_num_seqs=SLOTS,
+        max_num_batched_tokens=num_tokens,
+        max_rows=num_tokens,
+        max_model_len=MAX_LEN,
+        prefill_chunk_size=combination.chunk,
+    )
+    scheduler = Scheduler(limits, pool, clock=lambda: 0.0, rng=rng)
+    core = EngineCore(scheduler=scheduler, device=runner, tokenizer=None, vocab_size=VOCAB)
+    request = target(combination, **changes)
+
+    if combination.prefix:
+        shared = replace(request, request_id="before", params=SamplingParams(max_tokens=1))
+        core.add(shared)
+        while core.has_work:
+            core.tick()
+
+    count = {"alone": 0, "few": 2, "behind": 3, "many": 12}[combination.company]
+    arrivals = [(rng.randrange(4), other) for other in companions(count, rng)]
+    if combination.company == "behind":
+        arrivals = [(5, other) for _, other in arrivals]
+    arrivals = sorted([*arrivals, (4, request)], key=lambda arrival: arrival[0])
+    thief = Thief(scheduler, 4 + rng.randint(1, 3)) if combination.preempt else None
+    tokens: dict[int, list[int]] = defaultdict(list)
+    unfinished, num_cached = combination.n, 0
+    samples: list[Sequence] = []
+    for tick in itertools.count():
+        while arrivals and arrivals[0][0] <= tick:
+            core.add(arrivals.pop(0)[1])
+            samples = samples or scheduler._requests.get(TARGET, []).copy()
+        if thief is not None and any(seq.status is Status.RUNNING for seq in samples):
+            thief.visit(tick)
+        for delta in core.tick().get(TARGET, ()):
+            assert delta.error is None
+            tokens[delta.index] += delta.token_ids
+            num_cached = max(num_cached, delta.num_cached_tokens)
+            unfinished -= delta.finish_reason is not None
+        if not unfinished:
+            break
+        if thief is not None:
+            thief.leave_if_noticed()
+    core.drain()
+    return Run(tokens, runner.rows, num_cached, sum(seq.num_preemptions for seq in samples))
+
+
+class Thief:
+    """Takes every free block at `tick`, and gives them back once somebody has been preempted."""
+
+    def __init__(self, scheduler: Scheduler, tick: int):
+        self._scheduler = scheduler
+        self._tick = tick
+        self._loot: list[int] | None = None
+
+    def visit(self, tick: int) -> None:
+        if self._loot is None and tick >= self._tick:
+            pool = self._scheduler.pool
+            self._loot = pool.allocate(pool.num_free)
+
+    def leave_if_noticed(self) -> None:
+        if self._loot and self._scheduler.num_preemptions:
+            self._scheduler.pool.release(self._loot)
+            self._loot = []
+
+
+class Comparison:
+    """Runs combinations on one runner, and keeps what differed from the request alone."""
+
+    def __init__(self, runner: RecordingRunner, num_tokens: int = T):
+        self.runner = runner
+        self.num_tokens = num_tokens
+        self.alone: dict[tuple[int, float], Run] = {}
+        self.differing: list[tuple[Combination, str]] = []
+        self.num_rows = 0
+        self.num_cached = 0
+        self.num_preempted = 0
+
+    def check(self, combinations: Iterable[Combination]) -> None:
+        for seed, combination in enumerate(combinations):
+            expected = self._alone(combination)
+            got = run(self.runner, combination, seed, self.num_tokens)
+            self.num_cached += got.num_cached > 0
+            self.num_preempted += got.num_preemptions > 0
+            difference = self._difference(expected, got)
+            if difference:
+                self.differing.append((combination, difference))
+
+    def _alone(self, combination: Combination) -> Run:
+        """The request alone, in whole prompts, with every position of the prompt scored."""
+        key = combination.prompt_len, combination.temperature
+        if key not in self.alone:
+            plain = Combination(prompt_len=key[0], temperature=key[1], n=3)
+            self.alone[key] = run(self.runner, plain, 0, self.num_tokens, prompt_logprobs=0)
+        return self.alone[key]
+
+    def _difference(self, expected: Run, got: Run) -> str:
+        for (sample, position), bits in sorted(got.rows.items()):
+            self.num_rows += 1
+            if bits != expected.rows[sample, position]:
+                return f"sample {sample}: other logits at position {position}"
+        for sample, tokens in got.tokens.items():
+            assert len(tokens) == OUTPUT
+            if tokens != expected.tokens[sample]:
+                return f"sample {sample}: other tokens"
+        return ""
+
+
+def check_the_tier(runner: RecordingRunner, combinations: list[Combination], **options) -> None:
+    comparison = Comparison(runner, **options)
+    comparison.check(combinations)
+    assert comparison.differing == []
+    # The combinations did happen: every row was seen, blocks were shared, sequences thrown out.
+    assert comparison.num_rows >= sum(c.n * OUTPUT for c in combinations)
+    assert comparison.num_cached == sum(c.prefix for c in combinations)
+    assert comparison.num_preempted > 0.8 * sum(c.preempt for c in combinations)
+
+
+DTYPES = ("float32", "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_request_has_the_same_bits_on_every_schedule(dtype):
+    check_the_tier(make_runner(dtype), some(300))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_the_whole_matrix(dtype):
+    check_the_tier(make_runner(dtype), MATRIX)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_tokens", [19, 37, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_with_steps_of_other_sizes(dtype, num_tokens):
+    runner = make_runner(dtype, num_tokens)
+    check_the_tier(runner, some(500), num_tokens=num_tokens)
+
+
+# ---- the comparison has teeth -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("one_shape", "uniform"), [(False, False), (True, False), (False, True)])
+def test_the_default_tier_fails_and_so_does_each_half_of_the_other(one_shape, uniform):
+    """In float32. In bfloat16 rounding hides these differences on some CPUs."""
+    comparison = Comparison(make_runner("float32", one_shape=one_shape, uniform=uniform))
+    comparison.check(some(40))
+    assert comparison.differing
+
+
+def test_another_order_of_sums_shows_in_bfloat16_too(monkeypatch):
+    expected = Comparison(make_runner("bfloat16"))
+    monkeypatch.setattr(xla_attention_file, "KV_TILE", 64)
+    jax.clear_caches()  # attention is traced once, for all layers and executables
+    comparison = Comparison(make_runner.__wrapped__("bfloat16"))
+    comparison.alone = expected.alone
+    long = Combination(prompt_len=150)
+    expected.check([long])
+    comparison.check([long])
+    assert not expected.differing and comparison.differing
+    jax.clear_caches()
+
+
+# ---- beyond the scheduler of today --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_verify_drafts_have_the_bits_of_decoded_ones(dtype):
+    runner = make_runner(dtype)
+    decoded = run(runner, Combination(), 0)
+    drafts = decoded.tokens[0][1:5]
+    request = target(Combination())
+    prompt = tuple(request.prompt_token_ids)
+    runner.reset()
+    admission = Admission(0, 0, request.params, (), len(prompt), (9, 4, 7, 2), prompt, (TARGET, 0))
+    prefill = ScheduledSequence(0, 0, prompt, 1, True, (), 0, seq_key=(TARGET, 0))
+    verify = ScheduledSequence(
+        0, len(prompt), (FED_BACK, *drafts), 5, True, (), 1, seq_key=(TARGET, 0)
+    )
+    runner.read(runner.dispatch(StepPlan(0, (admission,), (prefill,))))
+    [result] = runner.read(runner.dispatch(StepPlan(1, (), (verify,)))).sequences
+    assert list(result.token_ids) == decoded.tokens[0][1:6]
+    assert len(runner.rows) == 6
+    assert all(bits == decoded.rows[key] for key, bits in runner.rows.items())
+
+
+def test_options_for_gpus_are_known_to_this_xla():
+    lowered = jax.jit(lambda x: x + 1).lower(np.float32(1))
+    lowered.compile(DETERMINISTIC_GPU_OPTIONS)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        lowered.compile({"xla_gpu_deterministic_dreams": True})
+
+
+def test_the_bundled_model_keeps_its_promise_and_says_who_it_is():
+    llm = LLM("forge-tiny", deterministic=True, max_num_seqs=8, max_model_len=512)
+    assert llm._core._device.executables[0] == "mixed[64]"
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=1, logprobs=20, ignore_eos=True)
+    mine, others = "Once upon a time", [f"Tell me {i} stories. " * (i + 1) for i in range(9)]
+    [alone] = llm.generate(mine, params, progress=False)
+    crowd = llm.generate([*others, mine, *others], params, progress=False)[len(others)]
+    assert crowd.num_cached_tokens == 0 and len(alone.outputs[0].token_ids) == 24
+    assert crowd.outputs == alone.outputs  # tokens, text, and the float32 bits of the logprobs
+    assert re.fullmatch("fp_[0-9a-f]{12}", llm.system_fingerprint)
