@@ -65,6 +65,22 @@ class EventStream:
         self._transport = transport
         self._protocol = self._http.protocol
         self._chunked = response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+        try:
+            last = await self._all_but_the_last()
+        except (ConnectionError, TimeoutError):
+            raise
+        except Exception as error:
+            last = b"data: " + error_reply(error).body() + b"\n\n"
+        async with asyncio.timeout(self._stall_s):
+            await response.write_eof(last)
+
+    async def _all_but_the_last(self) -> bytes:
+        """Writes events until the generation is over. Returns the last ones: they leave with the
+        end of the response, in one write.
+
+        Raises:
+          Exception: the generation's failure, after all that came before it.
+        """
         generation = self._generation
         generation.begin(self._take)
         while not generation.over:
@@ -73,12 +89,11 @@ class EventStream:
             if not generation.over:
                 await self._write_held(down_to=0)
         await self._write_held(down_to=PIECE)
-        if isinstance(generation.failure, ConnectionError):
-            raise generation.failure  # from a write
-        # The last events leave with the end of the response, in one write.
-        last = self._events(self._next_piece()) + self._end()
-        async with asyncio.timeout(self._stall_s):
-            await response.write_eof(last)
+        events = self._events(self._next_piece())
+        if generation.failure is not None:
+            self._write(events)
+            raise generation.failure
+        return events + self._form.end(generation.usage)
 
     def _take(self, news: News) -> None:
         """Writes the events of a step, unless they have to wait for the handler's task."""
@@ -116,9 +131,3 @@ class EventStream:
         if self._chunked:
             events = b"%x\r\n%b\r\n" % (len(events), events)
         self._transport.write(events)
-
-    def _end(self) -> bytes:
-        failure = self._generation.failure
-        if failure is not None:
-            return b"data: " + error_reply(failure).body() + b"\n\n"
-        return self._form.end(self._generation.usage)

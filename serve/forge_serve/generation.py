@@ -214,6 +214,7 @@ class Generation:
             self._metrics.finished("abort", self.unfinished)
             self.unfinished = 0
         self._abort()
+        self._streams.clear()  # which hold on to this object
         e2e_s = time.monotonic() - self._submitted_s
         self._metrics.request(self.num_prompt_tokens, self.num_output_tokens, e2e_s)
 

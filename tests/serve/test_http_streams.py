@@ -16,6 +16,7 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
 from forge_serve import app, event_stream
 from forge_serve.event_stream import EventStream
+from forge_serve.responses import CompletionForm
 
 HIGH_WATER = 64 * 1024  # bytes at which asyncio's transports pause their protocol
 STEP_S = 0.03
@@ -218,6 +219,27 @@ async def test_a_request_that_fails_in_the_middle_is_an_error(start, monkeypatch
     monkeypatch.undo()
     status, _ = await server.post("/v1/completions", {"prompt": "a"})
     assert status == 200, "the next request does not suffer"
+
+
+@pytest.mark.parametrize("failing", [3, 20], ids=["in the middle", "the last"])
+async def test_an_event_that_cannot_be_made_is_an_error_of_its_request(start, monkeypatch, failing):
+    server = await start(Engine.fake(step_time_s=0.002))
+    events = CompletionForm.events
+
+    def broken(form: CompletionForm, choice: int, delta: Any, usage: Any = None) -> bytes:
+        made = events(form, choice, delta, usage)
+        seen.append(delta)
+        if len(seen) == failing:
+            raise ValueError("a secret")
+        return made
+
+    seen: list[Any] = []
+    monkeypatch.setattr(CompletionForm, "events", broken)
+    body = {**LONG, "max_tokens": 20, "stream": True}
+    *chunks, last = await server.events("/v1/completions", body)
+    assert json.loads(last)["error"]["code"] == "internal_error" and "secret" not in last
+    assert all("choices" in json.loads(chunk) for chunk in chunks)
+    await server.idle()
 
 
 @pytest.mark.parametrize("stream", [True, False])
