@@ -44,6 +44,18 @@ async def test_an_answer_has_the_form_of_openai(server):
     assert usage.prompt_tokens_details.cached_tokens == 0
 
 
+async def test_a_deterministic_engine_says_its_fingerprint(server):
+    server.engine.system_fingerprint = "fp_0123456789ab"
+    create = server.openai.completions.create
+    options: dict[str, Any] = {"model": server.model, "prompt": "Hello", "max_tokens": 3}
+    whole = await create(**options)
+    chunks = [chunk async for chunk in await create(**options, stream=True)]
+    chat = await server.openai.chat.completions.create(
+        model=server.model, messages=[{"role": "user", "content": "Hi"}], max_tokens=3
+    )
+    assert {a.system_fingerprint for a in (whole, *chunks, chat)} == {"fp_0123456789ab"}
+
+
 async def test_sixteen_tokens_unless_told_otherwise(server):
     for max_tokens, expected in ((None, 16), (5, 5), (5.0, 5), ("5", 5), (0, 0)):
         status, answer = await server.post(

@@ -1,0 +1,209 @@
+"""What the deterministic tier promises and costs: flipped tokens, tokens/s and TTFT by tier.
+
+    python -m benchmarks.determinism [--model forge-tiny] [--steps 64] [--output FILE.json]
+
+All engines run in this process and take turns, so that they see the same machine. A sequence is
+flipped if it gets another token in company, or in chunks, than it gets alone; only its first such
+token counts, for what follows is another text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from forge_jax import Engine, EngineConfig, SamplingParams
+
+WORDS = "the dog saw a small red house by the river and ran to tell his old friend".split()
+WORKLOADS = {  # name -> (requests at once, words of a prompt, output tokens)
+    "one request": (1, 20, 64),
+    "8 requests": (8, 20, 64),
+    "32 requests": (32, 20, 64),
+    "32 requests with long prompts": (32, 300, 16),
+    "one long prompt": (1, 500, 8),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    name: str
+    engine: Engine
+    startup_s: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the deterministic tier costs.")
+    parser.add_argument("--model", default="forge-tiny")
+    parser.add_argument("--steps", type=int, nargs="+", default=[64], help="tokens of its steps")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--sequences", type=int, default=48, help="compared for flipped tokens")
+    parser.add_argument("--tokens", type=int, default=128, help="of each compared sequence")
+    parser.add_argument("--output", type=Path, help="write the report here as JSON")
+    args = parser.parse_args()
+    report: dict[str, Any] = {**machine.describe(), "model": args.model}
+    report["dtypes"] = {dtype: asyncio.run(measure(args, dtype)) for dtype in args.dtypes}
+    print(table(report))
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=2) + "\n")
+
+
+async def measure(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    tiers = [start("default", args.model, dtype=dtype)]
+    for step in args.steps:
+        options = {"deterministic": True, "max_num_batched_tokens": step}
+        tiers.append(start(f"deterministic, T={step}", args.model, dtype=dtype, **options))
+    flips = {tier.name: await flipped(tier.engine, args) for tier in tiers}
+    samples: dict[str, dict[str, list[Timing]]] = {
+        name: {tier.name: [] for tier in tiers} for name in WORKLOADS
+    }
+    for round_ in range(args.rounds + 1):
+        for name, (requests, words, tokens) in WORKLOADS.items():
+            for tier in tiers:
+                prompts = [text(words, 1000 * round_ + i) for i in range(requests)]
+                timing = await timed(tier.engine, prompts, tokens)
+                if round_:  # the first one warms up
+                    samples[name][tier.name].append(timing)
+    for tier in tiers:
+        await tier.engine.stop()
+    return {
+        "startup_s": {tier.name: tier.startup_s for tier in tiers},
+        "flipped": flips,
+        "workloads": {
+            name: {tier: summary(timings) for tier, timings in by_tier.items()}
+            for name, by_tier in samples.items()
+        },
+    }
+
+
+def start(name: str, model: str, **options: Any) -> Tier:
+    begin = time.perf_counter()
+    engine = Engine.load(
+        EngineConfig.from_options(model=model, prefix_cache=False, max_num_seqs=64, **options)
+    )
+    engine.start()
+    return Tier(name=name, engine=engine, startup_s=time.perf_counter() - begin)
+
+
+def text(words: int, seed: int) -> str:
+    """A prompt of so many words that begins like no other."""
+    return " ".join([str(seed), *(WORDS[(seed + i * i) % len(WORDS)] for i in range(words))])
+
+
+# ---- speed ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    tokens_per_s: float
+    ttft_s: float  # the median of the requests
+
+
+async def timed(engine: Engine, prompts: list[str], tokens: int) -> Timing:
+    begin = time.perf_counter()
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    firsts = await asyncio.gather(*(first_token_s(engine, p, params) for p in prompts))
+    wall_s = time.perf_counter() - begin
+    return Timing(len(prompts) * tokens / wall_s, statistics.median(firsts))
+
+
+async def first_token_s(engine: Engine, prompt: str, params: SamplingParams) -> float:
+    begin, first = time.perf_counter(), None
+    async for _ in submit(engine, prompt, params):
+        first = first or time.perf_counter()
+    assert first is not None
+    return first - begin
+
+
+def submit(engine: Engine, prompt: str, params: SamplingParams) -> Any:
+    assert engine.tokenizer is not None
+    submit.count = getattr(submit, "count", 0) + 1  # type: ignore[attr-defined]
+    ids = engine.tokenizer.encode(prompt)
+    return engine.submit(ids, params, request_id=f"r{submit.count}")  # type: ignore[attr-defined]
+
+
+def summary(timings: list[Timing]) -> dict[str, float]:
+    return {
+        "tokens_per_s": statistics.median(t.tokens_per_s for t in timings),
+        "ttft_ms": 1e3 * statistics.median(t.ttft_s for t in timings),
+    }
+
+
+# ---- flipped tokens ------------------------------------------------------------------------------
+
+
+async def flipped(engine: Engine, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Each sequence alone, then all of them at once: greedy, and at temperature 1."""
+    found = {}
+    for temperature in (0.0, 1.0):
+        prompts = [text(5 + 7 * (i % 30), i) for i in range(args.sequences)]
+        params = [
+            SamplingParams(max_tokens=args.tokens, temperature=temperature, seed=i, ignore_eos=True)
+            for i in range(args.sequences)
+        ]
+        alone = [await output(engine, *one) for one in zip(prompts, params, strict=True)]
+        crowd = await asyncio.gather(
+            *(output(engine, *one) for one in zip(prompts, params, strict=True))
+        )
+        found[f"temperature {temperature:g}"] = count_flips(alone, crowd)
+    return found
+
+
+async def output(engine: Engine, prompt: str, params: SamplingParams) -> list[int]:
+    return [
+        t async for deltas in submit(engine, prompt, params) for d in deltas for t in d.token_ids
+    ]
+
+
+def count_flips(alone: list[list[int]], crowd: Iterable[list[int]]) -> dict[str, float]:
+    sequences = flips = tokens = 0
+    for a, b in zip(alone, crowd, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+        sequences += 1
+        flips += same is not None
+        tokens += len(a) if same is None else same + 1
+    return {
+        "sequences": sequences,
+        "flipped_sequences": flips,
+        "compared_tokens": tokens,
+        "flips_per_1000_tokens": 1e3 * flips / tokens,
+    }
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def table(report: dict[str, Any]) -> str:
+    where = f"{report['cpu']}, {report['cores']} cores, jax {report['versions']['jax']}"
+    lines = [f"{report['date']}, {where}, {report['model']}"]
+    for dtype, figures in report["dtypes"].items():
+        lines += ["", f"| {dtype} | tier | tokens/s | TTFT | of the default's tokens/s |"]
+        lines += ["|---|---|---|---|---|"]
+        for name, tiers in figures["workloads"].items():
+            base = tiers["default"]["tokens_per_s"]
+            lines += [
+                f"| {name} | {tier} | {t['tokens_per_s']:,.0f} | {t['ttft_ms']:.1f} ms "
+                f"| {t['tokens_per_s'] / base:.2f} |"
+                for tier, t in tiers.items()
+            ]
+        lines += ["", f"| {dtype} | tier | flipped sequences | flips per 1,000 tokens |"]
+        lines += ["|---|---|---|---|"]
+        for tier, kinds in figures["flipped"].items():
+            lines += [
+                f"| {kind} | {tier} | {f['flipped_sequences']} of {f['sequences']} "
+                f"| {f['flips_per_1000_tokens']:.2f} |"
+                for kind, f in kinds.items()
+            ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

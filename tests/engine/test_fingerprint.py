@@ -1,0 +1,60 @@
+"""The fingerprint names what decides the bits: it changes with each part of that only."""
+
+import shutil
+
+import jax
+import pytest
+
+from forge_jax import fingerprint
+from forge_jax.fingerprint import system_fingerprint
+
+SETTINGS = {"block_size": 16, "shapes": [{"num_tokens": 64}]}
+
+
+@pytest.fixture
+def folder(tmp_path, goldens):
+    return shutil.copytree(goldens / "llama2", tmp_path / "model")
+
+
+def of(folder, **settings):
+    return system_fingerprint(folder, jax.devices()[0], SETTINGS | settings)
+
+
+def test_it_is_the_same_for_the_same_engine_wherever_the_model_lies(folder, tmp_path):
+    before = of(folder)
+    assert before == of(folder)
+    (folder / "notes.txt").write_text("no part of the model")
+    assert before == of(folder.rename(tmp_path / "elsewhere"))
+
+
+def test_it_changes_with_the_model_the_settings_and_the_flags(folder, monkeypatch):
+    seen = {of(folder), of(folder, block_size=32)}
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    seen.add(of(folder))
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    seen.add(of(folder))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
+    seen.add(of(folder))
+    monkeypatch.setattr(fingerprint, "CPU_INFO", folder / "no such file")
+    seen.add(of(folder))
+    assert len(seen) == 6
+
+
+def test_of_a_large_file_it_reads_the_head_and_samples(folder, monkeypatch):
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 1 << 10)
+    monkeypatch.setattr(fingerprint, "SAMPLE_BYTES", 16)
+    monkeypatch.setattr(fingerprint, "NUM_SAMPLES", 8)
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    before = of(folder)
+    # Every byte changes from the middle of the data on, as it does in a model that was trained on.
+    half = len(content) // 2
+    weights.write_bytes(content[:half] + bytes(b ^ 1 for b in content[half:]))
+    assert of(folder) != before
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert of(folder) != before, "the last bytes are a sample"
+    weights.write_bytes(content + b" ")
+    assert of(folder) != before
