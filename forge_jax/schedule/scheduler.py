@@ -344,7 +344,9 @@ class Scheduler:
         )
         if may_admit and self._free_slots and len(self._waiting):
             reserved = self._reserved_blocks()
-            for seq in self._waiting.in_order(self._clock()):
+            # Everybody needs a block; a queue that is not asked need not be put in order.
+            hopeful = reserved < self.pool.num_free
+            for seq in self._waiting.in_order(self._clock()) if hopeful else ():
                 if not self._free_slots or not tokens_left:
                     break
                 admitted = self._admit(seq, tokens_left, rows_left, reserved)
@@ -454,12 +456,15 @@ class Scheduler:
 
     def _reserved_blocks(self) -> int:
         """Free blocks that running sequences need soon: the rest of a prompt, and one to grow."""
-        reserved = 0
+        reserved, block_size = 0, self.pool.block_size
         for seq in self._running:
-            held = len(seq.blocks)
-            if held < seq.max_blocks:
-                needed = self._num_blocks(len(seq.tokens) + seq.num_pending)
-                reserved += max(needed - held, 0) + (max(needed, held) < seq.max_blocks)
+            held, most = len(seq.blocks), seq.max_blocks
+            if held < most:
+                needed = -(-(len(seq.tokens) + seq.num_pending) // block_size)
+                if needed > held:
+                    reserved += needed - held
+                    held = needed
+                reserved += held < most
         return reserved
 
     def _plan(
