@@ -589,6 +589,7 @@ class Scheduler:
     ) -> None:
         """Commits as many of the first as there are `starts`."""
         block_size, registers = self.pool.block_size, self.pool.prefix_cache
+        followers = self._followers
         for start, seq, epoch, got in zip(starts, seqs, epochs, results, strict=False):
             if seq.status is _FINISHED:
                 continue
@@ -599,7 +600,7 @@ class Scheduler:
             end = start + 1
             if registers and end // block_size > seq.num_registered and epoch == seq.epoch:
                 self._register(seq, end // block_size, seen=True)
-            if self._followers and end >= seq.prompt_len and epoch == seq.epoch:
+            if followers and end >= seq.prompt_len and epoch == seq.epoch:
                 self._release_followers(seq.request_id)
             token_ids, tokens = got.token_ids, seq.tokens
             (token,) = token_ids
