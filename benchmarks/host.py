@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import gc
 import json
 import random
@@ -44,7 +43,7 @@ from forge_jax.testing import FakeDevice
 SEQUENCES = (1, 64, 256)
 STEP_TIME_S = 0.01  # of the fake device: the event loop has its turn meanwhile
 HOST_PHASES = ("schedule", "pack", "commit", "text", "deliver")
-WAITING = 10_000
+WAITING = (0, 100, 10_000)
 STREAMS = 64
 WARM_UP_STEPS = 100
 IDLE_S, BUSY_S = 10.0, 10.0
@@ -204,22 +203,25 @@ def queue(steps: int) -> list[Report]:
     policies: tuple[Policy, ...] = ("fcfs", "priority", "prefix")
     for policy in policies:
         for full in ("slots", "blocks"):
-            for waiting in (0, WAITING):
+            for waiting in WAITING:
                 _progress(f"queue: {policy}, {full} full, {waiting} waiting")
                 reports.append(_measure_queue(policy, full, waiting, steps))
     return reports
 
 
 def _measure_queue(policy: Policy, full: str, waiting: int, steps: int) -> Report:
-    """256 sequences run, and no more can: for lack of slots, or of blocks."""
-    running, block_size, prompt_len = 256, 16, 64
+    """256 sequences run, and no more can: for lack of slots, or of blocks.
+
+    For lack of blocks: there are free ones, and the first in the queue needs more than those.
+    """
+    running, block_size, prompt_len, steps = 256, 16, 64, min(steps, 500)
     per_sequence = -(-(prompt_len + steps + WARM_UP_STEPS) // block_size) + 1
     pool = BlockPool(running * per_sequence, block_size)
     config = SchedulerConfig(
         max_num_seqs=running if full == "slots" else 2 * running,
         max_num_batched_tokens=2048,
         max_rows=1024,
-        max_model_len=4096,
+        max_model_len=pool.num_blocks * block_size,
         policy=policy,
         aging_s=1e9,
     )
@@ -232,20 +234,17 @@ def _measure_queue(policy: Policy, full: str, waiting: int, steps: int) -> Repor
     )
     rng = random.Random(0)
 
-    def request(name: str, prompt_len: int) -> Request:
-        prompt = [rng.randrange(200) for _ in range(prompt_len)]
-        params = SamplingParams(max_tokens=4096 - prompt_len)
+    def request(name: str, prompt_len: int, priority: int) -> Request:
         return Request(
             request_id=name,
-            prompt_token_ids=prompt,
-            params=params,
+            prompt_token_ids=[rng.randrange(200) for _ in range(prompt_len)],
+            params=SamplingParams(max_tokens=steps + 2 * WARM_UP_STEPS),
             seed=0,
-            priority=rng.randrange(5) + 1,
+            priority=priority,
         )
 
     for i in range(running):
-        running_request = request(f"running-{i}", prompt_len)
-        scheduler.add(dataclasses.replace(running_request, priority=0))
+        scheduler.add(request(f"running-{i}", prompt_len, 0))
     schedule_s: list[float] = []
 
     def tick() -> None:
@@ -258,18 +257,18 @@ def _measure_queue(policy: Policy, full: str, waiting: int, steps: int) -> Repor
     for _ in range(WARM_UP_STEPS // 2):
         tick()
     assert scheduler.num_running == running
-    # With free slots, what waits is too long for the blocks that are left.
-    adding = [request(f"waiting-{i}", 64 if full == "slots" else 3800) for i in range(waiting + 50)]
+    first_len = prompt_len
     if full == "blocks":
-        spare = pool.allocate(max(0, pool.num_free - running * (per_sequence - 8)))
-        assert spare is not None
+        first_len = config.max_model_len - steps - 2 * WARM_UP_STEPS
+    adding = [request("first", first_len, 1)]
+    adding += [request(f"next-{i}", prompt_len, rng.randint(2, 5)) for i in range(waiting + 49)]
     for waiting_request in adding[:waiting]:
         scheduler.add(waiting_request)
     for _ in range(WARM_UP_STEPS // 2):
         tick()
     schedule_s.clear()
     with _no_collections():
-        for _ in range(min(steps, 500)):
+        for _ in range(steps):
             tick()
     assert scheduler.num_waiting == waiting and scheduler.num_running == running
     add_s = []

@@ -21,9 +21,9 @@ from forge_jax.config import EngineConfig
 from forge_jax.errors import EngineError, NumericalError, RequestError
 from forge_jax.observe.phases import PhaseTimes
 from forge_jax.outputs import Delta
-from forge_jax.schedule.plan import Device, StepPlan, TokenLogprobs
+from forge_jax.schedule.plan import Device, SequenceResult, StepPlan, TokenLogprobs
 from forge_jax.schedule.request import Request, Sequence
-from forge_jax.schedule.scheduler import Committed, Scheduler, SchedulerConfig
+from forge_jax.schedule.scheduler import Gain, Scheduler, SchedulerConfig
 from forge_jax.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -255,24 +255,24 @@ class EngineCore:
         if step is not None:
             result = self._device.read(step.pending)
             phases.end("read")
-            committed = self.scheduler.commit(step.plan, result)
+            gains = self.scheduler.commit(step.plan, result)
             phases.end("commit")
-            self._add_deltas(committed, outputs)
+            self._add_deltas(gains, outputs)
             phases.end("text")
         return outputs
 
-    def _add_deltas(self, committed: list[Committed], outputs: Outputs) -> None:
+    def _add_deltas(self, gains: list[Gain], outputs: Outputs) -> None:
         """Adds what each sequence gained; if that fails, it costs this request and no other."""
-        for gained in committed:
+        for seq, got in gains:
             try:
-                delta = self._delta(gained)
+                delta = self._delta(seq, got)
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException:  # a panic inside tokenizers is no Exception
-                delta = self._without_text(gained.seq)
+                delta = self._without_text(seq)
             if delta is None:
                 continue
-            request_id = gained.seq.key[0]
+            request_id = seq.key[0]
             if request_id in outputs:
                 outputs[request_id].append(delta)
             else:
@@ -285,21 +285,21 @@ class EngineCore:
         error = EngineError("the output could not be turned into text")
         return Delta(seq.index, finish_reason="error", error=error)
 
-    def _delta(self, gained: Committed) -> Delta | None:
-        seq, token_ids = gained.seq, gained.token_ids
+    def _delta(self, seq: Sequence, got: SequenceResult) -> Delta | None:
+        token_ids = got.token_ids
         self.generation_tokens += len(token_ids)
-        prompt_logprobs = gained.prompt_logprobs
+        prompt_logprobs = got.prompt_logprobs
         if self._prompt_logprobs and seq in self._prompt_logprobs:
             prompt_logprobs = self._prompt_logprobs.pop(seq) + (prompt_logprobs or ())
         if not token_ids and seq.finish_reason is None:  # more of the prompt is to come
             if prompt_logprobs is not None:
                 self._prompt_logprobs[seq] = prompt_logprobs
             return None
-        if gained.fault:
+        if got.fault:
             self._forget(seq)
             error = NumericalError("the model gave logits that are not finite for this request")
             return Delta(seq.index, finish_reason="error", error=error)
-        text, logprobs = "", gained.logprobs
+        text, logprobs = "", got.logprobs
         state = self._texts.get(seq)
         if state is not None:
             if state.push_plain is not None and seq.finish_reason is None:

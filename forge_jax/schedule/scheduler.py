@@ -6,7 +6,7 @@ been computed; a step computes some of the difference. The caller runs one step 
     plan = scheduler.schedule()          # from counts: the last token may not have been read yet
     pending = device.dispatch(plan)
     result = device.read(the step before)
-    committed = scheduler.commit(the plan before, result)
+    gains = scheduler.commit(the plan before, result)
 
 Two things make that safe. The device executes steps in order, so that a slot or a block which a
 finished sequence gives back can be given out again at once, even while a step that uses it is in
@@ -39,7 +39,6 @@ from forge_jax.schedule.plan import (
     SequenceResult,
     StepPlan,
     StepResult,
-    TokenLogprobs,
 )
 from forge_jax.schedule.policy import make_queue
 from forge_jax.schedule.request import FinishReason, Request, Sequence, Status, sequence_seed
@@ -68,19 +67,9 @@ class SchedulerConfig:
         assert self.prefill_chunk_size is None or self.chunked_prefill
 
 
-@dataclass(slots=True)
-class Committed:
-    """What one sequence gained in a step that has been read.
-
-    `seq.finish_reason` is set if these were its last tokens. With `fault` its logits were not
-    finite and it has been finished with "error".
-    """
-
-    seq: Sequence
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # of token_ids
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt's next tokens
-    fault: bool = False
+# What a sequence gained in a step that has been read. `seq.finish_reason` is set if these were its
+# last tokens; with a fault it has been finished with "error", and there are no tokens.
+Gain = tuple[Sequence, SequenceResult]
 
 
 class _InFlight(NamedTuple):
@@ -344,7 +333,9 @@ class Scheduler:
         )
         if may_admit and self._free_slots and len(self._waiting):
             reserved = self._reserved_blocks()
-            for seq in self._waiting.in_order(self._clock()):
+            # Everybody needs a block; a queue that is not asked need not be put in order.
+            hopeful = reserved < self.pool.num_free
+            for seq in self._waiting.in_order(self._clock()) if hopeful else ():
                 if not self._free_slots or not tokens_left:
                     break
                 admitted = self._admit(seq, tokens_left, rows_left, reserved)
@@ -454,12 +445,15 @@ class Scheduler:
 
     def _reserved_blocks(self) -> int:
         """Free blocks that running sequences need soon: the rest of a prompt, and one to grow."""
-        reserved = 0
+        reserved, block_size = 0, self.pool.block_size
         for seq in self._running:
-            held = len(seq.blocks)
-            if held < seq.max_blocks:
-                needed = self._num_blocks(len(seq.tokens) + seq.num_pending)
-                reserved += max(needed - held, 0) + (max(needed, held) < seq.max_blocks)
+            held, most = len(seq.blocks), seq.max_blocks
+            if held < most:
+                needed = -(-(len(seq.tokens) + seq.num_pending) // block_size)
+                if needed > held:
+                    reserved += needed - held
+                    held = needed
+                reserved += held < most
         return reserved
 
     def _plan(
@@ -550,29 +544,29 @@ class Scheduler:
 
     # ---- results -------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[Committed]:
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Gain]:
         """Takes the result of the oldest step in flight.
 
         Sequences that have finished meanwhile get nothing: their rows were burnt. A preempted one
         still gets its token, which was sampled from a correct prefix.
 
-        Returns one entry for each sequence that gained tokens or logprobs, or ended, in plan order.
+        Returns one for each sequence that gained tokens or logprobs, or ended, in plan order.
         """
         step, seqs, epochs = self._in_flight.popleft()
         assert plan.step == result.step == step, "steps are committed in the order of their plans"
         assert len(seqs) == len(result.sequences) == plan.num_sequences
         self._last_read = step
-        committed: list[Committed] = []
-        self._commit_decodes(seqs, epochs, plan.decodes.starts, result.sequences, committed)
+        gains: list[Gain] = []
+        self._commit_decodes(seqs, epochs, plan.decodes.starts, result.sequences, gains)
         num_decodes = len(plan.decodes)
         self._commit_chunks(
             seqs[num_decodes:],
             epochs[num_decodes:],
             plan.chunks,
             result.sequences[num_decodes:],
-            committed,
+            gains,
         )
-        return committed
+        return gains
 
     def _commit_decodes(
         self,
@@ -580,28 +574,29 @@ class Scheduler:
         epochs: list[int],
         starts: Seq[int],
         results: Seq[SequenceResult],
-        committed: list[Committed],
+        gains: list[Gain],
     ) -> None:
         """Commits as many of the first as there are `starts`."""
         block_size, registers = self.pool.block_size, self.pool.prefix_cache
+        followers = self._followers
         for start, seq, epoch, got in zip(starts, seqs, epochs, results, strict=False):
             if seq.status is _FINISHED:
                 continue
             seq.num_pending -= 1
             if got.fault:
-                committed.append(self._fail(seq))
+                gains.append(self._fail(seq))
                 continue
             end = start + 1
             if registers and end // block_size > seq.num_registered and epoch == seq.epoch:
                 self._register(seq, end // block_size, seen=True)
-            if self._followers and end >= seq.prompt_len and epoch == seq.epoch:
+            if followers and end >= seq.prompt_len and epoch == seq.epoch:
                 self._release_followers(seq.request_id)
-            token_ids, tokens = got.token_ids, seq.tokens
-            (token,) = token_ids
+            tokens = seq.tokens
+            (token,) = got.token_ids
             tokens.append(token)
             if token in seq.stop_ids or len(tokens) >= seq.max_len:
                 self._ends(seq, token)
-            committed.append(Committed(seq, token_ids, got.logprobs))
+            gains.append((seq, got))
 
     def _commit_chunks(
         self,
@@ -609,7 +604,7 @@ class Scheduler:
         epochs: list[int],
         chunks: Seq[ScheduledSequence],
         results: Seq[SequenceResult],
-        committed: list[Committed],
+        gains: list[Gain],
     ) -> None:
         block_size, registers = self.pool.block_size, self.pool.prefix_cache
         for seq, epoch, row, got in zip(seqs, epochs, chunks, results, strict=True):
@@ -617,7 +612,7 @@ class Scheduler:
                 continue
             seq.num_pending -= row.samples
             if got.fault:
-                committed.append(self._fail(seq))
+                gains.append(self._fail(seq))
                 continue
             end = row.start + len(row.token_ids)
             if epoch == seq.epoch:
@@ -626,32 +621,27 @@ class Scheduler:
                 if self._followers and end >= seq.prompt_len:
                     self._release_followers(seq.request_id)
             if row.samples and not row.scoring:
-                committed.append(self._accept(seq, got))
+                gains.append((seq, self._accept(seq, got)))
             else:
-                self._commit_prompt(seq, end, row, got, committed)
+                self._commit_prompt(seq, end, row, got, gains)
 
-    def _fail(self, seq: Sequence) -> Committed:
+    def _fail(self, seq: Sequence) -> Gain:
         self._finish(seq, "error", None)
-        return Committed(seq, fault=True)
+        return seq, SequenceResult(fault=True)
 
-    def _accept(
-        self,
-        seq: Sequence,
-        got: SequenceResult,
-        prompt_logprobs: tuple[TokenLogprobs, ...] | None = None,
-    ) -> Committed:
-        """Appends sampled tokens up to the first that ends the sequence."""
+    def _accept(self, seq: Sequence, got: SequenceResult) -> SequenceResult:
+        """Appends sampled tokens up to the first that ends the sequence, and returns those."""
         tokens, stop_ids, max_len = seq.tokens, seq.stop_ids, seq.max_len
-        token_ids, logprobs = got.token_ids, got.logprobs
         known = len(tokens)
-        for token in token_ids:
+        for token in got.token_ids:
             tokens.append(token)
             if (token in stop_ids or len(tokens) >= max_len) and self._ends(seq, token):
-                accepted = len(tokens) - known
-                token_ids = token_ids[:accepted]
-                logprobs = None if logprobs is None else logprobs[:accepted]
                 break
-        return Committed(seq, token_ids, logprobs, prompt_logprobs)
+        accepted = len(tokens) - known
+        if accepted == len(got.token_ids):
+            return got
+        logprobs = None if got.logprobs is None else got.logprobs[:accepted]
+        return SequenceResult(got.token_ids[:accepted], False, logprobs, got.prompt_logprobs)
 
     def _ends(self, seq: Sequence, token: int) -> bool:
         """Finishes the sequence if `token`, its last, ends it or is the last it may have."""
@@ -669,16 +659,16 @@ class Scheduler:
         end: int,
         row: ScheduledSequence,
         got: SequenceResult,
-        committed: list[Committed],
+        gains: list[Gain],
     ) -> None:
         seq.num_scored += len(row.targets)
         if row.samples:
-            committed.append(self._accept(seq, got, got.prompt_logprobs))
+            gains.append((seq, self._accept(seq, got)))
             return
         if seq.max_tokens == 0 and end >= seq.prompt_len:
             self._finish(seq, "length", None)
         if seq.finished or got.prompt_logprobs:
-            committed.append(Committed(seq, prompt_logprobs=got.prompt_logprobs))
+            gains.append((seq, got))
 
     def _register(self, seq: Sequence, num_full: int, *, seen: bool) -> None:
         """Puts the blocks that a step has filled into the prefix cache.

@@ -37,7 +37,7 @@ class TokenBytes:
         self.leading = leading  # a text loses up to leading_count of these at its start
         self.leading_count = leading_count
         self.first_pieces = first_pieces or {}  # tokens that read differently as the first one
-        self._texts: dict[int, str | None] = {}  # what `text` has found
+        self._texts: dict[frozenset[int], dict[int, str]] = {}
 
     @classmethod
     def of(cls, backend: Backend) -> TokenBytes | None:
@@ -102,19 +102,12 @@ class TokenBytes:
             return b""
         return self.pieces[token_id] or b""
 
-    def text(self, token_id: int) -> str | None:
-        """A token as text, where no character is unfinished before it; None if it leaves one so."""
-        try:
-            return self._texts[token_id]
-        except KeyError:
-            pass
-        try:
-            text = self[token_id].decode()
-        except UnicodeDecodeError:
-            text = None
-        if 0 <= token_id < len(self.pieces):
-            self._texts[token_id] = text
-        return text
+    def texts(self, hidden_ids: frozenset[int]) -> dict[int, str]:
+        """The texts of tokens that are whole characters, by id, for streams that hide these ids.
+
+        They hold in the middle of a text, between two characters. The streams fill it.
+        """
+        return self._texts.setdefault(hidden_ids, {})
 
 
 class ByteStream:

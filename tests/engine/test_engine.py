@@ -246,7 +246,8 @@ async def test_what_breaks_one_request_breaks_no_other(engine, monkeypatch, capl
 
     monkeypatch.setattr(_SequenceText, "push", push)
     good = engine.submit([1, 2], SamplingParams(max_tokens=20, seed=1), request_id="good")
-    bad = engine.submit([1, 2], SamplingParams(max_tokens=20, min_tokens=7), request_id="bad")
+    breaking = SamplingParams(max_tokens=20, min_tokens=7, stop=["never"])
+    bad = engine.submit([1, 2], breaking, request_id="bad")
     (texts, reasons), (_, bad_reasons) = await asyncio.gather(read(good), read(bad))
     assert reasons == {0: "length"} and texts[0]
     assert bad_reasons == {0: "error"}

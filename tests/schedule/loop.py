@@ -9,7 +9,7 @@ from forge_jax.cache.block_pool import BlockPool
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import StepPlan
 from forge_jax.schedule.request import Request, Sequence
-from forge_jax.schedule.scheduler import Committed, Scheduler, SchedulerConfig
+from forge_jax.schedule.scheduler import Gain, Scheduler, SchedulerConfig
 from forge_jax.testing import FakeDevice
 
 VOCAB = 1000
@@ -49,7 +49,7 @@ class Loop:
             pool=self.pool,
             fault=fault,
         )
-        self.committed: list[Committed] = []  # of the last step
+        self.gains: list[Gain] = []  # of the last step
         self._in_flight: tuple[StepPlan, object] | None = None
         self._num_requests = 0
 
@@ -78,10 +78,10 @@ class Loop:
         previous, self._in_flight = self._in_flight, None
         if plan is not None:
             self._in_flight = plan, self.device.dispatch(plan)
-        self.committed = []
+        self.gains = []
         if previous is not None:
             before, pending = previous
-            self.committed = self.scheduler.commit(before, self.device.read(pending))
+            self.gains = self.scheduler.commit(before, self.device.read(pending))
         self.pool.check()
         return plan
 

@@ -16,9 +16,9 @@ from collections import Counter, deque
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.errors import ContextLengthError
 from forge_jax.sampling_params import SamplingParams
-from forge_jax.schedule.plan import ScheduledSequence, StepPlan, StepResult
+from forge_jax.schedule.plan import ScheduledSequence, SequenceResult, StepPlan, StepResult
 from forge_jax.schedule.request import Request, Sequence, Status, sequence_seed
-from forge_jax.schedule.scheduler import Committed, Scheduler, SchedulerConfig
+from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.testing import FakeDevice
 
 EOS = 1
@@ -297,22 +297,21 @@ class Simulation:
 
     def _commit(self) -> None:
         plan, result = self.in_flight.popleft()
-        for committed in self.scheduler.commit(plan, result):
-            self._gained(committed)
+        for seq, got in self.scheduler.commit(plan, result):
+            self._gained(seq, got)
 
-    def _gained(self, committed: Committed) -> None:
-        seq = committed.seq
+    def _gained(self, seq: Sequence, got: SequenceResult) -> None:
         expected = self.expected[seq]  # a KeyError here: it has already ended
-        if committed.fault:
+        if got.fault:
             assert seq.key in self.faulted, "a fault has spread to another request"
             assert seq.finish_reason == "error"
             self.counts["faults"] += 1
             self._ended(seq)
             return
-        expected.prompt_logprobs += committed.prompt_logprobs or ()
-        expected.logprobs += len(committed.logprobs or ())
-        new = tuple(expected.tokens[expected.seen : expected.seen + len(committed.token_ids)])
-        assert committed.token_ids == new, f"{seq.key}: output differs from the oracle"
+        expected.prompt_logprobs += got.prompt_logprobs or ()
+        expected.logprobs += len(got.logprobs or ())
+        new = tuple(expected.tokens[expected.seen : expected.seen + len(got.token_ids)])
+        assert got.token_ids == new, f"{seq.key}: output differs from the oracle"
         expected.seen += len(new)
         assert seq.tokens[seq.prompt_len :] == expected.tokens[: expected.seen]
         if expected.seen == expected.stop_string_at:
