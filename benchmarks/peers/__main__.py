@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import json
 import signal
 import sys
 import tempfile
@@ -16,12 +15,13 @@ from typing import IO, Any
 
 import aiohttp
 
-from benchmarks import machine
 from benchmarks.peers import engines, measure, proc, report, setup
 from benchmarks.peers.engines import Engine
 from benchmarks.peers.measure import MeasureError
 from benchmarks.peers.server import Server, ServerError
 from benchmarks.random_model import SHAPES, write_model
+from benchmarks.report import new as new_report
+from benchmarks.report import write as write_report
 from forge_jax.errors import ConfigError
 
 PEERS = ("vllm", "llama.cpp", "transformers")
@@ -37,13 +37,13 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # ends the servers too
     lock = _Lock(args.lock)
     columns = report.metrics(args.batch_sizes)
-    document: dict[str, Any] = {
-        **machine.describe(),
-        "threads": engines.num_threads(),
-        "recipes": {name: setup.ENVIRONMENTS[name].packages for name in args.peers},
-        "runs": [],
-        "shapes": {},
-    }
+    document = new_report(
+        "peers",
+        threads=engines.num_threads(),
+        packages={name: setup.ENVIRONMENTS[name].packages for name in args.peers},
+        runs=[],
+        shapes={},
+    )
     tables = []
     for shape in args.shapes:
         model = _model(shape)
@@ -65,7 +65,8 @@ def main() -> int:
                     runs.append(run)
                     document["runs"].append(report.as_json(run))
                 document["shapes"][shape] |= report.summary(runs, columns)
-                _write(args.output, document)
+                if args.output is not None:
+                    write_report(report.without_nan(document), args.output)
         text = report.table(shape, document["shapes"][shape], columns)
         print(text, flush=True)
         tables.append(text)
@@ -273,11 +274,6 @@ def _progress(run: report.Run) -> str:
     noise = "" if run.quiet else f"  NOISY: others used {run.foreign_cores:.2f} cores"
     at = time.strftime("%H:%M:%S")
     return f"{at} {run.shape} round {run.round} {run.workload} {run.engine}: {values}{noise}"
-
-
-def _write(path: Path | None, document: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 class _Lock:

@@ -172,3 +172,12 @@ def _ratio(value: float) -> str:
 
 def as_json(run: Run) -> dict[str, Any]:
     return asdict(run) | {"quiet": run.quiet}
+
+
+def without_nan(value: Any) -> Any:
+    """The same with null for NaN, which JSON has not got."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

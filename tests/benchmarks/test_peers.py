@@ -174,6 +174,12 @@ class TestReport:
         assert "| forge-jax bf16 / vllm bf16 | 1.50 | - | - |" in text
         assert "1 of 2 runs were noisy" in text
 
+    def test_what_was_not_measured_is_null_in_the_file(self):
+        columns = report.metrics([1, 8])
+        summary = report.summary([run("vllm bf16", 1, 200.0)], columns)
+        medians = report.without_nan(summary)["median"]["vllm bf16"]
+        assert medians["decode 1"] is None and medians["decode 8"] == 200.0
+
 
 class TestEngines:
     def test_a_configuration_of_forge_jax_is_spelled_like_its_fields(self, tmp_path):
