@@ -57,7 +57,7 @@ def dense_loss(model: LoadedModel, leaves: tuple[jax.Array, ...], tokens: jax.Ar
     cos, sin = rope_tables(jnp.arange(T), rope_frequencies(spec.rope, D))
     causal = jnp.tril(jnp.ones((T, T), bool))
     head = weights["head.weight"]
-    x = weights.get("embedding", head)[tokens]
+    x = weights.get("embedding.weight", head)[tokens]
     for index in range(spec.num_hidden_layers):
         layer = {
             name.removeprefix(f"layers.{index}."): weight

@@ -193,8 +193,12 @@ def _choose_kernels(config: EngineConfig, plain: Model, device: jax.Device) -> _
     elif not cpu.available():
         reason = "the CPU kernels could not be built (see the log)"
     else:
-        # int4 is too coarse for the head, which is read once a step like any other matrix.
-        forms = WeightForms(layers=packed, head="int8" if packed == "int4" else packed)
+        # int4 is too coarse for the vocabulary. A plain embedding is the fastest to take rows from.
+        forms = WeightForms(
+            layers=packed,
+            head="int8" if packed == "int4" else packed,
+            embedding=None if packed == "bf16" else "int8",
+        )
         no_attention = unsupported(plain.spec.head_dim, plain.dtype, device.platform)
         if no_attention is not None:
             log.warning("attention without the CPU kernels: %s", no_attention)

@@ -30,7 +30,7 @@ def llama_weights(spec: ModelSpec) -> WeightMap:
     if spec.tie_word_embeddings:
         weights["head.weight"] = (embedding,)
     else:
-        weights["embedding"] = (embedding,)
+        weights["embedding.weight"] = (embedding,)
         weights["head.weight"] = (Tensor("lm_head.weight", (spec.vocab_size, d)),)
     for index in range(spec.num_hidden_layers):
         leaf, tensor = f"layers.{index}", f"model.layers.{index}"

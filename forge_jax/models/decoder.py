@@ -59,6 +59,7 @@ class WeightForms:
 
     layers: Format | None = None
     head: Format | None = None
+    embedding: Format | None = None  # where it is not the head
 
 
 class Linear(nnx.Module):
@@ -184,7 +185,7 @@ class Decoder(nnx.Module):
         self.embedding = (
             None
             if spec.tie_word_embeddings
-            else nnx.Param(jnp.zeros((spec.vocab_size, spec.hidden_size), dtype))
+            else Linear(spec.hidden_size, spec.vocab_size, dtype, forms.embedding)
         )
 
     def hidden(
@@ -194,7 +195,7 @@ class Decoder(nnx.Module):
         ragged: Ragged,
     ) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
         """(kv, dtype[T, d] after the final norm, the stream before each layer and after all)."""
-        x = embed(self.head.matrix if self.embedding is None else self.embedding[...], tokens)
+        x = embed((self.embedding or self.head).matrix, tokens)
         stream, new_kv = [x], []
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             layer_kv, x = layer(x, layer_kv, ragged)

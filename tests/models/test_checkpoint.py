@@ -58,7 +58,7 @@ def test_fused_leaves_hold_their_tensors_one_below_the_other(folder, tensors):
 def test_tensors_are_cast_to_the_models_type(folder, tensors, stored, dtype):
     tensors = {name: np.asarray(x, jnp.dtype(stored)) for name, x in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
-    got = read(folder, dtype)["embedding"]
+    got = read(folder, dtype)["embedding.weight"]
     expected = tensors["model.embed_tokens.weight"].astype(np.float32).astype(jnp.dtype(dtype))
     np.testing.assert_array_equal(got, expected)
 

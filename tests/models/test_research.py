@@ -40,7 +40,7 @@ def test_the_gradient_through_the_cache_is_the_gradient_without_it(capsys):
         ("float16", "float16", "reference"),
     ],
 )
-@pytest.mark.parametrize("leaf", ["layers.2.attention.qkv.weight", "embedding"])
+@pytest.mark.parametrize("leaf", ["layers.2.attention.qkv.weight", "embedding.weight"])
 def test_other_combinations_refuse_a_gradient(dtype, kv_dtype, implementation, leaf):
     """Even of a weight that reaches the result through the cache alone."""
     loaded = forge_jax.load(str(FIXTURES / "goldens/llama2"), dtype=dtype, progress=False)

@@ -26,7 +26,7 @@ def model():
 @pytest.fixture(scope="module")
 def leaves(model):
     made = list(random_leaves(model, seed=4))
-    embedding = model.names.index("embedding")
+    embedding = model.names.index("embedding.weight")
     made[embedding] = made[embedding].at[NAN_TOKEN].set(jnp.nan)
     return tuple(made)
 
