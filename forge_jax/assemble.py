@@ -1,24 +1,24 @@
 """Puts an engine together from its configuration: the one place that knows all the parts.
 
 Order: files are checked and executables start to compile from shapes alone; the weights are read
-meanwhile; then the KV cache is made and every executable runs once.
+meanwhile. When the first executables are there, XLA's own figures are held against the memory, the
+KV cache is made, and each of them runs once: the engine can serve. The others are adopted later.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import random
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 
 from forge_jax.cache.kv import GIB, KVShape, coarse, cpu_kv_bytes, fit_num_blocks
 from forge_jax.checkpoint.hub import resolve
@@ -29,9 +29,10 @@ from forge_jax.errors import ConfigError, UnsupportedModelError
 from forge_jax.fingerprint import system_fingerprint
 from forge_jax.models.decoder import WeightForms
 from forge_jax.models.registry import build_model, read_spec
-from forge_jax.observe import compilations
+from forge_jax.observe.compilations import SinceReady
 from forge_jax.observe.memory import available_host_bytes, device_bytes
-from forge_jax.step.runner import Runner, step_shapes
+from forge_jax.observe.startup import StartupTimes
+from forge_jax.step.runner import Runner, first_shapes, step_shapes
 from forge_jax.step.slots import MAX_END_TOKENS
 from forge_jax.text import ChatTemplate, Tokenizer
 from forge_kernels import cpu
@@ -42,66 +43,58 @@ from forge_kernels.linear import Format
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
     from forge_jax.models.spec import ModelSpec
+    from forge_jax.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
 
-class _Phases:
-    """Times the phases of the start."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - start
-
-
-def assemble(config: EngineConfig) -> EngineParts:
+def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> EngineParts:
     """Resolves, checks, compiles and loads; blocks until the engine can run.
+
+    What is not compiled by then is `EngineParts.late`.
+
+    Args:
+      startup: where the phases are noted; default: from now on.
 
     Raises:
       ModelError: the model cannot be served.
       ConfigError: the configuration does not fit the model or the machine.
     """
-    phase = _Phases()
-    with phase("config"):
+    startup = startup or StartupTimes()
+    with startup.phase("config"):
         folder = resolve(config.model.model, config.model.revision)
         spec = read_spec(folder)
         device = choose_device(config)
         kernels = _choose_kernels(config, build_model(spec, config.model.dtype), device)
         model = build_model(spec, config.model.dtype, kernels.forms)
         check_weights(model, folder)  # before anything that takes long
+        sizes = _Sizes.choose(config, model, device)
+        use_compilation_cache(config)
+    compilations = SinceReady()
+    memory_limit = _free_bytes(device)
+    runner = _make_runner(config, model, sizes, device, memory_limit, kernels)
+    runner.compile()
+    with startup.phase("config"):  # what the shapes do not depend on
         tokenizer = Tokenizer.from_folder(folder)
         template = _chat_template(folder, tokenizer, config)
-        sizes = _Sizes.choose(config, model, device)
-    use_compilation_cache()
-    compilations.total()
-    deterministic = config.model.deterministic
-    runner = Runner(
-        model,
-        shapes=step_shapes(
-            max_num_seqs=config.batch.max_num_seqs,
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            max_rows=max_rows(config.batch.max_num_seqs),
-            block_size=sizes.kv.block_size,
-            deterministic=deterministic,
-        ),
-        kv_shape=sizes.kv,
-        num_slots=config.batch.max_num_seqs,
-        max_blocks=sizes.blocks_per_sequence,
-        device=device,
-        implementation=kernels.attention,
-        deterministic=deterministic,
-    )
-    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="forge-compile") as pool:
-        runner.compile(pool)
-        with phase("weights"):
-            leaves = load_weights(model, folder, device=device)
-        with phase("compile"):
-            runner.start(leaves)
+    with startup.phase("weights"):
+        leaves = load_weights(model, folder, device=device)
+    with startup.phase("compile"):  # what is left of it
+        needed = runner.memory_bytes()
+        if needed > memory_limit:
+            runner.cancel()
+            sizes = sizes.smaller(config, needed - memory_limit)
+            runner = _make_runner(config, model, sizes, device, memory_limit, kernels)
+            runner.compile()
+            still = runner.memory_bytes() - memory_limit
+            if still > 0:
+                runner.cancel()
+                raise ConfigError(
+                    f"the steps need {still / GIB:.2f} GiB more than the device has, with "
+                    f"{sizes.kv.num_blocks} KV blocks: set --num-blocks to less"
+                )
+    with startup.phase("warm-up"):
+        runner.start(leaves)
     log.info(
         "%s: %.2f GB of weights, KV cache of %d blocks x %d tokens (%.2f GiB), context %d, on %s",
         config.model.model,
@@ -112,8 +105,6 @@ def assemble(config: EngineConfig) -> EngineParts:
         sizes.max_model_len,
         device,
     )
-    seconds = ", ".join(f"{name} {s:.1f}" for name, s in phase.seconds.items())
-    log.info("ready; seconds by phase: %s", seconds)
     rng = random.Random(config.model.seed)
     scheduler = make_scheduler(
         config,
@@ -131,10 +122,11 @@ def assemble(config: EngineConfig) -> EngineParts:
         vocab_size=spec.vocab_size,
         one_step_ahead=config.batch.one_step_ahead,
     )
+    late = _Late(runner, scheduler, compilations)
+    ready = late.settle()
     fingerprint = None
-    if deterministic:
+    if config.model.deterministic:
         fingerprint = system_fingerprint(folder, device, runner.settings)
-    ready = compilations.total()
     return EngineParts(
         name=config.model.model,
         core=core,
@@ -143,9 +135,70 @@ def assemble(config: EngineConfig) -> EngineParts:
         chat_template=template,
         rng=rng,
         guard=lambda: jax.no_tracing(True),
-        compilations=lambda: compilations.total() - ready,
-        startup_s=phase.seconds,
+        compilations=compilations,
+        late=None if ready else late,
+        startup=startup,
         system_fingerprint=fingerprint,
+    )
+
+
+class _Late:
+    """`core.Late` of a runner: with the executables grow the limits of a step."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, compilations: SinceReady):
+        self._runner = runner
+        self._scheduler = scheduler
+        self._compilations = compilations
+
+    def adopt(self) -> bool:
+        self._runner.adopt()
+        return self.settle()
+
+    def settle(self) -> bool:
+        """Has plans keep to what can run now; True if that is everything."""
+        limits = self._runner.limits
+        self._scheduler.config = dataclasses.replace(self._scheduler.config, **limits._asdict())
+        if self._runner.complete:
+            self._compilations.ready()
+        return self._runner.complete
+
+    def on_compiled(self, call: Callable[[], None]) -> None:
+        self._runner.on_compiled(call)
+
+    def wait(self) -> None:
+        self._runner.wait()
+
+    def cancel(self) -> None:
+        self._runner.cancel()
+
+
+def _make_runner(
+    config: EngineConfig,
+    model: Model,
+    sizes: _Sizes,
+    device: jax.Device,
+    memory_limit: int,
+    kernels: _Kernels,
+) -> Runner:
+    shapes = step_shapes(
+        max_num_seqs=config.batch.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_rows=max_rows(config.batch.max_num_seqs),
+        block_size=sizes.kv.block_size,
+        deterministic=config.model.deterministic,
+    )
+    return Runner(
+        model,
+        shapes=shapes,
+        first=first_shapes(shapes, device.platform),
+        kv_shape=sizes.kv,
+        num_slots=config.batch.max_num_seqs,
+        max_blocks=sizes.blocks_per_sequence,
+        device=device,
+        implementation=kernels.attention,
+        deterministic=config.model.deterministic,
+        command_buffers=config.parallel.command_buffers,
+        memory_limit=memory_limit,
     )
 
 
@@ -208,22 +261,52 @@ def _choose_kernels(config: EngineConfig, plain: Model, device: jax.Device) -> _
     return _Kernels()
 
 
-def use_compilation_cache() -> None:
-    """Turns JAX's persistent compilation cache on, in the user's cache folder unless JAX has one.
+def use_compilation_cache(config: EngineConfig) -> None:
+    """Turns JAX's persistent compilation cache on or off, for the whole process.
 
-    Only the user may write there: an executable that is read from it is run.
+    Only the user may write to its folder: an executable that is read from it is run.
+
+    Raises:
+      ConfigError: `--compile-cache` names a folder that cannot be used, or others can write to.
     """
-    if jax.config.jax_compilation_cache_dir is None:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = base / "forge-jax" / "xla"
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            log.warning("no compilation cache, every start compiles anew: %s", error)
-            return
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+    parallel = config.parallel
+    named, from_jax = parallel.compile_cache_dir, jax.config.jax_compilation_cache_dir
+    enabled = parallel.compile_cache
+    if enabled and (named is not None or from_jax is None):
+        folder = Path(named) if named is not None else _default_cache_folder()
+        fault = _private_folder_fault(folder)
+        if fault and named is not None:
+            raise ConfigError(f"--compile-cache {named}: {fault}")
+        if fault:
+            log.warning("no compilation cache, every start compiles anew: %s: %s", folder, fault)
+            enabled = False
+        elif from_jax != str(folder):
+            jax.config.update("jax_compilation_cache_dir", str(folder))
+            compilation_cache.reset_cache()
+    if jax.config.jax_enable_compilation_cache != enabled:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _default_cache_folder() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "forge-jax" / "xla"
+
+
+def _private_folder_fault(folder: Path) -> str | None:
+    """Makes the folder if there is none; what is wrong with it, and what to do."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        return error.strerror or str(error)
+    if status.st_uid != os.getuid():
+        return "belongs to another user: name a folder of your own"
+    if status.st_mode & 0o022:
+        return "others can write to it: chmod 700 it, or name another"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +357,7 @@ class _Sizes:
                     f"the device has {free / GIB:,.1f}: at most {free // kv.block_bytes} blocks fit"
                 )
         else:
-            free = _free_bytes(config, model, device, max_tokens)
+            free = _kv_bytes(config, model, device, max_tokens)
             block_bytes = kv_shape(1, block_size).block_bytes
             room = coarse(free // block_bytes) * block_size
             if asked is None and cache.kv_cache == "paged" and room:
@@ -291,6 +374,31 @@ class _Sizes:
             max_model_len=max_model_len,
             max_num_batched_tokens=max_tokens,
             kv=kv,
+        )
+
+    def smaller(self, config: EngineConfig, excess: int) -> _Sizes:
+        """With a KV cache that is smaller by at least `excess` bytes.
+
+        Raises:
+          ConfigError: there is no room for one, or `--num-blocks` asked for this many.
+        """
+        blocks = coarse((self.kv.total_bytes - excess) // self.kv.block_bytes)
+        room = blocks * self.kv.block_size
+        what = f"the steps need {excess / GIB:.2f} GiB more than the device has"
+        if config.cache.num_blocks is not None:
+            raise ConfigError(
+                f"--num-blocks {config.cache.num_blocks}: {what}: at most {max(blocks, 0)} fit"
+            )
+        least = 1 if config.model.max_model_len is None else self.blocks_per_sequence
+        if blocks < least or config.cache.kv_cache == "contiguous":
+            raise ConfigError(
+                f"{what}: lower --max-model-len, --max-num-seqs or --max-num-batched-tokens"
+            )
+        log.warning("%s: the KV cache is cut to %d blocks", what, blocks)
+        return dataclasses.replace(
+            self,
+            max_model_len=_fit_context(config.model.max_model_len, self.max_model_len, room),
+            kv=dataclasses.replace(self.kv, num_blocks=blocks),
         )
 
 
@@ -325,7 +433,13 @@ def _memory_bytes(device: jax.Device) -> int:
     return available_host_bytes() if memory is None else memory[0]
 
 
-def _free_bytes(config: EngineConfig, model: Model, device: jax.Device, max_tokens: int) -> int:
+def _free_bytes(device: jax.Device) -> int:
+    """What nobody else uses of the device."""
+    memory = device_bytes(device)
+    return available_host_bytes() if memory is None else memory[0] - memory[1]
+
+
+def _kv_bytes(config: EngineConfig, model: Model, device: jax.Device, max_tokens: int) -> int:
     """Bytes for the KV cache, after weights and an analytic bound on activations."""
     memory = device_bytes(device)
     if memory is None:

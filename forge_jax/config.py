@@ -95,6 +95,20 @@ class BatchConfig:
 class ParallelConfig:
     backend: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs")
     device: int = option(0, "index of the device")
+    command_buffers: bool = option(
+        True,
+        "run without XLA's command buffers (CUDA graphs); they are for CUDA only",
+        flag="--no-command-buffers",
+    )
+    compile_cache_dir: str | None = option(
+        None,
+        "folder that keeps compiled executables, which are run when they are read: nobody else may "
+        "write there; default: $JAX_COMPILATION_CACHE_DIR, or ~/.cache/forge-jax/xla",
+        flag="--compile-cache",
+    )
+    compile_cache: bool = option(
+        True, "compile at every start, and keep nothing", flag="--no-compile-cache"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +144,8 @@ class EngineConfig:
         block_size = self.cache.block_size
         if block_size is not None and block_size % 8:
             raise ConfigError(f"--block-size must be a multiple of 8, not {block_size}")
+        if self.parallel.compile_cache_dir is not None and not self.parallel.compile_cache:
+            raise ConfigError("--compile-cache and --no-compile-cache: leave one of them out")
         if not 0.0 < self.cache.memory_fraction <= 1.0:
             raise ConfigError(
                 f"--memory-fraction must be in (0, 1], not {self.cache.memory_fraction}"

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import EngineConfig
 from forge_jax.errors import EngineError, NumericalError, RequestError
 from forge_jax.observe.phases import PhaseTimes
+from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
 from forge_jax.schedule.plan import Device, SequenceResult, StepPlan, TokenLogprobs
 from forge_jax.schedule.request import Request, Sequence
@@ -35,6 +36,29 @@ log = logging.getLogger(__name__)
 Outputs = dict[str, list[Delta]]  # by request id
 
 
+class Late(Protocol):
+    """The executables that an engine begins without, while they are being compiled."""
+
+    def adopt(self) -> bool:
+        """Takes what has been compiled since; True if that was the last, and the engine is ready.
+
+        To be called between two ticks, by the thread that ticks.
+        """
+        ...
+
+    def on_compiled(self, call: Callable[[], None]) -> None:
+        """Has `call` called, from any thread, whenever `adopt` has something to do."""
+        ...
+
+    def wait(self) -> None:
+        """Until everything has been compiled; `adopt` takes it all then."""
+        ...
+
+    def cancel(self) -> None:
+        """Compiles no more than has been begun."""
+        ...
+
+
 @dataclass(kw_only=True)
 class EngineParts:
     """An engine that has been put together and can run: what `LLM` and `Engine` start from."""
@@ -48,8 +72,9 @@ class EngineParts:
     guard: Callable[[], AbstractContextManager[Any]] = nullcontext  # `tick` runs under it
     compilations: Callable[[], int] = lambda: 0  # since ready
     clock: Callable[[], float] = time.monotonic
-    startup_s: dict[str, float] = field(default_factory=dict)  # phase -> seconds
     system_fingerprint: str | None = None  # in the deterministic tier
+    late: Late | None = None  # what it can begin without, and the rest of its start
+    startup: StartupTimes = field(default_factory=StartupTimes)
 
 
 @dataclass(slots=True)

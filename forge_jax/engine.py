@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from forge_jax.config import EngineConfig
-from forge_jax.core import EngineCore, EngineParts, Outputs, token_ids
+from forge_jax.core import EngineCore, EngineParts, Late, Outputs, token_ids
 from forge_jax.errors import EngineError, ForgeError, RequestError
 from forge_jax.garbage import short_pauses
 from forge_jax.observe.phases import Phase, PhaseTotals
+from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-State = Literal["starting", "ready", "stopping", "stopped", "failed"]
+# "serving" takes requests, as "ready" does, while some executables are still being compiled.
+State = Literal["starting", "serving", "ready", "stopping", "stopped", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ class EngineStats:
     prefix_cache_hits: int
     compilations_after_ready: int
     step_phases: dict[Phase, PhaseTotals]  # the host's time by phase of a step
+    startup_seconds: dict[str, float]  # by phase; "serving" and "ready" since the beginning
 
 
 class Stream:
@@ -132,16 +135,23 @@ class Engine:
         self._state: State = "starting"
 
     @classmethod
-    def load(cls, config: EngineConfig) -> Engine:
-        """Loads the model and compiles its executables; blocks until all of that is done.
+    def load(cls, config: EngineConfig, startup: StartupTimes | None = None) -> Engine:
+        """Loads the model and compiles its first executables; blocks until it can serve.
+
+        The others go on compiling in threads, and are adopted between steps after `start`.
+
+        Args:
+          startup: where the phases of the start are noted; default: from now on.
 
         Raises:
           ModelError: the model cannot be served; the message says why.
           ConfigError: the configuration does not fit the model or the machine.
         """
+        startup = startup or StartupTimes()
         from forge_jax.assemble import assemble
 
-        return cls(assemble(config))
+        startup.reached("import")
+        return cls(assemble(config, startup))
 
     @classmethod
     def fake(
@@ -169,17 +179,25 @@ class Engine:
         )
 
     def start(self) -> None:
-        """Starts the engine thread."""
+        """Starts the engine thread. The engine takes requests from now on."""
         assert self._state == "starting", f"start of an engine that is {self._state}"
-        self._state = "ready"
+        late = self._parts.late
+        self._state = "serving"
+        self._parts.startup.reached("serving")
+        if late is None:
+            self._ready()
         self._thread = threading.Thread(target=self._run, name="forge-engine", daemon=True)
         self._thread.start()
+        if late is not None:
+            late.on_compiled(lambda: self._command("adopt", late))
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Takes no more requests, waits up to `drain_s` for the running ones, aborts the rest."""
         if self._thread is None or self._state == "stopped":
             self._state = "stopped"
             return
+        if self._parts.late is not None:
+            self._parts.late.cancel()
         if self._state != "failed":
             self._state = "stopping"
         if self._streams and drain_s > 0:
@@ -219,7 +237,11 @@ class Engine:
           EngineError: the engine has failed or is stopping, or streams of another event loop
             are being read.
         """
-        if self._state != "ready" or self._thread is None or not self._thread.is_alive():
+        if (
+            self._state not in ("serving", "ready")
+            or self._thread is None
+            or not self._thread.is_alive()
+        ):
             raise EngineError(f"the engine takes no requests: it is {self._state}")
         if request_id in self._streams:
             raise RequestError("the request id is in use: choose another", param="request_id")
@@ -267,7 +289,7 @@ class Engine:
         pool = scheduler.pool
         return EngineStats(
             state=self._state,
-            healthy=self._state in ("ready", "stopping")
+            healthy=self._state in ("serving", "ready", "stopping")
             and self._thread is not None
             and self._thread.is_alive(),
             num_running=scheduler.num_running,
@@ -283,6 +305,7 @@ class Engine:
             prefix_cache_hits=pool.hit_tokens,
             compilations_after_ready=self._parts.compilations(),
             step_phases=core.phases.totals(),
+            startup_seconds=self._parts.startup.seconds,
         )
 
     def _command(self, verb: str, argument: Any) -> None:
@@ -306,6 +329,8 @@ class Engine:
                             self._add(argument)
                         elif verb == "abort":
                             core.abort(argument)
+                        elif verb == "adopt":
+                            self._adopt(argument)
                         else:
                             self._deliver(core.drain())
                             return
@@ -331,6 +356,16 @@ class Engine:
         if self._loop is not loop:
             self._loop = loop
             loop.call_soon(self._fan_out)  # which the loop before may have been closed without
+
+    def _adopt(self, late: Late) -> None:
+        """Takes late executables between two steps; with the last of them the engine is ready."""
+        if late.adopt() and self._state == "serving":
+            self._ready()
+
+    def _ready(self) -> None:
+        self._state = "ready"
+        self._parts.startup.reached("ready")
+        log.info("ready; seconds by phase: %s", self._parts.startup)
 
     def _add(self, request: Request) -> None:
         try:

@@ -58,6 +58,9 @@ class LLM:
         return llm
 
     def _start(self, parts: EngineParts) -> None:
+        if parts.late is not None:
+            parts.late.wait()
+            parts.late.adopt()
         self._parts = parts
         self._core = parts.core
         self._num_requests = 0

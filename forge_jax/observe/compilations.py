@@ -27,3 +27,19 @@ def total() -> int:
             jax.monitoring.register_event_duration_secs_listener(_on_duration)
             _listening = True
         return _count
+
+
+class SinceReady:
+    """Compilations since an engine was ready: 0 until then, and ever after if all is well."""
+
+    def __init__(self) -> None:
+        self._at_ready: int | None = None
+        total()
+
+    def ready(self) -> None:
+        """Counts from now on, or from an earlier call."""
+        if self._at_ready is None:
+            self._at_ready = total()
+
+    def __call__(self) -> int:
+        return 0 if self._at_ready is None else total() - self._at_ready

@@ -1,21 +1,22 @@
 """`Runner`: the real device. Turns plans into dispatches of compiled executables.
 
-All executables are lowered from shapes, so they compile while the weights are being read; after
-that nothing here traces or compiles. `dispatch` sends one packed array and starts the copy of the
-result; `read` waits for it.
+All executables are lowered from shapes, so they compile while the weights are being read. The first
+few are enough to run any plan within `limits`; the others are adopted between steps when they have
+been compiled. Nothing here traces or compiles in the thread that dispatches. `dispatch` sends one
+packed array and starts the copy of the result; `read` waits for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
-from forge_jax.cache.kv import KVShape
+from forge_jax.cache.kv import GIB, KVShape
 from forge_jax.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from forge_jax.schedule.plan import (
     Admission,
@@ -26,6 +27,7 @@ from forge_jax.schedule.plan import (
     TokenLogprobs,
 )
 from forge_jax.step import meta as meta_bits
+from forge_jax.step.executables import Executables
 from forge_jax.step.meta import SlotFlags, StepShape
 from forge_jax.step.slots import (
     ADMISSIONS,
@@ -43,6 +45,15 @@ from forge_kernels.attention import Implementation
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
 
+log = logging.getLogger(__name__)
+
+
+class StepLimits(NamedTuple):
+    """What any plan must keep to, so that there is an executable for it."""
+
+    max_num_batched_tokens: int
+    max_rows: int
+
 
 class _Pending(NamedTuple):
     plan: StepPlan
@@ -53,7 +64,7 @@ class _Pending(NamedTuple):
 
 # https://openxla.org/xla/determinism: some operations have fast forms without a fixed order of
 # summation, and autotuning picks kernels by measured time, so two starts may pick different ones.
-DETERMINISTIC_GPU_OPTIONS = {
+DETERMINISTIC_GPU_OPTIONS: dict[str, str | bool | int] = {
     "xla_gpu_exclude_nondeterministic_ops": True,
     "xla_gpu_autotune_level": 0,
 }
@@ -81,13 +92,32 @@ def step_shapes(
     ]
 
 
+def first_shapes(shapes: Iterable[StepShape], platform: str) -> list[StepShape]:
+    """The few that serving begins with: the smallest decode, and a mixed one for everything else.
+
+    On the CPU, where a step costs what its tokens cost, the smallest. Elsewhere the largest: it
+    needs the most memory, so that all that the memory must hold is known before serving begins.
+    """
+    shapes = list(shapes)
+    decode = [shape for shape in shapes[:-1] if shape.max_q_len == 1]
+    mixed = [shape for shape in shapes[:-1] if shape.max_q_len > 1] + shapes[-1:]
+    return decode[:1] + (mixed[:1] if platform == "cpu" else mixed[-1:])
+
+
 class Runner:
     """Owns the device state (weights, KV cache, slots) and the executables.
 
-    Not thread-safe: one thread dispatches and reads.
+    Life: `compile`, then `start` with the weights; from then on plans within `limits` run, and
+    `adopt` between two of them takes what has been compiled since, until `complete`.
+
+    Not thread-safe: one thread starts, dispatches, reads and adopts, or one after the other.
 
     Args:
-      shapes: of the steps, smallest first.
+      shapes: of all executables, smallest first; the last takes any plan.
+      first: those that `start` waits for; one of them takes several tokens of a sequence. Default:
+        all.
+      command_buffers: whether XLA:GPU may use command buffers (CUDA graphs).
+      memory_limit: bytes of the device that all of this may take; None: no matter how many.
       deterministic: compute every row in the same way. With one shape, the logits of a token are
         then the same bits whatever else is in the step.
     """
@@ -97,33 +127,44 @@ class Runner:
         model: Model,
         *,
         shapes: Iterable[StepShape],
+        first: Iterable[StepShape] | None = None,
         kv_shape: KVShape,
         num_slots: int,
         max_blocks: int,
         device: jax.Device,
         implementation: Implementation = "auto",
         deterministic: bool = False,
+        command_buffers: bool = True,
+        memory_limit: int | None = None,
     ):
         self._model = model
         self._kv_shape = kv_shape
         self._max_blocks = max_blocks
         self._device = device
         self._sharding = jax.sharding.SingleDeviceSharding(device)
-        self._shapes = list(shapes)
+        self._shapes = list(shapes)  # that can run, or will
+        self._first = self._shapes.copy() if first is None else list(first)
+        self._late = [shape for shape in self._shapes if shape not in self._first]
+        self._ready: list[StepShape] = []  # that can run, smallest first
         self._implementation: Implementation = implementation
         self._deterministic = deterministic
+        self._memory_limit = memory_limit
         self._slots_shape = slots_shape(num_slots, max_blocks, model.spec.vocab_size)
         self._slot_params: list[SamplingParams | None] = [None] * num_slots
         self._slot_flags = SlotFlags(num_slots)
-        self._executables: dict[str, Future[Any]] = {}
+        self._compiler_options = compiler_options(
+            device.platform, command_buffers=command_buffers, deterministic=deterministic
+        )
+        self._executables = Executables(self._compiler_options)
+        self._compiled: dict[str, jax.stages.Compiled] = {}  # that run
         self._leaves: tuple[jax.Array, ...] = ()
         self._kv: tuple[jax.Array, ...] = ()
         self._slots: Any = None
 
     @property
     def executables(self) -> list[str]:
-        """Names of what is compiled."""
-        return list(self._executables)
+        """Names of what can run."""
+        return list(self._compiled)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -144,24 +185,24 @@ class Runner:
         }
 
     @property
-    def _compiler_options(self) -> dict[str, Any] | None:
-        if self._deterministic and self._device.platform == "gpu":
-            return DETERMINISTIC_GPU_OPTIONS
-        return None
+    def complete(self) -> bool:
+        """Whether there is nothing left to adopt."""
+        return not self._late
 
-    def compile(self, executor: Executor) -> None:
-        """Starts to lower and compile everything; needs no weights."""
+    @property
+    def limits(self) -> StepLimits:
+        """Of the plans that can run now; they only grow."""
+        largest = max(self._ready, key=lambda shape: (shape.max_q_len, shape.num_tokens))
+        return StepLimits(largest.num_tokens, largest.num_rows)
+
+    def compile(self) -> None:
+        """Starts to lower and compile everything in threads, the first shapes first."""
         leaves = self._on_device(self._model.leaves)
         kv = tuple(self._on_device(self._kv_shape.layer) for _ in range(self._kv_shape.num_layers))
         slots = self._on_device(self._slots_shape)
+        add = self._executables.add
 
-        def start(name: str, function: Callable[..., Any], donate: tuple[int, ...], *args: Any):
-            jitted = jax.jit(function, donate_argnums=donate)
-            self._executables[name] = executor.submit(
-                lambda: jitted.lower(*args).compile(self._compiler_options)
-            )
-
-        for shape in self._shapes:
+        def add_step(shape: StepShape) -> None:
             step = make_step(
                 self._model,
                 shape,
@@ -169,22 +210,74 @@ class Runner:
                 implementation=self._implementation,
                 uniform=self._deterministic,
             )
-            start(shape.name, step, (1, 2), leaves, kv, slots, self._i32(shape.width))
+            add(shape.name, step, (1, 2), leaves, kv, slots, self._i32(shape.width))
+
+        for shape in sorted(self._first, key=lambda shape: -shape.num_tokens):  # the longest first
+            add_step(shape)
         rows = self._i32(ADMISSIONS, admission_width(self._max_blocks))
-        start("admit", admit, (0,), slots, rows)
+        add("admit", admit, (0,), slots, rows)
         history = self._i32(1 + 2 * MAX_LOGIT_BIAS + self._model.spec.vocab_size)
-        start("set_history", set_history, (0,), slots, history)
+        add("set_history", set_history, (0,), slots, history)
+        for shape in self._late:
+            add_step(shape)
+        self._executables.close()
+
+    def memory_bytes(self) -> int:
+        """What the first executables need at most, weights and KV cache included. Waits for them.
+
+        By XLA's own analysis of the buffers; 0 where there is none.
+        """
+        return max(self._executables.memory_bytes(shape.name) for shape in self._first)
 
     def start(self, leaves: tuple[jax.Array, ...]) -> None:
-        """Takes the weights, makes the KV cache and the slots, and runs every executable once."""
+        """Takes the weights, makes KV cache and slots, and runs the first executables once each."""
         self._leaves = leaves
         self._kv = self._kv_shape.allocate(self._device)
         zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self._slots_shape)
         self._slots = jax.device_put(zeros, self._device)
-        for executable in self._executables.values():
-            executable.result()
-        for shape in self._shapes:
-            self._warm_up(shape)
+        for name in ("admit", "set_history"):
+            self._compiled[name] = self._executables[name]
+        for shape in self._first:
+            self._adopt(shape)
+
+    def adopt(self) -> None:
+        """Takes what has been compiled since, and runs each once. Between steps only.
+
+        What failed to compile, or does not fit into the memory, is left out: larger shapes take its
+        plans, or the limits stay.
+        """
+        for shape in [s for s in self._late if self._executables.is_done(s.name)]:
+            self._late.remove(shape)
+            try:
+                needed = self._executables.memory_bytes(shape.name)
+            except Exception:
+                log.exception("%s could not be compiled: larger steps take its place", shape.name)
+                continue
+            if self._memory_limit is not None and needed > self._memory_limit:
+                log.warning(
+                    "%s needs %.2f GiB, and there is %.2f: it is left out (less --num-blocks or "
+                    "--max-num-batched-tokens makes room)",
+                    shape.name,
+                    needed / GIB,
+                    self._memory_limit / GIB,
+                )
+                continue
+            self._adopt(shape)
+
+    def on_compiled(self, call: Callable[[], None]) -> None:
+        """Has `call` called, in another thread, whenever `adopt` has something to do."""
+        for shape in self._late.copy():
+            self._executables.on_done(shape.name, call)
+
+    def wait(self) -> None:
+        """Until `adopt` can take everything that is left."""
+        for shape in self._late.copy():
+            self._executables.wait(shape.name)
+
+    def cancel(self) -> None:
+        """Compiles nothing more: what has not been adopted never will be."""
+        self._executables.cancel()
+        self._late.clear()
 
     def dispatch(self, plan: StepPlan) -> _Pending:
         self._admit(plan.admissions)
@@ -228,8 +321,8 @@ class Runner:
 
     def _step(self, shape: StepShape, packed: np.ndarray) -> StepOut:
         meta = jax.device_put(packed, self._device)
-        executable = self._executables[shape.name].result()
-        self._kv, self._slots, out = executable(self._leaves, self._kv, self._slots, meta)
+        step = self._compiled[shape.name]
+        self._kv, self._slots, out = step(self._leaves, self._kv, self._slots, meta)
         return out
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:
@@ -245,10 +338,10 @@ class Runner:
 
     def _update_slots(self, name: str, packed: np.ndarray) -> None:
         put = jax.device_put(packed, self._device)
-        self._slots = self._executables[name].result()(self._slots, put)
+        self._slots = self._compiled[name](self._slots, put)
 
     def _choose(self, plan: StepPlan) -> StepShape:
-        for shape in self._shapes:
+        for shape in self._ready:
             if shape.fits(plan):
                 return shape
         raise AssertionError(
@@ -261,11 +354,13 @@ class Runner:
         assert params is not None, f"slot {slot} runs without an admission"
         return params
 
-    def _warm_up(self, shape: StepShape) -> None:
+    def _adopt(self, shape: StepShape) -> None:
         """Runs the real step on no sequences: it writes nothing, for every index is padding."""
+        self._compiled[shape.name] = self._executables[shape.name]
         empty = StepPlan(step=0, admissions=(), chunks=())
         packed = shape.pack(empty, 0, self._max_blocks)
         self._step(shape, packed).packed.block_until_ready()
+        self._ready = [s for s in self._shapes if s in self._ready or s == shape]
 
     def _i32(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._sharding)
@@ -274,6 +369,18 @@ class Runner:
         return jax.tree.map(
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding), tree
         )
+
+
+def compiler_options(
+    platform: str, *, command_buffers: bool, deterministic: bool
+) -> dict[str, str | bool | int]:
+    """XLA's options for the steps."""
+    options: dict[str, str | bool | int] = {}
+    if platform != "cpu" and not command_buffers:
+        options["xla_gpu_enable_command_buffer"] = ""  # the list of what goes into them: nothing
+    if platform != "cpu" and deterministic:
+        options |= DETERMINISTIC_GPU_OPTIONS
+    return options
 
 
 class _RowLogprobs(NamedTuple):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 WRITE_STALL_S = 30.0
+SERVES = ("serving", "ready")  # states; "ready" is when nothing is left to be compiled
 CLIENT_CLOSED = 499  # what the log and the metrics call an answer that nobody waited for
 
 log = logging.getLogger("forge_serve.requests")
@@ -63,13 +64,13 @@ class Service:
 
     @property
     def state(self) -> str:
-        """In one word: "ready" if and only if requests are served."""
+        """In one word; requests are served when it is "serving" or "ready"."""
         if self.stopping:
             return "stopping"
         if self.engine is None:
             return "starting"
         stats = self.engine.stats()
-        return "failed" if stats.state == "ready" and not stats.healthy else stats.state
+        return "failed" if stats.state in SERVES and not stats.healthy else stats.state
 
     def stats(self) -> EngineStats | None:
         return None if self.engine is None else self.engine.stats()
@@ -141,7 +142,7 @@ class _Endpoints:
 
     async def health(self, http: web.Request) -> web.StreamResponse:
         state = self._service.state
-        return web.json_response({"status": state}, status=200 if state == "ready" else 503)
+        return web.json_response({"status": state}, status=200 if state in SERVES else 503)
 
     async def detailed_health(self, http: web.Request) -> web.StreamResponse:
         state, engine = self._service.state, self._service.engine
@@ -154,7 +155,7 @@ class _Endpoints:
                 "num_waiting": stats.num_waiting,
                 "steps": stats.steps,
             }
-        return web.json_response(answer, status=200 if state == "ready" else 503)
+        return web.json_response(answer, status=200 if state in SERVES else 503)
 
     async def stats(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import forge_jax
 from forge_jax.config import BatchConfig, CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from forge_jax.errors import ForgeError
+from forge_jax.observe.startup import StartupTimes
 from forge_serve.config import ServerConfig
 
 SECTIONS: dict[str, type] = {
@@ -106,6 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    startup = StartupTimes()
     options = vars(make_parser().parse_args(argv))
     options.pop("command")
     try:
@@ -114,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine = EngineConfig.from_options(**options)
         from forge_serve.server import serve
 
-        return serve(engine, server)
+        return serve(engine, server, startup)
     except ForgeError as error:
         print(f"forge-jax: {error}", file=sys.stderr)
         return 1

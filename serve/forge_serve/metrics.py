@@ -166,6 +166,14 @@ class _EngineCollector(Collector):
             gauge = GaugeMetricFamily(f"forge:{name}", doc, labels=["model_name"])
             gauge.add_metric(label, value)
             yield gauge
+        startup = GaugeMetricFamily(
+            "forge:startup_seconds",
+            "Time that a phase of the start took; serving and ready: since its beginning",
+            labels=["model_name", "phase"],
+        )
+        for phase, seconds in stats.startup_seconds.items():
+            startup.add_metric([*label, phase], seconds)
+        yield startup
         for name, (doc, value) in counters.items():
             counter = CounterMetricFamily(f"forge:{name}", doc, labels=["model_name"])
             counter.add_metric(label, value)

@@ -1,9 +1,10 @@
 """The server process: from a bound socket to the last answered request.
 
-Order of start-up: bind, answer /health with 503, load the engine in a thread, serve. The socket
-comes first, so that a port conflict is an error before any long work, and so that whoever waits
-for the server can tell "starting" from "not there". It goes last, for the same reason: whoever
-comes while running requests finish is told to go elsewhere.
+Order of start-up: bind, answer /health with 503, load the engine in a thread, serve; be ready when
+the last executable has been compiled, which nobody has to wait for. The socket comes first, so that
+a port conflict is an error before any long work, and so that whoever waits for the server can tell
+"starting" from "not there". It goes last, for the same reason: whoever comes while running requests
+finish is told to go elsewhere.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from forge_serve.config import ServerConfig
 
 if TYPE_CHECKING:
     from forge_jax.engine import Engine
+    from forge_jax.observe.startup import StartupTimes
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +42,13 @@ MAX_REASON_CHARS = 200  # of what a client got wrong, in the log
 LAST_BYTES_S = 1.0  # for answers to leave after the engine has stopped
 
 
-def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+def serve(
+    engine_config: EngineConfig, server_config: ServerConfig, startup: StartupTimes | None = None
+) -> int:
     """Serves until SIGTERM or SIGINT. Returns the exit status.
+
+    Args:
+      startup: where the phases of the start are noted; default: from now on.
 
     Raises:
       ConfigError: the address cannot be listened on, or the configuration does not fit.
@@ -54,11 +61,11 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     announce(engine_config, server_config)
 
     def load() -> Engine:
-        return load_engine(engine_config, server_config)
+        return load_engine(engine_config, server_config, startup)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         finished = runner.run(_serve(sock, server_config, load))
-    if not finished:  # a thread is still loading, and no thread can be ended from outside
+    if not finished:  # a thread still loads or compiles, and none can be ended from outside
         sys.stdout.flush()
         os._exit(0)
     return 0
@@ -104,18 +111,20 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port} ({reason}): pass --host") from error
 
 
-def load_engine(engine_config: EngineConfig, server_config: ServerConfig) -> Engine:
+def load_engine(
+    engine_config: EngineConfig, server_config: ServerConfig, startup: StartupTimes | None = None
+) -> Engine:
     """Loads the engine that the configuration asks for. Takes long; imports jax."""
     from forge_jax.engine import Engine
 
     if server_config.fake:
         step_time_s = server_config.fake_step_time_ms / 1e3
         return Engine.fake(step_time_s=step_time_s, config=engine_config)
-    return Engine.load(engine_config)
+    return Engine.load(engine_config, startup)
 
 
 async def _serve(sock: socket.socket, config: ServerConfig, load: Callable[[], Engine]) -> bool:
-    """Returns False if it was told to stop before the engine was there."""
+    """Returns False if it was told to stop before the engine was ready."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -139,13 +148,14 @@ async def _serve(sock: socket.socket, config: ServerConfig, load: Callable[[], E
         engine = loading.result()
         engine.start()
         service.engine = engine
-        print(ready_line(sock, service.model_name), flush=True)
+        print(serving_line(sock, service.model_name), flush=True)
         await stopped
+        ready = engine.stats().state != "serving"
         await drain(service, config.drain_timeout_s)
     finally:
         service.stopping = True
         await runner.cleanup()
-    return True
+    return ready
 
 
 async def drain(service: Service, timeout_s: float) -> None:
@@ -158,7 +168,7 @@ async def drain(service: Service, timeout_s: float) -> None:
     await service.engine.stop(timeout_s)
 
 
-def ready_line(sock: socket.socket, model: str) -> str:
+def serving_line(sock: socket.socket, model: str) -> str:
     """Where the server is, and a command that shows it."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)

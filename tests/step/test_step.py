@@ -1,7 +1,5 @@
 """The compiled step on a tiny random model, against dense forwards of whole sequences."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,8 +49,7 @@ def compiled(model, leaves):
         max_blocks=MAX_BLOCKS,
         device=jax.devices()[0],
     )
-    with ThreadPoolExecutor(2) as pool:
-        runner.compile(pool)
+    runner.compile()
     runner.start(leaves)
     return runner
 

@@ -1,0 +1,81 @@
+"""`Executables`: what an engine has compiled, by name, from shapes alone.
+
+Tracing is Python, so one thread does it for all, in the order in which they are wanted; XLA's part
+runs in as many threads as there are cores. Nothing here knows what the executables compute.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+
+class Executables:
+    """Lowers and compiles in the background, first come, first compiled.
+
+    Args:
+      compiler_options: XLA's, for all of them.
+    """
+
+    def __init__(self, compiler_options: Mapping[str, str | bool | int] | None = None):
+        self._options = dict(compiler_options or {})
+        self._tracing = ThreadPoolExecutor(1, thread_name_prefix="forge-trace")
+        self._compiling = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="forge-compile")
+        self._futures: dict[str, Future[jax.stages.Compiled]] = {}
+
+    def add(
+        self, name: str, function: Callable[..., Any], donate: tuple[int, ...], *args: Any
+    ) -> None:
+        """Queues `function` at the shapes `args`; `donate` are the positions to donate."""
+        jitted = jax.jit(function, donate_argnums=donate)
+        lowered = self._tracing.submit(jitted.lower, *args)
+        self._futures[name] = self._compiling.submit(self._compile, lowered)
+
+    def __getitem__(self, name: str) -> jax.stages.Compiled:
+        """Waits for it; raises what its compilation raised."""
+        return self._futures[name].result()
+
+    def __iter__(self) -> Iterable[str]:
+        return iter(self._futures)
+
+    def wait(self, name: str) -> None:
+        """Until `is_done`."""
+        self._futures[name].exception()
+
+    def is_done(self, name: str) -> bool:
+        """Whether it is there, or never will be."""
+        return self._futures[name].done()
+
+    def on_done(self, name: str, call: Callable[[], None]) -> None:
+        """Has `call` called once `is_done`: by the thread that compiled it, or now."""
+        self._futures[name].add_done_callback(lambda _: call())
+
+    def memory_bytes(self, name: str) -> int:
+        """What the device must hold while it runs, its arguments included, by XLA's analysis."""
+        memory = self[name].memory_analysis()
+        if memory is None:  # this backend does not tell
+            return 0
+        return (
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            - memory.alias_size_in_bytes
+            + memory.temp_size_in_bytes
+            + memory.generated_code_size_in_bytes
+        )
+
+    def cancel(self) -> None:
+        """Begins no further compilation; what XLA is at cannot be interrupted."""
+        self._tracing.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """Nothing more will be added: the threads end when they have compiled what there is."""
+        self._tracing.shutdown(wait=False)
+        self._compiling.shutdown(wait=False)
+
+    def _compile(self, lowered: Future[jax.stages.Lowered]) -> jax.stages.Compiled:
+        return lowered.result().compile(compiler_options=self._options or None)
