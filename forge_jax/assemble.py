@@ -30,7 +30,7 @@ from forge_jax.fingerprint import system_fingerprint
 from forge_jax.models.decoder import WeightForms
 from forge_jax.models.registry import build_model, read_spec
 from forge_jax.observe.compilations import SinceReady
-from forge_jax.observe.memory import available_host_bytes, device_bytes
+from forge_jax.observe.memory import available_host_bytes, device_bytes, give_back_freed_memory
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.step.runner import Runner, first_shapes, step_shapes
 from forge_jax.step.slots import MAX_END_TOKENS
@@ -80,6 +80,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
     with startup.phase("weights"):
         leaves = load_weights(model, folder, device=device)
     with startup.phase("compile"):  # what is left of it
+        runner.allocate()
         needed = runner.memory_bytes()
         if needed > memory_limit:
             runner.cancel()
@@ -160,6 +161,7 @@ class _Late:
         self._scheduler.config = dataclasses.replace(self._scheduler.config, **limits._asdict())
         if self._runner.complete:
             self._compilations.ready()
+            give_back_freed_memory()
         return self._runner.complete
 
     def on_compiled(self, call: Callable[[], None]) -> None:

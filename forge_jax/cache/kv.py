@@ -44,11 +44,6 @@ class KVShape:
     def total_bytes(self) -> int:
         return self.block_bytes * self.num_blocks
 
-    def allocate(self, device: jax.Device) -> tuple[jax.Array, ...]:
-        """Zeros: one array per layer."""
-        zeros = np.zeros(self.layer.shape, self.storage)  # lazily zeroed pages; no compilation
-        return tuple(jax.device_put(zeros, device) for _ in range(self.num_layers))
-
 
 def fit_num_blocks(
     *,

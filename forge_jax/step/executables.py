@@ -7,6 +7,7 @@ runs in as many threads as there are cores. Nothing here knows what the executab
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -26,14 +27,20 @@ class Executables:
         self._tracing = ThreadPoolExecutor(1, thread_name_prefix="forge-trace")
         self._compiling = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="forge-compile")
         self._futures: dict[str, Future[jax.stages.Compiled]] = {}
+        self._resumed = threading.Event()
 
-    def add(
-        self, name: str, function: Callable[..., Any], donate: tuple[int, ...], *args: Any
-    ) -> None:
-        """Queues `function` at the shapes `args`; `donate` are the positions to donate."""
-        jitted = jax.jit(function, donate_argnums=donate)
+    def add(self, name: str, function: Callable[..., Any], *args: Any, **jit_options: Any) -> None:
+        """Queues `function` at the shapes `args`; the options are those of `jax.jit`."""
+        jitted = jax.jit(function, **jit_options)
         lowered = self._tracing.submit(jitted.lower, *args)
         self._futures[name] = self._compiling.submit(self._compile, lowered)
+
+    def pause(self, seconds: float) -> None:
+        """What is added after this waits so long, or until `resume`."""
+        self._tracing.submit(self._resumed.wait, seconds)
+
+    def resume(self) -> None:
+        self._resumed.set()
 
     def __getitem__(self, name: str) -> jax.stages.Compiled:
         """Waits for it; raises what its compilation raised."""
@@ -69,6 +76,7 @@ class Executables:
 
     def cancel(self) -> None:
         """Begins no further compilation; what XLA is at cannot be interrupted."""
+        self._resumed.set()
         self._tracing.shutdown(wait=False, cancel_futures=True)
         self._compiling.shutdown(wait=False, cancel_futures=True)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from forge_jax.cache.kv import GIB, KVShape
@@ -31,6 +32,7 @@ from forge_jax.step.executables import Executables
 from forge_jax.step.meta import SlotFlags, StepShape
 from forge_jax.step.slots import (
     ADMISSIONS,
+    Slots,
     admission_width,
     admit,
     pack_admissions,
@@ -46,6 +48,10 @@ if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
 
 log = logging.getLogger(__name__)
+
+# The first executables are there so soon if they were in the cache. Then the others had better wait
+# until they run: tracing would only slow them down. Else there is time to trace.
+PATIENCE_S = 1.0
 
 
 class StepLimits(NamedTuple):
@@ -210,14 +216,17 @@ class Runner:
                 implementation=self._implementation,
                 uniform=self._deterministic,
             )
-            add(shape.name, step, (1, 2), leaves, kv, slots, self._i32(shape.width))
+            width = self._i32(shape.width)
+            add(shape.name, step, leaves, kv, slots, width, donate_argnums=(1, 2))
 
+        add("new_state", self._new_state, out_shardings=self._sharding)
         for shape in sorted(self._first, key=lambda shape: -shape.num_tokens):  # the longest first
             add_step(shape)
         rows = self._i32(ADMISSIONS, admission_width(self._max_blocks))
-        add("admit", admit, (0,), slots, rows)
+        add("admit", admit, slots, rows, donate_argnums=0)
         history = self._i32(1 + 2 * MAX_LOGIT_BIAS + self._model.spec.vocab_size)
-        add("set_history", set_history, (0,), slots, history)
+        add("set_history", set_history, slots, history, donate_argnums=0)
+        self._executables.pause(PATIENCE_S)
         for shape in self._late:
             add_step(shape)
         self._executables.close()
@@ -232,13 +241,17 @@ class Runner:
     def start(self, leaves: tuple[jax.Array, ...]) -> None:
         """Takes the weights, makes KV cache and slots, and runs the first executables once each."""
         self._leaves = leaves
-        self._kv = self._kv_shape.allocate(self._device)
-        zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self._slots_shape)
-        self._slots = jax.device_put(zeros, self._device)
+        self.allocate()
         for name in ("admit", "set_history"):
             self._compiled[name] = self._executables[name]
         for shape in self._first:
             self._adopt(shape)
+        self._executables.resume()
+
+    def allocate(self) -> None:
+        """Makes KV cache and slots, once. Does not wait for the device to have filled them."""
+        if self._slots is None:
+            self._kv, self._slots = self._executables["new_state"]()
 
     def adopt(self) -> None:
         """Takes what has been compiled since, and runs each once. Between steps only.
@@ -361,6 +374,11 @@ class Runner:
         packed = shape.pack(empty, 0, self._max_blocks)
         self._step(shape, packed).packed.block_until_ready()
         self._ready = [s for s in self._shapes if s in self._ready or s == shape]
+
+    def _new_state(self) -> tuple[tuple[jax.Array, ...], Slots]:
+        layer = self._kv_shape.layer
+        kv = tuple(jnp.zeros(layer.shape, layer.dtype) for _ in range(self._kv_shape.num_layers))
+        return kv, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._slots_shape)
 
     def _i32(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._sharding)

@@ -32,7 +32,7 @@ def configs(monkeypatch) -> list[tuple[EngineConfig, ServerConfig]]:
     """What `serve` would have been called with."""
     calls: list[tuple[EngineConfig, ServerConfig]] = []
 
-    def serve(engine: EngineConfig, server: ServerConfig) -> int:
+    def serve(engine: EngineConfig, server: ServerConfig, startup: object) -> int:
         calls.append((engine, server))
         return 0
 
