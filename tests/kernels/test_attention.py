@@ -11,13 +11,27 @@ import numpy as np
 import pytest
 from jax import lax
 
-from forge_kernels.attention import kv_storage_dtype, ragged_paged_attention, write_kv
+from forge_kernels.attention import (
+    kv_storage_dtype,
+    ragged_paged_attention,
+    rotate_and_write,
+    write_kv,
+)
 from forge_kernels.attention import xla as xla_file
 from forge_kernels.attention.shapes import SHAPES
 from forge_kernels.attention.xla import GROUP, KV_TILE, Q_TILE, SHORT
+from forge_kernels.rope import inverse_frequencies, rope_tables
 
 FORMS = [("reference", False), ("xla", False), ("xla", True)]  # implementation, uniform
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}
+BF16_ROUNDOFF = 2.0**-8
+
+
+@pytest.fixture(autouse=True)
+def _kernels_of(request: pytest.FixtureRequest) -> None:
+    """The CPU kernels are loaded where a test is about them."""
+    if getattr(request.node, "callspec", None) and "cpu" in request.node.callspec.params.values():
+        request.getfixturevalue("cpu_kernels")
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,11 @@ class Batch:
     pool_tokens: int = 3584  # N * bs
     max_context: int = 320
     seed: int = 0
+    dtype: str = "float32"  # that queries, keys and values are rounded to
+
+    def for_cpu(self) -> "Batch":
+        """What the CPU kernels are for: bfloat16 and heads that are multiples of 32."""
+        return replace(self, dtype="bfloat16", head_dim=-(-self.head_dim // 32) * 32)
 
     def exact(self) -> "Batch":
         """Without padding rows, padding sequences, or a free block."""
@@ -59,6 +78,7 @@ class Arrays:
     cu_q_lens: np.ndarray
     num_seqs: np.ndarray
     expected: np.ndarray  # f64[T, H, D]
+    spread: np.ndarray  # f64[T, H, D]: the same weighted sum of the values' magnitudes
 
 
 def make(batch: Batch) -> Arrays:
@@ -69,7 +89,10 @@ def make(batch: Batch) -> Arrays:
     lens = np.array([context for _, context in batch.seqs], int)
     needed, max_blocks = -(-lens // bs), -(-batch.max_context // bs)
 
-    q = rng.standard_normal((T, H, D)).astype(np.float32)
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(jnp.dtype(batch.dtype)).astype(np.float32)
+
+    q = normal(T, H, D)
     q[int(q_lens.sum()) :] = np.nan
     kv = np.full((N, 2, K, bs, D), np.nan, np.float32)
     order = rng.permutation(N)
@@ -79,11 +102,11 @@ def make(batch: Batch) -> Arrays:
     cu_q_lens = np.full(S + 1, T, np.int32)
     cu_q_lens[: len(q_lens) + 1] = np.cumsum([0, *q_lens])
     kv_lens[: len(lens)] = lens
-    expected = np.zeros((T, H, D))
+    expected, spread = np.zeros((2, T, H, D))
     for s, (rows, context) in enumerate(batch.seqs):
         mine, order = order[: needed[s]], order[needed[s] :]
         tables[s, : len(mine)] = mine
-        pairs = rng.standard_normal((2, K, context, D)).astype(np.float32)
+        pairs = normal(2, K, context, D)
         for position in range(context):
             kv[mine[position // bs], :, :, position % bs] = pairs[:, :, position]
         keys, values = np.repeat(pairs.astype(np.float64), H // K, axis=1)
@@ -94,7 +117,8 @@ def make(batch: Batch) -> Arrays:
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             weights /= weights.sum(axis=1, keepdims=True)
             expected[start + j] = np.einsum("hp,hpd->hd", weights, values[:, :visible])
-    return Arrays(q, kv, tables, kv_lens, cu_q_lens, np.int32(len(q_lens)), expected)
+            spread[start + j] = np.einsum("hp,hpd->hd", weights, np.abs(values[:, :visible]))
+    return Arrays(q, kv, tables, kv_lens, cu_q_lens, np.int32(len(q_lens)), expected, spread)
 
 
 @partial(jax.jit, static_argnames=("implementation", "kv_dtype", "max_q_len", "uniform"))
@@ -114,7 +138,31 @@ def inputs(a: Arrays) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(array) for array in arrays)
 
 
+def run_cpu(a: Arrays) -> np.ndarray:
+    """By the CPU kernels: f32 of the rows that exist."""
+    q, kv, *rest = inputs(a)
+    bits = lax.bitcast_convert_type(kv.astype(jnp.bfloat16), jnp.uint16)
+    arrays = (q.astype(jnp.bfloat16), bits, *rest)
+    out = run(arrays, implementation="cpu", kv_dtype="bfloat16")
+    assert out.dtype == jnp.bfloat16
+    return np.asarray(out, np.float32)[: a.cu_q_lens[a.num_seqs]]
+
+
+def check_cpu(batch: Batch) -> None:
+    """Half a unit of bfloat16 for each weight of a value, and for the result; sums are float32."""
+    arrays = make(batch)
+    out = run_cpu(arrays)
+    rows = len(out)
+    expected, spread = arrays.expected[:rows], arrays.spread[:rows]
+    tolerance = BF16_ROUNDOFF * (spread + np.abs(expected)) + 1e-5
+    worst = (np.abs(out - expected) / tolerance).max(initial=0.0)
+    assert worst <= 1, f"off by {worst:.3g} times the tolerance"
+
+
 def check(batch: Batch, implementation: str, **options) -> None:
+    if implementation == "cpu":
+        check_cpu(batch.for_cpu())
+        return
     arrays = make(batch)
     out = np.asarray(run(inputs(arrays), implementation=implementation, **options))
     np.testing.assert_allclose(out, arrays.expected, **TOLERANCE)
@@ -165,6 +213,49 @@ def test_agrees_with_dense_attention_in_float64(name, implementation, uniform):
     check(BATCHES[name], implementation, uniform=uniform)
 
 
+def random_mix(seed: int) -> tuple[tuple[int, int], ...]:
+    """Decode rows, drafts, chunks and empty sequences in any order."""
+    rng = np.random.default_rng(seed)
+    kinds = ((1, 1), (2, 5), (0, 0), (10, 70))
+    seqs = []
+    for kind in rng.integers(0, len(kinds), 9):
+        low, high = kinds[kind]
+        rows = int(rng.integers(low, high + 1))
+        seqs.append((rows, rows + int(rng.integers(0, 130))))
+    return tuple(seqs)
+
+
+CPU_BATCHES = {
+    f"head dim {D}, {G} query heads to one, blocks of {bs}": Batch(
+        seqs=random_mix(G),
+        rows=640,
+        max_seqs=11,
+        pool_tokens=4096,
+        head_dim=D,
+        kv_heads=K,
+        heads=G * K,
+        block_size=bs,
+        seed=G,
+    )
+    for D, G, K, bs in (
+        (32, 1, 3, 8),
+        (64, 2, 2, 16),
+        (96, 3, 1, 64),
+        (128, 4, 2, 128),
+        (160, 5, 1, 16),
+        (192, 6, 2, 32),
+        (224, 7, 1, 16),
+        (256, 8, 1, 64),
+        (64, 71, 1, 16),
+    )
+}
+
+
+@pytest.mark.parametrize("name", CPU_BATCHES)
+def test_the_cpu_kernels_know_all_sizes(cpu_kernels, name):
+    check_cpu(CPU_BATCHES[name].for_cpu())
+
+
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
 def test_16_bit_caches_may_be_stored_as_their_bits(implementation, uniform, kv_dtype):
@@ -192,16 +283,147 @@ def test_a_promise_of_short_rows_changes_nothing():
         np.testing.assert_array_equal(promised, run(inputs(arrays), implementation="xla"))
 
 
-def test_a_row_does_not_depend_on_its_company():
+@pytest.mark.parametrize("implementation", ["xla", "cpu"])
+def test_a_row_does_not_depend_on_its_company(implementation):
     """The same sequence beside longer contexts and in other blocks: the same bits."""
-    alone = make(Batch(seqs=((1, 40),)))
-    crowd = make(Batch(seqs=((1, 40), *((1, 300 - i) for i in range(8))), seed=1))
+    batch = Batch(seqs=((1, 40),))
+    batch = batch.for_cpu() if implementation == "cpu" else batch
+    alone = make(batch)
+    crowd = make(replace(batch, seqs=((1, 40), *((1, 300 - i) for i in range(8))), seed=1))
     used = crowd.block_tables[0, : 40 // 8]
     crowd.kv[used] = alone.kv[alone.block_tables[0, : 40 // 8]]
     crowd.q[0] = alone.q[0]
     assert not np.array_equal(used, alone.block_tables[0, : 40 // 8])
-    one = run(inputs(alone), implementation="xla")[0]
-    np.testing.assert_array_equal(one, run(inputs(crowd), implementation="xla")[0])
+    attend = run_cpu if implementation == "cpu" else lambda a: run(inputs(a), implementation="xla")
+    np.testing.assert_array_equal(attend(alone)[0], attend(crowd)[0])
+
+
+@pytest.mark.parametrize("sizes", [(1,) * 150, (7, 50, 93), (64, 86), (149, 1)], ids=str)
+def test_a_row_of_the_cpu_kernels_does_not_depend_on_the_chunks(cpu_kernels, sizes):
+    """A prompt in any chunks, behind whatever else is in the step: the same bits."""
+    prompt = Batch(seqs=((150, 150),), heads=6, kv_heads=2, head_dim=64, block_size=16).for_cpu()
+    whole = make(prompt)
+    want, order = run_cpu(whole), np.random.default_rng(0).permutation(len(sizes))
+    ends = np.cumsum(sizes)
+    # Each chunk as a sequence of its own, of the same blocks; shuffled, between other sequences.
+    pieces = [(sizes[i], ends[i]) for i in order]
+    others = make(replace(prompt, seqs=((1, 30), (3, 3)), seed=1))
+    S = len(pieces) + 2
+    rows = [others.q[:1], *(whole.q[end - n : end] for n, end in pieces), others.q[1:4]]
+    free = np.flatnonzero(np.isnan(whole.kv).all(axis=(1, 2, 3, 4)))
+    kv, tables = whole.kv.copy(), np.zeros((S, whole.block_tables.shape[1]), np.int32)
+    tables[1:-1] = whole.block_tables[0]
+    for row, theirs in ((0, 0), (-1, 1)):  # move the others' blocks to free ones
+        tables[row, :2], free = free[:2], free[2:]
+        kv[tables[row, :2]] = others.kv[others.block_tables[theirs, :2]]
+    lens = np.array([30, *(end for _, end in pieces), 3], np.int32)
+    counts = [1, *(n for n, _ in pieces), 3]
+    arrays = replace(
+        whole,
+        q=np.concatenate(rows),
+        kv=kv,
+        block_tables=tables,
+        kv_lens=lens,
+        cu_q_lens=np.cumsum([0, *counts]).astype(np.int32),
+        num_seqs=np.int32(S),
+    )
+    out, at = run_cpu(arrays), 1
+    for n, end in pieces:
+        np.testing.assert_array_equal(out[at : at + n], want[end - n : end])
+        at += n
+
+
+def test_a_row_that_is_not_finite_stays_alone(cpu_kernels):
+    """Another sequence's NaN, in queries or in the cache, changes no bit."""
+    batch = Batch(seqs=((1, 40), (5, 5), (30, 100))).for_cpu()
+    clean = make(batch)
+    want = run_cpu(clean)
+    for value in (np.nan, np.inf):
+        spoilt = make(batch)
+        spoilt.q[3] = value
+        out = run_cpu(spoilt)
+        assert np.isnan(out[3]).all()
+        np.testing.assert_array_equal(np.delete(out, 3, 0), np.delete(want, 3, 0))
+        spoilt = make(batch)
+        spoilt.kv[spoilt.block_tables[1, 0]] = value
+        out = run_cpu(spoilt)
+        assert np.isnan(out[1:6]).all()
+        np.testing.assert_array_equal(
+            np.delete(out, range(1, 6), 0), np.delete(want, range(1, 6), 0)
+        )
+
+
+def test_the_cpu_kernels_write_what_apply_rope_and_write_kv_write(cpu_kernels):
+    rng = np.random.default_rng(0)
+    for D, bs, H, K in ((32, 8, 3, 1), (64, 16, 4, 2), (96, 24, 2, 2), (256, 16, 2, 1)):
+        T, N = 37, 7
+        qkv = jnp.asarray(rng.standard_normal((T, H + 2 * K, D)), jnp.bfloat16)
+        kv = jnp.asarray(rng.integers(0, 2**16, (N, 2, K, bs, D)), jnp.uint16)
+        positions = jnp.asarray(rng.integers(0, 5000, T), jnp.int32)
+        cos, sin = rope_tables(positions, inverse_frequencies(D, 10000.0))
+        slots = rng.permutation(N * bs)[:T].astype(np.int32)
+        slots[[3, 8]] = N * bs, N * bs + 5
+        write = partial(rotate_and_write, qkv, kv, cos, sin, jnp.asarray(slots))
+        by_xla = jax.jit(partial(write, kv_dtype=jnp.bfloat16))()
+        by_kernel = jax.jit(partial(write, kv_dtype=jnp.bfloat16, implementation="cpu"))()
+        # Products are summed in one rounding or in two: half a unit of bfloat16 where it matters.
+        for mine, theirs in zip(by_kernel, by_xla, strict=True):
+            if mine.dtype == jnp.uint16:
+                written = np.flatnonzero((slots >= 0) & (slots < N * bs))
+                at = slots[written] // bs, slice(None), slice(None), slots[written] % bs
+                left = np.ones((N, bs), bool)
+                left[slots[written] // bs, slots[written] % bs] = False
+                old = np.asarray(kv).transpose(0, 3, 1, 2, 4)[left]
+                np.testing.assert_array_equal(np.asarray(mine).transpose(0, 3, 1, 2, 4)[left], old)
+                mine, theirs = (
+                    np.asarray(lax.bitcast_convert_type(a, jnp.bfloat16), np.float32)[at]
+                    for a in (mine, theirs)
+                )
+                np.testing.assert_array_equal(mine[:, 1], theirs[:, 1])  # values
+            mine, theirs = np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
+            np.testing.assert_allclose(mine, theirs, rtol=2 * BF16_ROUNDOFF, atol=1e-6)
+            assert (mine != theirs).mean() < 0.001
+
+        # -1 is no index: the kernels drop it where XLA would wrap it.
+        _, dropped = jax.jit(
+            partial(rotate_and_write, kv_dtype=jnp.bfloat16, implementation="cpu")
+        )(qkv, kv, cos, sin, jnp.full(T, -1, jnp.int32))
+        np.testing.assert_array_equal(dropped, kv)
+
+
+def test_the_cpu_kernels_write_into_a_donated_cache(cpu_kernels):
+    """No copy of the cache: the result is the same memory, and there are no temporaries."""
+    kv = jnp.zeros((64, 2, 2, 16, 64), jnp.uint16)
+    qkv = jnp.ones((4, 6, 64), jnp.bfloat16)
+    angles = jnp.zeros((4, 32))
+    write = jax.jit(
+        partial(rotate_and_write, kv_dtype=jnp.bfloat16, implementation="cpu"), donate_argnums=1
+    )
+    compiled = write.lower(qkv, kv, angles, angles, jnp.arange(4)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4096
+    before = kv.unsafe_buffer_pointer()
+    _, written = write(qkv, kv, angles, angles, jnp.arange(4))
+    assert written.unsafe_buffer_pointer() == before
+    kept = jnp.zeros((64, 2, 2, 16, 64), jnp.uint16)
+    jax.jit(partial(rotate_and_write, kv_dtype=jnp.bfloat16, implementation="cpu"))(
+        qkv, kept, angles, angles, jnp.arange(4)
+    )
+    assert not np.asarray(kept).any(), "a cache that was not donated has been written to"
+
+
+def test_the_cpu_kernels_say_what_they_are_not_for():
+    q, kv, *rest = inputs(make(BATCHES["no padding"]))
+    attend = partial(ragged_paged_attention, sm_scale=1.0, implementation="cpu")
+    with pytest.raises(TypeError, match="for bfloat16, not float32"):
+        attend(q, kv, *rest)
+    bits = jnp.zeros(kv.shape, jnp.uint16)
+    with pytest.raises(TypeError, match="for bfloat16, not float16"):
+        attend(q, bits, *rest, kv_dtype=jnp.float16)
+    with pytest.raises(TypeError, match="a head size of 16 is no multiple of 32"):
+        attend(q.astype(jnp.bfloat16), bits, *rest, kv_dtype=jnp.bfloat16)
+    wide = jnp.zeros((*kv.shape[:-1], 32), jnp.uint16)
+    with pytest.raises(TypeError, match="not float32 with uint16"):
+        attend(jnp.zeros((*q.shape[:-1], 32)), wide, *rest, kv_dtype=jnp.bfloat16)
 
 
 def differing_schedules(**options) -> list[str]:
