@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import random
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ from forge_jax.config import EngineConfig, Policy
 from forge_jax.core import EngineParts, max_rows
 from forge_jax.engine import Engine
 from forge_jax.fake import assemble_fake
+from forge_jax.garbage import short_pauses
 from forge_jax.observe.phases import Phase, PhaseTimes
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import StepPlan, StepResult
@@ -126,21 +129,52 @@ class _Recorder(PhaseTimes):
 
 
 def phases(steps: int) -> list[Report]:
+    """The host's part of a tick, by itself and in an engine whose streams are read."""
     reports = []
     for num_sequences in SEQUENCES:
         for churn in (False, True):
             _progress(f"phases of {num_sequences} sequences{', churn' * churn}")
-            reports.append(asyncio.run(_measure_phases(num_sequences, steps, churn=churn)))
+            reports.append(_measure_alone(num_sequences, steps, churn=churn))
+        _progress(f"phases of {num_sequences} sequences, served")
+        reports.append(asyncio.run(_measure_served(num_sequences, steps)))
     return reports
 
 
-async def _measure_phases(num_sequences: int, steps: int, *, churn: bool) -> Report:
-    """Times the ticks of an engine with streams that are read.
+def _measure_alone(num_sequences: int, steps: int, *, churn: bool) -> Report:
+    """Tick after tick, with an event loop that does nothing with what it is handed.
 
-    Without `churn` all sequences decode from the first step to the last; with it, prompts of about
-    64 tokens bring about 128 each, and who has finished is followed by the next.
+    Without `churn` all sequences decode from the first step to the last; with it, who has finished
+    is followed by the next.
     """
-    parts, device = _fake_parts()
+    parts, device = _fake_parts(step_time_s=0.0)
+    core = parts.core
+    recorder = core.phases = _Recorder(device)
+    rng = random.Random(0)
+    names = itertools.count()
+
+    def add() -> None:
+        core.add(_request(rng, str(next(names)), None if churn else WARM_UP_STEPS + steps + 50))
+
+    for _ in range(num_sequences):
+        add()
+    with short_pauses(), _event_loop() as loop:
+        while len(recorder.ticks) < WARM_UP_STEPS + steps:
+            outputs = core.tick()
+            loop.call_soon_threadsafe(len, outputs)
+            recorder.end("deliver")
+            for deltas in outputs.values() if churn else ():
+                if deltas[-1].finish_reason is not None:
+                    add()
+    load = "come and go" if churn else "decode"
+    return {"sequences": num_sequences, "load": load, **_summary(recorder.ticks[-steps:])}
+
+
+async def _measure_served(num_sequences: int, steps: int) -> Report:
+    """In an engine thread, while the event loop reads all streams; a step takes 10 ms.
+
+    The host's caches are cold after the pause, and the interpreter lock is shared.
+    """
+    parts, device = _fake_parts(step_time_s=STEP_TIME_S)
     recorder = parts.core.phases = _Recorder(device)
     engine = Engine(parts)
     engine.start()
@@ -151,14 +185,9 @@ async def _measure_phases(num_sequences: int, steps: int, *, churn: bool) -> Rep
         turn = 0
         while not stop.is_set():
             turn += 1
+            request = _request(rng, f"{name}-{turn}", None)
             stream = engine.submit(
-                [rng.randrange(300) for _ in range(rng.randint(32, 96))],
-                SamplingParams(
-                    max_tokens=rng.randint(64, 192) if churn else WARM_UP_STEPS + steps + 50,
-                    temperature=0.8,
-                    ignore_eos=True,
-                ),
-                request_id=f"{name}-{turn}",
+                request.prompt_token_ids, request.params, request_id=request.request_id
             )
             async for _ in stream:
                 if stop.is_set():
@@ -171,22 +200,47 @@ async def _measure_phases(num_sequences: int, steps: int, *, churn: bool) -> Rep
     stop.set()
     await asyncio.gather(*clients)
     await engine.stop()
+    return {"sequences": num_sequences, "load": "come and go, served", **_summary(ticks)}
+
+
+def _request(rng: random.Random, name: str, max_tokens: int | None) -> Request:
+    """About 64 tokens of a prompt and, by default, about 128 of output."""
+    return Request(
+        request_id=name,
+        prompt_token_ids=[rng.randrange(300) for _ in range(rng.randint(32, 96))],
+        params=SamplingParams(
+            max_tokens=max_tokens or rng.randint(64, 192), temperature=0.8, ignore_eos=True
+        ),
+        seed=rng.getrandbits(64),
+    )
+
+
+def _summary(ticks: list[dict[str, float]]) -> Report:
     whole = [tick for tick in ticks if set(HOST_PHASES) <= tick.keys()]
-    figures = {name: _percentiles([tick[name] for tick in whole]) for name in HOST_PHASES}
     totals = [sum(tick[name] for name in HOST_PHASES) for tick in whole]
     return {
-        "sequences": num_sequences,
-        "churn": churn,
         "ticks": len(whole),
-        "phases_us": figures,
         "host_us": _percentiles(totals),
+        "phases_us": {name: _percentiles([tick[name] for tick in whole]) for name in HOST_PHASES},
     }
 
 
-def _fake_parts() -> tuple[EngineParts, _PackingDevice]:
+@contextmanager
+def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """A loop that runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def _fake_parts(*, step_time_s: float) -> tuple[EngineParts, _PackingDevice]:
     """A fake engine with room for all, whose device packs."""
     config = EngineConfig.from_options(num_blocks=32_768, block_size=16)
-    parts = assemble_fake(config, step_time_s=STEP_TIME_S, max_model_len=4096, check=False)
+    parts = assemble_fake(config, step_time_s=step_time_s, max_model_len=4096, check=False)
     fake = parts.core._device
     assert isinstance(fake, FakeDevice)
     device = _PackingDevice(fake, config, max_blocks=4096 // 16)
@@ -436,7 +490,7 @@ def tables(report: Report) -> str:
         lines += ["", "| sequences | load | host, µs | " + " | ".join(HOST_PHASES) + " |"]
         lines += ["|---" * (3 + len(HOST_PHASES)) + "|"]
         for r in report["phases"]:
-            cells = [r["sequences"], "churn" if r["churn"] else "decode", _pair(r["host_us"])]
+            cells = [r["sequences"], r["load"], _pair(r["host_us"])]
             lines.append(_row([*cells, *(_pair(r["phases_us"][name]) for name in HOST_PHASES)]))
     if "queue" in report:
         lines += [
