@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -35,7 +36,7 @@ def serving(
         start = time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
         try:
-            while not _answers(f"{url}/health"):
+            while not _is_ready(url):
                 if process.poll() is not None:
                     raise BenchmarkError(f"the server did not start: {_last_line(log)}")
                 if time.perf_counter() - start > timeout_s:
@@ -57,9 +58,10 @@ def _last_line(log: IO[bytes]) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def _answers(url: str) -> bool:
+def _is_ready(url: str) -> bool:
+    """Whether everything has been compiled, not only what serving begins with."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return response.status == 200
+        with urllib.request.urlopen(f"{url}/stats", timeout=5) as response:
+            return json.load(response)["state"] == "ready"
     except (urllib.error.URLError, OSError):
         return False
