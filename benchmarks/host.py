@@ -165,6 +165,7 @@ def _measure_alone(num_sequences: int, steps: int, *, churn: bool) -> Report:
             for deltas in outputs.values() if churn else ():
                 if deltas[-1].finish_reason is not None:
                     add()
+            del outputs  # an engine's event loop frees them, which is no part of a tick
     load = "come and go" if churn else "decode"
     return {"sequences": num_sequences, "load": load, **_summary(recorder.ticks[-steps:])}
 
