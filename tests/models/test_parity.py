@@ -116,7 +116,7 @@ def test_the_residual_stream_can_be_read(stories):
         jnp.arange(2)[None], jnp.asarray([T]), jnp.asarray([0, T]), jnp.int32(1),
     )  # fmt: skip
     assert len(stream) == stories.spec.num_hidden_layers + 1 and len(kv) == len(stream) - 1
-    np.testing.assert_array_equal(stream[0], np.asarray(stories.leaf("embedding"))[:T])
+    np.testing.assert_array_equal(stream[0], np.asarray(stories.leaf("head.weight"))[:T])
     np.testing.assert_allclose(model.final_norm(stories.leaves, stream[-1]), hidden, atol=1e-5)
 
 
