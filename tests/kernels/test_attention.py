@@ -300,6 +300,10 @@ def test_a_row_does_not_depend_on_its_company(implementation):
 
 @pytest.mark.parametrize("sizes", [(1,) * 150, (7, 50, 93), (64, 86), (149, 1)], ids=str)
 def test_a_row_of_the_cpu_kernels_does_not_depend_on_the_chunks(cpu_kernels, sizes):
+    check_chunks(sizes)
+
+
+def check_chunks(sizes: tuple[int, ...]) -> None:
     """A prompt in any chunks, behind whatever else is in the step: the same bits."""
     prompt = Batch(seqs=((150, 150),), heads=6, kv_heads=2, head_dim=64, block_size=16).for_cpu()
     whole = make(prompt)
@@ -354,6 +358,10 @@ def test_a_row_that_is_not_finite_stays_alone(cpu_kernels):
 
 
 def test_the_cpu_kernels_write_what_apply_rope_and_write_kv_write(cpu_kernels):
+    check_rotate_and_write()
+
+
+def check_rotate_and_write() -> None:
     rng = np.random.default_rng(0)
     for D, bs, H, K in ((32, 8, 3, 1), (64, 16, 4, 2), (96, 24, 2, 2), (256, 16, 2, 1)):
         T, N = 37, 7
@@ -547,6 +555,21 @@ def test_inputs_that_do_not_fit_are_refused():
         write_kv(kv, q[:, :2], q[:, :2], jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match="do not fit a cache"):
         write_kv(kv, q, q, jnp.zeros(q.shape[0], jnp.int32))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "cpu"])
+def test_a_write_that_does_not_fit_the_cache_is_refused(implementation):
+    qkv, kv = jnp.zeros((3, 6, 32), jnp.bfloat16), jnp.zeros((4, 2, 2, 8, 32), jnp.uint16)
+    angles, slots = jnp.zeros((3, 16)), jnp.zeros(3, jnp.int32)
+    write = partial(rotate_and_write, kv_dtype=jnp.bfloat16, implementation=implementation)
+    with pytest.raises(ValueError, match="heads of qkv"):
+        write(qkv[:, :4], kv, angles, angles, slots)
+    with pytest.raises(ValueError, match="heads of qkv"):
+        write(qkv[..., :16], kv, angles, angles, slots)
+    with pytest.raises(ValueError, match="for 3 tokens and heads of 32"):
+        write(qkv, kv, angles[:, :8], angles, slots)
+    with pytest.raises(ValueError, match="for 3 tokens and heads of 32"):
+        write(qkv, kv, angles, angles, slots[:2])
 
 
 def test_only_the_reference_with_a_float32_cache_has_a_gradient():

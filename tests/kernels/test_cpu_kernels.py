@@ -1,5 +1,6 @@
 """The C++ kernels for CPUs: linear layers and embeddings on packed weights."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import cpu_contract as contract
@@ -33,6 +34,19 @@ def test_a_row_has_the_same_bits_in_any_company(form, option):
 @pytest.mark.parametrize("option", ["plain", "norm", "swiglu, bf16"])
 def test_a_row_that_is_not_finite_stays_so_and_alone(form, option):
     contract.check_not_finite(replace(contract.invariance_case(form, option), rows=9))
+
+
+def test_calls_from_several_threads_do_not_meet():
+    """Jobs of different sizes at the same time, on the same pool of threads."""
+    cases = [Case(form, rows=rows, outputs=200) for form in FORMATS for rows in (1, 9, 130)]
+    arrays = [contract.make(case) for case in cases]
+    want = [contract.run(case, mine) for case, mine in zip(cases, arrays, strict=True)]
+
+    def one(i: int) -> bool:
+        return np.array_equal(contract.run(cases[i], arrays[i]), want[i])
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(one, [i % len(cases) for i in range(40 * len(cases))]))
 
 
 @pytest.mark.parametrize(("form", "bound"), [("bf16", 0.005), ("int8", 0.015), ("int4", 0.12)])
@@ -69,6 +83,10 @@ def test_rows_beyond_num_rows_are_not_waited_for():
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("shape", contract.SHAPES.values(), ids=str)
 def test_pack_follows_the_described_layout(shape, form, paired):
+    check_packing(shape, form, paired)
+
+
+def check_packing(shape, form, paired):
     outputs, inputs = (2 * shape[0], shape[1]) if paired else shape
     rng = np.random.default_rng(inputs)
     w = bf16(rng.standard_normal((outputs, inputs)) * rng.choice([1e-3, 1, 30], (outputs, 1)))
@@ -109,6 +127,10 @@ def test_packed_weights_are_adopted_without_a_copy():
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("shape", [(200, 99), (33, 7), (64, 128)], ids=str)
 def test_embed_takes_rows_of_a_packed_matrix(shape, form):
+    check_embed(shape, form)
+
+
+def check_embed(shape, form):
     case = Case(form, outputs=shape[0], inputs=shape[1])
     w = contract.make(case).w
     tokens = np.array([0, 1, 31, 32, shape[0] - 1, 5, 5, -1, shape[0], 2**31 - 1], np.int32)
@@ -134,3 +156,11 @@ def test_what_does_not_fit_a_packed_weight_is_refused():
         linear(x, contract.packed(paired, arrays.w), swiglu=True, residual=x[:, :64])
     with pytest.raises(ValueError, match="residual"):
         linear(x, w, residual=x)
+    with pytest.raises(TypeError, match="a residual of float32"):
+        linear(x, w, residual=jnp.zeros((5, 64)))
+    with pytest.raises(TypeError, match="a norm of float32"):
+        linear(x, w, norm=(jnp.ones(96), 1e-5))
+    with pytest.raises(ValueError, match=r"a norm \(95,\) for rows of 96"):
+        linear(x, w, norm=(jnp.ones(95, jnp.bfloat16), 1e-5))
+    with pytest.raises(TypeError, match="bfloat16 or float32, not float16"):
+        linear(x, w, out_dtype=jnp.float16)

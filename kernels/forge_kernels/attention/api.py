@@ -129,9 +129,20 @@ def rotate_and_write(
 
     Returns:
       (q float[T, H, D], kv).
+
+    Raises:
+      TypeError, ValueError: types or shapes that do not fit together.
     """
     K = kv.shape[2]
     H = qkv.shape[1] - 2 * K
+    T, D = qkv.shape[0], kv.shape[4]
+    if H < 1 or qkv.shape[2] != D:
+        raise ValueError(f"heads of qkv {qkv.shape} do not fit a cache {kv.shape}")
+    if not cos.shape == sin.shape == (T, D // 2) or slot_mapping.shape != (T,):
+        raise ValueError(
+            f"cos {cos.shape}, sin {sin.shape} and slot_mapping {slot_mapping.shape} for {T} "
+            f"tokens and heads of {D}"
+        )
     if implementation == "cpu":
         _check_cpu(qkv, kv, _kv_float(kv, kv_dtype))
         count = jnp.full((), qkv.shape[0], jnp.int32) if num_tokens is None else num_tokens

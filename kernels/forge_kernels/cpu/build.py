@@ -98,10 +98,10 @@ def build(isa: str, folder: Path | None = None) -> Path:
     folder = default_folder() if folder is None else folder
     compiler = find_compiler()
     flags = (*FLAGS, *ISAS[isa][1])
-    path = folder / f"{isa}-{_key(compiler, flags)}.so"
-    if path.exists():
-        return path
     try:
+        path = folder / f"{isa}-{_key(compiler, flags)}.so"
+        if path.exists():
+            return path
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / path.name

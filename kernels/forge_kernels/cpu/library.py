@@ -31,7 +31,11 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
     """
     loaded = _library()
     if loaded is None:
-        loaded = ctypes.CDLL(str(build(isa or best_isa(cpu_features()), folder)))
+        path = build(isa or best_isa(cpu_features()), folder)
+        try:
+            loaded = ctypes.CDLL(str(path))
+        except OSError as error:  # a file system that nothing may be run from, another libc
+            raise BuildError(f"{path} could not be loaded: {error}") from error
         for name in TARGETS:
             handler = jax.ffi.pycapsule(getattr(loaded, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")

@@ -42,11 +42,12 @@ def linear(
       [T, N_out] of `out_dtype`; [T, N_out / 2] with `swiglu`.
 
     Raises:
-      TypeError: x and w differ in type (XLA:CPU has no fast product for that).
+      TypeError: types that do not go together: XLA:CPU has no fast product of two types, and the
+        kernels know bfloat16 and, as a result, float32.
       ValueError: shapes or options that do not fit together.
     """
-    _check(x, w, residual, swiglu)
-    out_dtype = out_dtype or x.dtype
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    _check(x, w, norm, residual, swiglu, out_dtype)
     if isinstance(w, PackedWeight):
         return packed_linear(
             x,
@@ -76,15 +77,29 @@ def _multiply(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.dot_general(x, w, contract, preferred_element_type=jnp.float32)[:rows]
 
 
-def _check(x: jax.Array, w: Weight, residual: jax.Array | None, swiglu: bool) -> None:
+def _check(
+    x: jax.Array,
+    w: Weight,
+    norm: tuple[jax.Array, float] | None,
+    residual: jax.Array | None,
+    swiglu: bool,
+    out_dtype: jnp.dtype,
+) -> None:
     packed = isinstance(w, PackedWeight)
     outputs, inputs = (w.packing.outputs, w.packing.inputs) if packed else w.shape
     dtype = jnp.dtype(jnp.bfloat16) if packed else w.dtype
     if x.dtype != dtype:
         kind = f"packed ({w.packing.format})" if packed else str(dtype)
         raise TypeError(f"linear of {x.dtype} activations with {kind} weights")
+    if packed and out_dtype not in (jnp.bfloat16, jnp.float32):
+        raise TypeError(f"linear with a packed weight gives bfloat16 or float32, not {out_dtype}")
+    for name, array in (("norm", norm and norm[0]), ("residual", residual)):
+        if array is not None and array.dtype != x.dtype:
+            raise TypeError(f"linear of {x.dtype} activations with a {name} of {array.dtype}")
     if x.ndim != 2 or x.shape[1] != inputs:
         raise ValueError(f"linear of x {x.shape} with a weight [{outputs}, {inputs}]")
+    if norm is not None and norm[0].shape != (inputs,):
+        raise ValueError(f"a norm {norm[0].shape} for rows of {inputs}")
     if packed and swiglu != w.packing.paired:
         raise ValueError("swiglu needs a weight that was packed as paired, and only it does")
     if swiglu and residual is not None:

@@ -1,0 +1,71 @@
+"""Checks of the CPU kernels in a fresh process; prints what failed, and hashes, as JSON.
+
+    python cpu_child.py [--isa avx2] [--one-cpu] [--sources FOLDER] [--no-checks]
+
+A process has one library, and the number of its CPUs when jax starts: so these run apart.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--isa")
+    parser.add_argument("--one-cpu", action="store_true")
+    parser.add_argument("--sources", type=Path)
+    parser.add_argument("--no-checks", action="store_true")
+    args = parser.parse_args()
+    if args.one_cpu:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from forge_kernels import cpu
+
+    if args.sources is not None:
+        build = import_module("forge_kernels.cpu.build")
+        build.SOURCES = args.sources
+    isa = cpu.load(args.isa)
+
+    import cpu_contract as contract
+
+    failed = {}
+    for name, check in ({} if args.no_checks else checks()).items():
+        try:
+            check()
+        except AssertionError as error:
+            failed[name] = str(error).strip().splitlines()[0]
+    print(json.dumps({"isa": isa, "failed": failed, "digests": contract.digests()}))
+
+
+def checks() -> dict[str, Callable[[], None]]:
+    """A selection of every operation's contract."""
+    import cpu_contract as contract
+    import test_attention as attention
+    import test_cpu_kernels as kernels
+    import test_sampling as sampling
+
+    from forge_kernels.linear import FORMATS
+
+    found: dict[str, Callable[[], None]] = {}
+    for form in FORMATS:
+        for name, case in contract.cases(form).items():
+            found[f"linear {form}, {name}"] = lambda case=case: contract.check(case)
+        case = contract.invariance_case(form, "norm, swiglu")
+        found[f"bits of a row, {form}"] = lambda case=case: contract.check_invariance(case)
+        case = contract.invariance_case(form, "norm")
+        found[f"not finite, {form}"] = lambda case=case: contract.check_not_finite(case)
+        found[f"pack {form}"] = lambda form=form: kernels.check_packing((95, 100), form, False)
+        found[f"embed {form}"] = lambda form=form: kernels.check_embed((33, 7), form)
+    for name, batch in {**attention.BATCHES, **attention.CPU_BATCHES}.items():
+        found[f"attention, {name}"] = lambda batch=batch: attention.check_cpu(batch.for_cpu())
+    found["attention, chunks of a prompt"] = lambda: attention.check_chunks((7, 50, 93))
+    found["rotate and write"] = attention.check_rotate_and_write
+    found["sampling"] = sampling.check_cpu
+    return found
+
+
+if __name__ == "__main__":
+    main()

