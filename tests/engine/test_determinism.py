@@ -12,7 +12,6 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -133,10 +132,12 @@ def make_runner(
         slots, out = sample_rows(shape, slots, m, logits, *rest)
         return slots, OutWithLogits(*out, logits)
 
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_file, "_sample_rows", with_logits)
-        runner.compile(pool)
+        runner.compile()
         runner.start(random_leaves(model, seed=5))
+        runner.wait()
+        runner.adopt()
     return runner
 
 
@@ -444,9 +445,12 @@ def test_options_for_gpus_are_known_to_this_xla():
         lowered.compile({"xla_gpu_deterministic_dreams": True})
 
 
-def test_the_bundled_model_keeps_its_promise_and_says_who_it_is():
-    llm = LLM("forge-tiny", deterministic=True, max_num_seqs=8, max_model_len=512)
-    assert llm._core._device.executables[0] == "mixed[64]"
+@pytest.mark.parametrize("kernels", ["auto", "xla"])
+def test_the_bundled_model_keeps_its_promise_and_says_who_it_is(kernels):
+    options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 512, "kernels": kernels}
+    llm = LLM("forge-tiny", deterministic=True, **options)
+    steps = [name for name in llm._core._device.executables if "[" in name]
+    assert steps == ["mixed[64]"]
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=1, logprobs=20, ignore_eos=True)
     mine, others = "Once upon a time", [f"Tell me {i} stories. " * (i + 1) for i in range(9)]
     [alone] = llm.generate(mine, params, progress=False)
