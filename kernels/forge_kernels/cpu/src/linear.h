@@ -371,7 +371,9 @@ void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
   long words = words_of(format, op.K), K32 = (op.K + 31) / 32 * 32;
   long panels = (op.N + kPanel - 1) / kPanel;
   Tiles tiles(op.rows, format == Format::kInt4 ? kMaxRowsInt4 : kMaxRows);
-  int wide = format != Format::kInt4 && op.rows <= kMaxRowsWide && panels % 2 == 0 ? 2 : 1;
+  // Two panels at a time give more independent sums; few of them would divide badly among threads.
+  bool many = panels >= 64L * pool.num_threads();
+  int wide = format != Format::kInt4 && op.rows <= kMaxRowsWide && panels % 2 == 0 && many ? 2 : 1;
   long panel_bytes = format == Format::kBf16   ? words * 128
                      : format == Format::kInt8 ? words * 128
                                                : K32 / kGroup * 512;
