@@ -13,9 +13,21 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import IO
 
 from benchmarks.errors import BenchmarkError
+
+POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Started:
+    """A server that is ready: everything has been compiled."""
+
+    url: str
+    serving_s: float  # from the start of its process until it first took requests
+    ready_s: float
 
 
 @contextmanager
@@ -27,22 +39,33 @@ def serving(
     Raises:
       BenchmarkError: the server ended, or was not ready in time; with the end of its log.
     """
+    with started(arguments, timeout_s=timeout_s) as server:
+        yield server.url, server.ready_s
+
+
+@contextmanager
+def started(arguments: Sequence[str] = (), *, timeout_s: float = 300.0) -> Iterator[Started]:
+    """As `serving`, with both times."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "forge_serve", "serve", *arguments, "--port", str(port)]
     with tempfile.TemporaryFile() as log:
-        start = time.perf_counter()
+        begin_s = time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
         try:
-            while not _is_ready(url):
+            serving_s = None
+            while (state := health(url)) != "ready":
+                if state == "serving" and serving_s is None:
+                    serving_s = time.perf_counter() - begin_s
                 if process.poll() is not None:
                     raise BenchmarkError(f"the server did not start: {_last_line(log)}")
-                if time.perf_counter() - start > timeout_s:
+                if time.perf_counter() - begin_s > timeout_s:
                     raise BenchmarkError(f"the server was not ready after {timeout_s:.0f} s")
-                time.sleep(0.02)
-            yield url, time.perf_counter() - start
+                time.sleep(POLL_S)
+            ready_s = time.perf_counter() - begin_s
+            yield Started(url, ready_s if serving_s is None else serving_s, ready_s)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -52,16 +75,16 @@ def serving(
                 process.wait()
 
 
+def health(url: str) -> str | None:
+    """The state of the server at `url` in its own words; None while nobody answers with 200."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            return json.load(response)["status"]
+    except (urllib.error.URLError, OSError):
+        return None
+
+
 def _last_line(log: IO[bytes]) -> str:
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else "it said nothing"
-
-
-def _is_ready(url: str) -> bool:
-    """Whether everything has been compiled, not only what serving begins with."""
-    try:
-        with urllib.request.urlopen(f"{url}/stats", timeout=5) as response:
-            return json.load(response)["state"] == "ready"
-    except (urllib.error.URLError, OSError):
-        return False

@@ -317,7 +317,9 @@ class Engine:
         """The engine thread: commands in, one tick, news out; asleep when there is no work."""
         core, commands = self._core, self._commands
         try:
-            with short_pauses(), self._parts.guard():
+            with contextlib.ExitStack() as while_ready, self._parts.guard():
+                if self._state == "ready":
+                    while_ready.enter_context(short_pauses())
                 while True:
                     if not commands and not core.has_work:
                         with self._wake:
@@ -330,7 +332,8 @@ class Engine:
                         elif verb == "abort":
                             core.abort(argument)
                         elif verb == "adopt":
-                            self._adopt(argument)
+                            if self._adopt(argument):
+                                while_ready.enter_context(short_pauses())
                         else:
                             self._deliver(core.drain())
                             return
@@ -357,10 +360,12 @@ class Engine:
             self._loop = loop
             loop.call_soon(self._fan_out)  # which the loop before may have been closed without
 
-    def _adopt(self, late: Late) -> None:
-        """Takes late executables between two steps; with the last of them the engine is ready."""
-        if late.adopt() and self._state == "serving":
-            self._ready()
+    def _adopt(self, late: Late) -> bool:
+        """Takes late executables between two steps; True if with them the engine became ready."""
+        if not late.adopt() or self._state != "serving":
+            return False
+        self._ready()
+        return True
 
     def _ready(self) -> None:
         self._state = "ready"

@@ -24,9 +24,10 @@ _thresholds = (0, 0, 0)
 
 @contextmanager
 def short_pauses() -> Iterator[None]:
-    """While an engine runs: what exists now is not looked at, and new objects more rarely.
+    """While an engine is ready: what exists now is not looked at, and new objects more rarely.
 
-    The settings are the process's. They come back with the end of the last engine.
+    Turns the collector on: a start leaves little garbage, and is faster without it. The settings
+    are the process's. They come back with the end of the last engine.
     """
     _enter()
     try:
@@ -43,6 +44,7 @@ def _enter() -> None:
             return
         gc.collect()  # what is garbage now would be kept for ever
         gc.freeze()
+        gc.enable()
         _thresholds = gc.get_threshold()
         gc.set_threshold(NEW_OBJECTS, *_thresholds[1:])
 

@@ -99,15 +99,14 @@ def step_shapes(
 
 
 def first_shapes(shapes: Iterable[StepShape], platform: str) -> list[StepShape]:
-    """The few that serving begins with: the smallest decode, and a mixed one for everything else.
+    """What serving begins with: one mixed shape, which takes decodes too.
 
     On the CPU, where a step costs what its tokens cost, the smallest. Elsewhere the largest: it
     needs the most memory, so that all that the memory must hold is known before serving begins.
     """
-    shapes = list(shapes)
-    decode = [shape for shape in shapes[:-1] if shape.max_q_len == 1]
-    mixed = [shape for shape in shapes[:-1] if shape.max_q_len > 1] + shapes[-1:]
-    return decode[:1] + (mixed[:1] if platform == "cpu" else mixed[-1:])
+    *smaller, largest = shapes
+    mixed = [shape for shape in smaller if shape.max_q_len > 1] + [largest]
+    return mixed[:1] if platform == "cpu" else mixed[-1:]
 
 
 class Runner:
@@ -220,7 +219,7 @@ class Runner:
             add(shape.name, step, leaves, kv, slots, width, donate_argnums=(1, 2))
 
         add("new_state", self._new_state, out_shardings=self._sharding)
-        for shape in sorted(self._first, key=lambda shape: -shape.num_tokens):  # the longest first
+        for shape in self._first:
             add_step(shape)
         rows = self._i32(ADMISSIONS, admission_width(self._max_blocks))
         add("admit", admit, slots, rows, donate_argnums=0)

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     startup = StartupTimes()
     options = vars(make_parser().parse_args(argv))
     options.pop("command")
-    gc.disable()  # a start makes little garbage, and looking for it takes a tenth of the time
+    gc.disable()  # until the engine is ready: looking for garbage takes a tenth of a start
     try:
         server_names = {field.name for field in dataclasses.fields(ServerConfig)}
         server = ServerConfig(**{name: options.pop(name) for name in server_names})

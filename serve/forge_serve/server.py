@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import gc
 import logging
 import os
 import shlex
@@ -149,7 +148,6 @@ async def _serve(sock: socket.socket, config: ServerConfig, load: Callable[[], E
         engine = loading.result()
         engine.start()
         service.engine = engine
-        gc.enable()  # the command line has turned it off
         print(serving_line(sock, service.model_name), flush=True)
         await stopped
         ready = engine.stats().state != "serving"

@@ -63,15 +63,19 @@ def divergence(exact: np.ndarray, other: np.ndarray) -> tuple[float, float]:
 def test_packed_bfloat16_is_as_close_to_float32_as_plain_bfloat16(exact):
     plain, _ = divergence(exact, predictions("bfloat16"))
     packed, same = divergence(exact, predictions("bfloat16", FORMS["bf16"]))
-    print("MEASURED", plain, packed, same)
     assert plain / 2 < packed < 1.5 * plain
     assert same > 0.97
 
 
-@pytest.mark.parametrize(("form", "least", "most", "agreement"), [("int8", 0, 9, 0), ("int4", 0, 9, 0)])
+@pytest.mark.parametrize(
+    ("form", "least", "most", "agreement"),
+    [("int8", 0.0014, 0.0056, 0.96), ("int4", 0.05, 0.2, 0.84)],
+)
 def test_quantised_weights_predict_nearly_the_same(exact, form, least, most, agreement):
-    """Bounds of about half and twice what was measured, so that a loss of quality shows."""
+    """Half and twice what was measured: 0.0028 nats and 97.5% for int8, 0.101 and 88% for int4.
+
+    Plain bfloat16: 0.0002 and 99.5%. forge-tiny is small; larger models lose less.
+    """
     kl, same = divergence(exact, predictions("bfloat16", FORMS[form]))
-    print("MEASURED", form, kl, same)
     assert least < kl < most
     assert same > agreement

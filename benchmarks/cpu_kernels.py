@@ -1,0 +1,261 @@
+"""How fast are the C++ kernels on this CPU, beside plain XLA and beside the memory?
+
+    python -m benchmarks.cpu_kernels [--shapes M S] [--rounds 5] [--output FILE.json]
+
+Linear layers: all matrices of some decoder layers (M: TinyLlama-1.1B's, S: SmolLM2-135M's; random
+weights, more than a cache holds), chained as the decoder chains them, with norms, SwiGLU and
+residuals. GB/s are bytes of weights over time, so at one row the best that can be
+is the memory's own rate, which is measured in each round. Attention: one query row of each of 16
+sequences, in all layers; GB/s are bytes of keys and values.
+
+Takes about four minutes; nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from benchmarks import machine
+from benchmarks.interleaved import median_seconds
+from benchmarks.peers.proc import read_bandwidth_bytes_per_s
+from benchmarks.random_model import SHAPES, Shape
+from forge_kernels import cpu
+from forge_kernels.attention import ragged_paged_attention
+from forge_kernels.cpu.library import num_threads
+from forge_kernels.linear import FORMATS, PackedWeight, Packing, Weight, linear, pack
+
+ROWS = (1, 8, 16, 32, 512)
+CONTEXTS = (128, 1024, 4096)
+SEQS, BLOCK = 16, 16
+EPS = 1e-5
+LAYER_BYTES = 350_000_000  # of bfloat16 weights: as many layers as that are run through
+KV_BYTES = 500_000_000
+Leaf = dict[str, Weight]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="How fast are the C++ kernels on this CPU?")
+    parser.add_argument("--shapes", nargs="+", choices=("M", "S"), default=("M", "S"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="write the report here as JSON")
+    args = parser.parse_args()
+    report = {
+        "benchmark": "cpu_kernels",
+        **machine.describe(),
+        "isa": cpu.load(),
+        "threads": num_threads(),
+        "linear": [],
+        "attention": [],
+    }
+    rates = [_memory()]
+    for name in args.shapes:
+        report["linear"] += measure_linear(name, SHAPES[name], args.rounds)
+        rates.append(_memory())
+        report["attention"] += measure_attention(name, SHAPES[name], args.rounds)
+        rates.append(_memory())
+    report["memory_gb_per_s"] = {"median": statistics.median(rates), "best": max(rates)}
+    print(tables(report))
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def _memory() -> float:
+    return read_bandwidth_bytes_per_s(num_threads(), 3) / 1e9
+
+
+# ---- linear layers ------------------------------------------------------------------------------
+
+
+def measure_linear(name: str, shape: Shape, rounds: int) -> list[dict[str, Any]]:
+    """Seconds of the layers by format and rows; the formats take turns."""
+    forms = ("xla", *FORMATS)
+    plain = _layers(shape)
+    weights = {form: [_packed(layer, form) for layer in plain] for form in forms}
+    count = sum(w.size for layer in plain for w in layer.values())
+    results = []
+    for rows in ROWS:
+        x = jnp.asarray(
+            np.random.default_rng(0).standard_normal((rows, shape.hidden_size)), jnp.bfloat16
+        )
+        run = jax.jit(_run_layers)
+        times = median_seconds({f: _call(run, x, weights[f]) for f in forms}, rounds)
+        for form in forms:
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights[form]))
+            results.append(
+                {
+                    "shape": name,
+                    "format": form,
+                    "rows": rows,
+                    "layers": len(plain),
+                    "ms_per_layer": 1e3 * times[form] / len(plain),
+                    "gb_per_s": size / times[form] / 1e9,
+                    "gflop_per_s": 2 * rows * count / times[form] / 1e9,
+                    "speedup_over_xla": times["xla"] / times[form],
+                }
+            )
+    return results
+
+
+def _layers(shape: Shape) -> list[dict[str, np.ndarray]]:
+    """bf16 matrices [N, K] of as many layers as `LAYER_BYTES` allow."""
+    d, inner = shape.hidden_size, shape.intermediate_size
+    head_dim = d // shape.num_attention_heads
+    qkv = d + 2 * shape.num_key_value_heads * head_dim
+    sizes = {"qkv": (qkv, d), "out": (d, d), "gate_up": (2 * inner, d), "down": (d, inner)}
+    per_layer = 2 * sum(n * k for n, k in sizes.values())
+    rng = np.random.default_rng(0)
+    return [
+        {
+            name: (rng.standard_normal(size, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
+            for name, size in sizes.items()
+        }
+        for _ in range(min(shape.num_hidden_layers, max(1, LAYER_BYTES // per_layer)))
+    ]
+
+
+def _packed(layer: dict[str, np.ndarray], form: str) -> Leaf:
+    if form == "xla":
+        return {name: jnp.asarray(w) for name, w in layer.items()}
+    return {name: _pack(w, form, paired=name == "gate_up") for name, w in layer.items()}
+
+
+def _pack(w: np.ndarray, form: Any, *, paired: bool) -> PackedWeight:
+    outputs, inputs = w.shape
+    packing = Packing(form, outputs, inputs, paired)
+    weight, scale = pack(w, packing)
+    return PackedWeight(jnp.asarray(weight), None if scale is None else jnp.asarray(scale), packing)
+
+
+def _run_layers(x: jax.Array, layers: list[Leaf]) -> jax.Array:
+    norm = jnp.ones(x.shape[1], x.dtype), EPS
+    for layer in layers:
+        mixed = linear(x, layer["qkv"], norm=norm)[:, : x.shape[1]]
+        x = linear(mixed, layer["out"], residual=x)
+        x = linear(linear(x, layer["gate_up"], norm=norm, swiglu=True), layer["down"], residual=x)
+    return x
+
+
+def _call(run: Callable[..., jax.Array], *arrays: Any) -> Callable[[], jax.Array]:
+    return lambda: run(*arrays)
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+def measure_attention(name: str, shape: Shape, rounds: int) -> list[dict[str, Any]]:
+    """Seconds of a layer for one row of each sequence; each call reads another layer's cache."""
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    head_dim = shape.hidden_size // heads
+    results = []
+    for context in CONTEXTS:
+        blocks = SEQS * context // BLOCK
+        layer_bytes = SEQS * context * 2 * kv_heads * head_dim * 2
+        layers = max(1, min(shape.num_hidden_layers, KV_BYTES // layer_bytes))
+        rng = np.random.default_rng(0)
+        bits = np.asarray(
+            rng.standard_normal((blocks, 2, kv_heads, BLOCK, head_dim), np.float32),
+            ml_dtypes.bfloat16,
+        ).view(np.uint16)
+        caches = [jnp.array(bits) for _ in range(layers)]
+        q = jnp.asarray(rng.standard_normal((SEQS, heads, head_dim)), jnp.bfloat16)
+        tables = jnp.asarray(rng.permutation(blocks).reshape(SEQS, -1), jnp.int32)
+        sides = {
+            kind: _call(jax.jit(functools.partial(_attend, implementation=kind)), q, caches, tables)
+            for kind in ("xla", "cpu")
+        }
+        times = median_seconds(sides, rounds)
+        for kind, seconds in times.items():
+            results.append(
+                {
+                    "shape": name,
+                    "implementation": kind,
+                    "context": context,
+                    "sequences": SEQS,
+                    "layers": layers,
+                    "us_per_layer": 1e6 * seconds / layers,
+                    "gb_per_s": layers * layer_bytes / seconds / 1e9,
+                    "speedup_over_xla": times["xla"] / seconds,
+                }
+            )
+    return results
+
+
+def _attend(
+    q: jax.Array, caches: list[jax.Array], tables: jax.Array, *, implementation: Any
+) -> jax.Array:
+    lens = jnp.full(SEQS, tables.shape[1] * BLOCK, jnp.int32)
+    for kv in caches:
+        q = ragged_paged_attention(
+            q,
+            kv,
+            tables,
+            lens,
+            jnp.arange(SEQS + 1, dtype=jnp.int32),
+            jnp.int32(SEQS),
+            sm_scale=q.shape[-1] ** -0.5,
+            kv_dtype=jnp.bfloat16,
+            max_q_len=1,
+            implementation=implementation,
+        )
+    return q
+
+
+# ---- the report ---------------------------------------------------------------------------------
+
+
+def tables(report: dict[str, Any]) -> str:
+    memory = report["memory_gb_per_s"]
+    lines = [
+        f"{report['date']}, {report['cpu']}, {report['threads']} threads, {report['isa']}, jax "
+        f"{report['versions']['jax']}; memory {memory['median']:.1f} GB/s "
+        f"(best {memory['best']:.1f})",
+        "",
+        "Linear layers: GB/s of weights (GFLOP/s; times plain XLA in bfloat16)",
+        "",
+        "| shape | format | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |",
+        "|---" * (2 + len(ROWS)) + "|",
+    ]
+    lines += _grid(
+        report["linear"],
+        ("shape", "format"),
+        lambda r: f"{r['gb_per_s']:.1f} ({r['gflop_per_s']:,.0f}; {r['speedup_over_xla']:.2f}x)",
+    )
+    lines += [
+        "",
+        f"Attention of {SEQS} decode rows: us a layer (GB/s of keys and values; times plain XLA)",
+        "",
+        "| shape | by | " + " | ".join(f"context {c}" for c in CONTEXTS) + " |",
+        "|---" * (2 + len(CONTEXTS)) + "|",
+    ]
+    lines += _grid(
+        report["attention"],
+        ("shape", "implementation"),
+        lambda r: f"{r['us_per_layer']:,.0f} ({r['gb_per_s']:.1f}; {r['speedup_over_xla']:.1f}x)",
+    )
+    return "\n".join(lines)
+
+
+def _grid(
+    results: list[dict[str, Any]], keys: tuple[str, str], cell: Callable[[dict[str, Any]], str]
+) -> list[str]:
+    lines: dict[tuple, list[str]] = {}
+    for result in results:
+        lines.setdefault(tuple(result[key] for key in keys), []).append(cell(result))
+    return ["| " + " | ".join((*key, *cells)) + " |" for key, cells in lines.items()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""How long does a start take? To the first answer and to full speed, beside the bare imports.
+
+    python -m benchmarks.startup [--model forge-tiny] [--rounds 5] [--output FILE.json]
+
+Each round starts, one after the other: Python with the imports that a server needs, and a server
+with a warm and with a cold compilation cache. All times are from the start of a process, as another
+sees them: for the imports until it says that they are done, for a server until `/health` says
+"serving" and "ready". The cold cache is an empty folder each time. Files are in the page cache, and
+the C++ kernels have been built, in every case but the first, which is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report as reports
+from benchmarks.errors import BenchmarkError
+from benchmarks.serving_process import started
+
+# What the server imports of others, and JAX's backend, which it cannot do without either.
+IMPORTS = (
+    "jax, flax.nnx, numpy, ml_dtypes, aiohttp.web, uvloop, msgspec, prometheus_client, "
+    "tokenizers, jinja2, psutil, tqdm"
+)
+BARE = f"import {IMPORTS}; jax.devices(); print('imported', flush=True)"
+KINDS = ("warm", "cold")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="How long does a start take?")
+    parser.add_argument("--model", default="forge-tiny", help="what to serve")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--serve-args", default="", help='more flags, as "--max-num-seqs 8"')
+    parser.add_argument("--output", type=Path, help="write the report here as JSON")
+    args = parser.parse_args(argv)
+    arguments = [args.model, *args.serve_args.split()]
+    try:
+        report = reports.new(
+            "startup", arguments=arguments, imports=IMPORTS, **measure(arguments, args.rounds)
+        )
+    except BenchmarkError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(table(report))
+    if args.output is not None:
+        reports.write(report, args.output)
+    return 0
+
+
+def measure(arguments: Sequence[str], num_rounds: int) -> dict[str, Any]:
+    """All rounds, and their medians; seconds."""
+    rounds = []
+    with tempfile.TemporaryDirectory() as warm:
+        start(arguments, warm)  # fills it
+        for index in range(num_rounds):
+            figures: dict[str, Any] = {"imports_s": bare_imports()}
+            figures["warm"] = start(arguments, warm)
+            with tempfile.TemporaryDirectory() as cold:
+                figures["cold"] = start(arguments, cold)
+            rounds.append(figures)
+            print(f"round {index + 1} of {num_rounds}: {_line(figures)}", file=sys.stderr)
+    return {"rounds": rounds, "median": medians(rounds)}
+
+
+def start(arguments: Sequence[str], cache_folder: str) -> dict[str, Any]:
+    """Starts a server with this compilation cache, and ends it when it is ready."""
+    with started([*arguments, "--compile-cache", cache_folder]) as server:
+        with urllib.request.urlopen(f"{server.url}/stats", timeout=10) as response:
+            phases = json.load(response)["startup_seconds"]
+        return {"serving_s": server.serving_s, "ready_s": server.ready_s, "phases_s": phases}
+
+
+def bare_imports() -> float:
+    """Seconds from the start of a process until it has imported what a server imports."""
+    begin_s = time.perf_counter()
+    with subprocess.Popen([sys.executable, "-c", BARE], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        if process.stdout.readline() != b"imported\n":
+            raise BenchmarkError("the imports of the server failed: is it installed?")
+        return time.perf_counter() - begin_s
+
+
+def medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each figure over the rounds; `serving_per_imports` is of the ratios within a round."""
+
+    def median(values: Iterable[float]) -> float:
+        return statistics.median(values)
+
+    result: dict[str, Any] = {"imports_s": median(r["imports_s"] for r in rounds)}
+    for kind in KINDS:
+        result[kind] = {
+            "serving_s": median(r[kind]["serving_s"] for r in rounds),
+            "ready_s": median(r[kind]["ready_s"] for r in rounds),
+            "serving_per_imports": median(r[kind]["serving_s"] / r["imports_s"] for r in rounds),
+            "phases_s": {
+                phase: median(r[kind]["phases_s"][phase] for r in rounds)
+                for phase in rounds[0][kind]["phases_s"]
+            },
+        }
+    return result
+
+
+def table(report: dict[str, Any]) -> str:
+    median = report["median"]
+    rows = [("bare imports", reports.number(median["imports_s"], 2), "-", "1.00", "-")]
+    for kind in KINDS:
+        figures = median[kind]
+        phases = figures["phases_s"].items()
+        inner = ", ".join(f"{n} {s:.2f}" for n, s in phases if n not in ("serving", "ready"))
+        rows.append(
+            (
+                f"{kind} cache",
+                reports.number(figures["serving_s"], 2),
+                reports.number(figures["ready_s"], 2),
+                reports.number(figures["serving_per_imports"], 2),
+                inner,
+            )
+        )
+    header = ("start", "serving, s", "ready, s", "serving / imports", "phases, s (they overlap)")
+    title = f"{reports.heading(report)}; medians of {len(report['rounds'])} rounds"
+    return "\n".join((title, "", reports.table(header, rows)))
+
+
+def _line(figures: dict[str, Any]) -> str:
+    starts = (
+        f"{kind} {figures[kind]['serving_s']:.2f} / {figures[kind]['ready_s']:.2f} s"
+        for kind in KINDS
+    )
+    return f"imports {figures['imports_s']:.2f} s, serving / ready: " + ", ".join(starts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
