@@ -1,0 +1,155 @@
+"""Which kernels an engine runs on, what it says when it cannot have them, and that it may matter
+little which.
+"""
+
+import logging
+
+import pytest
+
+from forge_jax import LLM, SamplingParams
+from forge_jax.errors import ConfigError
+from forge_kernels import cpu
+from forge_kernels.cpu import BuildError, library
+
+OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+GREEDY = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+PROMPTS = [
+    "Once upon a time",
+    "The capital of France is",
+    "What is 7 plus 5?",
+    "Tell me a story about a dog.",
+    "The largest ocean is",
+    "My name is",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels(compilation_cache):
+    if not cpu.available():
+        pytest.skip("no CPU kernels on this machine")
+
+
+@pytest.fixture(scope="module")
+def make_llm():
+    made: dict[tuple, LLM] = {}
+
+    def make(**options) -> LLM:
+        key = tuple(sorted(options.items()))
+        if key not in made:
+            made[key] = LLM("forge-tiny", **OPTIONS, **options)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """A machine on which they cannot be built, in a process that has not tried yet."""
+
+    def load(*_):
+        raise BuildError("no C++ compiler (c++, g++ or clang++): install g++")
+
+    monkeypatch.setattr(library, "load", load)
+    monkeypatch.setattr(library, "_why_not", library.functools.cache(library._why_not.__wrapped__))
+
+
+def continuations(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, GREEDY, progress=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def same_tokens(a: list[list[int]], b: list[list[int]]) -> int:
+    """Tokens before the first that differs, summed over the prompts."""
+    total = 0
+    for mine, theirs in zip(a, b, strict=True):
+        pairs = zip(mine, theirs, strict=True)
+        total += next((i for i, (x, y) in enumerate(pairs) if x != y), len(mine))
+    return total
+
+
+def test_the_kernels_are_used_by_default_and_can_be_refused(make_llm):
+    by_default, plain = make_llm(), make_llm(kernels="xla")
+    assert by_default._core._device._model.packings
+    assert by_default._core._device._implementation == "cpu"
+    assert not plain._core._device._model.packings
+    assert plain._core._device._implementation == "auto"
+
+
+def test_greedy_texts_are_those_of_plain_xla(make_llm):
+    """Equal but for a near tie: sums in another order flip about one token in some thousand."""
+    total = len(PROMPTS) * GREEDY.max_tokens
+    same = same_tokens(continuations(make_llm()), continuations(make_llm(kernels="xla")))
+    print("MEASURED", same, total)
+    assert same > 0.8 * total
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_models_answer(make_llm, quantization):
+    llm = make_llm(quantization=quantization)
+    packings = llm._core._device._model.packings
+    assert packings["layers.0.mlp.down.weight"].format == quantization
+    assert packings["head.weight"].format == "int8"
+    same = same_tokens(continuations(llm), continuations(make_llm()))
+    print("MEASURED", quantization, same, len(PROMPTS) * GREEDY.max_tokens)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    [answer] = llm.chat([chat], SamplingParams(max_tokens=30, temperature=0), progress=False)
+    assert "Paris" in answer.text
+    sizes = make_llm()._core._device._model.param_bytes, llm._core._device._model.param_bytes
+    assert sizes[1] < {"int8": 0.53, "int4": 0.36}[quantization] * sizes[0]
+
+
+def test_without_kernels_plain_xla_does_it_after_one_warning(no_kernels, caplog):
+    with caplog.at_level(logging.WARNING):
+        llm = LLM("forge-tiny", **OPTIONS)
+        LLM("forge-tiny", **OPTIONS)
+    assert llm._core._device._implementation == "auto" and not llm._core._device._model.packings
+    warnings = [
+        record.getMessage() for record in caplog.records if "kernels" in record.getMessage()
+    ]
+    assert len(warnings) == 1 and "install g++" in warnings[0]
+    [output] = llm.generate(PROMPTS[:1], GREEDY, progress=False)
+    assert len(output.outputs[0].token_ids) == GREEDY.max_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernels": "xla"}, "--quantization int8: --kernels xla is set"),
+        ({"dtype": "float32"}, r"--quantization int8: .*not float32: set --dtype bfloat16"),
+        ({"dtype": "float16"}, r"--quantization int8: .*not float16: set --dtype bfloat16"),
+    ],
+)
+def test_quantisation_where_the_kernels_are_not_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM("forge-tiny", quantization="int8", **OPTIONS, **options)
+
+
+def test_quantisation_without_a_compiler_is_refused(no_kernels):
+    with pytest.raises(
+        ConfigError, match="--quantization int8: the CPU kernels could not be built"
+    ):
+        LLM("forge-tiny", quantization="int8", **OPTIONS)
+
+
+def test_a_wrong_choice_is_named():
+    with pytest.raises(ConfigError, match="quantization"):
+        LLM("forge-tiny", quantization="int3", **OPTIONS)
+    with pytest.raises(ConfigError, match="kernels"):
+        LLM("forge-tiny", kernels="fast", **OPTIONS)
+
+
+def test_float32_models_run_on_plain_xla(stories, caplog):
+    """The small test model has heads of 8, in float32: nothing to complain about."""
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(stories, **OPTIONS)
+    assert not caplog.records and not llm._core._device._model.packings
+
+
+def test_heads_that_attention_is_not_written_for(stories, caplog):
+    """Packed matrices and XLA's attention, with a warning that says why."""
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(stories, dtype="bfloat16", **OPTIONS)
+    assert "attention without the CPU kernels: a head size of 8" in caplog.text
+    assert llm._core._device._model.packings and llm._core._device._implementation == "auto"
+    [output] = llm.generate("Once upon a time", GREEDY, progress=False)
+    assert output.text.startswith(", there was a little girl named Lily.")

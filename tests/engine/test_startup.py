@@ -1,0 +1,330 @@
+"""From serving to ready: steps run on what has been compiled, and nobody waits or notices."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import stat
+import threading
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from forge_jax import LLM, Engine, SamplingParams, assemble
+from forge_jax.cache.kv import GIB
+from forge_jax.config import EngineConfig
+from forge_jax.errors import ConfigError
+from forge_jax.observe import compilations
+from forge_jax.observe.startup import StartupTimes
+from forge_jax.step.executables import Executables
+from forge_jax.step.meta import StepShape
+from forge_jax.step.runner import compiler_options, first_shapes, step_shapes
+
+LATE = ["decode[4]", "decode[8]", "mixed[128]"]
+OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "dtype": "bfloat16"}
+# What a request may ask for that some step must do more for.
+ODD = [
+    ([7] * 100, SamplingParams(max_tokens=6, n=5, logprobs=20, seed=1)),
+    ([9] * 33, SamplingParams(max_tokens=9, temperature=0, prompt_logprobs=20)),
+    ([3], SamplingParams(max_tokens=12, presence_penalty=1.5, frequency_penalty=0.5, seed=2)),
+    ([3, 4], SamplingParams(max_tokens=12, repetition_penalty=1.3, top_k=5, min_p=0.1, seed=3)),
+    ([5], SamplingParams(max_tokens=9, temperature=0, logit_bias={17: 100.0, 3: -100.0})),
+    ([6], SamplingParams(max_tokens=20, min_tokens=8, top_p=0.5, stop_token_ids=(17,), seed=4)),
+    ([1, 403], SamplingParams(max_tokens=60, temperature=0, stop=("the", "girl"))),
+    ([8] * 250, SamplingParams(max_tokens=1, temperature=0)),
+]
+
+
+class Held:
+    """Keeps back what an engine can begin without, once it has been compiled."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.compiled = threading.Semaphore(0)
+
+    async def all_compiled(self) -> None:
+        for _ in LATE:
+            assert await asyncio.to_thread(self.compiled.acquire, timeout=60)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    held, compile_ = Held(), Executables._compile
+    functions = [f"@jit_{name.replace('[', '_').replace(']', '')} " for name in LATE]
+
+    def compile_and_hold(self, lowered):
+        compiled = compile_(self, lowered)
+        if any(function in lowered.result().as_text() for function in functions):
+            held.compiled.release()
+            assert held.released.wait(60)
+        return compiled
+
+    monkeypatch.setattr(Executables, "_compile", compile_and_hold)
+    # All of them wait at the same time, on however few cores.
+    monkeypatch.setattr(os, "cpu_count", lambda: len(LATE) + 2)
+    yield held
+    held.released.set()
+
+
+def config(stories, **options) -> EngineConfig:
+    return EngineConfig.from_options(model=str(stories), **OPTIONS | options)
+
+
+async def outputs(engine: Engine, requests, prefix: str = "r") -> list:
+    """Token ids and finish reasons by sample, of all requests together."""
+
+    async def one(index: int, prompt, params):
+        tokens: dict[int, list[int]] = {}
+        reasons = {}
+        async for deltas in engine.submit(prompt, params, request_id=f"{prefix}{index}"):
+            for delta in deltas:
+                tokens.setdefault(delta.index, []).extend(delta.token_ids)
+                if delta.finish_reason is not None:
+                    reasons[delta.index] = delta.finish_reason
+        return tokens, reasons
+
+    return await asyncio.gather(*(one(i, *request) for i, request in enumerate(requests)))
+
+
+async def until_ready(engine: Engine) -> None:
+    async with asyncio.timeout(60):
+        while engine.stats().state != "ready":
+            await asyncio.sleep(0.001)
+
+
+async def test_requests_run_before_everything_is_compiled_and_while_it_arrives(stories, held):
+    engine = await asyncio.to_thread(Engine.load, config(stories, dtype="float32"))
+    engine.start()
+    await held.all_compiled()
+    stats = engine.stats()
+    assert (stats.state, stats.healthy) == ("serving", True)
+    assert "ready" not in stats.startup_seconds
+    limits = engine._core.scheduler.config
+    assert (limits.max_num_batched_tokens, limits.max_rows) == (64, 64)
+    assert not set(LATE) & set(engine._core._device.executables)
+
+    before = compilations.total()
+    early = await outputs(engine, ODD, "early")
+    assert engine.stats().state == "serving"
+
+    params = SamplingParams(max_tokens=450, temperature=0, ignore_eos=True)
+    long = [([i, 3], params) for i in range(2, 5)]
+    meanwhile = asyncio.create_task(outputs(engine, long, "long"))
+    steps = engine.stats().steps
+    while engine.stats().steps < steps + 20:
+        await asyncio.sleep(0.001)
+    held.released.set()
+    await until_ready(engine)
+    assert not meanwhile.done(), "they ran while executables were adopted"
+    limits = engine._core.scheduler.config
+    assert (limits.max_num_batched_tokens, limits.max_rows) == (128, 64)
+    assert set(LATE) < set(engine._core._device.executables)
+    crossed = await meanwhile
+
+    assert await outputs(engine, ODD, "late") == early
+    assert crossed == await outputs(engine, long, "again")
+    assert compilations.total() == before, "a request has compiled something"
+    stats = engine.stats()
+    assert stats.compilations_after_ready == 0
+    phases = ["import", "config", "weights", "compile", "warm-up", "serving", "ready"]
+    assert list(stats.startup_seconds) == phases
+    assert 0 < stats.startup_seconds["serving"] < stats.startup_seconds["ready"]
+    await engine.stop()
+
+
+async def test_nothing_compiles_after_ready_whatever_is_asked(stories):
+    engine = await asyncio.to_thread(Engine.load, config(stories, num_blocks=40))
+    engine.start()
+    await until_ready(engine)
+    before = compilations.total()
+    aborted = engine.submit([1] * 200, SamplingParams(max_tokens=250), request_id="aborted")
+    crowd = ODD + [([i], SamplingParams(max_tokens=200, ignore_eos=True)) for i in range(4)]
+    running = asyncio.create_task(outputs(engine, crowd))
+    await anext(aborted)
+    aborted.abort()
+    for tokens, reasons in await running:
+        assert tokens and set(reasons.values()) <= {"stop", "length"}
+    stats = engine.stats()
+    assert stats.preemptions > 0 and stats.compilations_after_ready == 0
+    assert compilations.total() == before
+    jax.jit(lambda x: x + len(crowd))(1.0)
+    assert engine.stats().compilations_after_ready == 1, "the counter counts"
+    await engine.stop()
+
+
+async def test_an_engine_that_is_stopped_early_compiles_no_more(stories, held):
+    engine = await asyncio.to_thread(Engine.load, config(stories))
+    engine.start()
+    await engine.stop()
+    held.released.set()
+    assert engine.stats().state == "stopped"
+    assert not set(LATE) & set(engine._core._device.executables)
+
+
+def test_what_cannot_be_compiled_is_done_without(stories, monkeypatch, caplog):
+    compile_ = Executables._compile
+
+    def fail(self, lowered):
+        if "@jit_decode_8" in lowered.result().as_text():
+            raise RuntimeError("no")
+        return compile_(self, lowered)
+
+    monkeypatch.setattr(Executables, "_compile", fail)
+    llm = LLM(str(stories), **OPTIONS)
+    assert "decode[8] could not be compiled" in caplog.text
+    outputs = llm.generate([[5]] * 8, SamplingParams(max_tokens=3), progress=False)
+    assert all(len(output.outputs[0].token_ids) == 3 for output in outputs)
+
+
+def test_serving_begins_with_the_shape_that_takes_any_sequence():
+    shapes = step_shapes(max_num_seqs=8, max_num_batched_tokens=300, max_rows=64, block_size=16)
+    names = [shape.name for shape in shapes]
+    assert names == ["decode[4]", "decode[8]", "mixed[64]", "mixed[256]", "mixed[300]"]
+    assert [shape.name for shape in first_shapes(shapes, "cpu")] == ["mixed[64]"]
+    assert [shape.name for shape in first_shapes(shapes, "gpu")] == ["mixed[300]"]
+    only = [StepShape.mixed(1, 8, 64, 16)]
+    assert first_shapes(only, "cpu") == first_shapes(only, "gpu") == only
+
+
+def test_phases_add_up_and_milestones_count_from_the_beginning():
+    times = StartupTimes()
+    for _ in range(2):
+        with times.phase("config"):
+            pass
+    times.reached("serving")
+    seconds = times.seconds
+    assert list(seconds) == ["config", "serving"]
+    assert 0 < seconds["config"] <= seconds["serving"]
+    assert str(times).startswith("config 0.00, serving ")
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+def needed_bytes(stories) -> int:
+    return LLM(str(stories), **OPTIONS)._core._device.memory_bytes()
+
+
+def test_a_cache_that_does_not_fit_by_xlas_figures_is_made_smaller_once(
+    stories, monkeypatch, caplog
+):
+    needed = needed_bytes(stories)
+    monkeypatch.setattr(assemble, "_free_bytes", lambda device: needed - 1)
+    with caplog.at_level(logging.INFO):
+        llm = LLM(str(stories), **OPTIONS)
+    assert "the KV cache is cut to" in caplog.text
+    device = llm._core._device
+    assert device.memory_bytes() < needed
+    assert llm._core.scheduler.pool.num_blocks == device._kv[0].shape[0]
+    [output] = llm.generate([[5] * 20], SamplingParams(max_tokens=3), progress=False)
+    assert len(output.outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"), [({"num_blocks": 64}, "at most [0-9]+ fit"), ({}, "lower --max-model")]
+)
+def test_what_cannot_fit_is_a_clear_error(stories, monkeypatch, options, remedy):
+    limit = 1 if not options else needed_bytes(stories) // 4
+    monkeypatch.setattr(assemble, "_free_bytes", lambda device: limit)
+    with pytest.raises(ConfigError, match=remedy):
+        LLM(str(stories), **OPTIONS, **options)
+
+
+def test_a_late_executable_that_does_not_fit_is_left_out(stories, monkeypatch, caplog):
+    needed = needed_bytes(stories)
+    monkeypatch.setattr(assemble, "_free_bytes", lambda device: needed)
+    larger = Executables.memory_bytes
+
+    def memory_bytes(self, name):
+        return larger(self, name) + GIB * (name == "mixed[128]")
+
+    monkeypatch.setattr(Executables, "memory_bytes", memory_bytes)
+    llm = LLM(str(stories), **OPTIONS)
+    assert "mixed[128] needs" in caplog.text and "left out" in caplog.text
+    assert llm._core.scheduler.config.max_num_batched_tokens == 64
+    [output] = llm.generate([[5] * 200], SamplingParams(max_tokens=3), progress=False)
+    assert len(output.outputs[0].token_ids) == 3
+
+
+# ---- the compilation cache and XLA's options -----------------------------------------------------
+
+
+@pytest.fixture
+def jax_cache():
+    """Puts back what a test does to the cache of this process."""
+    names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def compile_something() -> None:
+    jax.jit(lambda x: x * 3 + 1).lower(jax.ShapeDtypeStruct((7, 7), "float32")).compile()
+
+
+def use(**options) -> None:
+    assemble.use_compilation_cache(EngineConfig.from_options(**options))
+
+
+def test_the_compilation_cache_is_in_the_folder_that_is_named_and_private(tmp_path, jax_cache):
+    folder = tmp_path / "a" / "b"
+    use(compile_cache_dir=str(folder))
+    compile_something()
+    assert list(folder.iterdir())
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    other = tmp_path / "other"
+    use(compile_cache_dir=str(other))
+    jax.clear_caches()
+    compile_something()
+    assert list(other.iterdir())
+
+
+def test_without_a_compilation_cache_nothing_is_written(tmp_path, jax_cache, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    use(compile_cache=False)
+    compile_something()
+    assert not list(tmp_path.iterdir())
+    use()
+    jax.clear_caches()
+    compile_something()
+    assert list((tmp_path / "forge-jax" / "xla").iterdir())
+
+
+def test_a_cache_folder_that_others_can_write_to_is_refused(
+    tmp_path, jax_cache, monkeypatch, caplog
+):
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"--compile-cache .*others can write to it: chmod 700"):
+        use(compile_cache_dir=str(tmp_path))
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match=r"--compile-cache .*xists"):
+        use(compile_cache_dir=str(file))
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        use(compile_cache_dir=str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    use()  # the default folder is not what was asked for: a warning is enough
+    assert "every start compiles anew" in caplog.text
+    assert not jax.config.jax_enable_compilation_cache
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        use(compile_cache=False, compile_cache_dir=str(tmp_path))
+
+
+def test_xla_takes_the_option_that_turns_command_buffers_off():
+    options = compiler_options("gpu", command_buffers=False, deterministic=False)
+    [(name, value)] = options.items()
+    lowered = jax.jit(lambda x: x - 5).lower(1.0)
+    assert lowered.compile(compiler_options=options)(6.0) == 1.0
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid"):
+        lowered.compile(compiler_options={name: value + "NOTHING"})
+    assert compiler_options("gpu", command_buffers=True, deterministic=False) == {}
+    assert compiler_options("cpu", command_buffers=False, deterministic=False) == {}
+    assert dataclasses.asdict(EngineConfig().parallel)["command_buffers"] is True
