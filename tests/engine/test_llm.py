@@ -367,8 +367,8 @@ def test_threads_may_share_an_engine(llm):
 
 
 def test_ctrl_c_leaves_the_engine_usable(llm):
-    long = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
-    for delay_s in (0.05, 0.1, 0.15):
+    long = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+    for delay_s in (0.01, 0.03, 0.05):
         timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
