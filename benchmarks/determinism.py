@@ -44,12 +44,13 @@ def main() -> None:
     parser.add_argument("--model", default="forge-tiny")
     parser.add_argument("--steps", type=int, nargs="+", default=[64], help="tokens of its steps")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--kernels", choices=("auto", "xla"), default="auto")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sequences", type=int, default=48, help="compared for flipped tokens")
     parser.add_argument("--tokens", type=int, default=128, help="of each compared sequence")
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args()
-    report: dict[str, Any] = {**machine.describe(), "model": args.model}
+    report: dict[str, Any] = {**machine.describe(), "model": args.model, "kernels": args.kernels}
     report["dtypes"] = {dtype: asyncio.run(measure(args, dtype)) for dtype in args.dtypes}
     print(table(report))
     if args.output is not None:
@@ -57,10 +58,11 @@ def main() -> None:
 
 
 async def measure(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    tiers = [start("default", args.model, dtype=dtype)]
+    common = {"model": args.model, "dtype": dtype, "kernels": args.kernels}
+    tiers = [start("default", **common)]
     for step in args.steps:
         options = {"deterministic": True, "max_num_batched_tokens": step}
-        tiers.append(start(f"deterministic, T={step}", args.model, dtype=dtype, **options))
+        tiers.append(start(f"deterministic, T={step}", **common, **options))
     flips = {tier.name: await flipped(tier.engine, args) for tier in tiers}
     samples: dict[str, dict[str, list[Timing]]] = {
         name: {tier.name: [] for tier in tiers} for name in WORKLOADS
@@ -84,12 +86,12 @@ async def measure(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     }
 
 
-def start(name: str, model: str, **options: Any) -> Tier:
+def start(name: str, **options: Any) -> Tier:
     begin = time.perf_counter()
-    engine = Engine.load(
-        EngineConfig.from_options(model=model, prefix_cache=False, max_num_seqs=64, **options)
-    )
+    engine = Engine.load(EngineConfig.from_options(prefix_cache=False, max_num_seqs=64, **options))
     engine.start()
+    while engine.stats().state == "serving":  # and still compiling
+        time.sleep(0.05)
     return Tier(name=name, engine=engine, startup_s=time.perf_counter() - begin)
 
 
@@ -183,7 +185,7 @@ def count_flips(alone: list[list[int]], crowd: Iterable[list[int]]) -> dict[str,
 
 def table(report: dict[str, Any]) -> str:
     where = f"{report['cpu']}, {report['cores']} cores, jax {report['versions']['jax']}"
-    lines = [f"{report['date']}, {where}, {report['model']}"]
+    lines = [f"{report['date']}, {where}, {report['model']}, kernels {report['kernels']}"]
     for dtype, figures in report["dtypes"].items():
         lines += ["", f"| {dtype} | tier | tokens/s | TTFT | of the default's tokens/s |"]
         lines += ["|---|---|---|---|---|"]
