@@ -405,7 +405,7 @@ class _Sizes:
 
 
 def _step_tokens(config: EngineConfig, on_cpu: bool) -> int:
-    """Tokens of a step. In the deterministic tier each step costs as much as a full one."""
+    """Tokens of a step. In the deterministic tier XLA computes unused rows as well."""
     if config.model.deterministic:
         return 64 if on_cpu else 256
     return 512 if on_cpu else 2048
