@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,7 @@ import pytest
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
 from forge_jax.errors import ConfigError, ModelError
+from forge_jax.fake import assemble_fake
 from forge_serve import app, server
 from forge_serve.config import ServerConfig
 
@@ -49,6 +51,84 @@ async def test_health_answers_while_the_engine_loads(capsys):
         assert await serving is True
         with pytest.raises(aiohttp.ClientConnectionError):
             await http.get(url + "/health")
+
+
+class Late:
+    """Executables that arrive when the test says so, and never if they are cancelled."""
+
+    def __init__(self) -> None:
+        self.complete = False
+        self.cancelled = False
+        self.compiled: Callable[[], None] | None = None
+
+    def adopt(self) -> bool:
+        return self.complete
+
+    def on_compiled(self, call: Callable[[], None]) -> None:
+        self.compiled = call
+
+    def arrive(self) -> None:
+        assert self.compiled is not None
+        self.complete = True
+        self.compiled()
+
+    def wait(self) -> None:
+        raise AssertionError("a server does not wait")
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def serving_with(late: Late) -> tuple[str, asyncio.Task[bool]]:
+    """A server on an engine that is serving and not ready."""
+    parts = assemble_fake(EngineConfig(), step_time_s=0.0, max_model_len=1024, check=True)
+    parts.late = late
+    sock = server.bind("127.0.0.1", 0)
+    config = ServerConfig(drain_timeout_s=0.0)
+    task = asyncio.create_task(server._serve(sock, config, lambda: Engine(parts)))
+    return "http://{}:{}".format(*sock.getsockname()), task
+
+
+async def test_requests_are_served_before_the_last_executable_is_there():
+    late = Late()
+    url, serving = serving_with(late)
+    body = {"prompt": "a", "max_tokens": 5, "ignore_eos": True}
+    async with aiohttp.ClientSession() as http:
+        await (await _until_ready(http, url, body)).read()
+
+        async def get(path: str) -> tuple[int, Any]:
+            async with http.get(url + path) as response:
+                return response.status, await response.json()
+
+        for path in ("/health", "/forge/v1/health"):
+            status, answer = await get(path)
+            assert (status, answer["status"]) == (200, "serving")
+        assert set((await get("/stats"))[1]["startup_seconds"]) == {"serving"}
+        late.compiled()  # one of several
+        assert await get("/health") == (200, {"status": "serving"})
+        late.arrive()
+        async with asyncio.timeout(5):
+            while await get("/health") != (200, {"status": "ready"}):
+                await asyncio.sleep(0.001)
+        seconds = (await get("/stats"))[1]["startup_seconds"]
+        assert 0 < seconds["serving"] < seconds["ready"]
+        async with http.get(url + "/metrics") as response:
+            metrics = await response.text()
+        for phase, value in seconds.items():
+            line = f'forge:startup_seconds{{model_name="forge-fake",phase="{phase}"}} {value}'
+            assert line in metrics
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await serving is True
+
+
+async def test_a_server_that_is_stopped_before_it_is_ready_waits_for_no_compiler():
+    late = Late()
+    url, serving = serving_with(late)
+    async with aiohttp.ClientSession() as http:
+        await _until_ready(http, url, {"prompt": "a", "max_tokens": 1})
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await serving is False, "threads still compile: the process must not wait for them"
+    assert late.cancelled
 
 
 async def test_a_signal_while_the_engine_loads_does_not_wait_for_it():

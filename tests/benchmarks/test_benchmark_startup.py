@@ -1,0 +1,45 @@
+"""`benchmarks.startup` from its command line to its report, on the fake device."""
+
+import json
+
+import pytest
+
+from benchmarks import startup
+from benchmarks.errors import BenchmarkError
+
+
+def test_a_round_times_imports_and_both_starts(tmp_path, capsys):
+    file = tmp_path / "report.json"
+    arguments = ["--rounds", "1", "--serve-args=--fake", "--output", str(file)]
+    assert startup.main(arguments) == 0
+    text, progress = capsys.readouterr()
+    assert "round 1 of 1: imports" in progress
+    report = json.loads(file.read_text())
+    assert report["benchmark"] == "startup" and "flax.nnx" in report["imports"]
+    [only] = report["rounds"]
+    median = report["median"]
+    assert median["imports_s"] == only["imports_s"] > 0.1
+    for kind in ("warm", "cold"):
+        assert 0 < median[kind]["serving_s"] <= median[kind]["ready_s"]
+        ratio = only[kind]["serving_s"] / only["imports_s"]
+        assert median[kind]["serving_per_imports"] == ratio
+        assert {"serving", "ready"} <= set(median[kind]["phases_s"])
+        assert f"| {kind} cache | {median[kind]['serving_s']:.2f} |" in text
+
+
+def test_the_median_is_of_each_figure():
+    def figures(imports_s: float, serving_s: float) -> dict:
+        start = {"serving_s": serving_s, "ready_s": 2 * serving_s, "phases_s": {"import": 0.5}}
+        return {"imports_s": imports_s, "warm": start, "cold": start}
+
+    median = startup.medians([figures(1, 2), figures(2, 3), figures(4, 4)])
+    assert median["imports_s"] == 2
+    assert median["warm"] == {
+        "serving_s": 3, "ready_s": 6, "serving_per_imports": 1.5, "phases_s": {"import": 0.5},
+    }  # fmt: skip
+
+
+def test_imports_that_fail_are_an_error(monkeypatch):
+    monkeypatch.setattr(startup, "BARE", "import sys; sys.exit(3)")
+    with pytest.raises(BenchmarkError, match="installed"):
+        startup.bare_imports()
