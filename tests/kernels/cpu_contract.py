@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from forge_kernels.cpu.library import num_threads
 from forge_kernels.linear import FORMATS, PackedWeight, Packing, linear, pack
 from forge_kernels.linear.packed import GROUP, PANEL
 
@@ -267,6 +268,11 @@ OPTIONS = {
 }
 
 
+def wide_outputs(threads: int) -> int:
+    """From so many columns on a thread takes two panels at a time, if there are few rows."""
+    return 64 * threads * PANEL
+
+
 def cases(form: str) -> dict[str, Case]:
     """By name: every shape, every option on a shape with tails, several tiles."""
     found = {
@@ -275,7 +281,8 @@ def cases(form: str) -> dict[str, Case]:
     }
     for name, options in OPTIONS.items():
         found[name] = Case(form, rows=7, outputs=86, inputs=99, **options)
-        found[f"{name}, wide tiles"] = Case(form, rows=3, outputs=128, inputs=160, **options)
+        wide = wide_outputs(num_threads())
+        found[f"{name}, wide tiles"] = Case(form, rows=3, outputs=wide, inputs=37, **options)
     found["many rows"] = Case(form, rows=130, outputs=200, inputs=99, norm=True, residual=True)
     return found
 
@@ -293,6 +300,11 @@ def check_invariance(case: Case) -> None:
     whole = run(case, arrays)
     for rows in range(1, case.rows):
         np.testing.assert_array_equal(run(case, arrays, rows), whole[:rows], f"of {rows} rows")
+    broad = replace(case, outputs=wide_outputs(num_threads()), inputs=37)
+    mine = make(broad)
+    every = run(broad, mine)
+    for rows in range(1, 8):
+        np.testing.assert_array_equal(run(broad, mine, rows), every[:rows], f"of {rows}, broad")
     order = np.random.default_rng(1).permutation(case.rows)
     moved = run(case, replace(arrays, x=arrays.x[order], residual=arrays.residual[order]))
     np.testing.assert_array_equal(moved, whole[order], "in another place")
@@ -322,8 +334,11 @@ def digest(case: Case) -> str:
 
 
 def digests() -> dict[str, str]:
+    """Of matrices of so many columns that one thread takes two panels at a time, and two do not."""
     return {
-        f"{form}, {option}": digest(replace(invariance_case(form, option), rows=rows))
+        f"{form}, {option}": digest(
+            replace(invariance_case(form, option), rows=rows, outputs=wide_outputs(1) + 2 * PANEL)
+        )
         for form in FORMATS
         for option, rows in (("norm", 3), ("norm, swiglu", 40), ("residual", 130))
     }
