@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -18,7 +19,7 @@ from typing import IO
 
 from benchmarks.errors import BenchmarkError
 
-POLL_S = 0.01
+POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,17 @@ def started(arguments: Sequence[str] = (), *, timeout_s: float = 300.0) -> Itera
     command = [sys.executable, "-m", "forge_serve", "serve", *arguments, "--port", str(port)]
     with tempfile.TemporaryFile() as log:
         begin_s = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
+        assert process.stdout is not None
+        output = _Output(process.stdout)
         try:
-            serving_s = None
-            while (state := health(url)) != "ready":
-                if state == "serving" and serving_s is None:
-                    serving_s = time.perf_counter() - begin_s
+            while not output.begun.wait(POLL_S) or health(url) != "ready":
                 if process.poll() is not None:
                     raise BenchmarkError(f"the server did not start: {_last_line(log)}")
                 if time.perf_counter() - begin_s > timeout_s:
                     raise BenchmarkError(f"the server was not ready after {timeout_s:.0f} s")
                 time.sleep(POLL_S)
-            ready_s = time.perf_counter() - begin_s
-            yield Started(url, ready_s if serving_s is None else serving_s, ready_s)
+            yield Started(url, output.begun_s - begin_s, time.perf_counter() - begin_s)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -73,6 +72,29 @@ def started(arguments: Sequence[str] = (), *, timeout_s: float = 300.0) -> Itera
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            output.join()
+
+
+class _Output(threading.Thread):
+    """Reads what a server prints, so that it never waits for a reader, and forgets it.
+
+    The first line is where it serves: it takes requests from then on.
+    """
+
+    def __init__(self, stdout: IO[bytes]):
+        super().__init__(daemon=True)
+        self.begun = threading.Event()
+        self.begun_s = 0.0
+        self._stdout = stdout
+        self.start()
+
+    def run(self) -> None:
+        with self._stdout:
+            if self._stdout.readline():
+                self.begun_s = time.perf_counter()
+                self.begun.set()
+            while self._stdout.read(4096):
+                pass
 
 
 def health(url: str) -> str | None:

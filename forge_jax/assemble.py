@@ -28,7 +28,7 @@ from forge_jax.core import EngineCore, EngineParts, make_scheduler, max_rows
 from forge_jax.errors import ConfigError, UnsupportedModelError
 from forge_jax.fingerprint import system_fingerprint
 from forge_jax.models.decoder import WeightForms
-from forge_jax.models.registry import build_model, read_spec
+from forge_jax.models.registry import build_model, read_spec, resolve_dtype
 from forge_jax.observe.compilations import SinceReady
 from forge_jax.observe.memory import available_host_bytes, device_bytes, give_back_freed_memory
 from forge_jax.observe.startup import StartupTimes
@@ -65,7 +65,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         folder = resolve(config.model.model, config.model.revision)
         spec = read_spec(folder)
         device = choose_device(config)
-        kernels = _choose_kernels(config, build_model(spec, config.model.dtype), device)
+        kernels = _choose_kernels(config, spec, device)
         model = build_model(spec, config.model.dtype, kernels.forms)
         check_weights(model, folder)  # before anything that takes long
         sizes = _Sizes.choose(config, model, device)
@@ -231,20 +231,21 @@ class _Kernels:
     attention: Implementation = "auto"
 
 
-def _choose_kernels(config: EngineConfig, plain: Model, device: jax.Device) -> _Kernels:
+def _choose_kernels(config: EngineConfig, spec: ModelSpec, device: jax.Device) -> _Kernels:
     """The C++ kernels where they can be used, the plain XLA forms elsewhere.
 
     Raises:
       ConfigError: quantised weights are asked for where there are no kernels for them.
     """
     quantization = config.model.quantization
+    dtype = resolve_dtype(spec, config.model.dtype)
     packed: Format = "bf16" if quantization == "none" else quantization
     if config.model.kernels == "xla":
         reason = "--kernels xla is set"
     elif device.platform != "cpu":
         reason = f"it is for CPUs, not {device.platform}"
-    elif plain.dtype != jnp.bfloat16:
-        reason = f"it is for bfloat16, not {plain.dtype}: set --dtype bfloat16"
+    elif dtype != "bfloat16":
+        reason = f"it is for bfloat16, not {dtype}: set --dtype bfloat16"
     elif not cpu.available():
         reason = "the CPU kernels could not be built (see the log)"
     else:
@@ -254,7 +255,7 @@ def _choose_kernels(config: EngineConfig, plain: Model, device: jax.Device) -> _
             head="int8" if packed == "int4" else packed,
             embedding=None if packed == "bf16" else "int8",
         )
-        no_attention = unsupported(plain.spec.head_dim, plain.dtype, device.platform)
+        no_attention = unsupported(spec.head_dim, jnp.dtype(dtype), device.platform)
         if no_attention is not None:
             log.warning("attention without the CPU kernels: %s", no_attention)
         return _Kernels(forms=forms, attention="auto" if no_attention else "cpu")

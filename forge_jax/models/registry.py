@@ -61,9 +61,18 @@ def build_model(spec: ModelSpec, dtype: str = "auto", forms: WeightForms | None 
     Raises:
       ModelError: no such dtype.
     """
+    decoder = find_architecture(spec.architecture).decoder
+    return Model.build(decoder, spec, resolve_dtype(spec, dtype), forms or WeightForms())
+
+
+def resolve_dtype(spec: ModelSpec, dtype: str) -> str:
+    """The name of the type that `dtype` means for this model: "auto" is the checkpoint's own.
+
+    Raises:
+      ModelError: no such dtype.
+    """
     if dtype == "auto":
         dtype = spec.dtype
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be auto, {', '.join(DTYPES)}, not {dtype!r}")
-    decoder = find_architecture(spec.architecture).decoder
-    return Model.build(decoder, spec, dtype, forms or WeightForms())
+    return dtype

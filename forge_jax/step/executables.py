@@ -26,6 +26,7 @@ class Executables:
         self._options = dict(compiler_options or {})
         self._tracing = ThreadPoolExecutor(1, thread_name_prefix="forge-trace")
         self._compiling = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="forge-compile")
+        self._calling = ThreadPoolExecutor(1, thread_name_prefix="forge-call")
         self._futures: dict[str, Future[jax.stages.Compiled]] = {}
         self._resumed = threading.Event()
 
@@ -34,6 +35,10 @@ class Executables:
         jitted = jax.jit(function, **jit_options)
         lowered = self._tracing.submit(jitted.lower, *args)
         self._futures[name] = self._compiling.submit(self._compile, lowered)
+
+    def call(self, name: str) -> Future[Any]:
+        """What `name`, which takes no arguments, returns: called as soon as it is compiled."""
+        return self._calling.submit(lambda: self[name]())
 
     def pause(self, seconds: float) -> None:
         """What is added after this waits so long, or until `resume`."""
@@ -79,11 +84,13 @@ class Executables:
         self._resumed.set()
         self._tracing.shutdown(wait=False, cancel_futures=True)
         self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._calling.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
-        """Nothing more will be added: the threads end when they have compiled what there is."""
+        """Nothing more will be added: the threads end when they have done what there is."""
         self._tracing.shutdown(wait=False)
         self._compiling.shutdown(wait=False)
+        self._calling.shutdown(wait=False)
 
     def _compile(self, lowered: Future[jax.stages.Lowered]) -> jax.stages.Compiled:
         return lowered.result().compile(compiler_options=self._options or None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -165,6 +166,7 @@ class Runner:
         self._leaves: tuple[jax.Array, ...] = ()
         self._kv: tuple[jax.Array, ...] = ()
         self._slots: Any = None
+        self._new: Future[tuple[tuple[jax.Array, ...], Slots]] | None = None  # both of them
 
     @property
     def executables(self) -> list[str]:
@@ -219,6 +221,7 @@ class Runner:
             add(shape.name, step, leaves, kv, slots, width, donate_argnums=(1, 2))
 
         add("new_state", self._new_state, out_shardings=self._sharding)
+        self._new = self._executables.call("new_state")  # touching its pages takes long
         for shape in self._first:
             add_step(shape)
         rows = self._i32(ADMISSIONS, admission_width(self._max_blocks))
@@ -238,7 +241,7 @@ class Runner:
         return max(self._executables.memory_bytes(shape.name) for shape in self._first)
 
     def start(self, leaves: tuple[jax.Array, ...]) -> None:
-        """Takes the weights, makes KV cache and slots, and runs the first executables once each."""
+        """Takes the weights, and runs the first executables once each."""
         self._leaves = leaves
         self.allocate()
         for name in ("admit", "set_history"):
@@ -248,9 +251,9 @@ class Runner:
         self._executables.resume()
 
     def allocate(self) -> None:
-        """Makes KV cache and slots, once. Does not wait for the device to have filled them."""
-        if self._slots is None:
-            self._kv, self._slots = self._executables["new_state"]()
+        """Waits for KV cache and slots, which `compile` has had made."""
+        if self._new is not None:
+            (self._kv, self._slots), self._new = self._new.result(), None
 
     def adopt(self) -> None:
         """Takes what has been compiled since, and runs each once. Between steps only.

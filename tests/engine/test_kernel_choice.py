@@ -11,7 +11,7 @@ from forge_jax.assemble import _choose_kernels, choose_device
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import EngineConfig, ModelConfig
 from forge_jax.errors import ConfigError
-from forge_jax.models import build_model, read_spec
+from forge_jax.models import read_spec
 from forge_jax.models.decoder import WeightForms
 from forge_kernels import cpu
 from forge_kernels.cpu import BuildError, library
@@ -60,8 +60,7 @@ def no_kernels(monkeypatch):
 
 def choose(model: str):
     config = EngineConfig(model=ModelConfig(model=model))
-    folder = resolve(model)
-    return _choose_kernels(config, build_model(read_spec(folder)), choose_device(config))
+    return _choose_kernels(config, read_spec(resolve(model)), choose_device(config))
 
 
 def continuations(llm: LLM) -> list[list[int]]:
