@@ -14,16 +14,17 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import EngineConfig
-from forge_jax.errors import EngineError, NumericalError, RequestError
+from forge_jax.errors import EngineError, NumericalError, RequestError, StepError
 from forge_jax.observe.phases import PhaseTimes
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
+from forge_jax.recovery import Bisection
 from forge_jax.schedule.plan import Device, SequenceResult, StepPlan, TokenLogprobs
-from forge_jax.schedule.request import Request, Sequence
+from forge_jax.schedule.request import Request, Sequence, output_room
 from forge_jax.schedule.scheduler import Gain, Scheduler, SchedulerConfig
 from forge_jax.text import Detokenizer, StopStrings
 
@@ -178,11 +179,13 @@ class EngineCore:
         tokenizer: Tokenizer | None,
         vocab_size: int,
         one_step_ahead: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.num_steps = 0
+        self.num_recoveries = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.phases = PhaseTimes()
@@ -193,10 +196,28 @@ class EngineCore:
         self._prompt_logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = {}
         self._immediate: Outputs = {}
         self._failed = False
+        self._bisection = Bisection()
+        self._clock = clock
+        self._progress_s = clock()
 
     @property
     def has_work(self) -> bool:
         return self._in_flight is not None or bool(self._immediate) or self.scheduler.has_work
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long there has been work, and no step has come back; any thread may ask."""
+        return self._clock() - self._progress_s if self.has_work else 0.0
+
+    @property
+    def limits(self) -> Limits:
+        """What a request must keep to; any thread may ask."""
+        pool = self.scheduler.pool
+        return Limits(
+            vocab_size=self.vocab_size,
+            context=self.scheduler.config.max_model_len,
+            kv_tokens=pool.num_blocks * pool.block_size,
+        )
 
     def check(self, request: Request) -> None:
         """Refuses what can never be served; safe to call from any thread.
@@ -204,30 +225,27 @@ class EngineCore:
         Raises:
           RequestError: with `param` named.
         """
-        check_token_ids(request, self.vocab_size)
-        check_salt(request.cache_salt)
-        params = request.params
-        if params.stop and self.tokenizer is None:
-            raise RequestError(
-                "stop strings need a tokenizer, which this model does not have: use stop_token_ids",
-                param="stop",
-            )
-        self.scheduler.check(request)
+        check_request(request, self.limits, self.tokenizer)
 
     def add(self, request: Request) -> None:
         """Queues a request that `check` has accepted."""
         texts = self._new_texts(request)
+        if not self.has_work:
+            self._progress_s = self._clock()
         seqs = self.scheduler.add(request)
         self._texts.update(zip(seqs, texts, strict=False))
         self.prompt_tokens += len(request.prompt_token_ids)
 
     def abort(self, request_id: str) -> None:
         """Frees the request's slots and blocks at once; its last deltas come with the next tick."""
-        for seq in self.scheduler.abort(request_id):
+        aborted = self.scheduler.abort(request_id)
+        for seq in aborted:
             self._forget(seq)
             self._immediate.setdefault(request_id, []).append(
                 Delta(seq.index, finish_reason="abort")
             )
+        if self._bisection.drop(aborted):
+            self.scheduler.restrict(self._bisection.only)
 
     def _new_texts(self, request: Request) -> list[_SequenceText]:
         """One for each sample; none where no text is wanted or there is no tokenizer."""
@@ -237,7 +255,16 @@ class EngineCore:
         stops = None
         if params.stop:
             stops = StopStrings(params.stop, params.include_stop_str_in_output)
-        return [_SequenceText(self.tokenizer, request, copy.copy(stops)) for _ in range(params.n)]
+        if request.outputs is None:
+            return [
+                _SequenceText(self.tokenizer, request, copy.copy(stops)) for _ in range(params.n)
+            ]
+        texts = []
+        for output in request.outputs.values():
+            text = _SequenceText(self.tokenizer, request, copy.copy(stops))
+            text.push(tuple(output), 0)  # has been sent
+            texts.append(text)
+        return texts
 
     def drain(self) -> Outputs:
         """Aborts everything and waits for the device; returns the last deltas."""
@@ -250,10 +277,13 @@ class EngineCore:
     def tick(self) -> Outputs:
         """Dispatches the next step, then reads the one before it (or the same one).
 
-        Waits for the device at most once. Returns the news of the step that it has read.
+        Waits for the device at most once. Returns the news of the step that it has read. A step
+        that raises is no failure of the tick: the device is reset, and all that ran is computed
+        anew, from the tokens that the host knows; only who is found to be the cause ends.
 
         Raises:
           EngineError: an earlier tick failed; what the device holds is not known any more.
+          Exception: the device could not be reset, or the failure was not the device's.
         """
         if self._failed:
             raise EngineError("an earlier step failed: make a new engine")
@@ -269,22 +299,64 @@ class EngineCore:
         phases.end("schedule")
         dispatched = None
         if plan is not None:
-            dispatched = _InFlight(plan, self._device.dispatch(plan))
+            try:
+                dispatched = _InFlight(plan, self._device.dispatch(plan))
+            except Exception as error:
+                return self._recover(plan, error)
             self.num_steps += 1
             phases.end("dispatch")
         if self._one_step_ahead:
             step, self._in_flight = self._in_flight, dispatched
         else:
             step = dispatched
-        outputs, self._immediate = self._immediate, {}
-        if step is not None:
+        if step is None:
+            return self._take_immediate()
+        try:
             result = self._device.read(step.pending)
-            phases.end("read")
-            gains = self.scheduler.commit(step.plan, result)
-            phases.end("commit")
-            self._add_deltas(gains, outputs)
-            phases.end("text")
+        except Exception as error:
+            return self._recover(step.plan, error)
+        outputs = self._take_immediate()
+        self._progress_s = self._clock()
+        phases.end("read")
+        gains = self.scheduler.commit(step.plan, result)
+        phases.end("commit")
+        self._add_deltas(gains, outputs)
+        if self._bisection.gained(gains):
+            self.scheduler.restrict(self._bisection.only)
+        phases.end("text")
         return outputs
+
+    def _take_immediate(self) -> Outputs:
+        outputs, self._immediate = self._immediate, {}
+        return outputs
+
+    def _recover(self, plan: StepPlan, error: Exception) -> Outputs:
+        """After the step of `plan` has raised: everything is computed anew, but its cause.
+
+        Steps in flight are given up, with the tokens that nobody has read: they are sampled again.
+        """
+        log.warning(
+            "a step of %d sequences failed and is computed anew: %s: %s",
+            plan.num_sequences,
+            type(error).__name__,
+            error,
+        )
+        self.num_recoveries += 1
+        seqs = self.scheduler.sequences_of(plan)
+        self._in_flight = None
+        self._device.reset()
+        self.scheduler.recover()
+        ends = (row.start + row.num_tokens for row in plan.sequences)
+        for seq in self._bisection.failed(zip(seqs, ends, strict=True)):
+            log.error("request %s made its step fail each time: given up", seq.request_id)
+            self._forget(seq)
+            self.scheduler.finish(seq, "error")
+            failure = StepError("the model could not compute this request")
+            self._immediate.setdefault(seq.request_id, []).append(
+                Delta(seq.index, finish_reason="error", error=failure)
+            )
+        self.scheduler.restrict(self._bisection.only)
+        return self._take_immediate()
 
     def _add_deltas(self, gains: list[Gain], outputs: Outputs) -> None:
         """Adds what each sequence gained; if that fails, it costs this request and no other."""
@@ -370,6 +442,30 @@ class EngineCore:
     def _forget(self, seq: Sequence) -> None:
         self._texts.pop(seq, None)
         self._prompt_logprobs.pop(seq, None)
+
+
+class Limits(NamedTuple):
+    """What a request must keep to, in tokens and ids."""
+
+    vocab_size: int  # the model's output width
+    context: int  # prompt and output of a sequence
+    kv_tokens: int  # the KV cache of the engine
+
+
+def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None) -> None:
+    """Refuses what an engine of these limits can never serve.
+
+    Raises:
+      RequestError: with `param` named.
+    """
+    check_token_ids(request, limits.vocab_size)
+    check_salt(request.cache_salt)
+    if request.params.stop and tokenizer is None:
+        raise RequestError(
+            "stop strings need a tokenizer, which this model does not have: use stop_token_ids",
+            param="stop",
+        )
+    output_room(request, limits.context, limits.kv_tokens)
 
 
 def check_salt(salt: str) -> None:

@@ -1,4 +1,4 @@
-"""`Engine`: the async face. One engine thread runs `EngineCore`; an event loop reads streams.
+"""`Engine`: the async face of a core. One engine thread runs it; an event loop reads streams.
 
 Work goes to the engine thread through one queue; tokens come back through another, all requests of
 a step together, and one `call_soon_threadsafe` wakes the loop for all steps that it has not seen
@@ -12,127 +12,39 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from forge_jax.config import EngineConfig
-from forge_jax.core import EngineCore, EngineParts, Late, Outputs, token_ids
-from forge_jax.errors import EngineError, ForgeError, RequestError
+from forge_jax.core import EngineCore, EngineParts, Late, Limits
+from forge_jax.errors import EngineError, ForgeError
 from forge_jax.garbage import short_pauses
-from forge_jax.observe.phases import Phase, PhaseTotals
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
-from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request
-
-if TYPE_CHECKING:
-    from forge_jax.text import ChatTemplate, Tokenizer
+from forge_jax.streams import EngineStats as EngineStats
+from forge_jax.streams import QueueLimits, StreamingEngine
+from forge_jax.streams import State as State
+from forge_jax.streams import Stream as Stream
 
 log = logging.getLogger(__name__)
 
-# "serving" takes requests, as "ready" does, while some executables are still being compiled.
-State = Literal["starting", "serving", "ready", "stopping", "stopped", "failed"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """The counters, read without stopping the engine: two fields may be a step apart."""
-
-    state: State
-    healthy: bool
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int  # free, or cached and evictable
-    num_used_blocks: int  # held by live sequences
-    steps: int
-    prompt_tokens: int
-    generation_tokens: int
-    preemptions: int
-    prefix_cache_queries: int  # in tokens
-    prefix_cache_hits: int
-    compilations_after_ready: int
-    step_phases: dict[Phase, PhaseTotals]  # the host's time by phase of a step
-    startup_seconds: dict[str, float]  # by phase; "serving" and "ready" since the beginning
-
-
-class Stream:
-    """The news of one request, on the event loop that submitted it: iterate, or `push_to`.
-
-    Each item is a list of deltas: one step's, or several steps' if the reader was slower than
-    the engine. The iteration ends when all `n` samples have finished.
-    """
-
-    def __init__(self, engine: Engine, request_id: str, n: int):
-        self.request_id = request_id
-        self._engine = engine
-        self._open = set(range(n))  # samples that have not finished
-        self._deltas: list[Delta] = []
-        self._arrived = asyncio.Event()
-        self._receive: Callable[[list[Delta]], None] | None = None
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> list[Delta]:
-        while not self._deltas:
-            if not self._open:
-                raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    def push_to(self, receive: Callable[[list[Delta]], None]) -> None:
-        """Calls `receive` with each item as it arrives, on the event loop, instead of iterating.
-
-        It saves waking a task for every step of every request. `receive` must be quick: the next
-        request gets its news of the same step after it. If it raises, its request is aborted.
-        """
-        self._receive = receive
-        if self._deltas:
-            deltas, self._deltas = self._deltas, []
-            receive(deltas)
-
-    def abort(self) -> None:
-        """Gives the request up: its blocks are free within two steps. After its end, nothing."""
-        if self._open:
-            self._engine.abort(self.request_id)
-
-    def _put(self, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                self._open.discard(delta.index)
-        if self._receive is not None:
-            self._receive(deltas)
-            return
-        self._deltas.extend(deltas)
-        with contextlib.suppress(RuntimeError):  # its reader waited on a loop that was closed
-            self._arrived.set()
-
-
-class Engine:
+class Engine(StreamingEngine):
     """An engine thread and the streams that it feeds."""
 
-    def __init__(self, parts: EngineParts):
+    def __init__(self, parts: EngineParts, queue_limits: QueueLimits | None = None):
+        super().__init__(rng=parts.rng, clock=parts.clock, queue_limits=queue_limits)
         self.name = parts.name
         self.max_model_len = parts.max_model_len
         self.system_fingerprint = parts.system_fingerprint
         self.vocab_size = parts.core.vocab_size
-        self.tokenizer: Tokenizer | None = parts.tokenizer
-        self.chat_template: ChatTemplate | None = parts.chat_template
+        self.tokenizer = parts.tokenizer
+        self.chat_template = parts.chat_template
         self._parts = parts
         self._core: EngineCore = parts.core
-        self._streams: dict[str, Stream] = {}
         self._commands: deque[tuple[str, Any]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._news: deque[Outputs] = deque()  # of the steps that the loop has not seen
-        self._fan_out_due = False
-        self._idle = asyncio.Event()
-        self._state: State = "starting"
 
     @classmethod
     def load(cls, config: EngineConfig, startup: StartupTimes | None = None) -> Engine:
@@ -200,89 +112,27 @@ class Engine:
             self._parts.late.cancel()
         if self._state != "failed":
             self._state = "stopping"
-        if self._streams and drain_s > 0:
-            self._idle.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), drain_s)
-        for stream in list(self._streams.values()):
-            stream.abort()
+        await self._drain(drain_s)
         self._command("stop", None)
         await asyncio.to_thread(self._thread.join)
         await asyncio.sleep(0)  # what the thread handed over last is delivered
         self._fail(EngineError("the engine has been stopped"))
         self._state = "stopped"
 
-    def check(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> None:
-        """Refuses what `submit` would refuse for what it asks, and queues nothing.
-
-        Raises:
-          RequestError: the request can never be served; `param` names the field.
-        """
-        ids = token_ids(prompt_token_ids)
-        self._core.check(Request(request_id="", prompt_token_ids=ids, params=params))
-
-    def submit(
-        self,
-        prompt_token_ids: Iterable[int],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> Stream:
-        """Queues a request. To be called on the event loop that will read the stream.
-
-        Raises:
-          RequestError: the request can never be served; `param` names the field.
-          EngineError: the engine has failed or is stopping, or streams of another event loop
-            are being read.
-        """
-        if (
-            self._state not in ("serving", "ready")
-            or self._thread is None
-            or not self._thread.is_alive()
-        ):
-            raise EngineError(f"the engine takes no requests: it is {self._state}")
-        if request_id in self._streams:
-            raise RequestError("the request id is in use: choose another", param="request_id")
-        self._attach_loop()
-        parts = self._parts
-        seed = params.seed if params.seed is not None else parts.rng.getrandbits(64)
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=token_ids(prompt_token_ids),
-            params=params,
-            arrival_s=parts.clock(),
-            priority=priority,
-            cache_salt=cache_salt,
-            seed=seed % 2**64,
-        )
-        self._core.check(request)
-        stream = Stream(self, request_id, params.n)
-        self._streams[request_id] = stream
-        self._command("add", request)
-        return stream
+    @property
+    def limits(self) -> Limits:
+        return self._core.limits
 
     def abort(self, request_id: str) -> None:
         """Gives a request up; its stream ends with finish reason "abort"."""
         self._command("abort", request_id)
 
-    async def generate(
-        self, prompt: str | list[int], params: SamplingParams | None = None, **kwargs: Any
-    ) -> AsyncIterator[Delta]:
-        """Streams the deltas of one prompt: text or token ids. Leaving the loop early aborts it."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("this model has no tokenizer: pass token ids", param="prompt")
-            prompt = self.tokenizer.encode(prompt)
-        kwargs.setdefault("request_id", f"gen-{self._parts.rng.getrandbits(64):016x}")
-        stream = self.submit(prompt, params or SamplingParams(), **kwargs)
-        try:
-            async for deltas in stream:
-                for delta in deltas:
-                    yield delta
-        finally:
-            stream.abort()
+    def _add(self, request: Request) -> None:
+        self._command("add", request)
+
+    def _check_alive(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            raise EngineError("the engine takes no requests: its thread has ended")
 
     def stats(self) -> EngineStats:
         core, scheduler = self._core, self._core.scheduler
@@ -301,6 +151,8 @@ class Engine:
             prompt_tokens=core.prompt_tokens,
             generation_tokens=core.generation_tokens,
             preemptions=scheduler.num_preemptions,
+            recoveries=core.num_recoveries,
+            stalled_s=core.stalled_s,
             prefix_cache_queries=pool.queried_tokens,
             prefix_cache_hits=pool.hit_tokens,
             compilations_after_ready=self._parts.compilations(),
@@ -328,7 +180,7 @@ class Engine:
                     while commands:
                         verb, argument = commands.popleft()
                         if verb == "add":
-                            self._add(argument)
+                            self._queue_in_core(argument)
                         elif verb == "abort":
                             core.abort(argument)
                         elif verb == "adopt":
@@ -345,21 +197,6 @@ class Engine:
             failure = EngineError(f"the engine failed: {type(error).__name__}")
             self._call(self._fail, failure)
 
-    def _attach_loop(self) -> None:
-        """Makes the running loop the one that streams are fed on.
-
-        Streams of a loop that has been closed have no reader any more: they are aborted.
-        """
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop and self._streams:
-            if self._loop is not None and not self._loop.is_closed():
-                raise EngineError("the engine is in use on another event loop")
-            for request_id in self._streams:
-                self.abort(request_id)
-        if self._loop is not loop:
-            self._loop = loop
-            loop.call_soon(self._fan_out)  # which the loop before may have been closed without
-
     def _adopt(self, late: Late) -> bool:
         """Takes late executables between two steps; True if with them the engine became ready."""
         if not late.adopt() or self._state != "serving":
@@ -372,7 +209,7 @@ class Engine:
         self._parts.startup.reached("ready")
         log.info("ready; seconds by phase: %s", self._parts.startup)
 
-    def _add(self, request: Request) -> None:
+    def _queue_in_core(self, request: Request) -> None:
         try:
             self._core.add(request)
         except Exception as error:  # costs this request, not the engine
@@ -382,47 +219,3 @@ class Engine:
             indices = range(request.params.n)
             failed = [Delta(i, finish_reason="error", error=error) for i in indices]
             self._deliver({request.request_id: failed})
-
-    def _deliver(self, outputs: Outputs) -> None:
-        if not outputs:
-            return
-        self._news.append(outputs)
-        if not self._fan_out_due:
-            self._fan_out_due = True
-            self._call(self._fan_out)
-
-    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody listens
-                self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _fan_out(self) -> None:
-        """Hands the news on, all steps' of a request at once. It runs on the event loop."""
-        self._fan_out_due = False  # before the queue is read: what comes later is called for again
-        news: Outputs = {}
-        while self._news:
-            outputs = self._news.popleft()
-            if not news:
-                news = outputs
-                continue
-            for request_id, deltas in outputs.items():
-                news.setdefault(request_id, []).extend(deltas)
-        for request_id, deltas in news.items():
-            stream = self._streams.get(request_id)
-            if stream is None:
-                continue
-            try:
-                stream._put(deltas)
-            except Exception:  # costs this request, not the others
-                log.exception("request %s: its news could not be received", request_id)
-                stream.abort()
-            if not stream._open:
-                del self._streams[request_id]
-        if not self._streams:
-            self._idle.set()
-
-    def _fail(self, failure: EngineError) -> None:
-        for stream in self._streams.values():
-            stream._put([Delta(i, finish_reason="error", error=failure) for i in stream._open])
-        self._streams.clear()
-        self._idle.set()

@@ -9,7 +9,8 @@
     │   └── ContextLengthError      it can never fit the context or the KV cache
     ├── OverloadedError        the queue is full: try again later
     └── EngineError            the engine failed or has been shut down
-        └── NumericalError          one request's logits were not finite
+        ├── NumericalError          one request's logits were not finite
+        └── StepError               one request made the step fail that computes it, each time
 
 `assert` is for our own bugs. These are for theirs: each message names what is wrong and what to do.
 """
@@ -64,3 +65,7 @@ class EngineError(ForgeError):
 
 class NumericalError(EngineError):
     """The model gave NaN or infinite logits for this request; other requests are not affected."""
+
+
+class StepError(EngineError):
+    """The step that computes this request fails each time; other requests are not affected."""

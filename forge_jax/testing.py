@@ -19,6 +19,7 @@ from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import (
     FED_BACK,
     Admission,
+    Device,
     ScheduledSequence,
     SequenceResult,
     StepPlan,
@@ -318,6 +319,44 @@ class FakeDevice:
                     f"{' and is in the prefix cache' * self._pool.is_registered(block)}"
                 )
             self._kv[block][offset] = _POISON if poison else value
+
+
+class FailingDevice:
+    """A device whose steps raise: to see that nothing is lost by it.
+
+    Args:
+      device: what runs the steps that do not raise.
+      fails: (plan, "dispatch" or "read") -> whether the step raises there. After one that raised,
+        nothing is known of what `device` holds until it is reset.
+    """
+
+    def __init__(self, device: Device, fails: Callable[[StepPlan, str], bool]):
+        self.device = device
+        self.num_failures = 0
+        self._fails = fails
+        self._broken = False
+
+    def dispatch(self, plan: StepPlan) -> tuple[StepPlan, Any]:
+        assert not self._broken, "a step is dispatched to a device that was not reset"
+        pending = self.device.dispatch(plan)
+        self._fail(plan, "dispatch")
+        return plan, pending
+
+    def read(self, pending: tuple[StepPlan, Any]) -> StepResult:
+        assert not self._broken, "a step is read from a device that was not reset"
+        plan, inner = pending
+        self._fail(plan, "read")
+        return self.device.read(inner)
+
+    def reset(self) -> None:
+        self.device.reset()
+        self._broken = False
+
+    def _fail(self, plan: StepPlan, where: str) -> None:
+        if self._fails(plan, where):
+            self._broken = True
+            self.num_failures += 1
+            raise RuntimeError(f"injected: step {plan.step} fails at its {where}")
 
 
 # ---- tiny models -------------------------------------------------------------------------------

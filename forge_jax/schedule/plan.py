@@ -153,8 +153,15 @@ class StepResult:
 
 
 class Device(Protocol):
-    """Runs plans in the order they are dispatched. `dispatch` does not wait; `read` does."""
+    """Runs plans in the order they are dispatched. `dispatch` does not wait; `read` does.
+
+    Either may raise; then no step in flight counts, and after `reset` the device is as at first.
+    """
 
     def dispatch(self, plan: StepPlan) -> Any: ...
 
     def read(self, pending: Any) -> StepResult: ...
+
+    def reset(self) -> None:
+        """Gives up all KV, slots and steps in flight. Raises if the device is beyond repair."""
+        ...

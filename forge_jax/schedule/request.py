@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
+from forge_jax.errors import ContextLengthError, RequestError
 from forge_jax.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -24,6 +26,45 @@ class Request:
     priority: int = 0  # lower is served first
     cache_salt: str = ""  # only requests with the same salt share prefix-cache blocks
     seed: int | None = None  # 64 bits; None: `params.seed`, or drawn by the scheduler
+    # Of a request that goes on elsewhere: the tokens of each unfinished sample, by index.
+    outputs: Mapping[int, Seq[int]] | None = None
+
+
+def output_room(request: Request, context: int, kv_tokens: int) -> int:
+    """How many tokens each output may have.
+
+    Args:
+      context: tokens of the longest sequence, output included.
+      kv_tokens: what the KV cache holds, for all sequences together.
+
+    Raises:
+      ContextLengthError: it can never fit the context or the KV cache.
+      RequestError: the prompt is empty.
+    """
+    prompt_len, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
+    if not prompt_len:
+        raise RequestError("the prompt is empty", param="prompt")
+    if prompt_len + (max_tokens != 0) > context:
+        raise ContextLengthError(
+            f"the prompt has {prompt_len} tokens; the context holds {context}, output included",
+            param="prompt",
+        )
+    if prompt_len > kv_tokens:
+        raise ContextLengthError(
+            f"the prompt has {prompt_len} tokens; the KV cache holds {kv_tokens}",
+            param="prompt",
+        )
+    # The last output token is never computed, so it needs a position but no KV.
+    room = min(context, kv_tokens + 1) - prompt_len
+    if max_tokens is None:
+        return room
+    if max_tokens > room:
+        raise ContextLengthError(
+            f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}; together they "
+            f"must be at most {prompt_len + room}",
+            param="max_tokens",
+        )
+    return max_tokens
 
 
 class Status(enum.Enum):

@@ -23,14 +23,14 @@ import itertools
 import random
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import Batching, Policy
-from forge_jax.errors import ContextLengthError, OverloadedError, RequestError
+from forge_jax.errors import RequestError
 from forge_jax.schedule.plan import (
     FED_BACK,
     Admission,
@@ -40,8 +40,15 @@ from forge_jax.schedule.plan import (
     StepPlan,
     StepResult,
 )
-from forge_jax.schedule.policy import make_queue
-from forge_jax.schedule.request import FinishReason, Request, Sequence, Status, sequence_seed
+from forge_jax.schedule.policy import WaitingQueue, make_queue
+from forge_jax.schedule.request import (
+    FinishReason,
+    Request,
+    Sequence,
+    Status,
+    output_room,
+    sequence_seed,
+)
 
 _FINISHED = Status.FINISHED
 
@@ -58,7 +65,6 @@ class SchedulerConfig:
     policy: Policy = "fcfs"
     eos_token_ids: frozenset[int] = frozenset()
     aging_s: float = 5.0  # after which a waiting request goes first, whatever its prefix
-    max_queued_requests: int | None = None  # waiting sequences beyond which `add` refuses
 
     def __post_init__(self) -> None:
         limits = (self.max_num_seqs, self.max_num_batched_tokens, self.max_rows)
@@ -124,9 +130,9 @@ class Scheduler:
         self._requests: dict[str, list[Sequence]] = {}
         self._followers: dict[str, list[Sequence]] = {}  # wait for sequence 0 to fill the cache
         self._num_followers = 0
-        self._waiting = make_queue(
-            config.policy, aging_s=config.aging_s, cached_tokens=self._cached_tokens
-        )
+        self._only: Container[Sequence] | None = None  # who may be admitted; None: everybody
+        self._held: list[Sequence] = []  # who may not
+        self._waiting = self._make_queue()
         self._running: list[Sequence] = []  # by rank
         self._orders = itertools.count()
         self._steps = itertools.count()
@@ -145,39 +151,14 @@ class Scheduler:
           ContextLengthError: it can never fit the context or the KV cache.
           RequestError: the prompt is empty.
         """
-        prompt_len, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
-        if not prompt_len:
-            raise RequestError("the prompt is empty", param="prompt")
-        # The last output token is never computed, so it needs a position but no KV.
-        pool_tokens = self.pool.num_blocks * self.pool.block_size
-        context = self.config.max_model_len
-        if prompt_len + (max_tokens != 0) > context:
-            raise ContextLengthError(
-                f"the prompt has {prompt_len} tokens; the context holds {context}, output included",
-                param="prompt",
-            )
-        if prompt_len > pool_tokens:
-            raise ContextLengthError(
-                f"the prompt has {prompt_len} tokens; the KV cache holds {pool_tokens}",
-                param="prompt",
-            )
-        room = min(context, pool_tokens + 1) - prompt_len
-        if max_tokens is None:
-            return room
-        if max_tokens > room:
-            raise ContextLengthError(
-                f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}; together they "
-                f"must be at most {prompt_len + room}",
-                param="max_tokens",
-            )
-        return max_tokens
+        kv_tokens = self.pool.num_blocks * self.pool.block_size
+        return output_room(request, self.config.max_model_len, kv_tokens)
 
     def add(self, request: Request) -> list[Sequence]:
-        """Queues a request: one sequence for each of its `params.n` samples.
+        """Queues a request: one sequence for each of its `params.n` samples, or of its `outputs`.
 
         Raises:
           ContextLengthError: it can never fit the context or the KV cache.
-          OverloadedError: the queue is full.
           RequestError: the id is in use, or the prompt is empty.
         """
         max_tokens = self.check(request)
@@ -185,9 +166,9 @@ class Scheduler:
         prompt_len = len(request.prompt_token_ids)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        limit = self.config.max_queued_requests
-        if limit is not None and self.num_waiting >= limit:
-            raise OverloadedError(f"{self.num_waiting} sequences are waiting already")
+        outputs = request.outputs
+        if outputs is None:
+            outputs = {index: () for index in range(params.n)}
         seed = request.seed if request.seed is not None else params.seed
         if seed is None:
             seed = self._rng.getrandbits(64)
@@ -202,24 +183,26 @@ class Scheduler:
                 seed=sequence_seed(seed, index),
                 stop_ids=stop_ids,
                 max_tokens=max_tokens,
-                tokens=list(request.prompt_token_ids),
+                tokens=[*request.prompt_token_ids, *output],
                 max_blocks=self._num_blocks(max(prompt_len, prompt_len + max_tokens - 1)),
                 scores_prompt=params.prompt_logprobs is not None and index == 0,
+                # The scores of a prompt come before its first output.
+                num_scored=prompt_len if output else 0,
                 order=next(self._orders),
                 queued_s=now_s,
             )
-            for index in range(params.n)
+            for index, output in outputs.items()
         ]
         self._requests[request.request_id] = seqs
-        self._waiting.push(seqs[0])
+        self._queue(seqs[0])
         shares_blocks = self.pool.prefix_cache and (prompt_len - 1) // self.pool.block_size
         # A static batch takes all samples at once: who waited would come into the batch after it.
-        if params.n > 1 and shares_blocks and self.config.batching == "continuous":
+        if len(seqs) > 1 and shares_blocks and self.config.batching == "continuous":
             self._followers[request.request_id] = seqs[1:]
             self._num_followers += len(seqs) - 1
         else:
             for seq in seqs[1:]:
-                self._waiting.push(seq)
+                self._queue(seq)
         return list(seqs)
 
     def abort(self, request_id: str) -> list[Sequence]:
@@ -257,7 +240,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self._num_followers
+        return len(self._waiting) + self._num_followers + len(self._held)
 
     @property
     def num_running(self) -> int:
@@ -406,7 +389,7 @@ class Scheduler:
         seq.num_preemptions += 1
         seq.resume_after = self._last_step
         self.num_preemptions += 1
-        self._waiting.push(seq)
+        self._queue(seq)
 
     def _admit(
         self, seq: Sequence, tokens_left: int, rows_left: int, reserved: int
@@ -687,7 +670,11 @@ class Scheduler:
         released = self._followers.pop(request_id, ())
         self._num_followers -= len(released)
         for seq in released:
-            self._waiting.push(seq)
+            self._queue(seq)
+
+    def sequences_of(self, plan: StepPlan) -> list[Sequence]:
+        """The sequences of a plan that has not been committed, in its order."""
+        return next(step.seqs for step in self._in_flight if step.step == plan.step).copy()
 
     def recover(self) -> None:
         """Forgets every step in flight and everything on the device: all is computed anew.
@@ -703,10 +690,30 @@ class Scheduler:
         for seq in reversed(self._running.copy()):
             self._unschedule(seq)
             seq.status = Status.WAITING
-            self._waiting.push(seq)
+            self._queue(seq)
         self.pool.reset()
 
+    def restrict(self, only: Container[Sequence] | None) -> None:
+        """Admits none but these from now on; None: everybody. What runs goes on running."""
+        self._only = only
+        followers = {seq for seqs in self._followers.values() for seq in seqs}
+        self._waiting, self._held = self._make_queue(), []
+        for seqs in self._requests.values():
+            for seq in seqs:
+                if seq.status is Status.WAITING and seq not in followers:
+                    self._queue(seq)
+
     # ---- helpers -------------------------------------------------------------------------------
+
+    def _make_queue(self) -> WaitingQueue:
+        config = self.config
+        return make_queue(config.policy, aging_s=config.aging_s, cached_tokens=self._cached_tokens)
+
+    def _queue(self, seq: Sequence) -> None:
+        if self._only is None or seq in self._only:
+            self._waiting.push(seq)
+        else:
+            self._held.append(seq)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)
@@ -748,10 +755,12 @@ class Scheduler:
             if followers and seq in followers:
                 followers.remove(seq)
                 self._num_followers -= 1
+            elif seq in self._held:
+                self._held.remove(seq)
             else:
                 self._waiting.forget(seq)
         seq.finish_reason, seq.stop_reason = reason, stop_reason
-        if seq.index == 0 and followers:
+        if followers and seq is self._requests[request_id][0]:
             self._release_followers(request_id)
         if all(other.status is _FINISHED for other in self._requests[request_id]):
             del self._requests[request_id]

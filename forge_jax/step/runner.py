@@ -255,6 +255,15 @@ class Runner:
         if self._new is not None:
             (self._kv, self._slots), self._new = self._new.result(), None
 
+    def reset(self) -> None:
+        """Makes KV cache and slots anew, after a step has raised: what it was given is lost."""
+        self._kv, self._slots = (), None  # first, or there would be no room for the new
+        num_slots = len(self._slot_params)
+        self._slot_params = [None] * num_slots
+        self._slot_flags = SlotFlags(num_slots)
+        new = self._executables["new_state"]()
+        self._kv, self._slots = jax.block_until_ready(new)
+
     def adopt(self) -> None:
         """Takes what has been compiled since, and runs each once. Between steps only.
 

@@ -70,7 +70,11 @@ class Service:
         if self.engine is None:
             return "starting"
         stats = self.engine.stats()
-        return "failed" if stats.state in SERVES and not stats.healthy else stats.state
+        if stats.state not in SERVES:
+            return stats.state
+        if not stats.healthy:
+            return "failed"
+        return "stalled" if stats.stalled_s > self.config.stall_timeout_s else stats.state
 
     def stats(self) -> EngineStats | None:
         return None if self.engine is None else self.engine.stats()

@@ -19,6 +19,11 @@ class ServerConfig:
     drain_timeout_s: float = option(
         30.0, "seconds that running requests get to finish on SIGTERM", flag="--drain-timeout"
     )
+    stall_timeout_s: float = option(
+        60.0,
+        "seconds without a completed step, while there is work, after which /health fails",
+        flag="--stall-timeout",
+    )
     fake: bool = option(
         False, "serve a fake device without weights: deterministic text at any speed"
     )
@@ -31,6 +36,7 @@ class ServerConfig:
             raise ConfigError("--served-model-name must not be empty: leave it out for MODEL")
         for flag, value in (
             ("--drain-timeout", self.drain_timeout_s),
+            ("--stall-timeout", self.stall_timeout_s),
             ("--fake-step-time-ms", self.fake_step_time_ms),
         ):
             if not value >= 0:

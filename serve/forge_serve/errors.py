@@ -19,6 +19,7 @@ from forge_jax.errors import (
     NumericalError,
     OverloadedError,
     RequestError,
+    StepError,
 )
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,9 @@ def error_reply(error: BaseException) -> ErrorReply:
             retry_after_s = error.retry_after_s
             return ErrorReply(503, str(error), "server_error", None, "not_ready", retry_after_s)
         case NumericalError():
-            return ErrorReply(500, str(error), "server_error", None, "numerical_error")
+            return ErrorReply(500, str(error), "numerical_error", None, "numerical_error")
+        case StepError():
+            return ErrorReply(500, str(error), "server_error", None, "step_failed")
         case EngineError():
             level = logging.INFO if isinstance(error, StoppingError) else logging.ERROR
             log.log(level, "the engine refused or lost a request: %s", error)

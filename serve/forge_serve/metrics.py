@@ -147,6 +147,7 @@ class _EngineCollector(Collector):
             "prompt_tokens": ("Prompt tokens of admitted requests", stats.prompt_tokens),
             "generation_tokens": ("Output tokens", stats.generation_tokens),
             "num_preemptions": ("Sequences preempted for lack of blocks", stats.preemptions),
+            "recoveries": ("Steps that failed, and were computed anew", stats.recoveries),
             "prefix_cache_queries": (
                 "Prompt tokens looked up in the prefix cache",
                 stats.prefix_cache_queries,

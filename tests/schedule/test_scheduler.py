@@ -4,7 +4,7 @@ import sys
 import pytest
 from loop import Loop, output, scheduled
 
-from forge_jax.errors import ContextLengthError, OverloadedError, RequestError
+from forge_jax.errors import ContextLengthError, RequestError
 from forge_jax.schedule.plan import FED_BACK
 
 # ---- one sequence, one step ahead ---------------------------------------------------------------
@@ -254,14 +254,6 @@ def test_a_request_id_is_unique_among_the_unfinished():
         loop.add_one([1], request_id="x")
     loop.run()
     loop.add_one([1], request_id="x")
-
-
-def test_a_full_queue_refuses():
-    loop = Loop(max_queued_requests=2)
-    for _ in range(2):
-        loop.add_one([1])
-    with pytest.raises(OverloadedError):
-        loop.add_one([1])
 
 
 def test_check_refuses_without_queueing():

@@ -1,0 +1,381 @@
+"""What every engine does on the event loop: it takes requests, and feeds their streams.
+
+Where the requests are computed is another matter: `Engine` has a thread for it, `EngineProcess` a
+process. Both hand over the news of a step together, by request, and `StreamingEngine` gives each
+stream its part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from forge_jax.core import Limits, Outputs, check_request, token_ids
+from forge_jax.errors import EngineError, OverloadedError, RequestError
+from forge_jax.observe.phases import Phase, PhaseTotals
+from forge_jax.outputs import Delta
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.request import Request
+
+if TYPE_CHECKING:
+    from forge_jax.text import ChatTemplate, Tokenizer
+
+log = logging.getLogger(__name__)
+
+# "serving" takes requests, as "ready" does, while some executables are still being compiled.
+# "recovering" takes them too, and computes nothing until there is a new process.
+State = Literal["starting", "serving", "ready", "recovering", "stopping", "stopped", "failed"]
+TAKES_REQUESTS = ("serving", "ready", "recovering")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """The counters, read without stopping the engine: two fields may be a step apart."""
+
+    state: State
+    healthy: bool
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int  # free, or cached and evictable
+    num_used_blocks: int  # held by live sequences
+    steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    preemptions: int
+    recoveries: int  # after steps that raised
+    stalled_s: float  # for how long there has been work, and no step has come back
+    prefix_cache_queries: int  # in tokens
+    prefix_cache_hits: int
+    compilations_after_ready: int
+    step_phases: dict[Phase, PhaseTotals]  # the host's time by phase of a step
+    startup_seconds: dict[str, float]  # by phase; "serving" and "ready" since the beginning
+
+
+class Stream:
+    """The news of one request, on the event loop that submitted it: iterate, or `push_to`.
+
+    Each item is a list of deltas: one step's, or several steps' if the reader was slower than
+    the engine. The iteration ends when all `n` samples have finished.
+    """
+
+    def __init__(self, engine: StreamingEngine, request_id: str, n: int):
+        self.request_id = request_id
+        self._engine = engine
+        self._open = set(range(n))  # samples that have not finished
+        self._deltas: list[Delta] = []
+        self._arrived = asyncio.Event()
+        self._receive: Callable[[list[Delta]], None] | None = None
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        while not self._deltas:
+            if not self._open:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def push_to(self, receive: Callable[[list[Delta]], None]) -> None:
+        """Calls `receive` with each item as it arrives, on the event loop, instead of iterating.
+
+        It saves waking a task for every step of every request. `receive` must be quick: the next
+        request gets its news of the same step after it. If it raises, its request is aborted.
+        """
+        self._receive = receive
+        if self._deltas:
+            deltas, self._deltas = self._deltas, []
+            receive(deltas)
+
+    def abort(self) -> None:
+        """Gives the request up: its blocks are free within two steps. After its end, nothing."""
+        if self._open:
+            self._engine.abort(self.request_id)
+
+    def _put(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._open.discard(delta.index)
+        if self._receive is not None:
+            self._receive(deltas)
+            return
+        self._deltas.extend(deltas)
+        with contextlib.suppress(RuntimeError):  # its reader waited on a loop that was closed
+            self._arrived.set()
+
+
+class StreamingEngine(ABC):
+    """Requests in, streams out, on one event loop; a subclass has them computed.
+
+    Attributes that are None or 0 until the engine can serve are set by then.
+
+    Args:
+      rng: draws the seeds of requests that have none.
+      clock: seconds, for arrivals.
+      queue_limits: how much may wait for its first token before `submit` refuses more.
+    """
+
+    def __init__(
+        self,
+        *,
+        rng: random.Random,
+        clock: Callable[[], float] = time.monotonic,
+        queue_limits: QueueLimits | None = None,
+    ):
+        self.name = ""
+        self.max_model_len = 0
+        self.vocab_size = 0
+        self.system_fingerprint: str | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.chat_template: ChatTemplate | None = None
+        self._rng = rng
+        self._clock = clock
+        self._state: State = "starting"
+        self._streams: dict[str, Stream] = {}
+        self._queue = _Queue(queue_limits or QueueLimits(), clock)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news: deque[Outputs] = deque()  # of the steps that the loop has not seen
+        self._fan_out_due = False
+        self._idle = asyncio.Event()
+
+    # ---- what a subclass does ------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def limits(self) -> Limits:
+        """What a request must keep to."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """The engine takes requests from now on."""
+
+    @abstractmethod
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Takes no more requests, waits up to `drain_s` for the running ones, aborts the rest."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats: ...
+
+    @abstractmethod
+    def _add(self, request: Request) -> None:
+        """Has a request computed that `check` has accepted."""
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """Gives a request up; its stream ends with finish reason "abort"."""
+
+    @abstractmethod
+    def _check_alive(self) -> None:
+        """Raises EngineError if nothing could compute a request, whatever the state says."""
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def check(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> None:
+        """Refuses what `submit` would refuse for what it asks, and queues nothing.
+
+        Raises:
+          RequestError: the request can never be served; `param` names the field.
+        """
+        ids = token_ids(prompt_token_ids)
+        request = Request(request_id="", prompt_token_ids=ids, params=params)
+        check_request(request, self.limits, self.tokenizer)
+
+    def submit(
+        self,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Stream:
+        """Queues a request. To be called on the event loop that will read the stream.
+
+        Raises:
+          RequestError: the request can never be served; `param` names the field.
+          OverloadedError: too much waits already.
+          EngineError: the engine has failed or is stopping, or streams of another event loop
+            are being read.
+        """
+        if self._state not in TAKES_REQUESTS:
+            raise EngineError(f"the engine takes no requests: it is {self._state}")
+        self._check_alive()
+        if request_id in self._streams:
+            raise RequestError("the request id is in use: choose another", param="request_id")
+        self._attach_loop()
+        seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids(prompt_token_ids),
+            params=params,
+            arrival_s=self._clock(),
+            priority=priority,
+            cache_salt=cache_salt,
+            seed=seed % 2**64,
+        )
+        check_request(request, self.limits, self.tokenizer)
+        self._queue.push(request_id, params.n, len(request.prompt_token_ids))
+        stream = Stream(self, request_id, params.n)
+        self._streams[request_id] = stream
+        self._add(request)
+        return stream
+
+    async def generate(
+        self, prompt: str | list[int], params: SamplingParams | None = None, **kwargs: Any
+    ) -> AsyncIterator[Delta]:
+        """Streams the deltas of one prompt: text or token ids. Leaving the loop early aborts it."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("this model has no tokenizer: pass token ids", param="prompt")
+            prompt = self.tokenizer.encode(prompt)
+        kwargs.setdefault("request_id", f"gen-{self._rng.getrandbits(64):016x}")
+        stream = self.submit(prompt, params or SamplingParams(), **kwargs)
+        try:
+            async for deltas in stream:
+                for delta in deltas:
+                    yield delta
+        finally:
+            stream.abort()
+
+    # ---- streams -------------------------------------------------------------------------------
+
+    def _attach_loop(self) -> None:
+        """Makes the running loop the one that streams are fed on.
+
+        Streams of a loop that has been closed have no reader any more: they are aborted.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop and self._streams:
+            if self._loop is not None and not self._loop.is_closed():
+                raise EngineError("the engine is in use on another event loop")
+            for request_id in self._streams:
+                self.abort(request_id)
+        if self._loop is not loop:
+            self._loop = loop
+            loop.call_soon(self._fan_out)  # which the loop before may have been closed without
+
+    async def _drain(self, seconds: float) -> None:
+        """Waits so long for the running requests, and aborts the rest."""
+        if self._streams and seconds > 0:
+            self._idle.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), seconds)
+        for stream in list(self._streams.values()):
+            stream.abort()
+
+    def _deliver(self, outputs: Outputs) -> None:
+        """Hands the news of a step to the event loop; from any thread."""
+        if not outputs:
+            return
+        self._news.append(outputs)
+        if not self._fan_out_due:
+            self._fan_out_due = True
+            self._call(self._fan_out)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody listens
+                self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _fan_out(self) -> None:
+        """Hands the news on, all steps' of a request at once. It runs on the event loop."""
+        self._fan_out_due = False  # before the queue is read: what comes later is called for again
+        news: Outputs = {}
+        while self._news:
+            outputs = self._news.popleft()
+            if not news:
+                news = outputs
+                continue
+            for request_id, deltas in outputs.items():
+                news.setdefault(request_id, []).extend(deltas)
+        waiting = self._queue.waiting
+        for request_id, deltas in news.items():
+            if request_id in waiting:
+                self._queue.pop(request_id)
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue
+            try:
+                stream._put(deltas)
+            except Exception:  # costs this request, not the others
+                log.exception("request %s: its news could not be received", request_id)
+                stream.abort()
+            if not stream._open:
+                del self._streams[request_id]
+        if not self._streams:
+            self._idle.set()
+
+    def _fail(self, failure: EngineError) -> None:
+        """Ends every stream with an error."""
+        for stream in self._streams.values():
+            stream._put([Delta(i, finish_reason="error", error=failure) for i in stream._open])
+        self._streams.clear()
+        self._queue.clear()
+        self._idle.set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueLimits:
+    """What may wait for its first token, over all requests; None: any number."""
+
+    samples: int | None = None
+    prompt_tokens: int | None = None
+
+
+class _Queue:
+    """Counts what waits for its first token, and how fast that goes."""
+
+    def __init__(self, limits: QueueLimits, clock: Callable[[], float]):
+        self.waiting: dict[str, tuple[int, int]] = {}  # samples, tokens
+        self._limits = limits
+        self._clock = clock
+        self._samples = 0
+        self._tokens = 0
+        self._lately: deque[tuple[float, int]] = deque(maxlen=64)  # (when, tokens) of who left
+
+    def push(self, request_id: str, samples: int, prompt_tokens: int) -> None:
+        """Raises OverloadedError if there is no room. An empty queue has room for anything."""
+        limits = self._limits
+        if self.waiting:
+            if limits.samples is not None and self._samples + samples > limits.samples:
+                raise self._overloaded(f"{self._samples} samples")
+            most = limits.prompt_tokens
+            if most is not None and self._tokens + prompt_tokens > most:
+                raise self._overloaded(f"{self._tokens} prompt tokens")
+        self.waiting[request_id] = samples, prompt_tokens
+        self._samples += samples
+        self._tokens += prompt_tokens
+
+    def pop(self, request_id: str) -> None:
+        samples, tokens = self.waiting.pop(request_id)
+        self._samples -= samples
+        self._tokens -= tokens
+        self._lately.append((self._clock(), tokens))
+
+    def clear(self) -> None:
+        self.waiting.clear()
+        self._samples = self._tokens = 0
+
+    def _overloaded(self, what: str) -> OverloadedError:
+        return OverloadedError(
+            f"{what} are waiting already: try again later", retry_after_s=self._drain_s()
+        )
+
+    def _drain_s(self) -> float:
+        """How long the queue would take at the pace of those who left last; 1 to 60 s."""
+        if len(self._lately) < 2:
+            return 1.0
+        seconds = self._clock() - self._lately[0][0]
+        left = sum(tokens for _, tokens in self._lately)
+        return min(max(seconds * self._tokens / max(left, 1), 1.0), 60.0)
