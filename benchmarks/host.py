@@ -349,6 +349,9 @@ def real_step(steps: int) -> list[Report]:
 
     _progress("loading forge-tiny")
     parts = assemble(EngineConfig.from_options(max_num_seqs=64, backend="cpu"))
+    if parts.late is not None:
+        parts.late.wait()
+        parts.late.adopt()
     return [_measure_step(parts, num_sequences, steps) for num_sequences in (16, 64)]
 
 
