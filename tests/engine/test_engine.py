@@ -106,10 +106,10 @@ async def test_a_numerical_fault_fails_one_request_only(engine):
 
 
 async def test_a_failed_engine_says_so_to_everyone(engine, caplog):
-    def fail(plan):
+    def fail(*plan):
         raise RuntimeError("the device is gone")
 
-    engine._core._device.dispatch = fail
+    engine._core._device.dispatch = engine._core._device.reset = fail
     stream = engine.submit([1], SamplingParams(max_tokens=20), request_id="r")
     deltas = await anext(stream)
     assert isinstance(deltas[0].error, EngineError)

@@ -19,18 +19,19 @@ Outcome = dict[tuple[str, int], tuple[tuple[int, ...], str, tuple, tuple, str | 
 
 
 def fake_parts(**options):
-    config = EngineConfig.from_options(**{"max_num_seqs": 8, "num_blocks": 60, **options})
+    config = EngineConfig.from_options(**{"max_num_seqs": 8, "num_blocks": 24, **options})
     return assemble_fake(config, step_time_s=0.0, max_model_len=160, check=True)
 
 
 def requests(count: int, seed: int = 0) -> list[Request]:
+    """Named after the seed and their number, "0-3"."""
     rng = random.Random(seed)
     made = []
     for i in range(count):
         stem = [7] * 40 if rng.random() < 0.5 else []
         made.append(
             Request(
-                request_id=f"r{i}",
+                request_id=f"{seed}-{i}",
                 prompt_token_ids=stem + [rng.randrange(200) for _ in range(rng.randint(1, 60))],
                 params=SamplingParams(
                     n=rng.choice((1, 1, 1, 3)),
