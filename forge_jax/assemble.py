@@ -34,7 +34,7 @@ from forge_jax.observe.memory import available_host_bytes, device_bytes, give_ba
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.step.runner import Runner, first_shapes, step_shapes
 from forge_jax.step.slots import MAX_END_TOKENS
-from forge_jax.text import ChatTemplate, Tokenizer
+from forge_jax.text.load import load_text
 from forge_kernels import cpu
 from forge_kernels.attention import Implementation, kv_storage_dtype
 from forge_kernels.attention.cpu_ffi import unsupported
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
     from forge_jax.models.spec import ModelSpec
     from forge_jax.schedule.scheduler import Scheduler
+    from forge_jax.text import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +76,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
     runner = _make_runner(config, model, sizes, device, memory_limit, kernels)
     runner.compile()
     with startup.phase("config"):  # what the shapes do not depend on
-        tokenizer = Tokenizer.from_folder(folder)
-        template = _chat_template(folder, tokenizer, config)
+        tokenizer, template = load_text(folder, config.model.chat_template)
     with startup.phase("weights"):
         leaves = load_weights(model, folder, device=device)
     with startup.phase("compile"):  # what is left of it
@@ -460,17 +460,6 @@ def activation_bytes(spec: ModelSpec, max_tokens: int, num_rows: int) -> int:
         spec.hidden_size,
     )
     return 4 * 4 * (max_tokens * (width + 2 * spec.hidden_size) + num_rows * spec.vocab_size)
-
-
-def _chat_template(
-    folder: Path, tokenizer: Tokenizer | None, config: EngineConfig
-) -> ChatTemplate | None:
-    if tokenizer is None:
-        if config.model.chat_template is not None:
-            raise ConfigError("--chat-template needs a tokenizer, and the model folder has none")
-        return None
-    template = ChatTemplate.from_folder(folder, tokenizer, config.model.chat_template)
-    return template if template.available else None
 
 
 def _eos_token_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -47,7 +47,12 @@ class Engine(StreamingEngine):
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def load(cls, config: EngineConfig, startup: StartupTimes | None = None) -> Engine:
+    def load(
+        cls,
+        config: EngineConfig,
+        startup: StartupTimes | None = None,
+        queue_limits: QueueLimits | None = None,
+    ) -> Engine:
         """Loads the model and compiles its first executables; blocks until it can serve.
 
         The others go on compiling in threads, and are adopted between steps after `start`.
@@ -63,7 +68,7 @@ class Engine(StreamingEngine):
         from forge_jax.assemble import assemble
 
         startup.reached("import")
-        return cls(assemble(config, startup))
+        return cls(assemble(config, startup), queue_limits)
 
     @classmethod
     def fake(
@@ -73,6 +78,7 @@ class Engine(StreamingEngine):
         max_model_len: int = 4096,
         check: bool = False,
         config: EngineConfig | None = None,
+        queue_limits: QueueLimits | None = None,
     ) -> Engine:
         """The same engine on a fake device: no weights, a byte tokenizer, deterministic text.
 
@@ -87,7 +93,8 @@ class Engine(StreamingEngine):
                 step_time_s=step_time_s,
                 max_model_len=max_model_len,
                 check=check,
-            )
+            ),
+            queue_limits,
         )
 
     def start(self) -> None:
@@ -152,6 +159,7 @@ class Engine(StreamingEngine):
             generation_tokens=core.generation_tokens,
             preemptions=scheduler.num_preemptions,
             recoveries=core.num_recoveries,
+            restarts=0,
             stalled_s=core.stalled_s,
             prefix_cache_queries=pool.queried_tokens,
             prefix_cache_hits=pool.hit_tokens,

@@ -52,6 +52,10 @@ def fake_tokenizer() -> Tokenizer:
     return Tokenizer(backend, {"eos_token": "</s>"})
 
 
+def fake_chat_template() -> ChatTemplate:
+    return ChatTemplate(TEMPLATE, fake_tokenizer().special_tokens)
+
+
 def assemble_fake(
     config: EngineConfig, *, step_time_s: float, max_model_len: int, check: bool
 ) -> EngineParts:
@@ -98,7 +102,7 @@ def assemble_fake(
         core=core,
         max_model_len=max_model_len,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate(TEMPLATE, tokenizer.special_tokens),
+        chat_template=fake_chat_template(),
         rng=rng,
     )
 

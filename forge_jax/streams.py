@@ -52,6 +52,7 @@ class EngineStats:
     generation_tokens: int
     preemptions: int
     recoveries: int  # after steps that raised
+    restarts: int  # of an engine in a process of its own
     stalled_s: float  # for how long there has been work, and no step has come back
     prefix_cache_queries: int  # in tokens
     prefix_cache_hits: int
@@ -67,10 +68,10 @@ class Stream:
     the engine. The iteration ends when all `n` samples have finished.
     """
 
-    def __init__(self, engine: StreamingEngine, request_id: str, n: int):
+    def __init__(self, engine: StreamingEngine, request_id: str, samples: Iterable[int]):
         self.request_id = request_id
         self._engine = engine
-        self._open = set(range(n))  # samples that have not finished
+        self._open = set(samples)  # that have not finished
         self._deltas: list[Delta] = []
         self._arrived = asyncio.Event()
         self._receive: Callable[[list[Delta]], None] | None = None
@@ -208,12 +209,6 @@ class StreamingEngine(ABC):
           EngineError: the engine has failed or is stopping, or streams of another event loop
             are being read.
         """
-        if self._state not in TAKES_REQUESTS:
-            raise EngineError(f"the engine takes no requests: it is {self._state}")
-        self._check_alive()
-        if request_id in self._streams:
-            raise RequestError("the request id is in use: choose another", param="request_id")
-        self._attach_loop()
         seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
         request = Request(
             request_id=request_id,
@@ -224,9 +219,25 @@ class StreamingEngine(ABC):
             cache_salt=cache_salt,
             seed=seed % 2**64,
         )
+        return self.submit_request(request)
+
+    def submit_request(self, request: Request) -> Stream:
+        """The same for a request that has been made; what its `outputs` hold does not come again.
+
+        Raises:
+          as `submit`.
+        """
+        if self._state not in TAKES_REQUESTS:
+            raise EngineError(f"the engine takes no requests: it is {self._state}")
+        self._check_alive()
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise RequestError("the request id is in use: choose another", param="request_id")
+        self._attach_loop()
         check_request(request, self.limits, self.tokenizer)
-        self._queue.push(request_id, params.n, len(request.prompt_token_ids))
-        stream = Stream(self, request_id, params.n)
+        samples = range(request.params.n) if request.outputs is None else request.outputs
+        self._queue.push(request_id, len(samples), len(request.prompt_token_ids))
+        stream = Stream(self, request_id, samples)
         self._streams[request_id] = stream
         self._add(request)
         return stream

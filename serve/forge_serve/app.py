@@ -28,7 +28,7 @@ from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
 
 if TYPE_CHECKING:
-    from forge_jax.engine import Engine, EngineStats
+    from forge_jax.streams import EngineStats, StreamingEngine
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 WRITE_STALL_S = 30.0
@@ -51,7 +51,7 @@ class Service:
 
     def __init__(self, config: ServerConfig):
         self.config = config
-        self.engine: Engine | None = None
+        self.engine: StreamingEngine | None = None
         self.stopping = False
         self.created_s = int(time.time())
         self.metrics = Metrics(lambda: self.model_name, self.stats)
@@ -79,13 +79,18 @@ class Service:
     def stats(self) -> EngineStats | None:
         return None if self.engine is None else self.engine.stats()
 
-    def ready_engine(self) -> Engine:
+    def ready_engine(self) -> StreamingEngine:
         """Raises `NotReadyError` while the server is starting or stopping."""
         if self.stopping:
             raise NotReadyError("the server is shutting down")
         if self.engine is None:
             raise NotReadyError("the server is starting: the model is being loaded")
         return self.engine
+
+    def timeout_s(self, asked: float | None) -> float | None:
+        """How long a request may take that asks for so long: the server's limit holds for all."""
+        most = self.config.request_timeout_s
+        return most if asked is None else asked if most is None else min(asked, most)
 
     def check_model(self, name: str | None) -> None:
         """No name means the model that is served.
@@ -210,6 +215,7 @@ class _Endpoints:
                 request_id=form.id,
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt or "",
+                timeout_s=self._service.timeout_s(request.timeout),
                 metrics=self._service.metrics,
             )
         except RequestError as error:

@@ -19,10 +19,24 @@ class ServerConfig:
     drain_timeout_s: float = option(
         30.0, "seconds that running requests get to finish on SIGTERM", flag="--drain-timeout"
     )
+    request_timeout_s: float | None = option(
+        None,
+        "seconds that a request may take at most; its own timeout may be shorter",
+        flag="--request-timeout",
+    )
+    max_queued_requests: int = option(
+        4096, "samples that may wait for their first token; more are refused with 503"
+    )
+    max_queued_tokens: int = option(
+        8 * 1024 * 1024, "prompt tokens that may wait for their first output, likewise"
+    )
     stall_timeout_s: float = option(
         60.0,
         "seconds without a completed step, while there is work, after which /health fails",
         flag="--stall-timeout",
+    )
+    engine_process: bool = option(
+        False, "run the engine in a process of its own, which is started again if it dies"
     )
     fake: bool = option(
         False, "serve a fake device without weights: deterministic text at any speed"
@@ -37,6 +51,9 @@ class ServerConfig:
         for flag, value in (
             ("--drain-timeout", self.drain_timeout_s),
             ("--stall-timeout", self.stall_timeout_s),
+            ("--request-timeout", self.request_timeout_s or 0.0),
+            ("--max-queued-requests", self.max_queued_requests),
+            ("--max-queued-tokens", self.max_queued_tokens),
             ("--fake-step-time-ms", self.fake_step_time_ms),
         ):
             if not value >= 0:

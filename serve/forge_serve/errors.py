@@ -39,6 +39,10 @@ class NotReadyError(ForgeError):
         self.retry_after_s = retry_after_s
 
 
+class DeadlineError(ForgeError):
+    """The request took longer than it, or the server, allows."""
+
+
 class StoppingError(EngineError):
     """The engine gave a request up because the server is shutting down."""
 
@@ -89,6 +93,8 @@ def error_reply(error: BaseException) -> ErrorReply:
         case NotReadyError():
             retry_after_s = error.retry_after_s
             return ErrorReply(503, str(error), "server_error", None, "not_ready", retry_after_s)
+        case DeadlineError():
+            return ErrorReply(504, str(error), "timeout_error", "timeout", "deadline_exceeded")
         case NumericalError():
             return ErrorReply(500, str(error), "numerical_error", None, "numerical_error")
         case StepError():

@@ -16,13 +16,13 @@ import msgspec
 
 from forge_jax.errors import ContextLengthError, EngineError, RequestError
 from forge_jax.sampling_params import SamplingParams
-from forge_serve.errors import StoppingError
+from forge_serve.errors import DeadlineError, StoppingError
 from forge_serve.metrics import Metrics
 from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest
 
 if TYPE_CHECKING:
-    from forge_jax.engine import Engine, Stream
     from forge_jax.outputs import Delta
+    from forge_jax.streams import Stream, StreamingEngine
     from forge_jax.text import Tokenizer
 
 # A shorter text is tokenised on the event loop: in less time than handing it to a thread takes.
@@ -36,7 +36,7 @@ class Prompt:
 
 
 async def encode_prompts(
-    engine: Engine, request: CompletionRequest | ChatRequest | GenerateRequest
+    engine: StreamingEngine, request: CompletionRequest | ChatRequest | GenerateRequest
 ) -> list[Prompt]:
     """The prompts of a request as token ids; long texts are tokenised in a thread.
 
@@ -57,7 +57,7 @@ async def encode_prompts(
     return await asyncio.to_thread(_encode_texts, engine.tokenizer, given, special)
 
 
-def _check_text_size(engine: Engine, texts: Iterable[str], param: str) -> None:
+def _check_text_size(engine: StreamingEngine, texts: Iterable[str], param: str) -> None:
     """Refuses, before the work of tokenising it, what would not fit in the longest tokens.
 
     Raises:
@@ -101,7 +101,7 @@ def _encode_texts(
     return prompts
 
 
-async def _encode_chat(engine: Engine, request: ChatRequest) -> Prompt:
+async def _encode_chat(engine: StreamingEngine, request: ChatRequest) -> Prompt:
     tokenizer, template = engine.tokenizer, engine.chat_template
     if tokenizer is None:
         raise RequestError(
@@ -141,13 +141,14 @@ class Generation:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: StreamingEngine,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         *,
         request_id: str,
         priority: int,
         cache_salt: str,
+        timeout_s: float | None,
         metrics: Metrics,
     ):
         self.request_id = request_id
@@ -162,6 +163,8 @@ class Generation:
         self._cached = [0] * len(prompts)
         self._streams: list[Stream] = []
         self._receive: Callable[[News], None] | None = None
+        self._timeout_s = timeout_s
+        self._deadline: asyncio.TimerHandle | None = None
         self._gathered: News = []  # of this step, until all prompts have theirs
         self._hand_on_due = False
         # None is begun if one of them cannot be served; the first is checked as it is submitted.
@@ -204,12 +207,18 @@ class Generation:
         are the `failure`. An exception of `receive` becomes the failure, too, and is told to it.
         """
         self._receive = receive
+        if self._timeout_s is not None:
+            left_s = self._submitted_s + self._timeout_s - time.monotonic()
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_later(max(left_s, 0.0), self._expire)
         for prompt, stream in enumerate(self._streams):
             stream.push_to(partial(self._arrived, prompt))
 
     def close(self) -> None:
         """Aborts what still runs, and counts the request."""
         self._receive = None
+        if self._deadline is not None:
+            self._deadline.cancel()
         if self.unfinished:
             self._metrics.finished("abort", self.unfinished)
             self.unfinished = 0
@@ -221,6 +230,11 @@ class Generation:
     def _abort(self) -> None:
         for stream in self._streams:
             stream.abort()
+
+    def _expire(self) -> None:
+        if not self.over:
+            self.failure = DeadlineError(f"the request took longer than {self._timeout_s:g} s")
+            self._hand_on(self._gathered)
 
     def _arrived(self, prompt: int, deltas: list[Delta]) -> None:
         if self._receive is None:

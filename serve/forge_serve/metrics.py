@@ -25,8 +25,8 @@ from forge_jax.observe.phases import BOUNDS_S
 from forge_serve.histogram import ModelHistogram
 
 if TYPE_CHECKING:
-    from forge_jax.engine import EngineStats
     from forge_jax.outputs import Delta
+    from forge_jax.streams import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -148,6 +148,7 @@ class _EngineCollector(Collector):
             "generation_tokens": ("Output tokens", stats.generation_tokens),
             "num_preemptions": ("Sequences preempted for lack of blocks", stats.preemptions),
             "recoveries": ("Steps that failed, and were computed anew", stats.recoveries),
+            "engine_restarts": ("Engine processes started after one died", stats.restarts),
             "prefix_cache_queries": (
                 "Prompt tokens looked up in the prefix cache",
                 stats.prefix_cache_queries,

@@ -7,6 +7,7 @@ fraction. A field that would change the output and is not implemented is refused
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
@@ -77,6 +78,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None  # lower is served first
+    timeout: float | None = None  # seconds for the whole answer
     cache_salt: str | None = None
     user: str | None = None
 
@@ -159,6 +161,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             raise RequestError(
                 f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters", param="cache_salt"
             )
+        if self.timeout is not None and not 0.0 < self.timeout < math.inf:
+            raise RequestError("timeout must be a positive number of seconds", param="timeout")
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             raise RequestError("priority must fit 32 bits", param="priority")
 

@@ -32,8 +32,8 @@ from forge_serve.app import Service, make_app
 from forge_serve.config import ServerConfig
 
 if TYPE_CHECKING:
-    from forge_jax.engine import Engine
     from forge_jax.observe.startup import StartupTimes
+    from forge_jax.streams import StreamingEngine
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def serve(
     sock = bind(server_config.host, server_config.port)
     announce(engine_config, server_config)
 
-    def load() -> Engine:
+    def load() -> StreamingEngine:
         return load_engine(engine_config, server_config, startup)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -113,17 +113,35 @@ def bind(host: str, port: int) -> socket.socket:
 
 def load_engine(
     engine_config: EngineConfig, server_config: ServerConfig, startup: StartupTimes | None = None
-) -> Engine:
-    """Loads the engine that the configuration asks for. Takes long; imports jax."""
+) -> StreamingEngine:
+    """Loads the engine that the configuration asks for. Takes long; imports jax, or has it imported
+    in the engine's own process.
+    """
+    from forge_jax.streams import QueueLimits
+
+    limits = QueueLimits(
+        samples=server_config.max_queued_requests,
+        prompt_tokens=server_config.max_queued_tokens,
+    )
+    fake_step_s = server_config.fake_step_time_ms / 1e3
+    if server_config.engine_process:
+        from forge_jax.process.client import EngineProcess
+
+        if server_config.fake:
+            return EngineProcess.fake(
+                step_time_s=fake_step_s, config=engine_config, queue_limits=limits
+            )
+        return EngineProcess.load(engine_config, limits)
     from forge_jax.engine import Engine
 
     if server_config.fake:
-        step_time_s = server_config.fake_step_time_ms / 1e3
-        return Engine.fake(step_time_s=step_time_s, config=engine_config)
-    return Engine.load(engine_config, startup)
+        return Engine.fake(step_time_s=fake_step_s, config=engine_config, queue_limits=limits)
+    return Engine.load(engine_config, startup, limits)
 
 
-async def _serve(sock: socket.socket, config: ServerConfig, load: Callable[[], Engine]) -> bool:
+async def _serve(
+    sock: socket.socket, config: ServerConfig, load: Callable[[], StreamingEngine]
+) -> bool:
     """Returns False if it was told to stop before the engine was ready."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

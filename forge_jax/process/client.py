@@ -1,0 +1,379 @@
+"""`EngineProcess`: the async face of an engine in another process, which may die and be replaced.
+
+All that must survive is here: the requests that were accepted and the tokens that were put out.
+When the process ends, whatever the reason, a new one is started, and every request that was not
+finished is sent to it with its output so far. It goes on with the next token, as a preempted
+sequence does, and its reader sees a pause. In the deterministic tier the tokens after it are those
+that would have come without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from forge_jax.checkpoint.hub import resolve
+from forge_jax.config import EngineConfig
+from forge_jax.core import Limits
+from forge_jax.errors import EngineError, ForgeError, StepError
+from forge_jax.fake import fake_chat_template, fake_tokenizer
+from forge_jax.garbage import short_pauses
+from forge_jax.outputs import Delta
+from forge_jax.process.messages import (
+    Abort,
+    Frames,
+    FromEngine,
+    Hello,
+    News,
+    Refused,
+    Start,
+    Stats,
+    Submit,
+    ToEngine,
+    decoded,
+    frame,
+    from_engine,
+)
+from forge_jax.schedule.request import Request
+from forge_jax.streams import EngineStats, QueueLimits, StreamingEngine
+from forge_jax.text.load import load_text
+
+MAX_CRASHES = 3  # that a request may be part of without a token in between
+MAX_LAUNCHES = 5  # that may fail one after the other
+RECEIVE_BYTES = 1 << 20
+EXIT_S = 5.0  # for the process to end by itself
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A request that has been accepted, and what its samples have put out."""
+
+    request: Request
+    outputs: dict[int, list[int]]  # of the samples that have not finished
+    crashes: int = 0  # since the last token
+    aborted: bool = False
+
+    def remaining(self) -> Request:
+        """What is left to do."""
+        outputs = {index: tuple(tokens) for index, tokens in self.outputs.items()}
+        return dataclasses.replace(self.request, outputs=outputs)
+
+    def take(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self.outputs.pop(delta.index, None)
+            elif delta.index in self.outputs:
+                self.outputs[delta.index] += delta.token_ids
+            if delta.token_ids:
+                self.crashes = 0
+
+
+@dataclass
+class _Process:
+    """An engine process that has said hello."""
+
+    process: subprocess.Popen[bytes]
+    sock: socket.socket
+    hello: Hello
+    frames: Frames = field(default_factory=Frames)
+    early: list[FromEngine] = field(default_factory=list)  # came right behind the hello
+
+    def end(self) -> int:
+        """Ends it, at once if need be; its exit status."""
+        self.sock.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(EXIT_S)
+        self.process.kill()
+        return self.process.wait()
+
+
+class EngineProcess(StreamingEngine):
+    """The engine that `load` has started in another process."""
+
+    def __init__(
+        self,
+        start: Start,
+        process: _Process,
+        *,
+        queue_limits: QueueLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        rng = random.Random(start.config.model.seed)
+        super().__init__(rng=rng, clock=clock, queue_limits=queue_limits)
+        self.num_restarts = 0
+        self._start_message = start
+        self._process: _Process | None = process
+        self._transport: asyncio.WriteTransport | None = None
+        self._journal: dict[str, _Entry] = {}
+        self._pauses = contextlib.ExitStack()
+        self._heard_s = clock()  # when the process last said something
+        self._recovery: asyncio.Task[None] | None = None
+        self._introduce(process.hello)
+        if start.fake:
+            self.tokenizer, self.chat_template = fake_tokenizer(), fake_chat_template()
+        else:
+            model = start.config.model
+            folder = resolve(model.model, model.revision)
+            self.tokenizer, self.chat_template = load_text(folder, model.chat_template)
+
+    @classmethod
+    def load(cls, config: EngineConfig, queue_limits: QueueLimits | None = None) -> EngineProcess:
+        """Starts the process and has it load the model; blocks until it can serve.
+
+        Raises:
+          ModelError: the model cannot be served; the message says why.
+          ConfigError: the configuration does not fit the model or the machine.
+          EngineError: the process could not be started, or ended.
+        """
+        start = Start(config)
+        return cls(start, _launch(start), queue_limits=queue_limits)
+
+    @classmethod
+    def fake(
+        cls,
+        *,
+        step_time_s: float = 0.0,
+        max_model_len: int = 4096,
+        config: EngineConfig | None = None,
+        queue_limits: QueueLimits | None = None,
+    ) -> EngineProcess:
+        """The same on a fake device, as `Engine.fake`."""
+        start = Start(config or EngineConfig(), True, step_time_s, max_model_len)
+        return cls(start, _launch(start), queue_limits=queue_limits)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None while there is none."""
+        return None if self._process is None else self._process.process.pid
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    def start(self) -> None:
+        """Begins to listen to the process. To be called on the event loop; it stays that loop."""
+        assert self._state == "starting" and self._process is not None
+        self._state = self._stats.state
+        self._pauses.enter_context(short_pauses())
+        self._attach_loop()
+        self._recovery = asyncio.get_running_loop().create_task(self._connect(self._process))
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Takes no more requests, waits up to `drain_s` for the running ones, aborts the rest."""
+        if self._state != "failed":
+            self._state = "stopping"
+        await self._drain(drain_s)
+        for _ in range(20):  # the last deltas of what was aborted
+            if not self._streams or self._transport is None:
+                break
+            await asyncio.sleep(0.01)
+        self._state = "stopped"
+        if self._recovery is not None:
+            self._recovery.cancel()
+            await asyncio.wait([self._recovery])
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        if self._process is not None:
+            process, self._process = self._process, None
+            await asyncio.to_thread(process.end)
+        self._fail(EngineError("the engine has been stopped"))
+        self._pauses.close()
+
+    def abort(self, request_id: str) -> None:
+        """Gives a request up; its stream ends with finish reason "abort"."""
+        entry = self._journal.get(request_id)
+        if entry is None:
+            return
+        if self._transport is not None:
+            entry.aborted = True
+            self._send(Abort(request_id))
+        else:
+            self._end(request_id, "abort")
+
+    def stats(self) -> EngineStats:
+        silent_s = self._clock() - self._heard_s if self._journal else 0.0
+        return dataclasses.replace(
+            self._stats,
+            state=self._state,
+            healthy=self._state in ("serving", "ready", "stopping") and self._transport is not None,
+            stalled_s=max(self._stats.stalled_s, silent_s - 1.0, 0.0),
+            restarts=self.num_restarts,
+        )
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        pass  # the state says it: what waits for a new process is not lost
+
+    def _add(self, request: Request) -> None:
+        outputs: dict[int, list[int]] = {index: [] for index in range(request.params.n)}
+        self._journal[request.request_id] = _Entry(request, outputs)
+        self._send(Submit(request))
+
+    def _send(self, message: ToEngine) -> None:
+        if self._transport is not None:
+            self._transport.write(frame(message))
+
+    def _end(self, request_id: str, reason: str, error: ForgeError | None = None) -> None:
+        """Ends what is left of a request without asking the process."""
+        entry = self._journal.pop(request_id)
+        ends = [Delta(i, finish_reason=reason, error=error) for i in entry.outputs]  # type: ignore[arg-type]
+        self._news.append({request_id: ends})
+        self._fan_out()
+
+    # ---- the process ---------------------------------------------------------------------------
+
+    def _introduce(self, hello: Hello) -> None:
+        self.name, self.max_model_len = hello.name, hello.max_model_len
+        self.system_fingerprint = hello.system_fingerprint
+        self._limits, self.vocab_size = hello.limits, hello.limits.vocab_size
+        self._stats = hello.stats
+
+    async def _connect(self, process: _Process) -> None:
+        """Listens to a process, and gives it everything that is not finished."""
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_unix_connection(
+            lambda: _Connection(self, process), sock=process.sock
+        )
+        self._heard_s = self._clock()
+        for entry in self._journal.values():
+            transport.write(frame(Submit(entry.remaining())))
+        self._transport = transport
+
+    def _receive(self, message: FromEngine) -> None:
+        self._heard_s = self._clock()
+        match message:
+            case News():
+                outputs = message.to_outputs()
+                for request_id, deltas in outputs.items():
+                    entry = self._journal.get(request_id)
+                    if entry is not None:
+                        entry.take(deltas)
+                        if not entry.outputs:
+                            del self._journal[request_id]
+                self._news.append(outputs)
+                self._fan_out()
+            case Stats():
+                self._stats = message.stats
+                if self._state in ("serving", "ready") and message.stats.state != "failed":
+                    self._state = message.stats.state
+
+    def _lost(self, process: _Process) -> None:
+        """The process has ended, or says what nobody understands."""
+        self._transport = None
+        if self._state not in ("serving", "ready"):
+            return
+        self._state = "recovering"
+        self.num_restarts += 1
+        for request_id, entry in list(self._journal.items()):
+            entry.crashes += 1
+            if entry.aborted:
+                self._end(request_id, "abort")
+            elif entry.crashes >= MAX_CRASHES:
+                log.error("request %s was there at %d crashes: given up", request_id, MAX_CRASHES)
+                error = StepError("the engine crashed each time it computed this request")
+                self._end(request_id, "error", error)
+        self._recovery = asyncio.get_running_loop().create_task(self._recover(process))
+
+    async def _recover(self, process: _Process) -> None:
+        process.process.kill()
+        status = await asyncio.to_thread(process.end)
+        log.error(
+            "the engine process ended with status %d; %d requests wait for the next",
+            status,
+            len(self._journal),
+        )
+        for attempt in range(MAX_LAUNCHES):
+            launching = asyncio.ensure_future(asyncio.to_thread(_launch, self._start_message))
+            try:
+                new = await asyncio.shield(launching)
+            except asyncio.CancelledError:
+                launching.add_done_callback(_end_unused)
+                raise
+            except ForgeError as error:
+                log.error("the engine process could not be started again: %s", error)
+                await asyncio.sleep(min(0.2 * 2**attempt, 5.0))
+                continue
+            self._introduce(new.hello)
+            self._process = new
+            await self._connect(new)
+            self._state = self._stats.state
+            log.info("a new engine process goes on with %d requests", len(self._journal))
+            return
+        self._state = "failed"
+        self._journal.clear()
+        self._fail(EngineError("the engine process cannot be started again"))
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, engine: EngineProcess, process: _Process):
+        self._engine = engine
+        self._process = process
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        for message in self._process.early:
+            self._engine._receive(message)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in decoded(self._process.frames, data, from_engine):
+                self._engine._receive(message)
+        except ValueError:
+            log.exception("the engine process says what nobody understands")
+            self._transport.abort()  # type: ignore[attr-defined]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._engine._lost(self._process)
+
+
+def _launch(start: Start) -> _Process:
+    """Starts a process and waits until it can serve.
+
+    Raises:
+      ForgeError: it cannot, for a reason of its own; or it ended.
+    """
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "forge_jax.process.worker", str(theirs.fileno())]
+    try:
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    except OSError as error:
+        ours.close()
+        raise EngineError("the engine process could not be started") from error
+    finally:
+        theirs.close()
+    frames = Frames()
+    try:
+        ours.sendall(frame(start))
+        while data := ours.recv(RECEIVE_BYTES):
+            messages = list(decoded(frames, data, from_engine))
+            match messages:
+                case [Hello() as hello, *early]:
+                    return _Process(process, ours, hello, frames, early)
+                case [Refused(error), *_]:
+                    raise error.error()
+        raise EngineError("the engine process ended before it could serve: see its log")
+    except BaseException:
+        ours.close()
+        process.kill()
+        process.wait()
+        raise
+
+
+def _end_unused(launching: asyncio.Future[_Process]) -> None:
+    if not launching.cancelled() and launching.exception() is None:
+        launching.result().process.kill()

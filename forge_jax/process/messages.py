@@ -1,0 +1,201 @@
+"""What a server and its engine process say to each other: MessagePack with a schema, in frames.
+
+A frame is the length of its payload in four bytes, big end first, and the payload. They travel over
+a pair of connected Unix sockets that has no name, so that nobody else can reach it. Nothing that is
+received is ever run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from forge_jax import errors
+from forge_jax.config import EngineConfig
+from forge_jax.core import Limits, Outputs
+from forge_jax.outputs import Delta
+from forge_jax.schedule.plan import TokenLogprobs
+from forge_jax.schedule.request import FinishReason, Request
+from forge_jax.streams import EngineStats
+
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+
+_ERRORS = {
+    kind.__name__: kind
+    for kind in (
+        errors.ConfigError,
+        errors.ModelError,
+        errors.UnsupportedModelError,
+        errors.CheckpointError,
+        errors.RequestError,
+        errors.ContextLengthError,
+        errors.OverloadedError,
+        errors.EngineError,
+        errors.NumericalError,
+        errors.StepError,
+    )
+}
+
+
+class WireError(msgspec.Struct, array_like=True, frozen=True):
+    kind: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: errors.ForgeError) -> WireError:
+        kind = type(error).__name__
+        return cls(
+            kind if kind in _ERRORS else "EngineError", str(error), getattr(error, "param", None)
+        )
+
+    def error(self) -> errors.ForgeError:
+        kind = _ERRORS.get(self.kind, errors.EngineError)
+        if issubclass(kind, errors.RequestError):
+            return kind(self.message, param=self.param)
+        return kind(self.message)
+
+
+class WireDelta(msgspec.Struct, array_like=True, frozen=True):
+    """A `Delta`; most have nothing after the third field."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: WireError | None = None
+
+    @classmethod
+    def of(cls, delta: Delta) -> WireDelta:
+        return cls(
+            delta.index,
+            delta.text,
+            delta.token_ids,
+            delta.finish_reason,
+            delta.stop_reason,
+            delta.num_cached_tokens,
+            delta.logprobs,
+            delta.prompt_logprobs,
+            None if delta.error is None else WireError.of(delta.error),
+        )
+
+    def delta(self) -> Delta:
+        return Delta(
+            self.index,
+            self.text,
+            self.token_ids,
+            self.logprobs,
+            self.prompt_logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            None if self.error is None else self.error.error(),
+            self.num_cached_tokens,
+        )
+
+
+class Start(msgspec.Struct, tag="start"):
+    """The first message to the process: what to load."""
+
+    config: EngineConfig
+    fake: bool = False
+    fake_step_time_s: float = 0.0
+    fake_max_model_len: int = 4096
+
+
+class Submit(msgspec.Struct, tag="submit"):
+    request: Request
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    request_id: str
+
+
+ToEngine = Start | Submit | Abort
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """The first message from the process: it can serve."""
+
+    name: str
+    max_model_len: int
+    limits: Limits
+    system_fingerprint: str | None
+    stats: EngineStats
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    """Instead of a hello: it cannot serve."""
+
+    error: WireError
+
+
+class News(msgspec.Struct, tag="news"):
+    outputs: dict[str, list[WireDelta]]
+
+    @classmethod
+    def of(cls, outputs: Outputs) -> News:
+        return cls({rid: [WireDelta.of(d) for d in deltas] for rid, deltas in outputs.items()})
+
+    def to_outputs(self) -> Outputs:
+        return {rid: [wire.delta() for wire in deltas] for rid, deltas in self.outputs.items()}
+
+
+class Stats(msgspec.Struct, tag="stats"):
+    stats: EngineStats
+
+
+FromEngine = Hello | Refused | News | Stats
+
+_encoder = msgspec.msgpack.Encoder()
+to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    payload = _encoder.encode(message)
+    return len(payload).to_bytes(4, "big") + payload
+
+
+class Frames:
+    """Cuts a stream of bytes into payloads."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yields each payload that `data` completes.
+
+        Raises:
+          ValueError: a frame is longer than any can be.
+        """
+        received = self._bytes
+        received += data
+        start = 0
+        try:
+            while len(received) - start >= 4:
+                length = int.from_bytes(received[start : start + 4], "big")
+                if length > MAX_FRAME_BYTES:
+                    raise ValueError(f"a frame of {length} bytes")
+                if len(received) - start - 4 < length:
+                    break
+                payload = bytes(received[start + 4 : start + 4 + length])
+                start += 4 + length
+                yield payload
+        finally:
+            del received[:start]
+
+
+def decoded(frames: Frames, data: bytes, decoder: msgspec.msgpack.Decoder[Any]) -> Iterator[Any]:
+    """The messages that `data` completes.
+
+    Raises:
+      ValueError: they are not of the schema (msgspec's own errors are of this kind).
+    """
+    for payload in frames.feed(data):
+        yield decoder.decode(payload)

@@ -1,0 +1,173 @@
+"""The engine process: loads what it is told to, serves one connection, and ends with it.
+
+    python -m forge_jax.process.worker FILE_DESCRIPTOR
+
+Its peer keeps everything that must not be lost. So this process never tries to save anything: when
+the connection closes, for whatever reason, it ends at once, and the operating system takes back its
+memory, the device's too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from functools import partial
+
+from forge_jax.core import Outputs
+from forge_jax.engine import Engine
+from forge_jax.errors import EngineError, ForgeError
+from forge_jax.outputs import Delta
+from forge_jax.process.messages import (
+    Abort,
+    Frames,
+    Hello,
+    News,
+    Refused,
+    Start,
+    Stats,
+    Submit,
+    ToEngine,
+    WireError,
+    decoded,
+    frame,
+    to_engine,
+)
+from forge_jax.streams import EngineStats
+
+STATS_S = 0.05  # between two, while there is news
+IDLE_STATS_S = 0.5  # between two that tell that nothing has changed
+
+log = logging.getLogger(__name__)
+
+
+class _Worker(asyncio.Protocol):
+    def __init__(self) -> None:
+        self._frames = Frames()
+        self._engine: Engine | None = None
+        self._loading = False
+        self._news: Outputs = {}  # of this turn of the event loop
+        self._sent: EngineStats | None = None
+        self._sent_s = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in decoded(self._frames, data, to_engine):
+                self._receive(message)
+        except ValueError:
+            log.exception("a message that nobody can have sent")
+            os._exit(1)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        os._exit(0)
+
+    def _receive(self, message: ToEngine) -> None:
+        engine = self._engine
+        match message:
+            case Start():
+                threading.Thread(target=self._load, args=(message,), daemon=True).start()
+            case Submit(request) if engine is not None:
+                try:
+                    stream = engine.submit_request(request)
+                except ForgeError as error:
+                    samples = range(request.params.n)
+                    if request.outputs is not None:
+                        samples = request.outputs
+                    ends = [Delta(i, finish_reason="error", error=error) for i in samples]
+                    self._gather(request.request_id, ends)
+                else:
+                    stream.push_to(partial(self._gather, request.request_id))
+            case Abort(request_id) if engine is not None:
+                engine.abort(request_id)
+
+    def _load(self, start: Start) -> None:
+        try:
+            if start.fake:
+                engine = Engine.fake(
+                    step_time_s=start.fake_step_time_s,
+                    max_model_len=start.fake_max_model_len,
+                    config=start.config,
+                )
+            else:
+                engine = Engine.load(start.config)
+        except ForgeError as error:
+            self._loop.call_soon_threadsafe(self._send, Refused(WireError.of(error)))
+        except BaseException as error:
+            log.exception("the model could not be loaded")
+            failure = EngineError(f"the model could not be loaded: {type(error).__name__}")
+            self._loop.call_soon_threadsafe(self._send, Refused(WireError.of(failure)))
+        else:
+            self._loop.call_soon_threadsafe(self._begin, engine)
+
+    def _begin(self, engine: Engine) -> None:
+        self._engine = engine
+        engine.start()
+        self._send(
+            Hello(
+                name=engine.name,
+                max_model_len=engine.max_model_len,
+                limits=engine.limits,
+                system_fingerprint=engine.system_fingerprint,
+                stats=engine.stats(),
+            )
+        )
+        self._tell_stats()
+
+    def _send(self, message: Hello | Refused | News | Stats) -> None:
+        self._transport.write(frame(message))
+
+    def _gather(self, request_id: str, deltas: list[Delta]) -> None:
+        if not self._news:
+            self._loop.call_soon(self._send_news)
+        self._news.setdefault(request_id, []).extend(deltas)
+
+    def _send_news(self) -> None:
+        news, self._news = self._news, {}
+        self._send(News.of(news))
+        if time.monotonic() - self._sent_s > STATS_S:
+            self._send_stats()
+
+    def _tell_stats(self) -> None:
+        """Tells what has changed meanwhile, and now and then that nothing has: it is alive."""
+        self._loop.call_later(STATS_S, self._tell_stats)
+        late = time.monotonic() - self._sent_s > IDLE_STATS_S
+        if late or (self._engine is not None and self._engine.stats() != self._sent):
+            self._send_stats()
+
+    def _send_stats(self) -> None:
+        assert self._engine is not None
+        stats = self._engine.stats()
+        self._sent, self._sent_s = stats, time.monotonic()
+        self._send(Stats(stats))
+        if stats.state == "failed":  # a new process is the remedy
+            log.error("the engine failed: its process ends")
+            self._loop.call_soon(os._exit, 1)
+
+
+async def _serve(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    await loop.create_unix_connection(_Worker, sock=sock)
+    await loop.create_future()  # until the process ends
+
+
+def main() -> None:
+    gc.disable()  # until the engine is ready
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to everybody
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()

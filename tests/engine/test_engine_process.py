@@ -1,0 +1,327 @@
+"""An engine in a process of its own: killed at any moment, it goes on with every stream."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from forge_jax import SamplingParams
+from forge_jax.config import EngineConfig
+from forge_jax.engine import Engine
+from forge_jax.errors import ConfigError, EngineError, ModelError, RequestError, StepError
+from forge_jax.process import client
+from forge_jax.process.client import EngineProcess
+from forge_jax.process.messages import Abort, Frames, Start, Submit, decoded, frame, to_engine
+from forge_jax.schedule.request import Request
+from forge_jax.streams import QueueLimits, StreamingEngine
+
+WAIT_S = 60.0
+
+
+def jobs(count: int, seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(seed)
+    made = []
+    for i in range(count):
+        stem = [9] * 64 if rng.random() < 0.5 else []
+        params = SamplingParams(
+            n=rng.choice((1, 1, 1, 2)),
+            max_tokens=rng.randint(1, 120),
+            temperature=1.0,
+            seed=i,
+            ignore_eos=True,
+            logprobs=rng.choice((None, None, 1)),
+            prompt_logprobs=rng.choice((None, None, None, 1)),
+            stop=rng.choice(((), (), ("garden w", "brave dog"))),
+            skip_special_tokens=rng.random() < 0.5,
+        )
+        made.append((stem + [rng.randrange(300) for _ in range(rng.randint(1, 80))], params))
+    return made
+
+
+async def outcome(engine: StreamingEngine, name: str, prompt, params) -> dict[int, list]:
+    """What each sample put out: tokens, text, logprobs, prompt logprobs, why it ended."""
+    found = {i: [(), "", (), (), None, None] for i in range(params.n)}
+    async for deltas in engine.submit(prompt, params, request_id=name):
+        for delta in deltas:
+            entry = found[delta.index]
+            assert entry[4] is None, "news after the end"
+            entry[0] += delta.token_ids
+            entry[1] += delta.text
+            entry[2] += delta.logprobs or ()
+            entry[3] += delta.prompt_logprobs or ()
+            entry[4], entry[5] = delta.finish_reason, delta.stop_reason
+            if delta.error is not None:
+                entry[5] = delta.error
+    return found
+
+
+async def outcomes(engine: StreamingEngine, work) -> list[dict[int, list]]:
+    tasks = [outcome(engine, f"r{i}", *job) for i, job in enumerate(work)]
+    return await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S)
+
+
+async def until(condition, what: str) -> None:
+    for _ in range(int(WAIT_S * 100)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"never: {what}")
+
+
+async def undisturbed(work, **options) -> list[dict[int, list]]:
+    engine = Engine.fake(**options)
+    engine.start()
+    try:
+        return await outcomes(engine, work)
+    finally:
+        await engine.stop()
+
+
+@pytest.fixture
+async def engine():
+    engine = EngineProcess.fake(step_time_s=0.002)
+    engine.start()
+    yield engine
+    await engine.stop()
+
+
+async def test_it_answers_as_an_engine_in_the_same_process(engine):
+    work = jobs(20)
+    assert await outcomes(engine, work) == await undisturbed(work)
+    await until(lambda: engine.stats().num_used_blocks == 0, "idle")
+    stats = engine.stats()
+    assert stats.healthy and stats.state == "ready" and stats.restarts == 0
+    assert stats.generation_tokens > 100 and stats.step_phases["schedule"].count > 10
+
+
+async def test_every_stream_goes_on_after_kills(engine):
+    work = jobs(64, seed=1)
+    expected = await undisturbed(work)
+    serving = asyncio.ensure_future(outcomes(engine, work))
+    for kill in range(3):
+        await until(lambda: engine.stats().healthy, "healthy")
+        steps = engine.stats().steps
+        await until(lambda steps=steps: engine.stats().steps > steps + 15, "steps")
+        assert not serving.done(), "killed too late to show anything"
+        os.kill(engine.pid, signal.SIGKILL)
+        await until(lambda: not engine.stats().healthy, "unhealthy")
+        assert engine.stats().state == "recovering"
+        assert engine.num_restarts == kill + 1
+    assert await serving == expected
+    assert not engine._journal and not engine._streams
+    await until(lambda: engine.stats().state == "ready", "ready again")
+
+
+async def test_what_comes_while_there_is_no_process_is_served_by_the_next(engine):
+    [job] = jobs(1, seed=5)
+    os.kill(engine.pid, signal.SIGKILL)
+    await until(lambda: engine.stats().state == "recovering", "recovering")
+    stream = engine.submit([1], SamplingParams(max_tokens=500), request_id="given up")
+    stream.abort()
+    assert [d.finish_reason for d in await anext(stream)] == ["abort"]
+    assert await outcomes(engine, [job]) == await undisturbed([job])
+
+
+async def test_a_request_that_kills_each_process_ends_alone(engine, monkeypatch):
+    """The process dies whenever this request has been sent to it, before it brings a token."""
+    send = client.EngineProcess._send
+    connect = client.EngineProcess._connect
+
+    def kill_if_poisoned(self):
+        if "poison" in self._journal:
+            os.kill(self._process.process.pid, signal.SIGKILL)
+
+    def send_and_kill(self, message):
+        send(self, message)
+        if isinstance(message, Submit) and message.request.request_id == "poison":
+            kill_if_poisoned(self)
+
+    async def connect_and_kill(self, process):
+        await connect(self, process)
+        self._process = process
+        kill_if_poisoned(self)
+
+    monkeypatch.setattr(client.EngineProcess, "_send", send_and_kill)
+    monkeypatch.setattr(client.EngineProcess, "_connect", connect_and_kill)
+    long = [([3, 4, 5], SamplingParams(max_tokens=400, seed=3, ignore_eos=True))]
+    expected = await undisturbed(long)
+    serving = asyncio.ensure_future(outcomes(engine, long))
+    await until(lambda: engine._journal and engine._journal["r0"].outputs[0], "a token")
+    # Its neighbour may have no token between the kills either, but it has had one before the first.
+    engine._journal["r0"].crashes = -1
+    poison = SamplingParams(max_tokens=5)
+    found = await asyncio.wait_for(outcome(engine, "poison", [1], poison), WAIT_S)
+    assert found[0][4] == "error" and isinstance(found[0][5], StepError)
+    assert await serving == expected
+    assert engine.num_restarts == client.MAX_CRASHES
+
+
+async def test_aborts_reach_the_process(engine):
+    stream = engine.submit([1, 2], SamplingParams(max_tokens=4000), request_id="a")
+    await anext(stream)
+    stream.abort()
+    ends = [delta.finish_reason async for deltas in stream for delta in deltas]
+    assert ends[-1] == "abort"
+    await until(lambda: engine.stats().num_used_blocks == 0, "free")
+    assert not engine._journal
+
+
+async def test_refusals_are_those_of_an_engine(engine):
+    local = Engine.fake()
+    for prompt, params in (
+        ([], SamplingParams()),
+        ([10**6], SamplingParams()),
+        ([1], SamplingParams(max_tokens=10**6)),
+        ([1], SamplingParams(stop_token_ids=(10**6,))),
+    ):
+        with pytest.raises(RequestError) as here:
+            local.check(prompt, params)
+        with pytest.raises(RequestError) as there:
+            engine.submit(prompt, params, request_id="x")
+        assert str(here.value) == str(there.value) and here.value.param == there.value.param
+    assert not engine._streams and not engine._journal
+
+
+async def test_a_drain_lets_running_requests_finish():
+    engine = EngineProcess.fake(step_time_s=0.002, queue_limits=QueueLimits(samples=3))
+    engine.start()
+    pid = engine.pid
+    work = [([1, 2, 3], SamplingParams(max_tokens=60, seed=1, ignore_eos=True))]
+    serving = asyncio.ensure_future(outcomes(engine, work))
+    await asyncio.sleep(0.05)
+    await engine.stop(drain_s=WAIT_S)
+    assert await serving == await undisturbed(work)
+    with pytest.raises(EngineError):
+        engine.submit([1], SamplingParams(), request_id="late")
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_the_process_ends_when_nobody_is_connected():
+    engine = EngineProcess.fake()
+    process = engine._process
+    process.sock.close()
+    assert await asyncio.to_thread(process.process.wait, WAIT_S) == 0
+
+
+async def test_an_engine_that_cannot_be_started_again_says_so(engine, monkeypatch):
+    def refuse(start):
+        raise EngineError("no more processes")
+
+    monkeypatch.setattr(client, "_launch", refuse)
+    monkeypatch.setattr(client, "MAX_LAUNCHES", 2)
+    serving = asyncio.ensure_future(outcomes(engine, [([1], SamplingParams(max_tokens=4000))]))
+    await until(lambda: engine.stats().num_running, "running")
+    os.kill(engine.pid, signal.SIGKILL)
+    [found] = await serving
+    assert found[0][4] == "error" and isinstance(found[0][5], EngineError)
+    assert engine.stats().state == "failed" and not engine.stats().healthy
+
+
+def test_reasons_why_a_model_cannot_be_served_come_through(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json"):
+        EngineProcess.load(EngineConfig.from_options(model=str(tmp_path)))
+    with pytest.raises(ConfigError, match="--device 99"):
+        EngineProcess.load(EngineConfig.from_options(model="forge-tiny", device=99))
+
+
+async def test_the_bundled_model_goes_on_with_the_same_bits():
+    options = {"deterministic": True, "max_num_seqs": 4, "max_model_len": 256, "num_blocks": 64}
+    config = EngineConfig.from_options(model="forge-tiny", **options)
+    text = "Once upon a time there was a "
+    engine = EngineProcess.load(config)
+    engine.start()
+    try:
+        assert engine.tokenizer is not None and engine.chat_template is not None
+        work = [
+            (
+                engine.tokenizer.encode(text + animal),
+                SamplingParams(max_tokens=150, temperature=t, seed=7, logprobs=1, ignore_eos=True),
+            )
+            for animal, t in (("dog", 0.0), ("cat", 0.8), ("bird", 1.0))
+        ]
+        expected = await outcomes(engine, work)
+        serving = asyncio.ensure_future(outcomes(engine, work))
+        await until(
+            lambda: sum(len(o) for e in engine._journal.values() for o in e.outputs.values()) > 40,
+            "tokens",
+        )
+        assert not serving.done()
+        os.kill(engine.pid, signal.SIGKILL)
+        assert await serving == expected
+        assert engine.num_restarts == 1
+        assert engine.system_fingerprint is not None
+    finally:
+        await engine.stop()
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+def test_messages_survive_any_cut():
+    params = SamplingParams(stop=("a", "b"), logit_bias={3: 1.5}, seed=2**63, n=2)
+    request = Request(
+        request_id="ü", prompt_token_ids=(1, 2), params=params, seed=2**64 - 1, outputs={1: (5, 6)}
+    )
+    sent = [
+        Start(EngineConfig.from_options(model="x", max_num_seqs=3)),
+        Submit(request),
+        Abort("b"),
+    ]
+    data = b"".join(frame(message) for message in sent)
+    rng = random.Random(0)
+    for _ in range(50):
+        frames, found, start = Frames(), [], 0
+        while start < len(data):
+            end = start + rng.choice((1, 2, 3, 50, 5000))
+            found += decoded(frames, data[start:end], to_engine)
+            start = end
+        assert [type(message) for message in found] == [Start, Submit, Abort]
+        assert found[0] == sent[0] and found[2] == sent[2]
+        assert found[1].request.params == params and found[1].request.outputs == {1: [5, 6]}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xff\xff\xff",
+        (3).to_bytes(4, "big") + b"abc",
+        frame(Abort("a")).replace(b"abort", b"abirt"),
+        (1).to_bytes(4, "big") + b"\xc1",
+    ],
+)
+def test_what_is_not_of_the_schema_is_refused(data):
+    with pytest.raises(ValueError):
+        list(decoded(Frames(), data, to_engine))
+
+
+def test_the_process_does_not_outlive_its_parent():
+    """Also one that is killed: the operating system closes its end of the connection."""
+    import subprocess
+    import sys
+
+    code = (
+        "import time\n"
+        "from forge_jax.process.client import EngineProcess\n"
+        "print(EngineProcess.fake().pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.kill(pid, 0)
+        parent.kill()
+    for _ in range(int(WAIT_S * 100)):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        # In a container nobody may be there to collect it: then it stays as a zombie.
+        with open(f"/proc/{pid}/stat") as stat:
+            if stat.read().rpartition(")")[2].split()[0] == "Z":
+                return
+        time.sleep(0.01)
+    raise AssertionError("it lives on")
