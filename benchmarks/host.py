@@ -104,6 +104,9 @@ class _PackingDevice:
         self.pack_s.append(time.perf_counter() - start)
         return self._fake.dispatch(plan)
 
+    def reset(self) -> None:
+        self._fake.reset()
+
     def read(self, pending: Any) -> StepResult:
         return self._fake.read(pending)
 

@@ -5,8 +5,9 @@
 Each round starts, one after the other: Python with the imports that a server needs, and a server
 with a warm and with a cold compilation cache. All times are from the start of a process, as another
 sees them: for the imports until it says that they are done, for a server until it says where it
-serves, and until `/health` says "ready". The cold cache is an empty folder each time. Files are in the page cache, and
-the C++ kernels have been built, in every case but the first, which is not counted.
+serves, and until `/health` says "ready". The cold cache is an empty folder each time. Files are in
+the page cache, and the C++ kernels have been built, in every case but the first, which is not
+counted.
 """
 
 from __future__ import annotations

@@ -259,6 +259,24 @@ class StreamingEngine(ABC):
         finally:
             stream.abort()
 
+    def abort_all(self) -> None:
+        """Gives every request up."""
+        for stream in list(self._streams.values()):
+            stream.abort()
+
+    def shed(self) -> bool:
+        """Ends the newest request that has had no token, with an OverloadedError; False if none."""
+        if not self._queue.waiting:
+            return False
+        request_id = next(reversed(self._queue.waiting))
+        self.abort(request_id)
+        self._queue.pop(request_id)
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            error = OverloadedError("given up to save memory: try again later", retry_after_s=10.0)
+            stream._put([Delta(i, finish_reason="error", error=error) for i in list(stream._open)])
+        return True
+
     # ---- streams -------------------------------------------------------------------------------
 
     def _attach_loop(self) -> None:
@@ -282,8 +300,7 @@ class StreamingEngine(ABC):
             self._idle.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), seconds)
-        for stream in list(self._streams.values()):
-            stream.abort()
+        self.abort_all()
 
     def _deliver(self, outputs: Outputs) -> None:
         """Hands the news of a step to the event loop; from any thread."""

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jax
 import psutil
+
+if TYPE_CHECKING:
+    import jax
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_host_bytes() -> int:
     """Memory that can still be taken without swapping, within the container's limit."""
-    available = psutil.virtual_memory().available
+    return host_bytes()[0]
+
+
+def host_bytes() -> tuple[int, int]:
+    """(available, total) memory, within the container's limit."""
+    memory = psutil.virtual_memory()
+    available, total = memory.available, memory.total
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         if limit != "max":
             used = int((_CGROUP / "memory.current").read_text())
             available = min(available, int(limit) - used)
+            total = min(total, int(limit))
     except (OSError, ValueError):
         pass  # no cgroup v2: the host's own figure stands
-    return max(available, 0)
+    return max(available, 0), total
 
 
 def device_bytes(device: jax.Device) -> tuple[int, int] | None:

@@ -20,9 +20,10 @@ from aiohttp import hdrs, web
 
 from forge_jax.errors import RequestError
 from forge_serve.config import ServerConfig
-from forge_serve.errors import NotReadyError, UnknownModelError, error_reply
+from forge_serve.errors import BodyTimeoutError, NotReadyError, UnknownModelError, error_reply
 from forge_serve.event_stream import EventStream
 from forge_serve.generation import Generation, News, encode_prompts
+from forge_serve.memory import MemoryGuard
 from forge_serve.metrics import CONTENT_TYPE, Metrics
 from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, decode
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from forge_jax.streams import EngineStats, StreamingEngine
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
+BODY_S = 60.0  # for the body of a request to arrive
 WRITE_STALL_S = 30.0
 SERVES = ("serving", "ready")  # states; "ready" is when nothing is left to be compiled
 CLIENT_CLOSED = 499  # what the log and the metrics call an answer that nobody waited for
@@ -55,6 +57,7 @@ class Service:
         self.stopping = False
         self.created_s = int(time.time())
         self.metrics = Metrics(lambda: self.model_name, self.stats)
+        self.memory = MemoryGuard(config.memory_watermark, self._shed)
 
     @property
     def model_name(self) -> str:
@@ -75,6 +78,9 @@ class Service:
         if not stats.healthy:
             return "failed"
         return "stalled" if stats.stalled_s > self.config.stall_timeout_s else stats.state
+
+    def _shed(self) -> bool:
+        return self.engine is not None and self.engine.shed()
 
     def stats(self) -> EngineStats | None:
         return None if self.engine is None else self.engine.stats()
@@ -193,7 +199,8 @@ class _Endpoints:
         form_type: Callable[..., ResponseForm],
     ) -> web.StreamResponse:
         engine = self._service.ready_engine()
-        request = decode(await http.read(), kind)
+        self._service.memory.admit()
+        request = decode(await _body(http), kind)
         self._service.check_model(request.model)
         try:
             params = request.sampling_params()
@@ -241,7 +248,7 @@ class _Endpoints:
             response = error_reply(error).response()
             if isinstance(error, web.HTTPMethodNotAllowed):
                 response.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
-            if isinstance(error, web.RequestPayloadError):
+            if isinstance(error, web.RequestPayloadError | BodyTimeoutError):
                 response.force_close()  # where this body ends, and the next request begins?
             status = response.status
         finally:
@@ -269,6 +276,14 @@ class _Endpoints:
             generation.num_output_tokens if generation else 0,
             seconds,
         )
+
+
+async def _body(http: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await http.read()
+    except TimeoutError as error:
+        raise BodyTimeoutError(f"the body did not arrive within {BODY_S:.0f} s") from error
 
 
 def _new_id() -> str:

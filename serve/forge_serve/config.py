@@ -30,6 +30,9 @@ class ServerConfig:
     max_queued_tokens: int = option(
         8 * 1024 * 1024, "prompt tokens that may wait for their first output, likewise"
     )
+    memory_watermark: float = option(
+        0.95, "part of the host's memory in use from which on requests are refused; 1: never"
+    )
     stall_timeout_s: float = option(
         60.0,
         "seconds without a completed step, while there is work, after which /health fails",
@@ -48,6 +51,8 @@ class ServerConfig:
             raise ConfigError(f"--port must be between 0 and 65535, not {self.port}")
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError("--served-model-name must not be empty: leave it out for MODEL")
+        if not 0.0 < self.memory_watermark <= 1.0:
+            raise ConfigError(f"--memory-watermark must be in (0, 1], not {self.memory_watermark}")
         for flag, value in (
             ("--drain-timeout", self.drain_timeout_s),
             ("--stall-timeout", self.stall_timeout_s),

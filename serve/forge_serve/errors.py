@@ -43,6 +43,10 @@ class DeadlineError(ForgeError):
     """The request took longer than it, or the server, allows."""
 
 
+class BodyTimeoutError(ForgeError):
+    """The body of the request did not arrive in time."""
+
+
 class StoppingError(EngineError):
     """The engine gave a request up because the server is shutting down."""
 
@@ -95,6 +99,8 @@ def error_reply(error: BaseException) -> ErrorReply:
             return ErrorReply(503, str(error), "server_error", None, "not_ready", retry_after_s)
         case DeadlineError():
             return ErrorReply(504, str(error), "timeout_error", "timeout", "deadline_exceeded")
+        case BodyTimeoutError():
+            return ErrorReply(408, str(error), "invalid_request_error", None, "request_timeout")
         case NumericalError():
             return ErrorReply(500, str(error), "numerical_error", None, "numerical_error")
         case StepError():

@@ -15,6 +15,7 @@ import dataclasses
 import errno
 import logging
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 1024
 MAX_REASON_CHARS = 200  # of what a client got wrong, in the log
 LAST_BYTES_S = 1.0  # for answers to leave after the engine has stopped
+HURRY_S = 3.0  # from the second signal to the end, however busy the device is
 
 
 def serve(
@@ -57,6 +59,7 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of every absent backend
     logging.getLogger("aiohttp.server").addFilter(_without_traceback)
+    raise_file_limit()
     sock = bind(server_config.host, server_config.port)
     announce(engine_config, server_config)
 
@@ -145,9 +148,10 @@ async def _serve(
     """Returns False if it was told to stop before the engine was ready."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _on_signal, stop, number)
     service = Service(config)
+    last_timers: list[asyncio.TimerHandle] = []  # that end the process, if nothing else does
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, stop, service, last_timers, number)
     runner = web.AppRunner(
         make_app(service),
         handler_cancellation=True,
@@ -167,12 +171,16 @@ async def _serve(
         engine.start()
         service.engine = engine
         print(serving_line(sock, service.model_name), flush=True)
+        watching = asyncio.ensure_future(service.memory.watch())
         await stopped
+        watching.cancel()
         ready = engine.stats().state != "serving"
         await drain(service, config.drain_timeout_s)
     finally:
         service.stopping = True
         await runner.cleanup()
+        for timer in last_timers:
+            timer.cancel()
     return ready
 
 
@@ -218,10 +226,26 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return None
 
 
-def _on_signal(stop: asyncio.Event, number: int) -> None:
-    if stop.is_set():
+def _on_signal(
+    stop: asyncio.Event, service: Service, last_timers: list[asyncio.TimerHandle], number: int
+) -> None:
+    """The first signal drains; the second ends every request at once, with an error."""
+    if not stop.is_set():
+        stop.set()
+        return
+    if service.engine is None:
         os._exit(128 + number)
-    stop.set()
+    service.engine.abort_all()
+    loop = asyncio.get_running_loop()
+    last_timers.append(loop.call_later(HURRY_S, os._exit, 128 + number))
+
+
+def raise_file_limit() -> None:
+    """Lets the process hold as many connections as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _in_daemon_thread[T](function: Callable[[], T]) -> asyncio.Future[T]:
