@@ -360,9 +360,25 @@ class EngineCore:
 
     def _add_deltas(self, gains: list[Gain], outputs: Outputs) -> None:
         """Adds what each sequence gained; if that fails, it costs this request and no other."""
+        texts, prompt_logprobs = self._texts, self._prompt_logprobs
+        num_plain = 0
         for seq, got in gains:
             try:
-                delta = self._delta(seq, got)
+                state = texts.get(seq)
+                if (  # a token in the middle of an output, and nothing else: nearly every row
+                    state is not None
+                    and seq.finish_reason is None
+                    and got.logprobs is None
+                    and got.prompt_logprobs is None
+                    and not prompt_logprobs
+                    and (push := state.push_plain) is not None
+                ):
+                    token_ids = got.token_ids
+                    num_plain += len(token_ids)
+                    delta = Delta(seq.index, push(token_ids), token_ids)
+                    delta.num_cached_tokens = seq.num_cached
+                else:
+                    delta = self._delta(seq, got)
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException:  # a panic inside tokenizers is no Exception
@@ -374,6 +390,7 @@ class EngineCore:
                 outputs[request_id].append(delta)
             else:
                 outputs[request_id] = [delta]
+        self.generation_tokens += num_plain
 
     def _without_text(self, seq: Sequence) -> Delta:
         log.exception("request %s: its tokens could not be turned into text", seq.request_id)

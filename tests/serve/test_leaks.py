@@ -1,0 +1,148 @@
+"""After thousands of requests, finished, failed or left, a server holds what it held before."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import random
+import threading
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from forge_jax.config import EngineConfig
+from forge_jax.engine import Engine
+from forge_jax.process.client import EngineProcess
+
+CLIENTS = 24
+WARM_UP = 0.3  # of the requests: until caches are full and the allocator has what it needs
+
+
+def body(rng: random.Random) -> dict[str, Any]:
+    words = " ".join(rng.choice(("once", "upon", "a", "time", "7", "+")) for _ in range(20))
+    kind: dict[str, Any] = {
+        "prompt": words[: rng.randint(1, len(words))],
+        "max_tokens": rng.randint(1, 16),
+        "temperature": rng.choice((0.0, 1.0)),
+        "stream": rng.random() < 0.7,
+        "n": rng.choice((1, 1, 1, 3)),
+        "logprobs": rng.choice((None, None, None, 2)),
+        "stop": rng.choice((None, None, ["dog"])),
+        "presence_penalty": rng.choice((0.0, 0.0, 0.5)),
+        "echo": rng.random() < 0.05,
+    }
+    if rng.random() < 0.05:
+        kind["temperature"] = "hot"  # refused
+    if rng.random() < 0.1:
+        kind["max_tokens"] = 150  # to be left
+    return kind
+
+
+async def one(http: aiohttp.ClientSession, url: str, rng: random.Random) -> str:
+    """Sends a request and reads the answer, or leaves somewhere on the way."""
+    leaves = rng.random() < 0.2
+    try:
+        async with asyncio.timeout(rng.random() * 0.05 if leaves else None):
+            async with http.post(url + "/v1/completions", json=body(rng)) as response:
+                while await response.content.readany():
+                    if leaves and rng.random() < 0.3:
+                        response.close()
+                        return "left"
+                return str(response.status)
+    except TimeoutError:
+        return "left"
+
+
+async def many(url: str, count: int, seed: int) -> dict[str, int]:
+    found: dict[str, int] = {}
+    rng, left = random.Random(seed), count
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http:
+
+        async def client() -> None:
+            nonlocal left
+            while left > 0:
+                left -= 1
+                outcome = await one(http, url, rng)
+                found[outcome] = found.get(outcome, 0) + 1
+
+        await asyncio.gather(*(client() for _ in range(CLIENTS)))
+    return found
+
+
+async def held(server) -> dict[str, int]:
+    """What the process holds when nobody asks for anything."""
+    await server.idle()
+    async with asyncio.timeout(10):
+        while server.engine._streams:
+            await asyncio.sleep(0.01)
+    # Connections that clients have closed are gone after a turn or two of the loop.
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    gc.collect()
+    return {
+        "tasks": len(asyncio.all_tasks()),
+        "threads": threading.active_count(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "streams": len(server.engine._streams),
+        "queued": len(server.engine._queue.waiting),
+        "blocks": server.engine.stats().num_used_blocks,
+        "rss": psutil.Process().memory_info().rss,
+    }
+
+
+async def check(server, count: int) -> None:
+    async with asyncio.timeout(60):
+        while server.engine.stats().state != "ready":  # compilers are threads, too
+            await asyncio.sleep(0.05)
+    await many(server.url, int(WARM_UP * count) + CLIENTS, seed=0)
+    before = await held(server)
+    found = await many(server.url, count, seed=1)
+    after = await held(server)
+    assert set(found) == {"200", "400", "left"} and min(found.values()) > count // 100, found
+    rss_before, rss_after = before.pop("rss"), after.pop("rss")
+    assert after == before
+    assert after["blocks"] == after["streams"] == after["queued"] == 0
+    # A leak of one kilobyte a request would be as much as this many times over.
+    assert rss_after - rss_before < max(4 << 20, 300 * count), (rss_before, rss_after)
+
+
+CONFIG = {"max_num_seqs": 16, "max_model_len": 256, "num_blocks": 256}
+
+
+def engine(kind: str) -> Engine | EngineProcess:
+    if kind == "fake":
+        return Engine.fake(config=EngineConfig.from_options(**CONFIG))
+    if kind == "fake process":
+        return EngineProcess.fake(config=EngineConfig.from_options(**CONFIG))
+    return Engine.load(EngineConfig.from_options(model="forge-tiny", **CONFIG))
+
+
+@pytest.mark.parametrize(("kind", "count"), [("fake", 1500), ("fake process", 800), ("real", 600)])
+async def test_nothing_is_left_behind(start, kind, count):
+    await check(await start(engine(kind)), count)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+async def test_nothing_is_left_behind_by_ten_thousand_real_requests(start):
+    await check(await start(engine("real")), 10_000)
+
+
+async def test_a_leak_would_be_seen(start, monkeypatch):
+    server = await start(engine("fake"))
+    kept: list[bytearray] = []
+    submit = Engine.submit_request
+
+    def leak(self, request):
+        kept.append(bytearray(b"x" * 20_000))
+        with contextlib.suppress(OSError):
+            os.dup(0)
+        return submit(self, request)
+
+    monkeypatch.setattr(Engine, "submit_request", leak)
+    with pytest.raises(AssertionError):
+        await check(server, 400)
