@@ -1,0 +1,119 @@
+"""Free blocks hold NaN and nobody notices; a row that is not finite ends its own request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from forge_jax import LLM, SamplingParams
+from forge_jax.errors import NumericalError
+from forge_jax.schedule.plan import StepPlan, StepResult
+
+BF16_NAN = 0x7FC1
+PROMPTS = [
+    f"Once upon a time there was a {animal} " * 4 for animal in ("dog", "cat", "bird", "fox")
+]
+PARAMS = [
+    SamplingParams(max_tokens=30, temperature=t, seed=i, logprobs=2, ignore_eos=True)
+    for i, t in enumerate((0.0, 0.8, 1.0, 0.5))
+]
+OPTIONS = {"deterministic": True, "max_num_seqs": 4, "max_model_len": 256, "num_blocks": 48}
+
+
+class Poisoner:
+    """The engine's device; before each step all KV of the blocks that `which` names becomes NaN."""
+
+    def __init__(self, llm: LLM, which: Callable[[StepPlan], set[int]]):
+        core = llm._core
+        self.runner: Any = core._device
+        self.poisoned = 0
+        self._which = which
+        core._device = self
+        kv = self.runner._kv
+        mask = jax.ShapeDtypeStruct((kv[0].shape[0],), jnp.bool_)
+        shapes = tuple(jax.ShapeDtypeStruct(k.shape, k.dtype) for k in kv)
+        self._compiled = jax.jit(_poison, donate_argnums=0).lower(shapes, mask).compile()
+
+    def dispatch(self, plan: StepPlan) -> Any:
+        blocks = self._which(plan)
+        mask = np.zeros(self.runner._kv[0].shape[0], np.bool_)
+        mask[list(blocks)] = True
+        self.poisoned += len(blocks)
+        self.runner._kv = self._compiled(self.runner._kv, jax.device_put(mask))
+        return self.runner.dispatch(plan)
+
+    def read(self, pending: Any) -> StepResult:
+        return self.runner.read(pending)
+
+    def reset(self) -> None:
+        self.runner.reset()
+
+
+def _poison(kv: tuple[jax.Array, ...], mask: jax.Array) -> tuple[jax.Array, ...]:
+    nan = BF16_NAN if kv[0].dtype == jnp.uint16 else jnp.nan
+    rows = mask[:, None, None, None, None]
+    return tuple(jnp.where(rows, jnp.array(nan, layer.dtype), layer) for layer in kv)
+
+
+def answers(llm: LLM, prompts=PROMPTS) -> list[Any]:
+    outputs = llm.generate(prompts, PARAMS[: len(prompts)], progress=False)
+    return [
+        (o.outputs[0].finish_reason, o.outputs[0].token_ids, o.outputs[0].logprobs, o.text)
+        for o in outputs
+    ]
+
+
+@pytest.mark.parametrize("kind", [{}, {"kernels": "xla"}, {"dtype": "float32"}])
+def test_what_free_blocks_hold_does_not_matter(kind):
+    llm = LLM("forge-tiny", **OPTIONS, **kind)
+    expected = answers(llm)
+    pool = llm._core.scheduler.pool
+
+    def free(plan: StepPlan) -> set[int]:
+        return {
+            block
+            for block in range(pool.num_blocks)
+            if not pool.ref_count(block) and not pool.is_registered(block)
+        }
+
+    poisoner = Poisoner(llm, free)
+    assert answers(llm) == expected
+    assert poisoner.poisoned > 500
+    assert llm._core.num_recoveries == 0
+
+
+def test_a_row_that_is_not_finite_ends_alone_and_is_not_cached():
+    llm = LLM("forge-tiny", **OPTIONS)
+    # Without `bad` beside them, and with empty caches: the company does not matter.
+    expected = answers(llm)
+    core = llm._core
+    prompt = "A quite different beginning of a story about a whale " * 3
+    params = [*PARAMS[:3], SamplingParams(max_tokens=40, seed=9, ignore_eos=True)]
+
+    def blocks_of_bad(plan: StepPlan) -> set[int]:
+        running = core.scheduler._running
+        bad = [seq for seq in running if seq.prompt_len == bad_len and seq.num_output > 3]
+        return {block for seq in bad for block in seq.blocks[2:]}
+
+    assert llm.tokenizer is not None
+    bad_len = len(llm.tokenizer.encode(prompt))
+    assert bad_len not in [len(llm.tokenizer.encode(p)) for p in PROMPTS]
+    Poisoner(llm, blocks_of_bad)
+    outputs = llm.generate([*PROMPTS[:3], prompt], params, progress=False)
+    for output, right in zip(outputs[:3], expected[:3], strict=True):
+        got = output.outputs[0]
+        assert (got.finish_reason, got.token_ids, got.logprobs, output.text) == right
+    bad = outputs[3].outputs[0]
+    assert bad.finish_reason == "error" and isinstance(bad.error, NumericalError)
+    assert core.num_recoveries == 0 and core.scheduler.pool.num_used == 0
+    # What the poison touched is gone: the blocks that it had before are all that can be found.
+    core._device = core._device.runner
+    [again] = llm.generate([prompt], params[3:], progress=False)
+    [clean] = LLM("forge-tiny", **OPTIONS).generate([prompt], params[3:], progress=False)
+    assert again.outputs[0].token_ids == clean.outputs[0].token_ids
+    assert again.outputs[0].finish_reason == "length"
