@@ -29,6 +29,7 @@ class Started:
     url: str
     serving_s: float  # from the start of its process until it first took requests
     ready_s: float
+    pid: int
 
 
 @contextmanager
@@ -64,7 +65,8 @@ def started(arguments: Sequence[str] = (), *, timeout_s: float = 300.0) -> Itera
                 if time.perf_counter() - begin_s > timeout_s:
                     raise BenchmarkError(f"the server was not ready after {timeout_s:.0f} s")
                 time.sleep(POLL_S)
-            yield Started(url, output.begun_s - begin_s, time.perf_counter() - begin_s)
+            ready_s = time.perf_counter() - begin_s
+            yield Started(url, output.begun_s - begin_s, ready_s, process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             try:

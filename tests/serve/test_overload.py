@@ -1,15 +1,20 @@
-"""More than the server can take: full queues, deadlines, little memory, clients that send slowly."""
+"""More than the server can take: full queues, deadlines, little memory, slow and idle clients."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import resource
 import signal
+import statistics
+import time
 
 import aiohttp
+import psutil
 import pytest
 
+from benchmarks.serving_process import started
 from forge_jax.engine import Engine
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.streams import QueueLimits
@@ -212,3 +217,45 @@ async def test_idle_connections_cost_little_and_stop_nobody(start):
     for _, writer in idle:
         writer.close()
         await writer.wait_closed()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+async def test_ten_thousand_idle_connections():
+    """In a process of its own, so that only its own memory is counted."""
+    count = 10_000
+    server.raise_file_limit()
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < count + 100:
+        pytest.skip("the system allows fewer open files")
+    with started(["--fake"]) as process:
+        host, port = process.url.removeprefix("http://").split(":")
+        child = psutil.Process(process.pid)
+        body = {"prompt": "a", "max_tokens": 32, "ignore_eos": True}
+
+        async def first_token_ms(http: aiohttp.ClientSession) -> float:
+            times = []
+            for _ in range(200):
+                begin_s = time.perf_counter()
+                async with http.post(process.url + "/v1/completions", json=body) as response:
+                    assert response.status == 200
+                    await response.read()
+                times.append(1e3 * (time.perf_counter() - begin_s))
+            return statistics.median(times)
+
+        async with aiohttp.ClientSession() as http:
+            alone_ms = await first_token_ms(http)
+            rss = child.memory_info().rss
+            idle = []
+            for _ in range(count // 100):
+                opening = (asyncio.open_connection(host, int(port)) for _ in range(100))
+                idle += await asyncio.gather(*opening)
+            per_connection = (child.memory_info().rss - rss) / count
+            among_ms = await first_token_ms(http)
+        print(f"{per_connection:.0f} bytes a connection, {alone_ms:.2f} and {among_ms:.2f} ms")
+        assert per_connection < 40 * 1024
+        assert among_ms < 2.0 * alone_ms
+        for reader, writer in idle[:: count // 50]:
+            writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        for _, writer in idle:
+            writer.transport.abort()
