@@ -51,6 +51,7 @@ MAX_CRASHES = 3  # that a request may be part of without a token in between
 MAX_LAUNCHES = 5  # that may fail one after the other
 RECEIVE_BYTES = 1 << 20
 EXIT_S = 5.0  # for the process to end by itself
+WORKER = ("-m", "forge_jax.process.worker")
 
 log = logging.getLogger(__name__)
 
@@ -346,7 +347,7 @@ def _launch(start: Start) -> _Process:
       ForgeError: it cannot, for a reason of its own; or it ended.
     """
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "forge_jax.process.worker", str(theirs.fileno())]
+    command = [sys.executable, *WORKER, str(theirs.fileno())]
     try:
         process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True

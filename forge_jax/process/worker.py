@@ -133,6 +133,7 @@ class _Worker(asyncio.Protocol):
         self._news.setdefault(request_id, []).extend(deltas)
 
     def _send_news(self) -> None:
+        self._end_if_failed()  # what a failed engine says of its requests is not their end
         news, self._news = self._news, {}
         self._send(News.of(news))
         if time.monotonic() - self._sent_s > STATS_S:
@@ -142,6 +143,7 @@ class _Worker(asyncio.Protocol):
         """Tells what has changed meanwhile, and now and then that nothing has: it is alive."""
         self._loop.call_later(STATS_S, self._tell_stats)
         late = time.monotonic() - self._sent_s > IDLE_STATS_S
+        self._end_if_failed()
         if late or (self._engine is not None and self._engine.stats() != self._sent):
             self._send_stats()
 
@@ -150,9 +152,12 @@ class _Worker(asyncio.Protocol):
         stats = self._engine.stats()
         self._sent, self._sent_s = stats, time.monotonic()
         self._send(Stats(stats))
-        if stats.state == "failed":  # a new process is the remedy
+
+    def _end_if_failed(self) -> None:
+        """A device that is beyond repair takes its process with it: a new one is the remedy."""
+        if self._engine is not None and self._engine.stats().state == "failed":
             log.error("the engine failed: its process ends")
-            self._loop.call_soon(os._exit, 1)
+            os._exit(1)
 
 
 async def _serve(sock: socket.socket) -> None:

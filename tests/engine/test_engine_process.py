@@ -159,6 +159,41 @@ async def test_a_request_that_kills_each_process_ends_alone(engine, monkeypatch)
     assert engine.num_restarts == client.MAX_CRASHES
 
 
+STICKY = """
+import os, sys
+from forge_jax.process import worker
+from forge_jax.testing import FakeDevice
+
+right = FakeDevice.dispatch
+
+def dispatch(self, plan):
+    if self.num_steps == 40 and not os.path.exists({marker!r}):
+        open({marker!r}, "w").close()
+        FakeDevice.dispatch = FakeDevice.reset = broken
+    return FakeDevice.dispatch(self, plan) if FakeDevice.dispatch is broken else right(self, plan)
+
+def broken(self, *plan):
+    raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+FakeDevice.dispatch = dispatch
+worker.main()
+"""
+
+
+async def test_a_device_beyond_repair_takes_its_process_with_it(monkeypatch, tmp_path):
+    """After its first failure every call of the device fails, until there is a new process."""
+    code = STICKY.format(marker=str(tmp_path / "has failed"))
+    monkeypatch.setattr(client, "WORKER", ("-c", code))
+    engine = EngineProcess.fake(step_time_s=0.001)
+    engine.start()
+    try:
+        work = jobs(12, seed=3)
+        assert await outcomes(engine, work) == await undisturbed(work)
+        assert engine.num_restarts == 1 and (tmp_path / "has failed").exists()
+    finally:
+        await engine.stop()
+
+
 async def test_aborts_reach_the_process(engine):
     stream = engine.submit([1, 2], SamplingParams(max_tokens=4000), request_id="a")
     await anext(stream)

@@ -2,7 +2,9 @@
 
 import asyncio
 import random
+from typing import Any
 
+import jax
 import pytest
 
 from forge_jax import LLM, SamplingParams
@@ -217,22 +219,70 @@ def test_a_stall_is_as_long_as_there_was_work_and_no_step():
     assert core.stalled_s == 0.0
 
 
-def test_the_bundled_model_gives_the_same_bits_after_failures():
+def answers(llm: LLM) -> list:
     prompts = [f"Once upon a time there was a {animal}" for animal in ("dog", "cat", "bird")]
     params = [
         SamplingParams(max_tokens=24, temperature=t, seed=i, logprobs=2, ignore_eos=True)
         for i, t in enumerate((0.0, 0.8, 1.0))
     ]
+    outputs = llm.generate(prompts, params, progress=False)
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.text) for o in outputs]
 
-    def answers(llm):
-        outputs = llm.generate(prompts, params, progress=False)
-        return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.text) for o in outputs]
 
-    llm = LLM("forge-tiny", deterministic=True, max_num_seqs=4, max_model_len=256, num_blocks=64)
-    expected = answers(llm)
+@pytest.fixture(scope="module")
+def bundled() -> LLM:
+    return LLM("forge-tiny", deterministic=True, max_num_seqs=4, max_model_len=256, num_blocks=64)
+
+
+def test_a_lost_device_array_is_made_anew(bundled):
+    """As after a step that had taken its buffers and then failed, or ran out of memory."""
+    expected = answers(bundled)
+    core = bundled._core
+    runner: Any = core._device
+    recovered = core.num_recoveries
+    dispatch = runner.dispatch
+    for lose in ("_kv", "_slots"):
+        losses = [5, 17]
+
+        def dispatch_and_lose(plan, lose=lose, losses=losses, first=core.num_steps):
+            if losses and core.num_steps - first >= losses[0]:
+                losses.pop(0)
+                for array in jax.tree.leaves(getattr(runner, lose)):
+                    array.delete()
+            return dispatch(plan)
+
+        runner.dispatch = dispatch_and_lose
+        assert answers(bundled) == expected
+        assert not losses
+    del runner.dispatch
+    assert core.num_recoveries == recovered + 4
+    assert answers(bundled) == expected
+
+
+def test_the_bundled_model_gives_the_same_bits_after_failures(bundled):
+    expected = answers(bundled)
     rng = random.Random(4)
-    core, device = failing(llm._parts, lambda plan, where: rng.random() < 0.1)
-    for _ in range(3):
-        assert answers(llm) == expected
-    assert core.num_recoveries == device.num_failures > 5
+    core = bundled._core
+    recovered, device = core.num_recoveries, core._device
+    core, failing_device = failing(bundled._parts, lambda plan, where: rng.random() < 0.1)
+    try:
+        for _ in range(3):
+            assert answers(bundled) == expected
+    finally:
+        core._device = device
+    assert core.num_recoveries - recovered == failing_device.num_failures > 5
     assert core.scheduler.pool.num_used == 0
+
+
+def test_a_step_in_a_hundred_of_five_thousand_real_ones_raises(bundled):
+    rng = random.Random(5)
+    expected = answers(bundled)
+    core = bundled._core
+    begun, device = core.num_steps, core._device
+    core, failing_device = failing(bundled._parts, lambda plan, where: rng.random() < 0.005)
+    try:
+        while core.num_steps - begun < 5_000:
+            assert answers(bundled) == expected
+    finally:
+        core._device = device
+    assert failing_device.num_failures > 30
