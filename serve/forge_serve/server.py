@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import ipaddress
 import logging
 import os
 import shlex
@@ -30,6 +31,7 @@ from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
 from forge_serve.app import Service, make_app
 from forge_serve.config import ServerConfig
+from forge_serve.tls import ssl_context
 
 if TYPE_CHECKING:
     from forge_jax.engine import Engine
@@ -51,7 +53,8 @@ def serve(
       startup: where the phases of the start are noted; default: from now on.
 
     Raises:
-      ConfigError: the address cannot be listened on, or the configuration does not fit.
+      ConfigError: the address cannot be listened on, a file of keys or certificates cannot be
+        read, or the configuration does not fit.
       ModelError: the model cannot be served.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -59,6 +62,7 @@ def serve(
     logging.getLogger("aiohttp.server").addFilter(_without_traceback)
     sock = bind(server_config.host, server_config.port)
     announce(engine_config, server_config)
+    warn_of_exposure(sock, server_config)
 
     def load() -> Engine:
         return load_engine(engine_config, server_config, startup)
@@ -111,6 +115,18 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port} ({reason}): pass --host") from error
 
 
+def warn_of_exposure(sock: socket.socket, config: ServerConfig) -> None:
+    """Says so if others than this machine can reach a server that asks for no key."""
+    host = sock.getsockname()[0]
+    if ipaddress.ip_address(host).is_loopback or config.api_key or config.api_key_file:
+        return
+    log.warning(
+        "listening on %s without an API key: whoever reaches this address can use the server; "
+        "pass --api-key-file",
+        host,
+    )
+
+
 def load_engine(
     engine_config: EngineConfig, server_config: ServerConfig, startup: StartupTimes | None = None
 ) -> Engine:
@@ -129,15 +145,10 @@ async def _serve(sock: socket.socket, config: ServerConfig, load: Callable[[], E
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, stop, number)
-    service = Service(config)
-    runner = web.AppRunner(
-        make_app(service),
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=LAST_BYTES_S,
-    )
+    service, tls = Service(config), ssl_context(config)
+    runner = make_runner(service)
     await runner.setup()
-    site = web.SockSite(runner, sock, backlog=BACKLOG)
+    site = web.SockSite(runner, sock, backlog=BACKLOG, ssl_context=tls)
     await site.start()
     try:
         loading = _in_daemon_thread(load)
@@ -148,7 +159,7 @@ async def _serve(sock: socket.socket, config: ServerConfig, load: Callable[[], E
         engine = loading.result()
         engine.start()
         service.engine = engine
-        print(serving_line(sock, service.model_name), flush=True)
+        print(serving_line(sock, service), flush=True)
         await stopped
         ready = engine.stats().state != "serving"
         await drain(service, config.drain_timeout_s)
@@ -156,6 +167,24 @@ async def _serve(sock: socket.socket, config: ServerConfig, load: Callable[[], E
         service.stopping = True
         await runner.cleanup()
     return ready
+
+
+def make_runner(service: Service, *, last_bytes_s: float = LAST_BYTES_S) -> web.AppRunner:
+    """The application with the limits of what comes before a body.
+
+    Args:
+      last_bytes_s: how long answers may take to leave after the end.
+    """
+    limits = service.config.limits
+    return web.AppRunner(
+        make_app(service),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=last_bytes_s,
+        max_line_size=limits.target_bytes,
+        max_field_size=limits.header_bytes,
+        max_headers=limits.headers,
+    )
 
 
 async def drain(service: Service, timeout_s: float) -> None:
@@ -168,16 +197,17 @@ async def drain(service: Service, timeout_s: float) -> None:
     await service.engine.stop(timeout_s)
 
 
-def serving_line(sock: socket.socket, model: str) -> str:
+def serving_line(sock: socket.socket, service: Service) -> str:
     """Where the server is, and a command that shows it."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{host}:{port}"
+    url = f"{'http' if service.config.tls_cert is None else 'https'}://{host}:{port}"
     body = '{"prompt": "Once upon a time", "max_tokens": 32}'
+    key = ' -H "Authorization: Bearer $API_KEY"' if service.api_keys else ""
     command = (
-        f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+        f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     )
-    return f"forge-jax serves {model} at {url}; try: {command}"
+    return f"forge-jax serves {service.model_name} at {url}; try: {command}"
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:

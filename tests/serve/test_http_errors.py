@@ -12,9 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from forge_serve.app import MAX_BODY_BYTES
+from forge_serve.limits import Limits
 
 ROOT = Path(__file__).parents[2]
+BODY_BYTES = Limits().body_bytes
 PROMPT = {"prompt": "Hello"}
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -251,7 +252,6 @@ async def test_odd_json_is_the_clients_fault(server, body):
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"prompt": "b", "prompt": "a", "max_tokens": 7, "max_tokens": 1}',
         b'{"prompt": "[[[{{{\\"' + b"[" * 100 + b'", "max_tokens": 1}',
         b'{"prompt": "a", "max_tokens": 1, "x": ' + b"[" * 63 + b"]" * 63 + b"}",
         b'{"prompt": "a\\u0000\\ud83d\\ude00", "max_tokens": 1}',
@@ -278,12 +278,12 @@ async def test_unknown_paths_and_wrong_methods(server):
 
 
 async def test_a_body_that_is_too_large(server):
-    body = b'{"prompt": "' + b"a" * MAX_BODY_BYTES + b'"}'
+    body = b'{"prompt": "' + b"a" * BODY_BYTES + b'"}'
     async with server.http.post(server.url + "/v1/completions", data=io.BytesIO(body)) as response:
         assert response.status == 413
         _check_form(await response.json())
     bomb, headers = gzip.compress(body), {"Content-Encoding": "gzip"}
-    assert len(bomb) < MAX_BODY_BYTES / 100
+    assert len(bomb) < BODY_BYTES / 100
     url = server.url + "/v1/completions"
     async with server.http.post(url, data=bomb, headers=headers) as response:
         assert response.status == 413
