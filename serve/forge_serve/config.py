@@ -10,7 +10,7 @@ from forge_jax.errors import ConfigError
 from forge_serve.limits import Limits
 
 _API_KEY = re.compile(r"[!-~]{1,512}", re.ASCII)  # what a header can carry, without spaces
-_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,*]+")
 
 
 @dataclass(frozen=True, kw_only=True)
