@@ -59,11 +59,11 @@ class ApiKeys:
         return found
 
     @web.middleware
-    async def middleware(self, http: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Refuses every request without a known key, but those for `OPEN_PATHS`."""
-        if self._known and not _is_open(http):
-            http[TENANT] = self._authenticated(http)
-        return await handler(http)
+        if self._known and not _is_open(request):
+            request[TENANT] = self._authenticated(request)
+        return await handler(request)
 
     def _authenticated(self, http: web.Request) -> str:
         given = http.headers.getall(hdrs.AUTHORIZATION, [])

@@ -27,16 +27,16 @@ class Cors:
         self._origins = frozenset(origins)
 
     @web.middleware
-    async def middleware(self, http: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Answers a browser that asks whether it may send a request; that question has no key."""
-        asked = http.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD)
-        if http.method != hdrs.METH_OPTIONS or asked is None or not self._allowed(http):
-            return await handler(http)
+        asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD)
+        if request.method != hdrs.METH_OPTIONS or asked is None or not self._allowed(request):
+            return await handler(request)
         headers = {
             hdrs.ACCESS_CONTROL_ALLOW_METHODS: _METHODS,
             hdrs.ACCESS_CONTROL_MAX_AGE: str(MAX_AGE_S),
         }
-        names = http.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
+        names = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
         if names and _HEADER_NAMES.fullmatch(names):
             headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = names
         return web.Response(status=204, headers=headers)

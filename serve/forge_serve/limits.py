@@ -51,6 +51,7 @@ class Limits:
     )
     json_depth: int = _row(64, "levels of arrays and objects in a body", low=8)
     json_containers: int = _row(64 * KIB, "arrays and objects in a body", low=KIB)
+    number_digits: int = _row(400, "digits in a row of a number in a body", low=20)
     prompts: int = _row(1024, "prompts of a request", low=1, high=64 * KIB, flag="--max-prompts")
     messages: int = _row(4096, "messages of a chat", low=1, high=32 * KIB, flag="--max-messages")
     n: int = _row(32, "samples of each prompt", low=1, high=MAX_N, flag="--max-n")

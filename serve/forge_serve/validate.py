@@ -35,7 +35,10 @@ _DECODERS: dict[type[GenerationRequest], msgspec.json.Decoder[Any]] = {
 }
 _MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
 _PATH = re.compile(r"^(?P<message>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
-_OPENING, _CLOSING = b"[{", b"]}"
+_OPENING = ord("[")
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_ONE_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 SMALL_BODY_BYTES = 64 * KIB  # in which a key that stands twice is looked for by name
 
 
@@ -49,6 +52,7 @@ def decode[Body: GenerationRequest](body: bytes, kind: type[Body], limits: Limit
     _check_nesting(body, limits)
     try:
         request = _DECODERS[kind].decode(body)
+        _check_digits(body, limits)
         _check_duplicates(body, kind)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error)) from error
@@ -194,7 +198,7 @@ def _check_schema(param: str, schema: Any, limits: Limits) -> None:
     if schema is None:
         return
     text = _bytes(param, schema, limits.schema_bytes)
-    if _nesting(text)[0] > limits.schema_depth:
+    if _depth(_brackets(text)) > limits.schema_depth:
         raise RequestError(
             f"{param} is nested deeper than {limits.schema_depth} levels", param=param
         )
@@ -241,36 +245,47 @@ def _check_nesting(body: bytes, limits: Limits) -> None:
     """Refuses what could overflow a stack, or fill the memory with empty containers."""
     if body.count(b"[") + body.count(b"{") <= min(limits.json_depth, limits.json_containers):
         return
-    depth, containers = _nesting(body)
-    if depth > limits.json_depth:
-        raise RequestError(
-            f"the body is not valid JSON: it is nested deeper than {limits.json_depth} levels"
-        )
+    brackets = _brackets(body)
+    containers = int(np.count_nonzero(brackets == _OPENING))
     if containers > limits.json_containers:
         raise RequestError(
             f"the body has {containers} arrays and objects; at most {limits.json_containers}"
         )
+    if _depth(brackets) > limits.json_depth:
+        raise RequestError(
+            f"the body is not valid JSON: it is nested deeper than {limits.json_depth} levels"
+        )
 
 
-def _nesting(data: bytes) -> tuple[int, int]:
-    """The deepest level of a JSON text, and how many arrays and objects it has.
-
-    Of what is not JSON, at least what a parser sees before it gives up.
+def _depth(brackets: np.ndarray) -> int:
+    """The deepest level of u8[N] brackets. Of what is not JSON, at least what a parser sees before
+    it gives up.
     """
-    outside = _outside_strings(data)
-    opening = (outside == _OPENING[0]) | (outside == _OPENING[1])
-    closing = (outside == _CLOSING[0]) | (outside == _CLOSING[1])
-    steps = opening.view(np.int8) - closing.view(np.int8)
-    levels = np.cumsum(steps[steps != 0], dtype=np.int32)
-    return int(levels.max(initial=0)), int(opening.sum())
+    steps = np.where(brackets == _OPENING, np.int8(1), np.int8(-1))
+    return int(np.cumsum(steps, dtype=np.int32).max(initial=0))
 
 
-def _outside_strings(data: bytes) -> np.ndarray:
-    """The characters of a JSON text that are not in its strings -> u8[<= len(data)]."""
-    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+def _brackets(data: bytes) -> np.ndarray:
+    """The brackets of a JSON text that are not in its strings, "[" for "{" -> u8[N]."""
+    return _outside_strings(data, _NOT_BRACKETS)
+
+
+def _outside_strings(data: bytes, ignored: bytes = b"") -> np.ndarray:
+    """The characters of a JSON text that are not in its strings nor `ignored` -> u8[N]."""
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_ONE_KIND, ignored)
     chars = np.frombuffer(plain, np.uint8)
-    num_quotes = np.cumsum(chars == ord('"'), dtype=np.uint8)  # modulo 256: only its parity counts
-    return chars[num_quotes & 1 == 0]
+    quotes = chars == ord('"')
+    num_quotes = np.cumsum(quotes, dtype=np.uint8)  # modulo 256: only its parity counts
+    return chars[(num_quotes & 1 == 0) & ~quotes]
+
+
+def _check_digits(body: bytes, limits: Limits) -> None:
+    """Refuses numbers that take long to be read: the time grows with the square of the digits."""
+    too_many = b"0" * (limits.number_digits + 1)
+    if too_many not in body.translate(_ONE_DIGIT):
+        return
+    if too_many in _outside_strings(body).tobytes().translate(_ONE_DIGIT):
+        raise RequestError(f"the body has a number of more than {limits.number_digits} digits")
 
 
 def _check_duplicates(body: bytes, kind: type[GenerationRequest]) -> None:

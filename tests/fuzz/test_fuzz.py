@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import re
 from collections import Counter
@@ -46,7 +47,7 @@ class Fuzzed:
 
     async def send(self, case: Case) -> tuple[int, str, bytes]:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
-            async with self.http.post(self.url + case.path, data=case.body) as response:
+            async with self.http.post(self.url + case.path, data=io.BytesIO(case.body)) as response:
                 return response.status, response.content_type, await response.read()
 
     async def check(self, case: Case) -> None:

@@ -9,6 +9,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import aiohttp
@@ -28,7 +29,11 @@ class Server:
     engine: Engine
     url: str
     http: aiohttp.ClientSession
-    openai: AsyncOpenAI
+
+    @cached_property
+    def openai(self) -> AsyncOpenAI:
+        """Made where it is used: that takes longer than to start the server."""
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     @property
     def model(self) -> str:
@@ -70,10 +75,12 @@ async def running(
     service.engine = engine
     engine.start()
     async with _listening(service, **socket_options) as url:
-        openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         try:
-            async with aiohttp.ClientSession() as http, openai:
-                yield Server(service, engine, url, http, openai)
+            async with aiohttp.ClientSession() as http:
+                server = Server(service, engine, url, http)
+                yield server
+                if "openai" in vars(server):
+                    await server.openai.close()
         finally:
             await engine.stop()
 

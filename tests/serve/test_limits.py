@@ -116,6 +116,8 @@ CASES = [
     Case("body_bytes", COMPLETIONS, padded, None),
     completion("json_depth", "x", lambda k: nested(k - 1), None),
     completion("json_containers", "x", lambda k: [[]] * (k - 2), None),
+    completion("number_digits", "x", lambda k: 10 ** (k - 1), None),
+    completion("number_digits", "x", lambda k: [{"a": -(10 ** (k - 1))}, "9" * k], None),
     completion("prompts", "prompt", lambda k: ["a"] * k),
     chat("messages", "messages", lambda k: [USER] * k),
     completion("n", "n", lambda k: k),
