@@ -16,6 +16,7 @@ import errno
 import ipaddress
 import logging
 import os
+import re
 import shlex
 import signal
 import socket
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1024
 MAX_REASON_CHARS = 200  # of what a client got wrong, in the log
+_QUOTED_BYTES = re.compile(r"""\bb['"]""")
 LAST_BYTES_S = 1.0  # for answers to leave after the engine has stopped
 
 
@@ -60,15 +62,15 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of every absent backend
     logging.getLogger("aiohttp.server").addFilter(_without_traceback)
-    sock = bind(server_config.host, server_config.port)
-    announce(engine_config, server_config)
-    warn_of_exposure(sock, server_config)
+    with bind(server_config.host, server_config.port) as sock:
+        announce(engine_config, server_config)
+        warn_of_exposure(sock, server_config)
 
-    def load() -> Engine:
-        return load_engine(engine_config, server_config, startup)
+        def load() -> Engine:
+            return load_engine(engine_config, server_config, startup)
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        finished = runner.run(_serve(sock, server_config, load))
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            finished = runner.run(_serve(sock, server_config, load))
     if not finished:  # a thread still loads or compiles, and none can be ended from outside
         sys.stdout.flush()
         os._exit(0)
@@ -211,10 +213,14 @@ def serving_line(sock: socket.socket, service: Service) -> str:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """What is not HTTP is nothing that a traceback could help with: aiohttp logs one for each."""
+    """What is not HTTP is nothing that a traceback could help with: aiohttp logs one for each.
+
+    Nor does the log repeat what the client sent, which it quotes as bytes: that may be a key.
+    """
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError | web.RequestPayloadError):
-        reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
+        said = _QUOTED_BYTES.split(str(error), maxsplit=1)[0]
+        reason = " ".join(said.split())[:MAX_REASON_CHARS].rstrip(" :")
         record.msg, record.args = "%s: %s", (record.getMessage(), reason)
         record.exc_info = None
         record.levelno, record.levelname = logging.WARNING, "WARNING"
