@@ -1,5 +1,6 @@
 # make serve   serves the bundled model on 127.0.0.1:8000
 # make test    runs the tests
+# make fuzz    sends the server 50,000 odd requests; ARGS="--fuzz-seed N" for others
 # Both make .venv and install what they need the first time, and not again until the pins change.
 
 PYTHON := $(shell for p in python3.12 python3 python3.13 python3.14 python; do \
@@ -9,16 +10,19 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test soak lint format docs train-forge-tiny clean
+.PHONY: serve test soak fuzz lint format docs train-forge-tiny clean
 
 serve: .venv/.serve
 	@exec $(BIN)/forge-jax serve $(MODEL) $(ARGS)
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak and not fuzz"
 
 soak: .venv/.dev
 	$(BIN)/python -m pytest -m soak --timeout 3600
+
+fuzz: .venv/.dev
+	$(BIN)/python -m pytest -m fuzz --timeout 1200 -s tests/fuzz $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -18,12 +18,13 @@ Policy = Literal["fcfs", "priority", "prefix"]
 Batching = Literal["continuous", "static"]
 
 
-def option(default: Any, doc: str, **metadata: Any) -> Any:
+def option(default: Any, doc: str, *, secret: bool = False, **metadata: Any) -> Any:
     """A configuration field: its default, its documentation, and how the command line spells it.
 
-    `flag=None` keeps it off the command line; `flag="--no-x"` is a switch that turns it off.
+    `flag=None` keeps it off the command line; `flag="--no-x"` is a switch that turns it off. A
+    `secret` is in no repr.
     """
-    return field(default=default, metadata={"doc": doc, **metadata})
+    return field(default=default, repr=not secret, metadata={"doc": doc, **metadata})
 
 
 @dataclass(frozen=True, kw_only=True)

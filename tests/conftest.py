@@ -43,3 +43,9 @@ def stories() -> Path:
 def goldens() -> Path:
     """Small random models, each with Hugging Face's own logits."""
     return FIXTURES / "goldens"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fuzz", "make fuzz")
+    group.addoption("--fuzz-cases", type=int, default=50_000, help="bodies to send, at least")
+    group.addoption("--fuzz-seed", type=int, default=0, help="which bodies")

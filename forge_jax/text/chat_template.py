@@ -179,8 +179,8 @@ class ChatTemplate:
         except _Refusal as error:
             raise RequestError(str(error), param="messages") from error
         except _TEMPLATE_FAULTS as error:
-            raise RequestError(
-                f"the chat template cannot render these messages: {type(error).__name__}: {error}",
+            raise RequestError(  # what it was is the cause: it may hold a repr of anything
+                f"the chat template cannot render these messages ({type(error).__name__})",
                 param="messages",
             ) from error
         text = "".join(pieces)

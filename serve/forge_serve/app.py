@@ -19,19 +19,21 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import hdrs, web
 
 from forge_jax.errors import RequestError
+from forge_serve.auth import ApiKeys, tenant_salt
 from forge_serve.config import ServerConfig
+from forge_serve.cors import Cors
 from forge_serve.errors import BodyTimeoutError, NotReadyError, UnknownModelError, error_reply
 from forge_serve.event_stream import EventStream
 from forge_serve.generation import Generation, News, encode_prompts
 from forge_serve.memory import MemoryGuard
 from forge_serve.metrics import CONTENT_TYPE, Metrics
-from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, decode
+from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
+from forge_serve.validate import check_logprob_values, decode
 
 if TYPE_CHECKING:
     from forge_jax.streams import EngineStats, StreamingEngine
 
-MAX_BODY_BYTES = 8 * 1024 * 1024
 BODY_S = 60.0  # for the body of a request to arrive
 WRITE_STALL_S = 30.0
 SERVES = ("serving", "ready")  # states; "ready" is when nothing is left to be compiled
@@ -49,10 +51,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Service:
-    """The server's state: an engine as soon as there is one, and whether it takes requests."""
+    """The server's state: an engine as soon as there is one, and whether it takes requests.
+
+    Raises `ConfigError` if its API keys cannot be read.
+    """
 
     def __init__(self, config: ServerConfig):
         self.config = config
+        self.api_keys = ApiKeys.of(config)
         self.engine: StreamingEngine | None = None
         self.stopping = False
         self.created_s = int(time.time())
@@ -106,16 +112,20 @@ class Service:
         """
         if name is not None and name != self.model_name:
             raise UnknownModelError(
-                f"the model '{name[:200]}' does not exist; this server has '{self.model_name}'",
+                "this server has no such model: leave the name out for the one it has",
                 param="model",
             )
 
 
 def make_app(service: Service) -> web.Application:
     """The application. To be run with `handler_cancellation=True`: leaving must stop the work."""
-    endpoints = _Endpoints(service)
-    app = web.Application(middlewares=[endpoints.envelope], client_max_size=MAX_BODY_BYTES)
+    endpoints, cors = _Endpoints(service), Cors(service.config.cors_origin)
+    app = web.Application(
+        middlewares=[endpoints.envelope, cors.middleware, service.api_keys.middleware],
+        client_max_size=service.config.limits.body_bytes,
+    )
     app.on_response_prepare.append(_add_headers)
+    app.on_response_prepare.append(cors.add_headers)
     app.add_routes(
         [
             web.post("/v1/completions", endpoints.completions),
@@ -200,11 +210,14 @@ class _Endpoints:
     ) -> web.StreamResponse:
         engine = self._service.ready_engine()
         self._service.memory.admit()
-        request = decode(await _body(http), kind)
+        limits = self._service.config.limits
+        request = decode(await _body(http), kind, limits)
         self._service.check_model(request.model)
         try:
             params = request.sampling_params()
             prompts = await encode_prompts(engine, request)
+            prompt_lens = [len(prompt.token_ids) for prompt in prompts]
+            check_logprob_values(params, prompt_lens, engine.max_model_len, limits)
             engine = self._service.ready_engine()  # tokenising may have taken long
             form = form_type(
                 request,
@@ -221,7 +234,7 @@ class _Endpoints:
                 params,
                 request_id=form.id,
                 priority=request.priority or 0,
-                cache_salt=request.cache_salt or "",
+                cache_salt=tenant_salt(http, request.cache_salt),
                 timeout_s=self._service.timeout_s(request.timeout),
                 metrics=self._service.metrics,
             )

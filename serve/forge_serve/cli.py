@@ -20,6 +20,7 @@ from forge_jax.config import BatchConfig, CacheConfig, EngineConfig, ModelConfig
 from forge_jax.errors import ForgeError
 from forge_jax.observe.startup import StartupTimes
 from forge_serve.config import ServerConfig
+from forge_serve.limits import Limits
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
@@ -27,6 +28,7 @@ SECTIONS: dict[str, type] = {
     "batch": BatchConfig,
     "device": ParallelConfig,
     "server": ServerConfig,
+    "limits": Limits,
 }
 
 
@@ -41,6 +43,7 @@ class Flag:
     type: Callable[[str], Any]
     choices: tuple[str, ...] | None
     switch: bool  # takes no value and inverts the default
+    repeated: bool  # may be given several times
 
     @property
     def metavar(self) -> str | None:
@@ -59,6 +62,8 @@ class Flag:
             return "off"
         if self.default is None:
             return "auto" if self.automatic else "not set"
+        if self.repeated:
+            return "none"
         return str(self.default)
 
 
@@ -69,7 +74,7 @@ def flags(section: type) -> Iterator[Flag]:
         flag = field.metadata.get("flag", "--" + field.name.replace("_", "-"))
         if flag is None:
             continue
-        kind, choices = _value_type(hints[field.name])
+        kind, choices, repeated = _value_type(hints[field.name])
         yield Flag(
             name=field.name,
             flag=flag,
@@ -78,6 +83,7 @@ def flags(section: type) -> Iterator[Flag]:
             type=kind,
             choices=choices,
             switch=kind is bool,
+            repeated=repeated,
         )
 
 
@@ -111,10 +117,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     startup = StartupTimes()
     options = vars(make_parser().parse_args(argv))
     options.pop("command")
+    options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
     gc.disable()  # until the engine is ready: looking for garbage takes a tenth of a start
     try:
-        server_names = {field.name for field in dataclasses.fields(ServerConfig)}
-        server = ServerConfig(**{name: options.pop(name) for name in server_names})
+        limits = Limits(**_taken(options, Limits))
+        server = ServerConfig(**_taken(options, ServerConfig), limits=limits)
         engine = EngineConfig.from_options(**options)
         from forge_serve.server import serve
 
@@ -126,11 +133,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.enable()
 
 
+def _taken(options: dict[str, Any], section: type) -> dict[str, Any]:
+    """Takes the values of a section's flags out of the options."""
+    return {flag.name: options.pop(flag.name) for flag in flags(section)}
+
+
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     doc = flag.doc.replace("%", "%%")
     if flag.switch:
         action = "store_false" if flag.default else "store_true"
         group.add_argument(flag.flag, dest=flag.name, action=action, help=doc)
+        return
+    if flag.repeated:
+        group.add_argument(
+            flag.flag, dest=flag.name, default=[], action="append", metavar=flag.metavar, help=doc
+        )
         return
     group.add_argument(
         flag.flag,
@@ -151,14 +168,18 @@ def _or_auto(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse
 
 
-def _value_type(hint: Any) -> tuple[Callable[[str], Any], tuple[str, ...] | None]:
-    """How the text of a flag becomes a value of this type, and which values there are."""
+def _value_type(hint: Any) -> tuple[Callable[[str], Any], tuple[str, ...] | None, bool]:
+    """How the text of a flag becomes a value of this type, which values there are, and whether
+    there may be several.
+    """
+    if hint == tuple[str, ...]:
+        return str, None, True
     if typing.get_origin(hint) is types.UnionType:
         (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
     if typing.get_origin(hint) is Literal:
-        return str, typing.get_args(hint)
+        return str, typing.get_args(hint), False
     assert hint in (bool, int, float, str), f"no flag can hold a {hint}"
-    return hint, None
+    return hint, None, False
 
 
 if __name__ == "__main__":

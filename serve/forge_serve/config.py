@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 
 from forge_jax.config import option
 from forge_jax.errors import ConfigError
+from forge_serve.limits import Limits
+
+_API_KEY = re.compile(r"[!-~]{1,512}", re.ASCII)  # what a header can carry, without spaces
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,*]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,27 @@ class ServerConfig:
         False, "serve a fake device without weights: deterministic text at any speed"
     )
     fake_step_time_ms: float = option(0.0, "milliseconds that a step of the fake device takes")
+    api_key: tuple[str, ...] = option(
+        (),
+        "a key that clients must send as a bearer token, and a tenant of its own; may be repeated. "
+        "Other users of this machine can see it: prefer --api-key-file",
+        secret=True,
+    )
+    api_key_file: str | None = option(
+        None, "a file with such keys, one in each line; # begins a comment"
+    )
+    tls_cert: str | None = option(
+        None, "a file with the certificate, in PEM form, and those it depends on: serve HTTPS"
+    )
+    tls_key: str | None = option(None, "a file with the certificate's private key, in PEM form")
+    cors_origin: tuple[str, ...] = option(
+        (),
+        "an origin (https://example.org) whose web pages may use the server, or * for all; may be "
+        "repeated",
+    )
+    limits: Limits = field(
+        default_factory=Limits, metadata={"doc": "what one request may ask for", "flag": None}
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -63,3 +89,27 @@ class ServerConfig:
         ):
             if not value >= 0:
                 raise ConfigError(f"{flag} must not be negative, not {value}")
+        self._check_exposure()
+
+    def _check_exposure(self) -> None:
+        for name in ("api_key", "cors_origin"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} must be a tuple of strings")
+        for key in self.api_key:
+            check_api_key(key, "--api-key")
+        if self.api_key_file is not None and not self.api_key_file:
+            raise ConfigError("--api-key-file must not be empty: leave it out for no keys")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert and --tls-key: give both of them, or neither")
+        for origin in self.cors_origin:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"--cors-origin must be * or an origin such as https://example.org, "
+                    f"without a path, not {origin}"
+                )
+
+
+def check_api_key(key: str, where: str) -> None:
+    """Raises `ConfigError`, which says `where` and not the key, for what no client could send."""
+    if not _API_KEY.fullmatch(key):
+        raise ConfigError(f"{where}: a key is 1 to 512 printable ASCII characters without spaces")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from forge_serve.cli import SECTIONS, Flag, flags
+from forge_serve.limits import Limits, rows
 
 DEFAULT_FILE = "docs/configuration.md"
 
@@ -13,8 +14,16 @@ _HEAD = """\
 # Configuration
 
 The flags of `forge-jax serve [MODEL]`. In Python the same names, with underscores, are the fields
-of `EngineConfig` and `ServerConfig`. This page is generated from them by
-`python -m forge_serve.config_docs`.
+of `EngineConfig` and `ServerConfig`; those of the limits, without `max_`, of `ServerConfig.limits`.
+This page is generated from them by `python -m forge_serve.config_docs`.
+"""
+
+_LIMITS_HEAD = """\
+What one request may ask for at most; more is refused with status 400, a larger body with 413. How
+many tokens it may have is what the model's context has room for.
+
+| at most | default | flag | which may be |
+|---|---|---|---|
 """
 
 
@@ -22,13 +31,26 @@ def page() -> str:
     """The page as Markdown: one table per section."""
     parts = [_HEAD]
     for title, section in SECTIONS.items():
-        parts.append(f"\n## {title[0].upper()}{title[1:]}\n\n| flag | default | what it does |\n")
-        parts.append("|---|---|---|\n")
+        parts.append(f"\n## {title[0].upper()}{title[1:]}\n\n")
+        if section is Limits:
+            parts.append(_limits())
+            continue
+        parts.append("| flag | default | what it does |\n|---|---|---|\n")
         parts += [
             f"| `{_usage(flag)}` | `{flag.default_text}` | {_cell(flag.doc)} |\n"
             for flag in flags(section)
         ]
     return "".join(parts)
+
+
+def _limits() -> str:
+    """Every row of the limits, with a flag or without."""
+    lines = [_LIMITS_HEAD]
+    for row in rows():
+        flag = f"`{row.flag} N`" if row.flag else ""
+        span = f"{row.low:,} to {row.high:,}" if row.flag else ""
+        lines.append(f"| {_cell(row.doc)} | {row.default:,} | {flag} | {span} |\n")
+    return "".join(lines)
 
 
 def _usage(flag: Flag) -> str:

@@ -31,6 +31,10 @@ class UnknownModelError(RequestError):
     """The request names a model that this server does not serve."""
 
 
+class UnauthorizedError(ForgeError):
+    """The request has no API key, or one that this server does not know."""
+
+
 class NotReadyError(ForgeError):
     """The server takes no requests at the moment: it is starting or stopping."""
 
@@ -77,12 +81,17 @@ class ErrorReply(msgspec.Struct, frozen=True):
         )
         if self.retry_after_s is not None:
             response.headers["Retry-After"] = str(math.ceil(self.retry_after_s))
+        if self.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
         return response
 
 
 def error_reply(error: BaseException) -> ErrorReply:
     """The reply to an exception; one that is nobody's on purpose is logged with its traceback."""
     match error:
+        case UnauthorizedError():
+            code = "invalid_api_key"
+            return ErrorReply(401, str(error), "invalid_request_error", None, code)
         case UnknownModelError():
             code = "model_not_found"
             return ErrorReply(404, str(error), "invalid_request_error", error.param, code)

@@ -105,18 +105,19 @@ async def _encode_chat(engine: StreamingEngine, request: ChatRequest) -> Prompt:
     tokenizer, template = engine.tokenizer, engine.chat_template
     if tokenizer is None:
         raise RequestError(
-            "this model has no tokenizer: send token ids to /v1/completions", param="messages"
+            "this model has no tokenizer: ask for a completion of token ids", param="messages"
         )
     if template is None or not template.available:
         raise RequestError(
-            "this model has no chat template: use /v1/completions, "
+            "this model has no chat template: ask for a completion, "
             "or start the server with --chat-template FILE",
             param="messages",
         )
     messages = request.template_messages()
     options = request.template_options()
     _check_text_size(engine, (message["content"] for message in messages), "messages")
-    if sum(len(message["content"]) for message in messages) < THREAD_FROM_CHARS:
+    # Templates may show whatever a message holds: the calls of tools, say.
+    if len(msgspec.json.encode((messages, options))) < THREAD_FROM_CHARS:
         return Prompt(template.encode(messages, tokenizer, **options))
     return Prompt(await asyncio.to_thread(template.encode, messages, tokenizer, **options))
 

@@ -2,7 +2,8 @@
 
 Fields follow OpenAI's protocol and the extensions that the field's engines share. Unknown fields
 are ignored and `null` means "the default"; numbers may come as strings or as floats without a
-fraction. A field that would change the output and is not implemented is refused by name.
+fraction. A field that would change the output and is not implemented is refused by name. Bodies are
+read, and held to numeric limits, in `validate`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from forge_jax.errors import RequestError
-from forge_jax.sampling_params import MAX_LOGPROBS, SamplingParams
+from forge_jax.sampling_params import SamplingParams
 
-MAX_JSON_DEPTH = 64
-MAX_PROMPTS = 1024
-MAX_CHOICES = 4096  # prompts times samples
-MAX_CACHE_SALT_CHARS = 128
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, by OpenAI's reference
 
 _SAMPLING_FIELDS = (
@@ -113,7 +110,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         "grammar": "structured output is not supported yet",
         "stop_regex": "not supported: use stop",
         "use_beam_search": "beam search is not supported",
-        "prompt_logprobs": "not supported: use echo with logprobs in /v1/completions",
+        "prompt_logprobs": "not supported: use echo with logprobs in a completion",
         "logprob_token_ids": "not supported: ask for the likeliest with logprobs",
         "allowed_token_ids": "not supported: use logit_bias",
         "bad_words": "not supported: use logit_bias",
@@ -156,10 +153,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         if self.best_of is not None and self.best_of != self.num_samples:
             raise RequestError(
                 "best_of is not supported unless it equals n; ask for n samples", param="best_of"
-            )
-        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_CACHE_SALT_CHARS:
-            raise RequestError(
-                f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters", param="cache_salt"
             )
         if self.timeout is not None and not 0.0 < self.timeout < math.inf:
             raise RequestError("timeout must be a positive number of seconds", param="timeout")
@@ -207,16 +200,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         """The prompts, each a text or a list of token ids.
 
         Raises:
-          RequestError: for an empty list, a mixed one, or too many.
+          RequestError: for an empty list, or a mixed one.
         """
-        prompts = _prompts(self.prompt)
-        if len(prompts) * self.num_samples > MAX_CHOICES:
-            raise RequestError(
-                f"{len(prompts)} prompts times n={self.num_samples} are more than the "
-                f"{MAX_CHOICES} choices that one request may have",
-                param="n",
-            )
-        return prompts
+        return _prompts(self.prompt)
 
     def sampling_params(self) -> SamplingParams:
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
@@ -236,7 +222,7 @@ class GenerateRequest(GenerationRequest, kw_only=True):
     def check(self) -> None:
         GenerationRequest.check(self)
         if self.num_samples != 1:
-            raise RequestError("n must be 1 here: use /v1/completions", param="n")
+            raise RequestError("n must be 1 here: ask for a completion", param="n")
 
     def names_sent(self) -> dict[str, str]:
         alias = self.max_tokens is None and self.max_new_tokens is not None
@@ -312,13 +298,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
             raise RequestError(
                 f"chat_template_kwargs must not set {name}", param=f"chat_template_kwargs.{name}"
             )
-        if self.top_logprobs is not None:
-            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-                raise RequestError(
-                    f"top_logprobs must be between 0 and {MAX_LOGPROBS}", param="top_logprobs"
-                )
-            if self.top_logprobs and not self.logprobs:
-                raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
 
     def names_sent(self) -> dict[str, str]:
         alias = self.max_completion_tokens is not None
@@ -351,69 +332,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
         )
 
 
-_DECODERS: dict[type[GenerationRequest], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind, strict=False)
-    for kind in (CompletionRequest, ChatRequest, GenerateRequest)
-}
-_MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
-_PATH = re.compile(r"^(?P<message>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
-# A string literal is one match whether or not it is closed, so that the scan is linear.
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_ONE_KIND = bytes.maketrans(b"{}", b"[]")
-
-
-def decode[Body: GenerationRequest](body: bytes, kind: type[Body]) -> Body:
-    """Reads and checks a request body.
-
-    Raises:
-      RequestError: for anything that is not JSON, or not of the right form; `param` is the path.
-    """
-    _check_depth(body)
-    try:
-        request = _DECODERS[kind].decode(body)
-    except msgspec.ValidationError as error:
-        raise _validation_error(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        detail = str(error) if isinstance(error, msgspec.DecodeError) else "it is not UTF-8"
-        raise RequestError(f"the body is not valid JSON: {detail}") from error
-    request.check()
-    return request
-
-
-def _validation_error(text: str) -> RequestError:
-    match = _PATH.match(text)
-    assert match is not None
-    message, path = match["message"], match["path"]
-    missing = _MISSING_FIELD.match(message)
-    if missing is not None:
-        path = f"{path}.{missing[1]}" if path else missing[1]
-        return RequestError(f"{path} is required", param=path)
-    if not path:
-        return RequestError(f"the body is not a valid request: {message}")
-    if path.endswith(".role") and message.startswith("Invalid enum value"):
-        message += f"; the roles are {', '.join(get_args(Role))}"
-    return RequestError(f"{path}: {message}", param=path)
-
-
 def _asks_for_something(value: Any) -> bool:
     empty = isinstance(value, str | list | dict) and not value
     return value is not False and not empty
-
-
-def _check_depth(body: bytes) -> None:
-    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
-        return
-    brackets = _STRING.sub(b"", body).translate(_ONE_KIND, _NOT_BRACKETS)
-    for _ in range(MAX_JSON_DEPTH):  # each round takes away the innermost level
-        if not brackets:
-            return
-        brackets = brackets.replace(b"[]", b"")
-    if brackets:
-        raise RequestError(
-            "the body is not valid JSON: its brackets do not match, "
-            f"or are nested deeper than {MAX_JSON_DEPTH} levels"
-        )
 
 
 def _check_response_format(response_format: Any) -> None:
@@ -440,11 +361,6 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
         )
     if kinds == {int}:
         return [prompt]  # type: ignore[list-item]
-    if len(prompt) > MAX_PROMPTS:
-        raise RequestError(
-            f"prompt has {len(prompt)} prompts; at most {MAX_PROMPTS} in one request",
-            param="prompt",
-        )
     return prompt  # type: ignore[return-value]
 
 

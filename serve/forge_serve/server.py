@@ -13,8 +13,10 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import ipaddress
 import logging
 import os
+import re
 import resource
 import shlex
 import signal
@@ -31,6 +33,7 @@ from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
 from forge_serve.app import Service, make_app
 from forge_serve.config import ServerConfig
+from forge_serve.tls import ssl_context
 
 if TYPE_CHECKING:
     from forge_jax.observe.startup import StartupTimes
@@ -40,6 +43,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1024
 MAX_REASON_CHARS = 200  # of what a client got wrong, in the log
+_QUOTED_BYTES = re.compile(r"""\bb['"]""")
 LAST_BYTES_S = 1.0  # for answers to leave after the engine has stopped
 HURRY_S = 3.0  # from the second signal to the end, however busy the device is
 
@@ -53,21 +57,23 @@ def serve(
       startup: where the phases of the start are noted; default: from now on.
 
     Raises:
-      ConfigError: the address cannot be listened on, or the configuration does not fit.
+      ConfigError: the address cannot be listened on, a file of keys or certificates cannot be
+        read, or the configuration does not fit.
       ModelError: the model cannot be served.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of every absent backend
     logging.getLogger("aiohttp.server").addFilter(_without_traceback)
     raise_file_limit()
-    sock = bind(server_config.host, server_config.port)
-    announce(engine_config, server_config)
+    with bind(server_config.host, server_config.port) as sock:
+        announce(engine_config, server_config)
+        warn_of_exposure(sock, server_config)
 
-    def load() -> StreamingEngine:
-        return load_engine(engine_config, server_config, startup)
+        def load() -> StreamingEngine:
+            return load_engine(engine_config, server_config, startup)
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        finished = runner.run(_serve(sock, server_config, load))
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            finished = runner.run(_serve(sock, server_config, load))
     if not finished:  # a thread still loads or compiles, and none can be ended from outside
         sys.stdout.flush()
         os._exit(0)
@@ -114,6 +120,18 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port} ({reason}): pass --host") from error
 
 
+def warn_of_exposure(sock: socket.socket, config: ServerConfig) -> None:
+    """Says so if others than this machine can reach a server that asks for no key."""
+    host = sock.getsockname()[0]
+    if ipaddress.ip_address(host).is_loopback or config.api_key or config.api_key_file:
+        return
+    log.warning(
+        "listening on %s without an API key: whoever reaches this address can use the server; "
+        "pass --api-key-file",
+        host,
+    )
+
+
 def load_engine(
     engine_config: EngineConfig, server_config: ServerConfig, startup: StartupTimes | None = None
 ) -> StreamingEngine:
@@ -148,18 +166,13 @@ async def _serve(
     """Returns False if it was told to stop before the engine was ready."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    service = Service(config)
+    service, tls = Service(config), ssl_context(config)
     last_timers: list[asyncio.TimerHandle] = []  # that end the process, if nothing else does
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, stop, service, last_timers, number)
-    runner = web.AppRunner(
-        make_app(service),
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=LAST_BYTES_S,
-    )
+    runner = make_runner(service)
     await runner.setup()
-    site = web.SockSite(runner, sock, backlog=BACKLOG)
+    site = web.SockSite(runner, sock, backlog=BACKLOG, ssl_context=tls)
     await site.start()
     try:
         loading = _in_daemon_thread(load)
@@ -170,7 +183,7 @@ async def _serve(
         engine = loading.result()
         engine.start()
         service.engine = engine
-        print(serving_line(sock, service.model_name), flush=True)
+        print(serving_line(sock, service), flush=True)
         watching = asyncio.ensure_future(service.memory.watch())
         await stopped
         watching.cancel()
@@ -184,6 +197,24 @@ async def _serve(
     return ready
 
 
+def make_runner(service: Service, *, last_bytes_s: float = LAST_BYTES_S) -> web.AppRunner:
+    """The application with the limits of what comes before a body.
+
+    Args:
+      last_bytes_s: how long answers may take to leave after the end.
+    """
+    limits = service.config.limits
+    return web.AppRunner(
+        make_app(service),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=last_bytes_s,
+        max_line_size=limits.target_bytes,
+        max_field_size=limits.header_bytes,
+        max_headers=limits.headers,
+    )
+
+
 async def drain(service: Service, timeout_s: float) -> None:
     """Answers what is new with 503, lets what runs finish for up to `timeout_s`, then stops the
     engine. The socket stays open meanwhile.
@@ -194,23 +225,28 @@ async def drain(service: Service, timeout_s: float) -> None:
     await service.engine.stop(timeout_s)
 
 
-def serving_line(sock: socket.socket, model: str) -> str:
+def serving_line(sock: socket.socket, service: Service) -> str:
     """Where the server is, and a command that shows it."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{host}:{port}"
+    url = f"{'http' if service.config.tls_cert is None else 'https'}://{host}:{port}"
     body = '{"prompt": "Once upon a time", "max_tokens": 32}'
+    key = ' -H "Authorization: Bearer $API_KEY"' if service.api_keys else ""
     command = (
-        f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+        f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     )
-    return f"forge-jax serves {model} at {url}; try: {command}"
+    return f"forge-jax serves {service.model_name} at {url}; try: {command}"
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """What is not HTTP is nothing that a traceback could help with: aiohttp logs one for each."""
+    """What is not HTTP is nothing that a traceback could help with: aiohttp logs one for each.
+
+    Nor does the log repeat what the client sent, which it quotes as bytes: that may be a key.
+    """
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError | web.RequestPayloadError):
-        reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
+        said = _QUOTED_BYTES.split(str(error), maxsplit=1)[0]
+        reason = " ".join(said.split())[:MAX_REASON_CHARS].rstrip(" :")
         record.msg, record.args = "%s: %s", (record.getMessage(), reason)
         record.exc_info = None
         record.levelno, record.levelname = logging.WARNING, "WARNING"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import aiohttp
@@ -16,9 +18,9 @@ from aiohttp import web
 from openai import AsyncOpenAI
 
 from forge_jax.engine import Engine
-from forge_serve.app import Service, make_app
+from forge_serve.app import Service
 from forge_serve.config import ServerConfig
-from forge_serve.server import bind
+from forge_serve.server import bind, make_runner
 
 
 @dataclass
@@ -27,7 +29,11 @@ class Server:
     engine: Engine
     url: str
     http: aiohttp.ClientSession
-    openai: AsyncOpenAI
+
+    @cached_property
+    def openai(self) -> AsyncOpenAI:
+        """Made where it is used: that takes longer than to start the server."""
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     @property
     def model(self) -> str:
@@ -36,7 +42,7 @@ class Server:
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         """Posts JSON, or bytes as they are; returns the status and the answer's JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.http.post(self.url + path, data=data) as response:
+        async with self.http.post(self.url + path, data=io.BytesIO(data)) as response:
             return response.status, await response.json()
 
     async def get(self, path: str) -> tuple[int, Any]:
@@ -69,10 +75,12 @@ async def running(
     service.engine = engine
     engine.start()
     async with _listening(service, **socket_options) as url:
-        openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         try:
-            async with aiohttp.ClientSession() as http, openai:
-                yield Server(service, engine, url, http, openai)
+            async with aiohttp.ClientSession() as http:
+                server = Server(service, engine, url, http)
+                yield server
+                if "openai" in vars(server):
+                    await server.openai.close()
         finally:
             await engine.stop()
 
@@ -82,9 +90,7 @@ async def _listening(service: Service, *, send_buffer: int | None = None) -> Asy
     sock = bind("127.0.0.1", 0)
     if send_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    runner = web.AppRunner(
-        make_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
-    )
+    runner = make_runner(service, last_bytes_s=0.1)
     await runner.setup()
     await web.SockSite(runner, sock).start()
     try:

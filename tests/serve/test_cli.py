@@ -105,6 +105,10 @@ def test_flags_that_cannot_be_read_end_with_2(arguments, capsys):
         (["--served-model-name", ""], "--served-model-name"),
         (["--drain-timeout", "-1"], "--drain-timeout"),
         (["--fake-step-time-ms", "nan"], "--fake-step-time-ms"),
+        (["--tls-cert", "cert.pem"], "--tls-key"),
+        (["--cors-origin", "example.org"], "--cors-origin"),
+        (["--api-key", "two words"], "--api-key"),
+        (["--max-n", "129"], "--max-n"),
     ],
 )
 def test_values_that_cannot_be_are_one_line_and_end_with_1(arguments, named, capsys, configs):
@@ -177,6 +181,25 @@ def test_a_model_that_is_not_there_is_one_line_and_ends_with_1(tmp_path):
     assert done.stderr.splitlines()[-1].startswith("forge-jax: ")
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--api-key-file", "nowhere"], "--api-key-file: cannot read nowhere: No such file"),
+        (["--tls-cert", "nowhere", "--tls-key", "no"], "--tls-cert: cannot read nowhere: No such"),
+    ],
+)
+def test_a_file_that_is_not_there_is_one_line_and_ends_with_1(flags, message):
+    done = subprocess.run(
+        [*FORGE, "serve", "--fake", "--port", "0", *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"forge-jax: {message}")
+
+
 def test_a_server_starts_serves_and_drains():
     with subprocess.Popen(
         [*FORGE, "serve", "a/model", "--fake", "--port", "0", "--fake-step-time-ms", "20"],
@@ -222,6 +245,9 @@ def test_what_is_not_http_is_one_line_in_the_log():
                 head + b"Transfer-Encoding: chunked\r\n\nzz\r\n",
                 head + b"Content-Length: many\r\n\r\n",
                 head + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\nnot gzip!",
+                head + b"Authorization: Bearer sk-secret\x01\r\n\r\n",
+                head + b"Authorization: Bearer sk-secret" + b"x" * 9000 + b"\r\n\r\n",
+                head + b"Authorization : Bearer sk-secret\r\n\r\n",
             )
             for data in malformed:
                 with socket.create_connection(("127.0.0.1", int(match[1])), timeout=10) as client:
@@ -233,6 +259,7 @@ def test_what_is_not_http_is_one_line_in_the_log():
             assert process.wait(timeout=10) == 0
             log = process.stderr.read()
             assert "Traceback" not in log
+            assert "secret" not in log, "a key that is sent in a broken request is still a key"
             lines = [line for line in log.splitlines() if "400, message" in line]
             assert len(lines) == len(malformed), log
             assert all(" WARNING " in line for line in lines)

@@ -17,8 +17,10 @@ from forge_jax.outputs import Delta
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.text import Tokenizer
 from forge_serve.generation import THREAD_FROM_CHARS, Prompt, Usage
-from forge_serve.protocol import CompletionRequest, decode
+from forge_serve.limits import Limits
+from forge_serve.protocol import CompletionRequest
 from forge_serve.responses import CompletionForm
+from forge_serve.validate import decode
 
 ROOT = Path(__file__).parents[2]
 STORIES = ROOT / "tests" / "fixtures" / "stories260k-hf"
@@ -328,7 +330,7 @@ async def test_a_model_without_tokenizer_takes_and_gives_token_ids(start):
 
 def _echoed(tokenizer: Tokenizer, prompt: Prompt, output: Sequence[int]) -> dict[str, Any]:
     """The choice of an answer with `echo` and `logprobs` to this prompt."""
-    request = decode(b'{"prompt": "", "echo": true, "logprobs": 0}', CompletionRequest)
+    request = decode(b'{"prompt": "", "echo": true, "logprobs": 0}', CompletionRequest, Limits())
     form = CompletionForm(request, [prompt], tokenizer, unique_id="x", model="m", created_s=0)
     prompt_scores = tuple(TokenLogprobs(id, -1.0) for id in prompt.token_ids[1:])
     scores = tuple(TokenLogprobs(id, -1.0) for id in output)

@@ -6,15 +6,21 @@ import gzip
 import io
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from forge_serve.app import MAX_BODY_BYTES
+from forge_jax.config import EngineConfig
+from forge_jax.engine import Engine
+from forge_jax.fake import assemble_fake
+from forge_jax.text import ChatTemplate
+from forge_serve.limits import Limits
 
 ROOT = Path(__file__).parents[2]
+BODY_BYTES = Limits().body_bytes
 PROMPT = {"prompt": "Hello"}
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -143,6 +149,33 @@ async def test_a_chat_that_is_too_long_names_its_messages(server):
     assert answer["error"]["code"] == "context_length_exceeded"
 
 
+async def test_a_template_that_fails_tells_nothing_of_its_inside(start):
+    parts = assemble_fake(EngineConfig(), step_time_s=0.0, max_model_len=64, check=False)
+    source = "{% for m in messages %}{{ loop + 1 }}{% endfor %}"  # its message has an address
+    parts.chat_template = ChatTemplate(source)
+    server = await start(Engine(parts))
+    status, answer = await server.post("/v1/chat/completions", CHAT)
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert answer["error"]["message"].endswith("cannot render these messages (TypeError)")
+
+
+async def test_long_calls_of_tools_are_rendered_in_a_thread(server, monkeypatch):
+    threads = []
+    encode = server.engine.chat_template.encode
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(server.engine.chat_template, "encode", watched)
+    for size in (1, 10_000):
+        call = {"function": {"name": "f", "arguments": "x" * size}}
+        messages = [{"role": "assistant", "tool_calls": [call]}, *CHAT["messages"]]
+        body = {"messages": messages, "max_tokens": 1}
+        assert (await server.post("/v1/chat/completions", body))[0] == 200
+    assert threads == [True, False]
+
+
 async def test_an_unknown_role_is_told_the_known_ones(server):
     body = {"messages": [{"role": "robot", "content": "a"}]}
     _, answer = await server.post("/v1/chat/completions", body)
@@ -251,7 +284,6 @@ async def test_odd_json_is_the_clients_fault(server, body):
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"prompt": "b", "prompt": "a", "max_tokens": 7, "max_tokens": 1}',
         b'{"prompt": "[[[{{{\\"' + b"[" * 100 + b'", "max_tokens": 1}',
         b'{"prompt": "a", "max_tokens": 1, "x": ' + b"[" * 63 + b"]" * 63 + b"}",
         b'{"prompt": "a\\u0000\\ud83d\\ude00", "max_tokens": 1}',
@@ -278,12 +310,12 @@ async def test_unknown_paths_and_wrong_methods(server):
 
 
 async def test_a_body_that_is_too_large(server):
-    body = b'{"prompt": "' + b"a" * MAX_BODY_BYTES + b'"}'
+    body = b'{"prompt": "' + b"a" * BODY_BYTES + b'"}'
     async with server.http.post(server.url + "/v1/completions", data=io.BytesIO(body)) as response:
         assert response.status == 413
         _check_form(await response.json())
     bomb, headers = gzip.compress(body), {"Content-Encoding": "gzip"}
-    assert len(bomb) < MAX_BODY_BYTES / 100
+    assert len(bomb) < BODY_BYTES / 100
     url = server.url + "/v1/completions"
     async with server.http.post(url, data=bomb, headers=headers) as response:
         assert response.status == 413
@@ -298,6 +330,25 @@ async def test_a_body_that_is_not_what_its_encoding_says(server, caplog, encodin
             assert response.status == 400
             _check_form(await response.json())
     assert not [record for record in caplog.records if record.name.startswith("forge_serve.err")]
+
+
+@pytest.mark.parametrize("wider", [8, -8], ids=["wider", "narrower"])
+async def test_token_ids_are_those_of_the_model_and_not_of_the_tokenizer(start, wider):
+    parts = assemble_fake(EngineConfig(), step_time_s=0.0, max_model_len=64, check=False)
+    assert parts.tokenizer is not None
+    width = parts.core.vocab_size = parts.tokenizer.vocab_size + wider
+    server = await start(Engine(parts))
+    fields = {
+        "prompt": lambda token: {"prompt": [token]},
+        "stop_token_ids": lambda token: {"stop_token_ids": [token]},
+        "logit_bias": lambda token: {"logit_bias": {str(token): 1}},
+    }
+    for name, body in fields.items():
+        for token, expected in ((width - 1, 200), (width, 400), (-1, 400), (2**31, 400)):
+            sent = {"prompt": [1], "max_tokens": 1, **body(token)}
+            status, answer = await server.post("/v1/completions", sent)
+            assert status == expected, (name, token, answer)
+            assert expected == 200 or answer["error"]["param"] == name
 
 
 async def test_too_many_choices_at_once(server):

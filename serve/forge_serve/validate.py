@@ -1,0 +1,327 @@
+"""Whether a body may become a request: its JSON, its form, and `Limits`, in this order.
+
+Nothing of a client's reaches the engine before it has been here. Every refusal is a `RequestError`
+that names the field as far as there is one, and repeats nothing of the body: what a client sent
+may be a secret, and what reads logs and error messages may not be ready for it.
+
+The work is linear in the body's size, and done without a Python loop over the JSON's values.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+
+from forge_jax.errors import RequestError
+from forge_jax.sampling_params import SamplingParams
+from forge_serve.limits import KIB, Limits
+from forge_serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    GenerationRequest,
+    Role,
+)
+
+_DECODERS: dict[type[GenerationRequest], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind, strict=False)
+    for kind in (CompletionRequest, ChatRequest, GenerateRequest)
+}
+_MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
+_PATH = re.compile(r"^(?P<message>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_OPENING = ord("[")
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_ONE_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
+SMALL_BODY_BYTES = 64 * KIB  # in which a key that stands twice is looked for by name
+
+
+def decode[Body: GenerationRequest](body: bytes, kind: type[Body], limits: Limits) -> Body:
+    """Reads and checks a request body.
+
+    Raises:
+      RequestError: for anything that is not JSON, not of the right form, or over a limit; `param`
+        is the path.
+    """
+    _check_nesting(body, limits)
+    try:
+        request = _DECODERS[kind].decode(body)
+        _check_digits(body, limits)
+        _check_duplicates(body, kind)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        detail = str(error) if isinstance(error, msgspec.DecodeError) else "it is not UTF-8"
+        raise RequestError(f"the body is not valid JSON: {detail}") from error
+    _check_limits(request, limits)
+    request.check()
+    return request
+
+
+def check_logprob_values(
+    params: SamplingParams, prompt_lens: Sequence[int], context: int, limits: Limits
+) -> None:
+    """Refuses an answer that could hold more logprobs than a server should gather.
+
+    Args:
+      prompt_lens: the tokens of each prompt.
+      context: the tokens that a prompt and its output have room for.
+
+    Raises:
+      RequestError: with `param` "logprobs".
+    """
+    if params.logprobs is None:
+        return
+    tokens = 0
+    for prompt_len in prompt_lens:
+        room = max(context - prompt_len, 0)
+        tokens += room if params.max_tokens is None else min(params.max_tokens, room)
+        tokens += prompt_len if params.prompt_logprobs is not None else 0
+    values = params.n * tokens * (1 + params.logprobs)
+    if values > limits.logprob_values:
+        raise RequestError(
+            f"logprobs: the answer could have {values} of them (choices times tokens times "
+            f"alternatives); at most {limits.logprob_values}: ask for fewer, or set max_tokens",
+            param="logprobs",
+        )
+
+
+def _check_limits(request: GenerationRequest, limits: Limits) -> None:
+    if not 1 <= request.num_samples <= limits.n:
+        raise RequestError(f"n must be between 1 and {limits.n}", param="n")
+    if isinstance(request, CompletionRequest):
+        _check_prompts(request, limits)
+        _between("logprobs", request.logprobs, limits.logprobs)
+    if isinstance(request, ChatRequest):
+        _check_chat(request, limits)
+    _check_stops(request, limits)
+    _count("stop_token_ids", request.stop_token_ids, "ids", limits.stop_token_ids)
+    _count("logit_bias", request.logit_bias, "entries", limits.logit_bias)
+    salt = request.cache_salt
+    if salt is not None and not 1 <= len(salt) <= limits.cache_salt_chars:
+        raise RequestError(
+            f"cache_salt must have 1 to {limits.cache_salt_chars} characters", param="cache_salt"
+        )
+    for param, schema in _schemas(request):
+        _check_schema(param, schema, limits)
+    for param, grammar in _grammars(request):
+        _bytes(param, grammar, limits.schema_bytes)
+    for param, regex in _regexes(request):
+        _bytes(param, regex, limits.regex_bytes)
+
+
+def _check_prompts(request: CompletionRequest, limits: Limits) -> None:
+    num_prompts = len(request.prompts())
+    if num_prompts > limits.prompts:
+        raise RequestError(
+            f"prompt has {num_prompts} prompts; at most {limits.prompts} in one request",
+            param="prompt",
+        )
+    if num_prompts * request.num_samples > limits.choices:
+        raise RequestError(
+            f"{num_prompts} prompts times n={request.num_samples} are more than the "
+            f"{limits.choices} choices that one request may have",
+            param="n",
+        )
+
+
+def _check_chat(request: ChatRequest, limits: Limits) -> None:
+    _count("messages", request.messages, "messages", limits.messages)
+    for i, message in enumerate(request.messages):
+        if message.tool_calls:
+            _count(f"messages[{i}].tool_calls", message.tool_calls, "calls", limits.tools)
+    if request.num_samples > limits.choices:
+        raise RequestError(f"n must be at most {limits.choices}", param="n")
+    _between("top_logprobs", request.top_logprobs, limits.logprobs)
+    if request.chat_template_kwargs:
+        _bytes("chat_template_kwargs", request.chat_template_kwargs, limits.template_kwargs_bytes)
+    for name in ("tools", "functions"):
+        value = getattr(request, name)
+        if isinstance(value, list):
+            _count(name, value, "entries", limits.tools)
+
+
+def _check_stops(request: GenerationRequest, limits: Limits) -> None:
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    _count("stop", stops, "strings", limits.stop_strings)
+    for text in stops:
+        if len(text.encode()) > limits.stop_string_bytes:
+            raise RequestError(
+                f"stop: a string is longer than {limits.stop_string_bytes} bytes", param="stop"
+            )
+
+
+def _schemas(request: GenerationRequest) -> Iterator[tuple[str, Any]]:
+    """Everything in a request that is a JSON schema, with its path."""
+    yield "guided_json", request.guided_json
+    yield "json_schema", request.json_schema
+    yield "structured_outputs.json", _at(request.structured_outputs, "json")
+    schema = _at(request.response_format, "json_schema", "schema")
+    if schema is None:  # in some other form
+        yield "response_format", request.response_format
+    yield "response_format.json_schema.schema", schema
+    if not isinstance(request, ChatRequest):
+        return
+    for name, path in (("tools", ("function", "parameters")), ("functions", ("parameters",))):
+        value = getattr(request, name)
+        for i, tool in enumerate(value if isinstance(value, list) else [value]):
+            yield ".".join((f"{name}[{i}]", *path)), _at(tool, *path)
+
+
+def _grammars(request: GenerationRequest) -> Iterator[tuple[str, Any]]:
+    for name in ("guided_grammar", "guided_choice", "ebnf", "grammar"):
+        yield name, getattr(request, name)
+    for name in ("grammar", "choice", "structural_tag"):
+        yield f"structured_outputs.{name}", _at(request.structured_outputs, name)
+
+
+def _regexes(request: GenerationRequest) -> Iterator[tuple[str, Any]]:
+    for name in ("guided_regex", "regex", "stop_regex"):
+        yield name, getattr(request, name)
+    yield "structured_outputs.regex", _at(request.structured_outputs, "regex")
+
+
+def _at(value: Any, *path: str) -> Any:
+    """What is at a path through objects; None if it does not lead anywhere."""
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _check_schema(param: str, schema: Any, limits: Limits) -> None:
+    if schema is None:
+        return
+    text = _bytes(param, schema, limits.schema_bytes)
+    if _depth(_brackets(text)) > limits.schema_depth:
+        raise RequestError(
+            f"{param} is nested deeper than {limits.schema_depth} levels", param=param
+        )
+
+
+def _bytes(param: str, value: Any, limit: int) -> bytes:
+    """A text, or another value as JSON, if it is not too long.
+
+    Raises:
+      RequestError: it has more bytes than the limit.
+    """
+    data = value.encode() if isinstance(value, str) else msgspec.json.encode(value)
+    if len(data) > limit:
+        raise RequestError(f"{param} has {len(data)} bytes; at most {limit}", param=param)
+    return data
+
+
+def _count(param: str, values: Any, what: str, limit: int) -> None:
+    if values is not None and len(values) > limit:
+        raise RequestError(f"{param} has {len(values)} {what}; at most {limit}", param=param)
+
+
+def _between(param: str, value: int | None, limit: int) -> None:
+    if value is not None and not 0 <= value <= limit:
+        raise RequestError(f"{param} must be between 0 and {limit}", param=param)
+
+
+def _validation_error(text: str) -> RequestError:
+    match = _PATH.match(text)
+    assert match is not None
+    message, path = match["message"], match["path"]
+    missing = _MISSING_FIELD.match(message)
+    if missing is not None:
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return RequestError(f"{path} is required", param=path)
+    if not path:
+        return RequestError(f"the body is not a valid request: {message}")
+    if message.startswith("Invalid enum value"):  # and then the value
+        message = f"the roles are {', '.join(get_args(Role))}"
+    return RequestError(f"{path}: {message}", param=path)
+
+
+def _check_nesting(body: bytes, limits: Limits) -> None:
+    """Refuses what could overflow a stack, or fill the memory with empty containers."""
+    if body.count(b"[") + body.count(b"{") <= min(limits.json_depth, limits.json_containers):
+        return
+    brackets = _brackets(body)
+    containers = int(np.count_nonzero(brackets == _OPENING))
+    if containers > limits.json_containers:
+        raise RequestError(
+            f"the body has {containers} arrays and objects; at most {limits.json_containers}"
+        )
+    if _depth(brackets) > limits.json_depth:
+        raise RequestError(
+            f"the body is not valid JSON: it is nested deeper than {limits.json_depth} levels"
+        )
+
+
+def _depth(brackets: np.ndarray) -> int:
+    """The deepest level of u8[N] brackets. Of what is not JSON, at least what a parser sees before
+    it gives up.
+    """
+    steps = np.where(brackets == _OPENING, np.int8(1), np.int8(-1))
+    return int(np.cumsum(steps, dtype=np.int32).max(initial=0))
+
+
+def _brackets(data: bytes) -> np.ndarray:
+    """The brackets of a JSON text that are not in its strings, "[" for "{" -> u8[N]."""
+    return _outside_strings(data, _NOT_BRACKETS)
+
+
+def _outside_strings(data: bytes, ignored: bytes = b"") -> np.ndarray:
+    """The characters of a JSON text that are not in its strings nor `ignored` -> u8[N]."""
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_ONE_KIND, ignored)
+    chars = np.frombuffer(plain, np.uint8)
+    quotes = chars == ord('"')
+    num_quotes = np.cumsum(quotes, dtype=np.uint8)  # modulo 256: only its parity counts
+    return chars[(num_quotes & 1 == 0) & ~quotes]
+
+
+def _check_digits(body: bytes, limits: Limits) -> None:
+    """Refuses numbers that take long to be read: the time grows with the square of the digits."""
+    too_many = b"0" * (limits.number_digits + 1)
+    if too_many not in body.translate(_ONE_DIGIT):
+        return
+    if too_many in _outside_strings(body).tobytes().translate(_ONE_DIGIT):
+        raise RequestError(f"the body has a number of more than {limits.number_digits} digits")
+
+
+def _check_duplicates(body: bytes, kind: type[GenerationRequest]) -> None:
+    """Refuses an object with the same key twice: who reads it first and who reads it last disagree.
+
+    A parser keeps one of them, so that what it has read has fewer pairs than the text.
+
+    Raises:
+      RequestError: with `param`, if it is a field of the request itself.
+      msgspec.DecodeError: a value that the request has no field for is not JSON.
+    """
+    try:
+        again = msgspec.json.encode(msgspec.json.decode(body))
+    except msgspec.ValidationError as error:  # in a field that the request does not have
+        raise RequestError("the body has a number that is out of range") from error
+    if b"\\u003" not in body:  # then every colon in a string is a colon in both
+        same = body.count(b":") == again.count(b":")
+    else:
+        same = _num_pairs(body) == _num_pairs(again)
+    if same:
+        return
+    param = _duplicate_field(body, kind) if len(body) <= SMALL_BODY_BYTES else None
+    what = "a key" if param is None else param
+    raise RequestError(f"{what} is given twice in the same object", param=param)
+
+
+def _num_pairs(data: bytes) -> int:
+    return int((_outside_strings(data) == ord(":")).sum())
+
+
+def _duplicate_field(body: bytes, kind: type[GenerationRequest]) -> str | None:
+    outermost: list[str] = []
+
+    def keep(pairs: list[tuple[str, Any]]) -> None:
+        outermost[:] = [name for name, _ in pairs]  # the last call is for the whole body
+
+    json.loads(body, object_pairs_hook=keep, parse_int=str, parse_float=str)
+    fields = kind.__struct_fields__
+    return next((n for n, times in Counter(outermost).items() if times > 1 and n in fields), None)

@@ -1,0 +1,268 @@
+"""Bodies that nobody means well, derived from the structs of the protocol.
+
+A case is a path and the bytes of a body. `cases` gives a fixed sequence for a seed: every field of
+every endpoint with every odd value, shuffled together with bodies that are odd as a whole. Texts in
+them hold `SENTINEL`, so that an answer which repeats a part of a body can be told.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from forge_serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    GenerateRequest,
+    GenerationRequest,
+    Message,
+    StreamOptions,
+)
+
+SENTINEL = "zq7331"
+ENDPOINTS: dict[str, type[GenerationRequest]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/generate": GenerateRequest,
+    "/v1/generate": GenerateRequest,
+}
+VALID: dict[type, dict[str, Any]] = {
+    CompletionRequest: {"prompt": f"the dog {SENTINEL}"},
+    GenerateRequest: {"prompt": f"the dog {SENTINEL}"},
+    ChatRequest: {"messages": [{"role": "user", "content": f"the dog {SENTINEL}"}]},
+    Message: {"role": "user", "content": f"the dog {SENTINEL}"},
+    ContentPart: {"type": "text", "text": f"the dog {SENTINEL}"},
+    StreamOptions: {"include_usage": True},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    path: str
+    body: bytes
+
+
+class Raw(str):
+    """JSON, or not, as it is to stand in the body."""
+
+
+class Pairs(list):
+    """An object whose keys may be the same."""
+
+
+def dump(value: Any) -> str:
+    match value:
+        case Raw():
+            return value
+        case Pairs():
+            return "{" + ",".join(f"{dump(k)}:{dump(v)}" for k, v in value) + "}"
+        case dict():
+            return dump(Pairs(value.items()))
+        case list():
+            return "[" + ",".join(map(dump, value)) + "]"
+    return json.dumps(value)
+
+
+def _nested(levels: int, opening: str, closing: str, inside: str = "") -> Raw:
+    return Raw(opening * levels + inside + closing * levels)
+
+
+TEXT = f'"{SENTINEL}"'
+# Values that are right in some field, wrong in most, or never right.
+ODD = [
+    *map(Raw, "null true false 0 -0 1 -1 2 3 16 20 21 32 33 64 127 128 129 1025 4097".split()),
+    *map(Raw, "2147483647 2147483648 4294967296 9007199254740993 18446744073709551616".split()),
+    *map(Raw, "-2147483649 -9223372036854775809 0.5 -0.5 1.0 1.5 1e0 1E+2 1e-7 1e308".split()),
+    *map(Raw, "1e309 1e400 -1e400 1e-400 NaN Infinity -Infinity nan 0x10 01 +1 .5 1. 1e".split()),
+    Raw("9" * 400), Raw("9" * 4301), Raw("-" + "9" * 20_000), Raw("0." + "3" * 20_000),
+    *map(Raw, ('""', '" "', '"0"', '"1"', '"1.5"', '"-1"', '"true"', '"null"', '"nan"', '"inf"')),
+    *map(Raw, ('"1e999"', f'"{"9" * 5000}"', TEXT, f'"é日🙂{SENTINEL}"', f'"\\u0000{SENTINEL}"')),
+    *map(Raw, (f'"\\ud800{SENTINEL}"', '"\\ud83d"', '"\\udc00\\ud800"', '"\\ud83d\\ude00"')),
+    *map(Raw, ('"\\u12"', '"\\x41"', '"\t"', '"\n"', f'"{SENTINEL}', f"'{SENTINEL}'", SENTINEL)),
+    Raw(f'"{SENTINEL * 60}"'), Raw(f'"{SENTINEL * 2000}"'),
+    *map(Raw, ("[]", "{}", "[[]]", "[{}]", "[null]", "[true]", "[0]", "[1, 2]", "[-1]", "[1.5]")),
+    *map(Raw, ("[99999999]", "[18446744073709551616]", f"[{TEXT}]", f"[{TEXT}, 1]", f"[[{TEXT}]]")),
+    *map(Raw, ("[[1], [2]]", "[[1], []]", '[""]', '["a", "b", "c"]', "[1, null]")),
+    Raw(f"[{', '.join(['1'] * 300)}]"), Raw(f"[{', '.join([TEXT] * 40)}]"),
+    Raw(f"[{', '.join(['{}'] * 200)}]"),
+    *map(Raw, (f'{{"a": {TEXT}}}', '{"1": 1}', '{"1": true}', '{"-1": 1}', '{"99999999": 1}')),
+    *map(Raw, ('{"1": 1e400}', '{"1": 1, "1": 2}', '{"1": 200}', f"{{{TEXT}: 1}}", '{"": 1}')),
+    *map(Raw, ('{"type": "text"}', '{"type": "json_object"}', '{"type": null}', "{1: 1}", "[1,]")),
+    _nested(10, "[", "]"), _nested(63, "[", "]"), _nested(70, "[", "]"),
+    _nested(40, '{"a":', "}", "1"),
+    _nested(5000, "[", "]"), _nested(5000, '{"a":', "}", "1"), Raw("[" * 3000), Raw("]"), Raw(""),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """A field, as deep as it may be."""
+
+    path: tuple[str | int, ...]
+    hint: Any
+    default: Any = None  # what stands around it, where the valid body has nothing
+
+
+def places(kind: type[msgspec.Struct], before: tuple[str | int, ...] = ()) -> Iterator[Place]:
+    """Every field of a struct, and of the structs in its fields."""
+    for field in msgspec.structs.fields(kind):
+        path = (*before, field.encode_name)
+        yield Place(path, field.type)
+        for inner, in_list in _structs(field.type):
+            yield from places(inner, (*path, 0) if in_list else path)
+
+
+def _structs(hint: Any, in_list: bool = False) -> Iterator[tuple[type[msgspec.Struct], bool]]:
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        yield hint, in_list
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union, list):
+        for argument in typing.get_args(hint):
+            yield from _structs(argument, origin is list)
+
+
+def put(kind: type[msgspec.Struct], path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
+    """A valid body with one thing in it replaced."""
+    body = json.loads(json.dumps(VALID[kind]))
+    here, inside = body, kind
+    for i, step in enumerate(path[:-1]):
+        if isinstance(step, int):
+            here = here[0]
+            continue
+        hints = {field.encode_name: field.type for field in msgspec.structs.fields(inside)}
+        [(inside, in_list)] = _structs(hints[step])
+        if not isinstance(here.get(step), list if in_list else dict):
+            fresh = json.loads(json.dumps(VALID[inside]))
+            here[step] = [fresh] if in_list else fresh
+            if step == "stream_options":
+                body["stream"] = True
+        here = here[step]
+        assert i < len(path)
+    here[path[-1]] = value
+    return body
+
+
+def ordinary(hint: Any, rng: random.Random) -> Any:
+    """A value that a field of this type may have, which need not make sense."""
+    options = (
+        typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else ()
+    )
+    if options:
+        return ordinary(rng.choice(options), rng)
+    if typing.get_origin(hint) is typing.Literal:
+        return rng.choice(typing.get_args(hint))
+    if typing.get_origin(hint) is list:
+        [item] = typing.get_args(hint)
+        return [ordinary(item, rng) for _ in range(rng.choice((0, 1, 1, 2, 3, 17)))]
+    if typing.get_origin(hint) is dict:
+        key, item = typing.get_args(hint)
+        return {str(ordinary(key, rng)): ordinary(item, rng) for _ in range(rng.choice((0, 1, 3)))}
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return {
+            field.encode_name: ordinary(field.type, rng)
+            for field in msgspec.structs.fields(hint)
+            if rng.random() < 0.3 or field.encode_name in VALID[hint]
+        }
+    simple: dict[Any, Callable[[], Any]] = {
+        type(None): lambda: None,
+        bool: lambda: rng.random() < 0.5,
+        int: lambda: rng.choice((0, 1, 1, 1, 2, 3, 5, 16, rng.randrange(300))),
+        float: lambda: rng.choice((0, 1, 0.5, 1, 1.5, round(rng.uniform(-2, 2), 3))),
+        str: lambda: rng.choice((SENTINEL, f"the {SENTINEL} ran", "a", "", "</s>", "é🙂" * 9)),
+        Any: lambda: rng.choice(
+            (None, [], {}, SENTINEL, 1, False, [{"type": SENTINEL}], {"a": [1]})
+        ),
+    }
+    return simple[hint]()
+
+
+def _several(kind: type[GenerationRequest], rng: random.Random) -> dict[str, Any]:
+    """A valid body with several fields more, most of them with values of their type.
+
+    Fields that are refused whatever they say are rare, so that many such bodies are served.
+    """
+    body = json.loads(json.dumps(VALID[kind]))
+    fields = [
+        field
+        for field in msgspec.structs.fields(kind)
+        if field.name not in kind._REFUSED or rng.random() < 0.05
+    ]
+    for field in rng.sample(fields, rng.choice((1, 2, 3, 5, 8))):
+        odd = rng.random() < 0.05
+        body[field.encode_name] = rng.choice(ODD) if odd else ordinary(field.type, rng)
+    return body
+
+
+def _mangled(body: bytes, rng: random.Random) -> bytes:
+    """The same with something done to its bytes."""
+    at, to = sorted(rng.randrange(len(body) + 1) for _ in range(2))
+    junk = rng.choice(
+        (b"\x00", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\\", b'"', b"{", b"}", b"[", b",",
+         b":", b"\xc3", b"\\u", b"//", b"/**/", b"\x1f", b"1", b"-", b"e9", SENTINEL.encode())
+    )  # fmt: skip
+    return rng.choice(
+        (
+            lambda: body[:at],
+            lambda: body[at:],
+            lambda: body[:at] + junk + body[at:],
+            lambda: body[:at] + junk + body[at + 1 :],
+            lambda: body[:at] + body[to:],
+            lambda: body[:to] + body[at:],
+            lambda: junk + body,
+            lambda: body + junk,
+            lambda: body + body,
+            lambda: bytes(b ^ (1 << rng.randrange(8)) if rng.random() < 0.01 else b for b in body),
+            lambda: bytes(rng.randrange(256) for _ in range(rng.randrange(60))),
+            lambda: body.decode(errors="replace").encode("utf-16"),
+        )
+    )()
+
+
+def _doubled(body: dict[str, Any], rng: random.Random) -> Pairs:
+    pairs = list(body.items())
+    key, _ = rng.choice(pairs)
+    return Pairs([*pairs, (key, rng.choice((*ODD, body[key])))])
+
+
+def _odd_whole(path: str, rng: random.Random) -> Case:
+    kind = ENDPOINTS[path]
+    body: Any = _several(kind, rng)
+    what = rng.random()
+    if what < 0.1:
+        body = _doubled(body, rng)
+    elif what < 0.2:
+        body[rng.choice((SENTINEL, "", "a" * 300, "__class__", "model_config"))] = rng.choice(ODD)
+    elif what < 0.25:
+        body = rng.choice(ODD)
+    data = dump(body).encode("utf-8", "surrogatepass")
+    return Case(path, _mangled(data, rng) if rng.random() < 0.3 else data)
+
+
+def matrix() -> list[Case]:
+    """Every field with every odd value."""
+    return [
+        Case(path, dump(put(kind, place.path, odd)).encode("utf-8", "surrogatepass"))
+        for path, kind in ENDPOINTS.items()
+        for place in places(kind)
+        for odd in ODD
+    ]
+
+
+def cases(seed: int, number: int) -> Iterator[Case]:
+    """So many cases: the whole matrix if it fits into a half of them, else a part of it."""
+    rng = random.Random(seed)
+    fixed = matrix()
+    rng.shuffle(fixed)
+    for i in range(number):
+        if i % 2 and i // 2 < len(fixed):
+            yield fixed[i // 2]
+        else:
+            yield _odd_whole(rng.choice(tuple(ENDPOINTS)), rng)

@@ -1,0 +1,159 @@
+"""No body is an internal error, and none hurts the requests after it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from bodies import ENDPOINTS, SENTINEL, Case, cases, matrix
+
+from forge_jax.engine import Engine
+from forge_serve.app import Service, make_app
+from forge_serve.config import ServerConfig
+from forge_serve.server import bind, make_runner
+
+MAY_BE = {200, 400, 404, 413}
+CANARY = Case(
+    "/v1/completions", b'{"prompt": "the dog", "max_tokens": 9, "seed": 5, "logprobs": 2}'
+)
+CANARY_EACH = 100  # cases
+REQUEST_TIMEOUT_S = 20.0  # a request that takes so long never ends
+# A path, an address, a traceback, a class, a module.
+LEAK = re.compile(
+    rf'/|\\|0x|Traceback|File "|<|>|{SENTINEL}|\bforge_|msgspec|aiohttp|jinja|numpy|object at'
+    r"|tokenizers\b|\bjson\.|Error\b|__",
+    re.IGNORECASE,
+)
+
+
+@dataclass
+class Fuzzed:
+    """A server, and what has been seen of it."""
+
+    engine: Engine
+    http: aiohttp.ClientSession
+    url: str
+    statuses: Counter[int]
+
+    async def send(self, case: Case) -> tuple[int, str, bytes]:
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            async with self.http.post(self.url + case.path, data=io.BytesIO(case.body)) as response:
+                return response.status, response.content_type, await response.read()
+
+    async def check(self, case: Case) -> None:
+        status, content_type, answer = await self.send(case)
+        self.statuses[status] += 1
+        assert status in MAY_BE, answer
+        if status != 200:
+            check_error(json.loads(answer))
+        elif content_type == "text/event-stream":
+            check_events(answer)
+        else:
+            assert content_type == "application/json"
+            assert "error" not in json.loads(answer)
+
+    async def canary(self) -> Any:
+        status, _, answer = await self.send(CANARY)
+        assert status == 200
+        return json.loads(answer)["choices"]
+
+
+def check_error(answer: Any) -> None:
+    assert set(answer) == {"error"}
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert isinstance(error["message"], str) and 0 < len(error["message"]) <= 500
+    for text in (error["message"], error["param"] or "", error["code"] or ""):
+        assert not LEAK.search(text), text
+    assert error["param"] is None or re.fullmatch(r"[a-z_]+[a-z_0-9.\[\]]*", error["param"])
+
+
+def check_events(answer: bytes) -> None:
+    *events, done, end = answer.decode().split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    for event in events:
+        assert "error" not in json.loads(event.removeprefix("data: "))
+
+
+@contextlib.asynccontextmanager
+async def fuzzed() -> AsyncIterator[Fuzzed]:
+    service = Service(ServerConfig(request_log=False))
+    service.engine = engine = Engine.fake(max_model_len=160)
+    engine.start()
+    runner, sock = make_runner(service, last_bytes_s=0.1), bind("127.0.0.1", 0)
+    await runner.setup()
+    await web.SockSite(runner, sock).start()
+    try:
+        async with aiohttp.ClientSession() as http:
+            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            yield Fuzzed(engine, http, url, Counter())
+    finally:
+        await runner.cleanup()
+        await engine.stop()
+
+
+async def run(seed: int, number: int) -> Counter[int]:
+    """Sends so many cases, one after the other; returns how many had which status."""
+    async with fuzzed() as server:
+        first = await server.canary()
+        steps = server.engine.stats().steps
+        for i, case in enumerate(cases(seed, number)):
+            try:
+                await server.check(case)
+            except Exception as error:
+                error.add_note(f"case {i} of seed {seed}: POST {case.path} {case.body[:2000]!r}")
+                raise
+            if i % CANARY_EACH == 0:
+                assert await server.canary() == first, f"since case {i} of seed {seed}"
+                before, steps = steps, server.engine.stats().steps
+                assert steps > before, "the engine steps no more"
+        async with asyncio.timeout(10):
+            while (stats := server.engine.stats()).num_used_blocks or stats.num_waiting:
+                await asyncio.sleep(0.01)
+        assert stats.healthy and stats.num_running == 0
+        return server.statuses
+
+
+async def test_bodies_of_all_kinds_are_served_or_refused():
+    statuses = await run(seed=1, number=1_500)
+    assert statuses[200] > 150 and statuses[400] > 800, "it has tried both"
+
+
+@pytest.mark.fuzz
+async def test_many_more_bodies_are_served_or_refused(request):
+    number, seed = (request.config.getoption(f"--fuzz-{name}") for name in ("cases", "seed"))
+    number = max(number, 2 * len(matrix()))  # every field is tried with every value
+    statuses = await run(seed, number)
+    print(f"\n{number} bodies of seed {seed}; statuses: {dict(statuses)}")
+    assert statuses[200] > number / 20 and statuses[400] > number / 3, "it has tried both"
+
+
+def test_every_endpoint_that_takes_a_body_is_tried():
+    routes = make_app(Service(ServerConfig())).router.routes()
+    taken = {r.resource.canonical for r in routes if r.method == "POST" and r.resource is not None}
+    assert set(ENDPOINTS) == taken
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "cannot open /etc/passwd", f"no {SENTINEL}", "<class 'int'>", "at 0x7f00", "KeyError: 'a'",
+        "forge_jax.core", "msgspec.ValidationError", "Traceback (most recent call last)",
+    ],
+)  # fmt: skip
+def test_the_check_sees_what_an_error_must_not_tell(message):
+    good = {"message": "n must be 1", "type": "invalid_request_error", "param": "n", "code": None}
+    check_error({"error": good})
+    with pytest.raises(AssertionError):
+        check_error({"error": {**good, "message": message}})

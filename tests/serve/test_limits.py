@@ -1,0 +1,304 @@
+"""Every row of the table of limits, at the limit and one above it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from forge_jax.engine import Engine
+from forge_jax.errors import ConfigError, RequestError
+from forge_jax.sampling_params import SamplingParams
+from forge_serve import cli, validate
+from forge_serve.config import ServerConfig
+from forge_serve.limits import Limits, Row, rows
+from forge_serve.protocol import ChatRequest, CompletionRequest
+from forge_serve.validate import check_logprob_values
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ROWS = {row.name: row for row in rows()}
+USER = {"role": "user", "content": "a"}
+UNSUPPORTED = "not supported yet"
+OUTSIDE = "outside the model's vocabulary"  # which the engine says, not the body's reader
+KINDS = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request that has exactly so much of what a row counts."""
+
+    row: str
+    path: str
+    body: Callable[[int], dict[str, Any] | bytes]  # of a number
+    param: str | None
+    otherwise: str = ""  # at the limit: what it is refused for; nothing: it is served
+    more: dict[str, int] = field(default_factory=dict)  # other limits, that they do not interfere
+    id: str = ""
+
+
+def nested(levels: int) -> Any:
+    value: Any = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
+def object_of(size: int) -> dict[str, str]:
+    """An object that is so many bytes of JSON."""
+    return {"a": "x" * (size - len('{"a":""}'))}
+
+
+def sent(body: Any) -> bytes:
+    return body if isinstance(body, bytes) else json.dumps(body).encode()
+
+
+def padded(size: int) -> bytes:
+    return b'{"prompt": "a", "max_tokens": 1}'.ljust(size)
+
+
+def completion(
+    row: str, name: str, value: Callable[[int], Any], param: str | None = "its name", **more: Any
+) -> Case:
+    def body(k: int) -> dict[str, Any]:
+        return {"prompt": "a", "max_tokens": 1, name: value(k)}
+
+    param = name if param == "its name" else param
+    return Case(row, COMPLETIONS, body, param, id=f"{row}-{name}", **more)
+
+
+def chat(
+    row: str, name: str, value: Callable[[int], Any], param: str | None = "its name", **more: Any
+) -> Case:
+    def body(k: int) -> dict[str, Any]:
+        return {"messages": [USER], "max_tokens": 1, "logprobs": True, name: value(k)}
+
+    param = name if param == "its name" else param
+    return Case(row, CHAT, body, param, id=f"{row}-chat-{name}", **more)
+
+
+def schemas(row: str, make: Callable[[int], Any]) -> Iterator[Case]:
+    """The same in each place that a schema can have."""
+    yes = {"otherwise": UNSUPPORTED}
+    yield completion(row, "guided_json", make, **yes)
+    yield completion(
+        row, "guided_json", lambda k: json.dumps(make(k), separators=(",", ":")), **yes
+    )
+    yield completion(row, "json_schema", make, **yes)
+    path = "structured_outputs.json"
+    yield completion(row, "structured_outputs", lambda k: {"json": make(k)}, path, **yes)
+    path = "response_format.json_schema.schema"
+    yield chat(
+        row,
+        "response_format",
+        lambda k: {"type": "json_schema", "json_schema": {"name": "x", "schema": make(k)}},
+        path,
+        otherwise="only text is supported",
+    )
+    path = "tools[1].function.parameters"
+    tool = {"type": "function", "function": {"name": "f"}}
+    yield chat(
+        row,
+        "tools",
+        lambda k: [tool, {"type": "function", "function": {"name": "f", "parameters": make(k)}}],
+        path,
+        **yes,
+    )
+    path = "functions[0].parameters"
+    yield chat(row, "functions", lambda k: [{"parameters": make(k)}], path,
+               otherwise="not supported")  # fmt: skip
+
+
+CASES = [
+    Case("body_bytes", COMPLETIONS, padded, None),
+    completion("json_depth", "x", lambda k: nested(k - 1), None),
+    completion("json_containers", "x", lambda k: [[]] * (k - 2), None),
+    completion("number_digits", "x", lambda k: 10 ** (k - 1), None),
+    completion("number_digits", "x", lambda k: [{"a": -(10 ** (k - 1))}, "9" * k], None),
+    completion("prompts", "prompt", lambda k: ["a"] * k),
+    chat("messages", "messages", lambda k: [USER] * k),
+    completion("n", "n", lambda k: k),
+    chat("n", "n", lambda k: k),
+    completion("choices", "prompt", lambda k: ["a"] * k, "n", more={"prompts": 2**16}),
+    Case("choices", CHAT, lambda k: {"messages": [USER], "max_tokens": 1, "n": k}, "n",
+         more={"n": 128}),
+    completion("logprobs", "logprobs", lambda k: k),
+    chat("logprobs", "top_logprobs", lambda k: k),
+    Case(
+        "logprob_values",
+        COMPLETIONS,
+        lambda k: {"prompt": [1], "max_tokens": k, "logprobs": 0, "ignore_eos": True},
+        "logprobs",
+    ),
+    completion("stop_strings", "stop", lambda k: [f"stop {i}" for i in range(k)]),
+    completion("stop_string_bytes", "stop", lambda k: "x" * k),
+    completion("stop_string_bytes", "stop", lambda k: ["é" * (k // 2) + "x" * (k % 2)]),
+    completion("stop_token_ids", "stop_token_ids", lambda k: list(range(k))),
+    completion(
+        "logit_bias", "logit_bias", lambda k: {str(i): 1 for i in range(k)},
+        otherwise=OUTSIDE,
+    ),
+    completion("cache_salt_chars", "cache_salt", lambda k: "é" * k),
+    chat("template_kwargs_bytes", "chat_template_kwargs", object_of),
+    chat("tools", "tools", lambda k: [{"type": "function"}] * k, otherwise=UNSUPPORTED),
+    chat("tools", "functions", lambda k: [{"name": "f"}] * k, otherwise="not supported"),
+    chat(
+        "tools",
+        "messages",
+        lambda k: [{"role": "assistant", "tool_calls": [{"id": "x"}] * k}, USER],
+        "messages[0].tool_calls",
+    ),
+    *schemas("schema_bytes", object_of),
+    *schemas("schema_depth", nested),
+    completion("schema_bytes", "guided_grammar", lambda k: "x" * k, otherwise=UNSUPPORTED),
+    completion("schema_bytes", "ebnf", lambda k: "é" * (k // 2) + "x" * (k % 2),
+               otherwise=UNSUPPORTED),
+    completion("schema_bytes", "grammar", lambda k: "x" * k, otherwise=UNSUPPORTED),
+    completion("schema_bytes", "guided_choice", lambda k: ["x" * (k - 4)], otherwise=UNSUPPORTED),
+    completion(
+        "schema_bytes", "structured_outputs", lambda k: {"grammar": "x" * k},
+        "structured_outputs.grammar", otherwise=UNSUPPORTED,
+    ),
+    completion("regex_bytes", "guided_regex", lambda k: "x" * k, otherwise=UNSUPPORTED),
+    completion("regex_bytes", "regex", lambda k: "x" * k, otherwise=UNSUPPORTED),
+    completion("regex_bytes", "stop_regex", lambda k: "x" * k, otherwise="use stop"),
+    completion(
+        "regex_bytes", "structured_outputs", lambda k: {"regex": "x" * k},
+        "structured_outputs.regex", otherwise=UNSUPPORTED,
+    ),
+]  # fmt: skip
+
+HEADS: dict[str, Callable[[int], bytes]] = {  # everything before a body that has so much of it
+    "target_bytes": lambda k: head("/health?" + "x" * (k - len("/health?"))),
+    "header_bytes": lambda k: head("/health", "X-Filler: " + "x" * k),
+    "headers": lambda k: head("/health", *[f"X-{i}: x" for i in range(k - 2)]),
+}
+
+
+def head(target: str, *headers: str) -> bytes:
+    lines = (f"GET {target} HTTP/1.1", "Host: x", "Connection: close", *headers, "", "")
+    return "\r\n".join(lines).encode()
+
+
+def numbers(row: Row) -> list[int]:
+    """The values of a limit to try it with."""
+    return sorted({row.default, row.low}) if row.flag else [row.default]
+
+
+def test_every_row_is_tried():
+    assert {case.row for case in CASES} | set(HEADS) == set(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("case", "limit"),
+    [
+        pytest.param(case, limit, id=f"{case.id or case.row}-{limit}")
+        for case in CASES
+        if case.row not in ("body_bytes", "logprob_values")  # not of a body that has been read
+        for limit in numbers(ROWS[case.row])
+        if not (case.row == "choices" and case.path == CHAT and limit > 128)  # n ends before
+    ],
+)
+def test_a_body_may_be_at_a_limit_and_not_above_it(case, limit):
+    limits = Limits(**{case.row: limit}, **case.more)
+
+    def read(number: int) -> None:
+        validate.decode(sent(case.body(number)), KINDS[case.path], limits)
+
+    if case.otherwise not in ("", OUTSIDE):
+        with pytest.raises(RequestError, match=case.otherwise):
+            read(limit)
+    else:
+        read(limit)
+    with pytest.raises(RequestError, match=rf"\b{limit}\b") as refused:
+        read(limit + 1)
+    assert refused.value.param == case.param
+    assert not case.otherwise or case.otherwise not in str(refused.value)
+
+
+async def test_the_server_has_the_limits_of_the_table(start):
+    """The defaults, but where they are much work; by what the client gets."""
+    config = ServerConfig(limits=Limits(logprob_values=1024, messages=8))
+    server = await start(Engine.fake(max_model_len=2048), config)
+    for case in CASES:
+        limit = getattr(config.limits, case.row)
+        if case.more:  # other limits end before
+            continue
+        status, answer = await server.post(case.path, sent(case.body(limit)))
+        if case.otherwise:
+            assert status == 400
+            assert case.otherwise in answer["error"]["message"]
+        else:
+            assert status == 200, (case.id, answer)
+        status, answer = await server.post(case.path, sent(case.body(limit + 1)))
+        assert status == (413 if case.row == "body_bytes" else 400), (case.id, answer)
+        assert answer["error"]["param"] == case.param, case.id
+
+
+@pytest.mark.parametrize("row", HEADS)
+async def test_what_comes_before_a_body_is_limited(start, row):
+    for limit in numbers(ROWS[row]):
+        server = await start(Engine.fake(), ServerConfig(limits=Limits(**{row: limit})))
+        port = int(server.url.rpartition(":")[2])
+        for number, status in ((limit, b"200"), (limit + 1, b"400")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(HEADS[row](number))
+            assert (await reader.read()).split()[1] == status
+            writer.close()
+            await writer.wait_closed()
+
+
+def test_the_budget_of_logprobs_counts_choices_tokens_and_alternatives():
+    limit = ROWS["logprob_values"].default
+    fits = SamplingParams(n=32, max_tokens=limit // 32 // 16, logprobs=15)
+    check_logprob_values(fits, [1], limit, Limits())
+    for params, prompt_lens in (
+        (SamplingParams(n=32, max_tokens=limit // 32 // 16, logprobs=16), [1]),
+        (SamplingParams(n=32, max_tokens=limit // 32 // 16 + 1, logprobs=15), [1]),
+        (fits, [1, 1]),
+        (SamplingParams(logprobs=0), [limit]),  # up to the end of the context
+        (SamplingParams(max_tokens=0, logprobs=1, prompt_logprobs=1), [limit // 2 + 1]),
+    ):
+        with pytest.raises(RequestError) as refused:
+            check_logprob_values(params, prompt_lens, 2 * limit + 1, Limits())
+        assert refused.value.param == "logprobs"
+    check_logprob_values(SamplingParams(n=128, max_tokens=limit), [1], limit, Limits())
+    check_logprob_values(SamplingParams(n=1, logprobs=0), [1], limit, Limits())  # no more fits
+
+
+async def test_the_context_limits_the_tokens_of_a_request(server):
+    room = server.engine.max_model_len - 3
+    body = {"prompt": [1, 2, 3], "ignore_eos": True}
+    assert (await server.post(COMPLETIONS, {**body, "max_tokens": room}))[0] == 200
+    status, answer = await server.post(COMPLETIONS, {**body, "max_tokens": room + 1})
+    assert (status, answer["error"]["param"]) == (400, "max_tokens")
+    assert answer["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_limit_has_its_own_range(row, capsys, monkeypatch):
+    assert row.low <= row.default <= row.high
+    for value in (row.low, row.high):
+        assert getattr(Limits(**{row.name: value}), row.name) == value
+    for value in (row.low - 1, row.high + 1, True, 1.5, "1"):
+        with pytest.raises(ConfigError, match=row.flag or row.name):
+            Limits(**{row.name: value})
+    if row.flag is None:
+        assert row.high == row.default, "nobody can raise it"
+        return
+    monkeypatch.setattr("forge_serve.server.serve", lambda *_: pytest.fail("it must not start"))
+    assert cli.main(["serve", row.flag, str(row.high + 1)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"forge-jax: {row.flag} must be between") and error.count("\n") == 1
+
+
+def test_flags_of_limits_arrive(monkeypatch):
+    seen: list[ServerConfig] = []
+    monkeypatch.setattr("forge_serve.server.serve", lambda engine, server, _: seen.append(server))
+    raised = {row.name: row.high for row in ROWS.values() if row.flag}
+    flags = [arg for row in ROWS.values() if row.flag for arg in (row.flag, str(row.high))]
+    cli.main(["serve", *flags])
+    assert seen == [ServerConfig(limits=Limits(**raised))]
