@@ -53,7 +53,8 @@ class Fuzzed:
     async def check(self, case: Case) -> None:
         status, content_type, answer = await self.send(case)
         self.statuses[status] += 1
-        assert status in MAY_BE, answer
+        # A request may ask for less time than any takes.
+        assert status in MAY_BE or (status == 504 and b'"timeout"' in case.body), answer
         if status != 200:
             check_error(json.loads(answer))
         elif content_type == "text/event-stream":
