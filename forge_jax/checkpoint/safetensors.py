@@ -33,6 +33,7 @@ from forge_jax.files import file_size, shown
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 MAX_METADATA_BYTES = 16 * 2**20
+MAX_METADATA_PAIRS = 10_000
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -169,6 +170,8 @@ class _Header:
             if pair[1] in keys:
                 raise ValueError(f"a name appears twice: {shown(pair[1])} in __metadata__")
             keys.add(pair[1])
+            if len(keys) > MAX_METADATA_PAIRS:
+                raise ValueError(f"__metadata__ has more than {MAX_METADATA_PAIRS} names")
             self.at = pair.end()
             if self.text[self.at : self.at + 1] == b",":
                 self.at += 1
