@@ -75,7 +75,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
     runner = _make_runner(config, model, sizes, device, memory_limit, kernels)
     runner.compile()
     with startup.phase("config"):  # what the shapes do not depend on
-        tokenizer = Tokenizer.from_folder(folder)
+        tokenizer = Tokenizer.from_folder(folder, spec.vocab_size)
         template = _chat_template(folder, tokenizer, config)
     with startup.phase("weights"):
         leaves = load_weights(model, folder, device=device)

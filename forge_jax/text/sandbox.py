@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.compiler
+import jinja2.exceptions
 import jinja2.filters
 import jinja2.nodes
 import jinja2.runtime
@@ -126,7 +127,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         """Jinja makes it undefined, which prints as nothing: nobody means these well."""
         if attribute.startswith("_"):
-            raise jinja2.sandbox.SecurityError(f"access to {attribute[:40]!r} is unsafe")
+            raise jinja2.exceptions.SecurityError(f"access to {attribute[:40]!r} is unsafe")
         return super().unsafe_undefined(obj, attribute)
 
     def call(
