@@ -213,8 +213,7 @@ class _File:
                 self._fail(field, f"is a pattern that is not run, since {error}:", text)
 
     def _growth(self, name: str, replace: dict[str, Any]) -> float:
-        content = replace.get("content")
-        self._short(f"{name}.content", content)
+        content = self._short(f"{name}.content", replace.get("content"))
         match replace.get("pattern"):
             case {"String": str(old)} if old:
                 return max(1.0, len(content) / len(old))
@@ -222,9 +221,10 @@ class _File:
                 return max(1.0, len(content))
         self._fail(f"{name}.pattern", "must be a text or a pattern, not", replace.get("pattern"))
 
-    def _short(self, field: str, text: Any) -> None:
+    def _short(self, field: str, text: Any) -> str:
         if not isinstance(text, str) or len(text) > MAX_GROWTH:
             self._fail(field, f"must be a text of at most {MAX_GROWTH} characters, not", text)
+        return text
 
     def _id(self, field: str, token: str, i: Any, limit: int) -> None:
         if type(i) is not int or not 0 <= i < limit:

@@ -28,6 +28,7 @@ from torch_writer import (
     write_archive,
 )
 
+from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint import torch_bin
 from forge_jax.checkpoint.folder import open_checkpoint
 from forge_jax.checkpoint.load import load_weights
@@ -147,6 +148,21 @@ def test_the_memo(bin_of):
         + string("b") + b"h\x05" + b"u" + STOP
     )  # fmt: skip
     assert read_bin(bin_of(pickle)) == {}  # storages alone are no tensors
+
+
+def test_an_engine_runs_on_a_folder_of_bin_files(tmp_path, stories):
+    stored = read_header(stories / "model.safetensors")
+    arrays = {name: np.array(found.read()) for name, found in stored.items()}
+    writer.save(tmp_path / "pytorch_model.bin", arrays)
+    for file in stories.glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    llm = LLM(
+        str(tmp_path), deterministic=True, max_num_batched_tokens=8, max_num_seqs=1,
+        max_model_len=64, num_blocks=8, kernels="xla",
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=8, temperature=0)
+    (output,) = llm.generate(["Once upon a time"], params, progress=False)
+    assert output.text == ", there was a little girl"
 
 
 # What is refused. Every program would create the file `touched`, or worse, if it were run.
