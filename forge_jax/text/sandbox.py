@@ -43,6 +43,7 @@ MAX_SECONDS = 1.0  # of CPU, for one rendering
 LOOK_EVERY = 8192  # effort, of things that are quick, from one look at the clock to the next
 MAX_INTEGER_BITS = 16_384
 MAX_SMALL = 65_536  # characters that slow filters take
+MAX_ATTRIBUTE, MAX_PARTS = 1024, 8  # of the name of an attribute: characters, dots
 MAX_WIDTH = 9999  # that a format may pad to
 STEP = 64
 ITEM = 64  # weight of an item of a container: about what it takes in memory
@@ -592,7 +593,10 @@ _SMALL_FILTERS = {
 
 
 def _metered_filter(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that is charged, with a check of its arguments where it has one."""
+    """A filter that is charged, with a check of its arguments where it has one.
+
+    A check may give other positional arguments in place of those that it was given.
+    """
     if name in _LIGHT_FILTERS:
         return run
     passes = getattr(run, "jinja_pass_arg", None) is not None
@@ -606,7 +610,7 @@ def _metered_filter(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
             own = args[1:] if passes else args
             replaced = check(*own, **kwargs)
             if replaced is not None:
-                args, kwargs = (*args[: len(args) - len(own)], *replaced), {}
+                args = (*args[: len(args) - len(own)], *replaced)
         return _made(run(*args, **kwargs))
 
     if passes:
@@ -645,9 +649,10 @@ def _check_replace_filter(value: Any, old: Any, new: Any, count: Any = None) -> 
     _check_replace(str(value), str(old), str(new), -1 if count is None else count)
 
 
-def _check_join_filter(value: Any, d: Any = "", attribute: Any = None) -> tuple[Any, ...]:
-    (items,) = _check_join(str(d), value)
-    return items, d, attribute
+def _check_join_filter(value: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    _check_attribute(value, *args[1:], **kwargs)
+    separator = args[0] if args else kwargs.get("d", "")
+    return (*_check_join(str(separator), value), *args)
 
 
 def _check_format_filter(value: Any, *args: Any, **kwargs: Any) -> None:
@@ -661,10 +666,48 @@ def _check_json(
     separators: Any = None,
     sort_keys: Any = False,
 ) -> None:
-    if (isinstance(indent, int) and indent > 16) or (isinstance(indent, str) and len(indent) > 16):
-        raise OverLimitError("tojson indents by 16 at most")
     if separators is not None and any(len(part) > 16 for part in separators):
         raise OverLimitError("separators of tojson have at most 16 characters")
+    size = _weight(value)
+    if indent is None:
+        return
+    width = len(indent) if isinstance(indent, str) else indent
+    if not isinstance(width, int) or width > 16:
+        raise OverLimitError("tojson indents by 16 at most")
+    if size + _lines_of_json(value) * width > MAX_WEIGHT:
+        _too_large()
+
+
+def _lines_of_json(value: Any) -> int:
+    """By how many steps its lines are indented, all together."""
+    total, depth, level = 0, 0, [value]
+    while level:
+        level = [
+            item
+            for container in level
+            if isinstance(container, dict | list | tuple)
+            for item in (container.values() if isinstance(container, dict) else container)
+        ]
+        depth += 1
+        total += 2 * depth * len(level)
+    return total
+
+
+def _check_all_at_once(value: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
+    """Filters that look at all items before they give one: not at many, nor deep into each."""
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, str) and (len(arg) > MAX_ATTRIBUTE or arg.count(".") > MAX_PARTS):
+            _too_large()
+    items = value if isinstance(value, str | dict | list | tuple) else list(_counted(value))
+    if len(items) > MAX_SMALL:
+        _too_large()
+    return (items, *args)
+
+
+def _check_attribute(value: Any, *args: Any, **kwargs: Any) -> None:
+    for arg in (*args[:1], kwargs.get("attribute")):
+        if isinstance(arg, str) and (len(arg) > MAX_ATTRIBUTE or arg.count(".") > MAX_PARTS):
+            _too_large()
 
 
 def _sum(
@@ -693,6 +736,8 @@ def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
 
 
 _FILTER_CHECKS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("dictsort", "groupby", "max", "min", "sort"), _check_all_at_once),
+    **dict.fromkeys(("map", "rejectattr", "selectattr", "sum", "unique"), _check_attribute),
     "batch": _check_count,
     "center": _check_center,
     "format": _check_format_filter,

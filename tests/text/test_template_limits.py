@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import time
 import tracemalloc
@@ -80,6 +81,9 @@ ENDLESS = {
     "{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}{{ n.x == n.x }}",
     "doubled tuples": "{% set n = namespace(x=(1,)) %}{% for i in range(60) %}"
     "{% set n.x = (n.x, n.x) %}{% endfor %}{{ {n.x: 1} }}",
+    "a long attribute": "{{ range(9)|map(attribute=('a.' * 2000000), default={})|list }}",
+    "sort by parts": "{{ range(99999)|sort(attribute='a.b.c') }}",
+    "many at once": "{{ (range(99999)|list)|groupby(0)|list }}",
     "deep lists": "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = [n.x] %}"
     "{% endfor %}{{ n.x }}",
 }
@@ -95,6 +99,25 @@ def test_what_has_no_end_is_ended(name, monkeypatch):
         template.render(HELLO)
     assert time.thread_time() - begin < 0.1 + 0.25 * 4  # a loaded machine, and no faster core
     assert caught.value.param == "messages" and len(str(caught.value)) < 1000
+
+
+def test_what_recurses_ends_in_a_thread_too():
+    """As the server runs it: the stack of a thread is not the main thread's."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for name in ("macro", "macro twice", "block", "recursive loop", "caller", "deep lists"):
+            template = ChatTemplate(ENDLESS[name])
+            with pytest.raises(RequestError):
+                pool.submit(template.render, HELLO).result()
+
+
+def test_a_client_cannot_make_a_good_template_explode():
+    """Arguments of the request: deep and wide JSON, printed with an indentation."""
+    wide: list = [1] * 200_000
+    for _ in range(50):
+        wide = [wide]
+    for source in ("{{ tools|tojson(indent=4) }}", "{{ '-' * x }}", "{{ 'a'|indent(x, true) }}"):
+        with pytest.raises(RequestError):
+            render(source, tools=wide, x=10**9)
 
 
 # Sizes: what takes memory
@@ -149,6 +172,7 @@ HUGE = {
     "tojson": "{{ {'a': 1}|tojson(indent=10**9) }}",
     "tojson indent": BIG + "{{ [[1], [1]]|tojson(indent=n.s) }}",
     "tojson separators": BIG + "{{ range(9999)|list|tojson(separators=(n.s, n.s)) }}",
+    "tojson of many": "{{ ([1] * 200000)|tojson(indent=16) }}",
     "wordwrap": BIG + "{{ n.s|wordwrap(1) }}",
     "pprint": BIG + "{{ [n.s]|pprint }}",
     "urlize": BIG + "{{ n.s|urlize }}",
