@@ -403,14 +403,16 @@ def test_a_broken_directory_is_refused(bin_of):
 
 
 def test_entries_that_overlap_are_refused(tmp_path):
-    """Two names for one place, as in a zip bomb."""
-    path = write_archive(tmp_path / "x.bin", program({}), {"0": b"1234", "1": b"1234"})
+    """One entry within another, as in a zip bomb: its header lies in the other's data."""
+    name = b"archive/data/1"
+    inner = struct.pack("<4s5H3I2H", b"PK\x03\x04", 20, 0, 0, 0, 0, 0, 4, 4, len(name), 0) + name
+    path = write_archive(tmp_path / "x.bin", program({}), {"0": inner + b"1234", "1": b"1234"})
     data = bytearray(path.read_bytes())
-    first = data.index(b"archive/data/0")  # local header; the directory comes later
-    second = data.index(b"archive/data/1", data.index(b"PK\x01\x02"))
-    struct.pack_into("<I", data, second - 4, first - 30)
+    within = data.index(inner)
+    entry = data.index(name, data.index(b"PK\x01\x02")) - 46
+    struct.pack_into("<I", data, entry + 42, within)
     path.write_bytes(data)
-    refused(path, "differs from the directory|overlap")
+    refused(path, "archive/data/0' and 'archive/data/1' overlap")
 
 
 def test_sizes_of_64_bits_are_understood(tmp_path):
