@@ -21,6 +21,7 @@ from forge_jax.text.patterns import PatternError, check_pattern, is_panic
 
 MAX_TOKEN_ID = 2**22
 MAX_TOKEN_CHARS = 4096
+MAX_PIECE_CHARS = 256  # of a Unigram piece: each is tried at each character of a text
 MAX_ADDED_TOKENS = 65_536
 MAX_NESTED_TOKENS = 64  # special tokens that begin with each other
 MAX_COMPONENTS = 256  # normalizers, pre-tokenizers, decoders and their parts
@@ -28,7 +29,8 @@ MAX_COMPONENT_DEPTH = 32
 MAX_COMPONENT_TEXT = 8192
 MAX_CHARSMAP = 4 * 2**20  # the one long text in a component: SentencePiece's normalisation
 MAX_GROWTH = 64  # how much longer a text may become, all replacements together
-MAX_WORD_CHARS = 1000  # WordPiece takes quadratic time in it
+MAX_DECODER_GROWTH = 4  # the same for tokens, all of which are decoded at the start
+MAX_WORD_CHARS = 200  # WordPiece takes quadratic time in it
 
 COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
@@ -98,9 +100,15 @@ class _File:
         vocab = model.get("vocab")
         if not isinstance(vocab, dict):
             self._fail("model.vocab", "must be an object of tokens to ids")
-        for token, i in vocab.items():
-            self._id("model.vocab", token, i, self.limit)
-            self._token("model.vocab", token, least=0)
+        ids = vocab.values()
+        if ids and not (  # all at once, since it is a large part of the start; then one by one
+            set(map(type, ids)) == {int}
+            and 0 <= min(ids) <= max(ids) < self.limit
+            and max(map(len, vocab)) <= MAX_TOKEN_CHARS
+        ):
+            for token, i in vocab.items():
+                self._id("model.vocab", token, i, self.limit)
+                self._token("model.vocab", token, least=0)
         if len(set(vocab.values())) != len(vocab):
             self._fail("model.vocab", f"gives {len(vocab)} tokens {len(set(vocab.values()))} ids")
         return vocab
@@ -113,7 +121,7 @@ class _File:
         for i, entry in enumerate(vocab):
             match entry:
                 case [str(piece), int() | float() as score] if math.isfinite(score):
-                    self._token("model.vocab", piece, least=0)
+                    self._token("model.vocab", piece, least=0, most=MAX_PIECE_CHARS)
                     if ids.setdefault(piece, i) != i:
                         self._fail("model.vocab", "has a piece twice:", piece)
                 case _:
@@ -131,6 +139,8 @@ class _File:
             self._fail("model.merges", "must be a list")
         if not isinstance(prefix, str):
             self._fail("model.continuing_subword_prefix", "must be a string, not", prefix)
+        if not prefix and _makes_tokens(merges, ids):
+            return
         for merge in merges:
             pair = merge.split(" ") if isinstance(merge, str) else merge
             match pair:
@@ -185,6 +195,7 @@ class _File:
         if depth_exceeds(value, MAX_COMPONENT_DEPTH):
             self._fail(name, f"is nested deeper than {MAX_COMPONENT_DEPTH} levels")
         growth, count = 1.0, 0
+        most = MAX_DECODER_GROWTH if name == "decoder" else MAX_GROWTH
         for parent in _objects(value):
             count += 1
             if count > 64 * MAX_COMPONENTS:
@@ -195,8 +206,8 @@ class _File:
                 growth *= self._growth(name, parent)
             elif parent.get("type") == "Prepend":
                 self._short(f"{name}.prepend", parent.get("prepend"))
-            if growth > MAX_GROWTH:
-                self._fail(name, f"makes texts more than {MAX_GROWTH} times longer")
+            if growth > most:
+                self._fail(name, f"makes texts more than {most} times longer")
         if count > MAX_COMPONENTS and name != "post_processor":  # which lists special tokens
             self._fail(name, f"has more than {MAX_COMPONENTS} parts")
 
@@ -230,15 +241,27 @@ class _File:
         if type(i) is not int or not 0 <= i < limit:
             self._fail(field, f"gives a token an id that is not from 0 to {limit - 1}:", (token, i))
 
-    def _token(self, field: str, token: str, least: int = 1) -> None:
-        if not least <= len(token) <= MAX_TOKEN_CHARS:
-            self._fail(
-                field, f"has a token of {len(token)} characters, not 1 to {MAX_TOKEN_CHARS}:", token
-            )
+    def _token(
+        self, field: str, token: str, *, least: int = 1, most: int = MAX_TOKEN_CHARS
+    ) -> None:
+        if not least <= len(token) <= most:
+            self._fail(field, f"has a token of {len(token)} characters, not 1 to {most}:", token)
 
     def _fail(self, field: str, what: str, value: Any = ...) -> NoReturn:
         tail = "" if value is ... else f" {shown(value)}"
         raise CheckpointError(f"{self.file} is not a usable tokenizer: {field} {what}{tail}")
+
+
+def _makes_tokens(merges: list[Any], ids: dict[str, int]) -> bool:
+    """Whether all merges are as they should be: a quick look, which may say no without need."""
+    try:
+        for merge in merges:
+            left, right = merge.split(" ") if type(merge) is str else merge
+            if not (left and right and left in ids and right in ids and left + right in ids):
+                return False
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:

@@ -132,6 +132,12 @@ REFUSED = {
         {},
         "normalizer makes texts more than 64 times longer",
     ),
+    "growth of tokens": ({"decoder": replace("a", "b" * 60)}, {}, "decoder makes texts more than"),
+    "a long piece": (
+        {"model": {"type": "Unigram", "vocab": [["a" * 300, 0.0]], "unk_id": 0}},
+        {},
+        "model.vocab has a token of 300 characters, not 1 to 256",
+    ),
     "a replacement of nothing": ({"normalizer": replace("", "a")}, {}, "pattern must be a text or"),
     "a long prefix": (
         {"normalizer": {"type": "Prepend", "prepend": "a" * 10**6}}, {}, "has 1000000 characters",
@@ -147,7 +153,7 @@ REFUSED = {
     "long words": (
         {"model": {"type": "WordPiece", "vocab": {"a": 0}, "max_input_chars_per_word": 10**9}},
         {},
-        "model.max_input_chars_per_word must be at most 1000",
+        "model.max_input_chars_per_word must be at most 200",
     ),
     "infinite scores": (
         {"model": {"type": "Unigram", "vocab": [["a", float("nan")]], "unk_id": 0}},
