@@ -11,7 +11,7 @@ template can do without end, or at a size of its choice, passes a checkpoint tha
 
 Between two checkpoints lies at most one operation on values of bounded size, so a rendering ends
 within milliseconds of its limit. The wrappers are put into the syntax tree when the template is
-compiled (`_Metered`); a template cannot spell their names. Templates render as in Jinja otherwise.
+compiled (`_Metered`); a template cannot call them itself. Templates render as in Jinja otherwise.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ LOOK_EVERY = 8192  # effort, of things that are quick, from one look at the cloc
 MAX_INTEGER_BITS = 16_384
 MAX_SMALL = 65_536  # characters that slow filters take
 MAX_ATTRIBUTE, MAX_PARTS = 1024, 8  # of the name of an attribute: characters, dots
+MAX_ARGUMENTS = 16  # of a call, beyond which their weight counts
 MAX_WIDTH = 9999  # that a format may pad to
 STEP = 64
 ITEM = 64  # weight of an item of a container: about what it takes in memory
@@ -118,6 +119,12 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def add_filter(self, name: str, run: Callable[..., Any]) -> None:
         self.filters[name] = _metered_filter(name, run)
 
+    def call_filter(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """What `map` calls, by a name from the template: never a checkpoint, with its own cost."""
+        if name in _CHECKPOINTS:
+            raise jinja2.TemplateRuntimeError(f"No filter named {name!r} found.")
+        return super().call_filter(name, *args, **kwargs)
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Of values that hold data only the methods that a template has use for."""
         names = _METHODS.get(type(obj))
@@ -135,6 +142,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self, context: jinja2.runtime.Context, callee: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
         _budget.get().charge(STEP)
+        if len(args) > MAX_ARGUMENTS or len(kwargs) > MAX_ARGUMENTS:
+            _weight([args, kwargs])  # they may come from a generator, and become one value
         kind = type(callee)
         if kind is types.BuiltinMethodType or kind is types.MethodType:
             if isinstance(callee.__self__, str):
@@ -213,8 +222,16 @@ def _made(value: Any) -> Any:
         if value.bit_length() > MAX_INTEGER_BITS:
             _too_large()
     elif isinstance(value, Iterator) and not isinstance(value, jinja2.runtime.LoopContext):
-        return _counted(value)
+        return _weighed(value)
     return value
+
+
+def _weighed(iterable: Iterable[Any]) -> Iterator[Any]:
+    """What a filter gives one by one: the containers among it have passed no checkpoint."""
+    for item in _counted(iterable):
+        if isinstance(item, list | tuple | dict):
+            _weight(item)
+        yield item
 
 
 def _sliced(value: Any) -> Any:
@@ -288,7 +305,7 @@ class _Generator(jinja2.compiler.CodeGenerator):
         return super()._output_child_to_const(node, frame, finalize)
 
 
-# Filters to Jinja; with the blank in it, no template can spell such a name.
+# Filters to Jinja; with the blank in it, only a text can spell such a name: see `call_filter`.
 _MADE, _PRINTED, _JOINED, _SLICED = "made ", "printed ", "joined ", "sliced "
 _TICK, _COUNTED = "tick ", "counted "
 _CHECKPOINTS = {
@@ -563,7 +580,8 @@ def _format(
         if kwargs or len(args) != 1:
             raise TypeError("format_map() takes exactly one argument")
         args, kwargs = (), args[0]
-    # The fields' names are split by Python's own parser, a pass over the text.
+    if text.count("{") > MAX_SMALL:
+        _too_large()
     return _made(_Formatter(environment).vformat(str(text), args, kwargs))
 
 

@@ -30,6 +30,8 @@ def big(name: str) -> str:
 
 
 BIG = big("s")
+EQUAL = BIG + "{% set n.t = n.s + '' + 'x' %}{% set n.s = n.s + 'x' %}"
+FOREVER = "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
 # Two equal lists of sixteen thousand lists, to be compared one by one.
 DOUBLED = (
     "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(14) %}"
@@ -42,8 +44,7 @@ ENDLESS = {
     "range": "{% for i in range(10**9) %}x{% endfor %}",
     "nested ranges": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
     "{% endfor %}",
-    "nothing but loops": "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}"
-    "{% endfor %}",
+    "nothing but loops": FOREVER,
     "nothing but comparisons": DOUBLED + "{{ n.x == n.y }}" * 4000,
     "nothing but tests": DOUBLED + "{{ n.x is eq n.y }}" * 4000,
     "three ranges": "{% for i in range(999) %}{% for j in range(9999) %}{% for k in range(9999) %}"
@@ -94,6 +95,17 @@ ENDLESS = {
     "a long attribute": "{{ range(9)|map(attribute=('a.' * 2000000), default={})|list }}",
     "sort by parts": "{{ range(99999)|sort(attribute='a.b.c') }}",
     "many at once": "{{ (range(99999)|list)|groupby(0)|list }}",
+    "a checkpoint as a filter": "{{ ['a']|map('tick ', -10**15)|list }}" + FOREVER,
+    "a counter as a filter": "{% for x in ['abc']|map('counted ', -10**15) %}{{ x|list }}"
+    "{% endfor %}" + FOREVER,
+    "one text many times": EQUAL + "{% set x = range(99999)|map(attribute='z', default=n.s)"
+    "|batch(60000)|first %}{% set y = range(99999)|map(attribute='z', default=n.t)|batch(60000)"
+    "|first %}{{ x == y }}",
+    "one argument many times": EQUAL + "{% macro m() %}{{ caller(varargs) }}{% endmacro %}"
+    "{% call(x) m(*(range(99999)|map(attribute='z', default=n.s))) %}"
+    "{% call(y) m(*(range(99999)|map(attribute='z', default=n.t))) %}{{ x == y }}{% endcall %}"
+    "{% endcall %}",
+    "braces": BIG + "{% set x = ('{{' * 2000000).format() %}",
     "deep lists": "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = [n.x] %}"
     "{% endfor %}{{ n.x }}",
 }
