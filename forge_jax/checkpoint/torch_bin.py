@@ -37,7 +37,7 @@ from forge_jax.files import MIB, file_size, shown
 
 MAX_DIRECTORY_BYTES = 32 * MIB
 MAX_PICKLE_BYTES = 32 * MIB
-MAX_OPCODES = 4_000_000  # about 40 for each tensor
+MAX_OPCODES = 3_000_000  # about 40 for each tensor
 MAX_MEMO = 1_000_000
 MAX_STACK = 1_000_000
 MAX_MARKS = 64  # nesting
