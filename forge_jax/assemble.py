@@ -76,7 +76,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
     runner = _make_runner(config, model, sizes, device, memory_limit, kernels)
     runner.compile()
     with startup.phase("config"):  # what the shapes do not depend on
-        tokenizer, template = load_text(folder, config.model.chat_template)
+        tokenizer, template = load_text(folder, config.model.chat_template, spec.vocab_size)
     with startup.phase("weights"):
         leaves = load_weights(model, folder, device=device)
     with startup.phase("compile"):  # what is left of it

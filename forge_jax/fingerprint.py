@@ -18,7 +18,7 @@ import jax
 
 import forge_jax
 
-MODEL_FILES = ("*.json", "*.safetensors", "*.jinja")
+MODEL_FILES = ("*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja")
 WHOLE_BYTES = 16 << 20  # of a file that is read whole; of a larger one, samples
 NUM_SAMPLES, SAMPLE_BYTES = 256, 4096
 CPU_INFO = Path("/proc/cpuinfo")
@@ -49,7 +49,8 @@ def system_fingerprint(folder: Path, device: jax.Device, settings: dict[str, Any
 def _file_digest(file: Path) -> bytes:
     """Of the size and all of a small file; of a large one its head and samples at even distances.
 
-    A header of safetensors is at the head, so a changed name, shape or type is always seen.
+    The header of safetensors and the pickle of a .bin file are at the head, so a changed name,
+    shape or type is always seen.
     """
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())

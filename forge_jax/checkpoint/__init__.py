@@ -1,1 +1,1 @@
-"""Checkpoints: where they are (hub), what is in them (safetensors), and how they become leaves."""
+"""Checkpoints: where they are (hub), what is in them (folder), how they become leaves (load)."""

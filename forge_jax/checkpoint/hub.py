@@ -10,6 +10,7 @@ from forge_jax.errors import ModelError
 
 BUNDLED = "forge-tiny"
 FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model"]
+TORCH_FILES = ["pytorch_model.bin", "pytorch_model-*.bin"]  # only where there is no safetensors
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
@@ -52,7 +53,13 @@ def _download(model: str, revision: str | None) -> Path:
 
     at = f"{model} (revision {revision})" if revision else model
     try:
-        folder = huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=FILES)
+        folder = Path(
+            huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=FILES)
+        )
+        if next(folder.glob("*.safetensors"), None) is None:
+            huggingface_hub.snapshot_download(
+                model, revision=revision, allow_patterns=FILES + TORCH_FILES
+            )
     except errors.GatedRepoError as error:
         raise ModelError(
             f"{at} is gated: accept its terms at https://huggingface.co/{model}, then set HF_TOKEN"
@@ -73,4 +80,4 @@ def _download(model: str, revision: str | None) -> Path:
         raise ModelError(f"{model!r} is not a Hugging Face id: {error}") from error
     except Exception as error:  # transport errors are those of whichever HTTP library it uses
         raise ModelError(f"{at} could not be downloaded: {error}") from error
-    return Path(folder)
+    return folder

@@ -11,15 +11,14 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from forge_jax.checkpoint.safetensors import DTYPES, StoredTensor, open_checkpoint
+from forge_jax.checkpoint.folder import open_checkpoint
+from forge_jax.checkpoint.stored import FLOATS, StoredTensor
 from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
 from forge_jax.models.decoder import Leaves, Model
 from forge_jax.models.registry import find_architecture
 from forge_kernels.linear import pack
 from forge_kernels.linear.packed import aligned_empty
-
-FLOATS = tuple(DTYPES[code] for code in ("F64", "F32", "F16", "BF16"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +50,7 @@ def check_weights(model: Model, folder: Path) -> CheckedWeights:
 def load_weights(
     model: Model, folder: Path, *, device: Any = None, progress: bool = True
 ) -> Leaves:
-    """Reads the weights of `model` from the safetensors files in `folder`.
+    """Reads the weights of `model` from the files in `folder`.
 
     Every name, shape and type is checked from the files' headers before the first byte of data is
     read. The host never holds more than the weights and one leaf. Tensors that the model does not
@@ -59,7 +58,7 @@ def load_weights(
 
     Args:
       model: says which leaves, shapes and types; stored tensors are cast to the leaf's type.
-      folder: of `model.safetensors`, or of an index and its shards.
+      folder: of `model.safetensors`, else of `pytorch_model.bin`, or of an index and its shards.
       device: a `jax.Device` or a `Sharding`; JAX's default if None.
       progress: show a progress bar on a terminal.
 

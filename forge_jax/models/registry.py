@@ -10,9 +10,10 @@ from typing import Any
 from flax import nnx
 
 from forge_jax.checkpoint.weight_map import WeightMap, llama_weights
-from forge_jax.errors import ModelError, UnsupportedModelError
+from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
+from forge_jax.files import read_json, shown
 from forge_jax.models.decoder import Decoder, Model, WeightForms
-from forge_jax.models.spec import DTYPES, Config, ModelSpec, llama_spec, read_json
+from forge_jax.models.spec import DTYPES, Config, ModelSpec, llama_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ def find_architecture(name: str) -> Architecture:
     """The architecture that `config.json` calls `name`; UnsupportedModelError lists the known."""
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"architecture {shown(name)} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
     return ARCHITECTURES[name]
 
@@ -43,9 +44,15 @@ def read_spec(folder: Path) -> ModelSpec:
       UnsupportedModelError: an architecture or option that is not implemented, by name.
       ModelError: a file or field that is missing or wrong.
     """
-    config = Config(read_json(folder / "config.json"), str(folder / "config.json"))
+    try:
+        config = Config(read_json(folder / "config.json"), str(folder / "config.json"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no config.json: it is not a model folder") from None
     generation_path = folder / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else {}
+    try:
+        generation = read_json(generation_path)
+    except FileNotFoundError:
+        generation = {}
     names = config.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise config.error("architectures", "a list of one name")

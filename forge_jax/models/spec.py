@@ -6,17 +6,23 @@ Knows both spellings of Hugging Face's files: `rope_theta`, `rope_scaling` and `
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
+from forge_jax.errors import ModelError, UnsupportedModelError
+from forge_jax.files import shown
 
 ROPE_TYPES = ("default", "linear", "llama3")
 DTYPES = ("bfloat16", "float16", "float32")
+
+# Far above any model that exists. What is made per layer or token is bounded by them.
+MAX_LAYERS = 1024
+MAX_HEADS = 4096
+MAX_WIDTH = 2**20  # of hidden, intermediate and head sizes
+MAX_VOCAB = 2**22
+MAX_POSITIONS = 2**27
+MAX_TOKEN_LIST = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +70,9 @@ class Config:
         self.values, self.where = values, where
 
     def error(self, name: str, want: str) -> ModelError:
-        return ModelError(f"{self.where}: {name} must be {want}, not {self.values.get(name)!r}")
+        return ModelError(
+            f"{self.where}: {name} must be {want}, not {shown(self.values.get(name))}"
+        )
 
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
@@ -77,13 +85,20 @@ class Config:
             raise self.error(name, f"an integer from {low} to {high}")
         return value
 
-    def number(self, name: str, default: float | None = None, *, low: float = 0.0) -> float:
-        """A finite number above `low`."""
+    def number(
+        self,
+        name: str,
+        default: float | None = None,
+        *,
+        low: float = 0.0,
+        high: float = 1e30,
+    ) -> float:
+        """A finite number above `low`; float32 holds all up to `high`."""
         value = self.values.get(name) if self.has(name) else default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, "a number")
-        if not math.isfinite(value) or value <= low:
-            raise self.error(name, f"a finite number above {low:g}")
+        if not low < value <= high:  # NaN is neither
+            raise self.error(name, f"a finite number above {low:g}, at most {high:g}")
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -106,28 +121,15 @@ class Config:
             raise self.error(name, "an object")
         return Config(value, f"{self.where}: {name}")
 
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        """A token id, a list of them, or none."""
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """A token id, a list of them, or none: they index the model's logits."""
         value = self.values.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if any(type(i) is not int or i < 0 for i in ids):
-            raise self.error(name, "a token id or a list of token ids")
+        if len(ids) > MAX_TOKEN_LIST or any(
+            type(i) is not int or not 0 <= i < vocab_size for i in ids
+        ):
+            raise self.error(name, f"a token id below {vocab_size} or a list of such token ids")
         return tuple(ids)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; a CheckpointError that names the file if there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path.parent} has no {path.name}: it is not a model folder"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return value
 
 
 def llama_spec(config: Config, generation: Config) -> ModelSpec:
@@ -144,30 +146,31 @@ def llama_spec(config: Config, generation: Config) -> ModelSpec:
     activation = config.string("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(
-            f"{config.where}: hidden_act {activation!r} is not supported; supported: silu"
+            f"{config.where}: hidden_act {shown(activation)} is not supported; supported: silu"
         )
-    hidden_size = config.integer("hidden_size")
-    heads = config.integer("num_attention_heads")
-    kv_heads = config.integer("num_key_value_heads", heads)
+    hidden_size = config.integer("hidden_size", high=MAX_WIDTH)
+    heads = config.integer("num_attention_heads", high=MAX_HEADS)
+    kv_heads = config.integer("num_key_value_heads", heads, high=MAX_HEADS)
     if heads % kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     if not config.has("head_dim") and hidden_size % heads:
         raise config.error("num_attention_heads", f"a divisor of hidden_size ({hidden_size})")
-    head_dim = config.integer("head_dim", hidden_size // heads)
+    head_dim = config.integer("head_dim", hidden_size // heads, high=MAX_WIDTH)
     if head_dim % 2:
         raise config.error("head_dim", "even, for rotary embeddings")
-    vocab_size = config.integer("vocab_size")
-    max_positions = config.integer("max_position_embeddings")
+    vocab_size = config.integer("vocab_size", high=MAX_VOCAB)
+    max_positions = config.integer("max_position_embeddings", high=MAX_POSITIONS)
     eos_token_ids = dict.fromkeys(
-        generation.token_ids("eos_token_id") + config.token_ids("eos_token_id")
+        generation.token_ids("eos_token_id", vocab_size)
+        + config.token_ids("eos_token_id", vocab_size)
     )
-    bos_token_ids = config.token_ids("bos_token_id")
+    bos_token_ids = config.token_ids("bos_token_id", vocab_size)
     return ModelSpec(
         architecture="LlamaForCausalLM",
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size"),
-        num_hidden_layers=config.integer("num_hidden_layers"),
+        intermediate_size=config.integer("intermediate_size", high=MAX_WIDTH),
+        num_hidden_layers=config.integer("num_hidden_layers", high=MAX_LAYERS),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
@@ -187,7 +190,7 @@ def refuse_quantization(config: Config) -> None:
         method = section.values.get("quant_method", "unknown")
         raise UnsupportedModelError(
             f"{config.where}: the checkpoint is quantized (quantization_config, method "
-            f"{method!r}), which is not supported; use the unquantized checkpoint"
+            f"{shown(method)}), which is not supported; use the unquantized checkpoint"
         )
 
 
@@ -197,7 +200,8 @@ def read_dtype(config: Config) -> str:
     dtype = config.string(name, "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise UnsupportedModelError(
-            f"{config.where}: {name} {dtype!r} is not supported; supported: {', '.join(DTYPES)}"
+            f"{config.where}: {name} {shown(dtype)} is not supported; "
+            f"supported: {', '.join(DTYPES)}"
         )
     return dtype
 
@@ -214,7 +218,7 @@ def read_rope(config: Config, max_position_embeddings: int) -> RopeSpec:
     kind = section.string("rope_type", section.string("type", "default"))
     if kind not in ROPE_TYPES:
         raise UnsupportedModelError(
-            f"{section.where}: rope type {kind!r} is not supported; "
+            f"{section.where}: rope type {shown(kind)} is not supported; "
             f"supported: {', '.join(ROPE_TYPES)}"
         )
     theta = (section if section.has("rope_theta") else config).number("rope_theta", 10000.0)

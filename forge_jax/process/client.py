@@ -126,7 +126,9 @@ class EngineProcess(StreamingEngine):
         else:
             model = start.config.model
             folder = resolve(model.model, model.revision)
-            self.tokenizer, self.chat_template = load_text(folder, model.chat_template)
+            self.tokenizer, self.chat_template = load_text(
+                folder, model.chat_template, self.vocab_size
+            )
 
     @classmethod
     def load(cls, config: EngineConfig, queue_limits: QueueLimits | None = None) -> EngineProcess:

@@ -18,13 +18,17 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from forge_jax.errors import CheckpointError, ConfigError, RequestError
+from forge_jax.files import MAX_BYTES, read_text
+from forge_jax.text.sandbox import MAX_ERROR, OverLimitError, Sandbox, budget
 from forge_jax.text.tokenizer import Tokenizer, read_json_object
 
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
 MAX_NESTING = 64
+MAX_TAGS = 4096  # of a template; published ones have some hundreds
+MAX_DATE_FORMAT = 256
+LONG_PIECE = 1024  # characters; what is longer may have taken long to make
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # What a template can raise while it runs on messages of a shape that it does not expect.
@@ -33,6 +37,7 @@ _TEMPLATE_FAULTS = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    MemoryError,
     RecursionError,
     TypeError,
     ValueError,
@@ -63,15 +68,9 @@ class ChatTemplate:
         self.sources = dict(templates or {})
         self.special_tokens = dict(special_tokens or {})
         environment = _environment(now)
-        try:
-            self._compiled = {
-                name: environment.from_string(source) for name, source in self.sources.items()
-            }
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(
-                f"the chat template is not valid Jinja: {error} (line {error.lineno}); "
-                "pass another one with --chat-template"
-            ) from error
+        self._compiled = {
+            name: _compile(environment, source) for name, source in self.sources.items()
+        }
 
     @classmethod
     def from_folder(
@@ -89,7 +88,7 @@ class ChatTemplate:
         except CheckpointError as error:
             if override is None:
                 raise
-            raise ConfigError(f"--chat-template: {error.__cause__}") from error
+            raise ConfigError(f"--chat-template: {error}") from error
 
     @property
     def available(self) -> bool:
@@ -168,16 +167,19 @@ class ChatTemplate:
         pieces: list[str] = []
         size = 0
         try:
-            for piece in template.generate(context):
-                size += len(piece)
-                if size > MAX_RENDERED_CHARS:
-                    raise RequestError(
-                        f"the rendered chat is longer than {MAX_RENDERED_CHARS} characters",
-                        param="messages",
-                    )
-                pieces.append(piece)
-        except _Refusal as error:
-            raise RequestError(str(error), param="messages") from error
+            with budget() as used:
+                for piece in template.generate(context):
+                    size += len(piece)
+                    if len(piece) > LONG_PIECE:
+                        used.charge(len(piece))
+                    if size > MAX_RENDERED_CHARS:
+                        raise RequestError(
+                            f"the rendered chat is longer than {MAX_RENDERED_CHARS} characters",
+                            param="messages",
+                        )
+                    pieces.append(piece)
+        except (_Refusal, OverLimitError) as error:
+            raise RequestError(_short(error), param="messages") from error
         except _TEMPLATE_FAULTS as error:
             raise RequestError(  # what it was is the cause: it may hold a repr of anything
                 f"the chat template cannot render these messages ({type(error).__name__})",
@@ -240,11 +242,38 @@ class _GenerationTag(jinja2.ext.Extension):
         return caller()
 
 
-def _environment(now: Callable[[], datetime]) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+def _compile(environment: Sandbox, source: str) -> jinja2.Template:
+    limit = MAX_BYTES["chat_template.jinja"]
+    try:
+        if len(source) > limit or source.count("{{") + source.count("{%") > MAX_TAGS:
+            raise ValueError(f"it has more than {limit} characters or {MAX_TAGS} tags")
+        with budget():
+            return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckpointError(
+            f"the chat template is not valid Jinja: {_short(error)} (line {error.lineno}); "
+            "pass another one with --chat-template"
+        ) from error
+    # What Jinja and Python raise of their own limits: of nesting, of arguments, of recursion.
+    except (SyntaxError, *_TEMPLATE_FAULTS) as error:
+        raise CheckpointError(
+            f"the chat template cannot be compiled: {type(error).__name__}: {_short(error)}; "
+            "pass another one with --chat-template"
+        ) from error
+
+
+def _short(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."
+
+
+def _environment(now: Callable[[], datetime]) -> Sandbox:
     def raise_exception(message: object) -> None:
-        raise _Refusal(str(message))
+        raise _Refusal(str(message)[:MAX_ERROR])
 
     def strftime_now(format: str) -> str:
+        if len(format) > MAX_DATE_FORMAT:
+            raise ValueError(f"strftime_now takes {MAX_DATE_FORMAT} characters at most")
         return now().strftime(format)
 
     def tojson(
@@ -263,12 +292,12 @@ def _environment(now: Callable[[], datetime]) -> jinja2.sandbox.ImmutableSandbox
             sort_keys=sort_keys,
         )
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
     )
-    environment.filters["tojson"] = tojson
+    environment.add_filter("tojson", tojson)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
     return environment
@@ -277,10 +306,7 @@ def _environment(now: Callable[[], datetime]) -> jinja2.sandbox.ImmutableSandbox
 def _folder_templates(folder: Path) -> dict[str, str]:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        try:
-            return {"default": file.read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        return {"default": read_text(file)}
     file = folder / "tokenizer_config.json"
     match read_json_object(file).get("chat_template"):
         case None:
@@ -304,8 +330,8 @@ def _given(override: str | Path) -> dict[str, str]:
     if isinstance(override, str) and ("{" in override or "\n" in override):
         return {"default": override}
     try:
-        return {"default": Path(override).read_text(encoding="utf-8")}
-    except (OSError, UnicodeDecodeError) as error:
+        return {"default": read_text(Path(override), "chat_template.jinja")}
+    except (OSError, CheckpointError) as error:
         raise ConfigError(f"--chat-template: cannot read {override}: {error}") from error
 
 

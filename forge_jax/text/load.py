@@ -10,18 +10,19 @@ from forge_jax.text.tokenizer import Tokenizer
 
 
 def load_text(
-    folder: Path, chat_template: str | None
+    folder: Path, chat_template: str | None, vocab_size: int
 ) -> tuple[Tokenizer | None, ChatTemplate | None]:
     """Both, or None for what the folder has not got.
 
     Args:
       chat_template: a file or a text that takes the place of the folder's own.
+      vocab_size: the model's output width.
 
     Raises:
       ModelError: a file is broken.
       ConfigError: a chat template is given, and there is no tokenizer to go with it.
     """
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = Tokenizer.from_folder(folder, vocab_size)
     if tokenizer is None:
         if chat_template is not None:
             raise ConfigError("--chat-template needs a tokenizer, and the model folder has none")

@@ -8,7 +8,7 @@ text cannot turn into special tokens.
 from __future__ import annotations
 
 import copy
-import json
+import itertools
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,10 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from forge_jax.errors import CheckpointError, RequestError
+from forge_jax.files import read_json, shown
+from forge_jax.text.patterns import is_panic
 from forge_jax.text.token_bytes import ByteStream, TokenBytes
+from forge_jax.text.tokenizer_file import MAX_TOKEN_CHARS, load_backend
 
 _NOTHING: frozenset[int] = frozenset()
 _UNKNOWN_CHAR = "\U0010fff0"  # private use: in no vocabulary
@@ -65,26 +68,25 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> Tokenizer | None:
+    def from_folder(cls, path: str | Path, vocab_size: int | None = None) -> Tokenizer | None:
         """The tokenizer of a model folder, or None if the folder has no `tokenizer.json`.
 
-        Raises `CheckpointError`, naming the file, if one of the tokenizer's files is broken.
+        Raises `CheckpointError`, naming file and field, if one of the tokenizer's files is broken,
+        or has an id beyond the model's width, `vocab_size`.
         """
         folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            return None
         try:
-            backend = Backend.from_str(file.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises bare Exception for whatever is wrong
-            raise CheckpointError(f"{file} is not a usable tokenizer: {error}") from error
-        config = read_json_object(folder / "tokenizer_config.json")
-        named = _named_tokens(read_json_object(folder / "special_tokens_map.json"))
+            backend = load_backend(folder / "tokenizer.json", vocab_size)
+        except FileNotFoundError:
+            return None
+        config_file, map_file = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+        config = read_json_object(config_file)
+        named = _named_tokens(read_json_object(map_file), map_file)
         # A false add_bos_token is not acted on: checkpoints carry it next to a post-processor that
         # adds BOS, and the post-processor is what the model was trained with.
         return cls(
             backend,
-            named | _named_tokens(config),
+            named | _named_tokens(config, config_file),
             add_bos_token=config.get("add_bos_token") is True,
         )
 
@@ -253,24 +255,25 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
     Raises `CheckpointError` if the file cannot be read or holds anything else.
     """
-    if not file.is_file():
-        return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, not {type(value).__name__}")
-    return value
+        return read_json(file)
+    except FileNotFoundError:
+        return {}
 
 
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def _named_tokens(config: Mapping[str, Any], file: Path) -> dict[str, str]:
     """`{"eos_token": "</s>", ...}`; a token may be written as a string or with its flags."""
     named = {}
     for key, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(content, str):
-            named[key] = content
+        if not key.endswith("_token") or content is None or isinstance(content, bool):
+            continue  # add_bos_token and its like are flags
+        if not isinstance(content, str) or len(content) > MAX_TOKEN_CHARS:
+            raise CheckpointError(
+                f"{file}: {shown(key)} must be a text of at most {MAX_TOKEN_CHARS} characters, "
+                f"not {shown(content)}"
+            )
+        named[key] = content
     return named
 
 
@@ -283,8 +286,31 @@ def _encode(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
         if any("\ud800" <= char <= "\udfff" for char in text):
             raise RequestError("text must be valid Unicode: it has a lone surrogate") from error
         raise
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        # Oniguruma's limit of steps: a pattern that backtracks on this very text.
+        raise RequestError("the model's tokenizer cannot encode this text") from error
 
 
 def _alternatives(strings: Iterable[str]) -> re.Pattern[str]:
-    longest_first = sorted((s for s in strings if s), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    """Matches the longest of the strings; strings that begin alike are read together.
+
+    A flat list of alternatives would be tried one by one at each character of a text.
+    """
+    return re.compile(_tree(sorted({s for s in strings if s})) or r"(?!)")
+
+
+def _tree(strings: list[str]) -> str:
+    """`abc`, `abd`, `ab` as `ab(?:[c]...|d)?`: sorted, so what begins alike stands together."""
+    branches = []
+    for _, group in itertools.groupby(strings, key=lambda string: string[:1]):
+        alike = list(group)
+        first, last = alike[0], alike[-1]
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+        common = first[: sum(1 for _ in same)]
+        rest = [string[len(common) :] for string in alike]
+        inner = _tree([string for string in rest if string])
+        optional = "?" if "" in rest and inner else ""
+        branches.append(re.escape(common) + (f"(?:{inner}){optional}" if inner else ""))
+    return "|".join(branches)

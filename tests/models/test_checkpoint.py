@@ -13,8 +13,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from forge_jax.checkpoint import load
+from forge_jax.checkpoint.folder import open_checkpoint
 from forge_jax.checkpoint.load import load_weights
-from forge_jax.checkpoint.safetensors import open_checkpoint, read_header
+from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.checkpoint.weight_map import Tensor
 from forge_jax.errors import CheckpointError
 from forge_jax.models import build_model, read_spec
@@ -88,7 +89,7 @@ def test_shards_are_found_through_the_index_and_extras_ignored(folder, tensors):
         read(folder)
     for broken in ("{}", "[]", "{", '{"weight_map": {"x": 1}}', '{"weight_map": []}'):
         path.write_text(broken)
-        with pytest.raises(CheckpointError, match=r"index\.json cannot be read"):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
             read(folder)
 
 
@@ -145,6 +146,7 @@ def header(entries, data=b"") -> bytes:
 
 
 GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+EMPTY = b'{"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}'
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (header(b"[" * 100_000), "broken header"),
         (header(b"\xff\xff"), "broken header"),
         (header(b"[]"), "broken header: not a JSON object"),
-        (header(b'{"x": 1, "x": 2}'), "a name appears twice"),
+        (header(b'{"x": %s, "x": %s}' % (EMPTY, EMPTY)), "a name appears twice: 'x'"),
         (header({"x": 3}), "tensor 'x' of .*: broken header entry"),
         (header({"x": GOOD | {"data_offsets": [0]}}), "tensor 'x' of .*: broken header entry"),
         (header({"x": GOOD | {"shape": [-2]}}), "tensor 'x' of .* must be sizes"),
@@ -165,7 +167,10 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (header({"x": GOOD | {"dtype": "F4"}}), "tensor 'x' of .*: unknown dtype 'F4'"),
         (header({"x": GOOD}, b"1234567"), "tensor 'x' of .* ends at byte 8 of 7.*download it"),
         (header({"x": GOOD | {"shape": [3]}}, bytes(8)), r"F32 \[3\] does not fill 8 bytes"),
-        (header({"x": GOOD | {"data_offsets": [8, 0]}}, bytes(8)), "does not fill -8 bytes"),
+        (
+            header({"x": GOOD | {"data_offsets": [8, 0]}}, bytes(8)),
+            "at byte 0 before it begins",
+        ),
         (header({"x": GOOD | {"dtype": ["F32"]}}, bytes(8)), "unknown dtype"),
     ],
 )
@@ -177,7 +182,7 @@ def test_a_broken_file_is_refused(tmp_path, content, message):
 
 
 def test_a_folder_without_weights(tmp_path):
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"no weights: none of model\.safetensors, "):
         open_checkpoint(tmp_path)
 
 

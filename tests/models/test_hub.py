@@ -1,5 +1,6 @@
 """A model's name becomes a folder, or an error that says what to do."""
 
+from fnmatch import fnmatch
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -15,16 +16,19 @@ def download(monkeypatch, tmp_path):
     """The network's edge: `download.fails_with(error)` or it returns a folder."""
 
     class Download:
-        calls: list = []  # noqa: RUF012
-        error = None
+        def __init__(self, *holds):
+            self.holds, self.calls, self.error = holds, [], None
 
         def __call__(self, *args, **kwargs):
             self.calls.append((args, kwargs))
             if self.error:
                 raise self.error
+            for name in self.holds:
+                if any(fnmatch(name, pattern) for pattern in kwargs["allow_patterns"]):
+                    (tmp_path / name).touch()
             return str(tmp_path)
 
-    fake = Download()
+    fake = Download("model.safetensors", "pytorch_model.bin")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
     return fake
 
@@ -39,10 +43,17 @@ def test_an_existing_folder_is_itself(tmp_path, monkeypatch, download):
 
 def test_an_id_is_downloaded_without_other_formats(download, tmp_path):
     assert hub.resolve("org/some-model_1.5", "v2") == tmp_path
-    (args, kwargs) = download.calls[-1]
+    ((args, kwargs),) = download.calls
     assert args == ("org/some-model_1.5",) and kwargs["revision"] == "v2"
     assert "*.safetensors" in kwargs["allow_patterns"]
     assert not any("bin" in pattern for pattern in kwargs["allow_patterns"])
+
+
+def test_bin_files_are_downloaded_where_there_is_no_safetensors(download, tmp_path):
+    download.holds = ("pytorch_model-00001-of-00002.bin", "training_args.bin", "config.json")
+    assert hub.resolve("org/old-model", "v2") == tmp_path
+    assert {file.name for file in tmp_path.iterdir()} == {download.holds[0], download.holds[2]}
+    assert [kwargs["revision"] for _, kwargs in download.calls] == ["v2", "v2"]
 
 
 @pytest.mark.parametrize("name", ["no-such-folder", "./org/name", "a/b/c", "", "org/", "/missing"])

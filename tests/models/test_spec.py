@@ -1,6 +1,7 @@
 """config.json in both spellings becomes a ModelSpec, and what is wrong is named."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -117,11 +118,59 @@ def test_what_is_not_supported_is_refused_by_name(spec_of, changes, message):
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
         ({"hidden_act": 1}, "hidden_act must be a string"),
         ({"eos_token_id": -1}, "eos_token_id must be a token id"),
+        ({"eos_token_id": 331}, "eos_token_id must be a token id below 331"),
+        ({"eos_token_id": [2] * 10**6}, "eos_token_id must be a token id"),
+        ({"bos_token_id": 2**40}, "bos_token_id must be a token id"),
+        ({"bos_token_id": True}, "bos_token_id must be a token id"),
+        ({"hidden_size": 10**400}, "hidden_size must be an integer from 1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to 1024"),
+        ({"num_attention_heads": 10**6}, "num_attention_heads must be an integer from 1"),
+        ({"intermediate_size": 2**30}, "intermediate_size must be an integer from 1"),
+        ({"head_dim": 2**30}, "head_dim must be an integer from 1"),
+        ({"max_position_embeddings": 2**60}, "max_position_embeddings must be an integer from 1"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number above 0"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps must be a finite number above 0"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a finite number"),
+        ({"rope_theta": [1]}, "rope_theta must be a number"),
+        ({"rope_scaling": {"rope_type": ["x" * 10**6]}}, "rope_type must be a string"),
+        ({"hidden_act": "x" * 10**6}, "hidden_act 'x"),
+        ({"torch_dtype": {"a": 1}}, "torch_dtype must be a string"),
+        ({"architectures": ["x" * 10**6]}, "architecture 'x"),
+        ({"architectures": {"a": 1}}, "architectures must be a list of one name"),
     ],
 )
 def test_a_wrong_field_is_named(spec_of, changes, message):
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=message) as caught:
         spec_of(**changes)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_file_that_is_none_is_not_read(spec_of, tmp_path, name):
+    """Too large, too deep, a number of a hundred thousand digits, a pipe, a loop of links."""
+    spec_of({})
+    file = tmp_path / name
+    good = file.read_text()
+
+    def refused(message: str) -> None:
+        with pytest.raises(CheckpointError, match=message):
+            read_spec(tmp_path)
+
+    for text in ('{"a": ' + "[" * 100 + "]" * 100 + "}", '{"a": ' + "9" * 10**5 + "}"):
+        file.write_text(text)
+        refused(name.replace(".", r"\."))
+    with file.open("wb") as stream:
+        stream.truncate(2**40)  # a hole: no disk is needed
+    refused("has 1099511627776 bytes; at most")
+    file.unlink()
+    os.mkfifo(file)
+    refused("not an ordinary file")
+    file.unlink()
+    file.symlink_to(file)
+    refused("cannot be read")
+    file.unlink()
+    file.write_text(good)
+    read_spec(tmp_path)
 
 
 def test_a_folder_that_is_no_model(tmp_path):

@@ -1,0 +1,117 @@
+"""The small files of a model folder, read as what they are: input from a stranger.
+
+A file's kind and size are checked before it is opened, the depth of JSON before anything walks it.
+What a field means, and which values are right, is its reader's matter. Nothing here runs anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from forge_jax.errors import CheckpointError
+
+MIB = 2**20
+
+# Each is several times the largest that is known of any published model.
+MAX_BYTES = {
+    "config.json": 4 * MIB,
+    "generation_config.json": MIB,
+    "tokenizer.json": 64 * MIB,
+    "tokenizer_config.json": 16 * MIB,
+    "special_tokens_map.json": MIB,
+    "chat_template.jinja": 128 * 2**10,
+    "model.safetensors.index.json": 64 * MIB,
+    "pytorch_model.bin.index.json": 64 * MIB,
+}
+MAX_DEPTH = 64  # of JSON
+
+
+def read_text(file: Path, kind: str | None = None) -> str:
+    """The UTF-8 text of a file, no larger than files of its `kind` (by default its name) may be.
+
+    Raises:
+      CheckpointError: it is too large, no ordinary file, not UTF-8, or cannot be read.
+      FileNotFoundError: there is no such file.
+    """
+    limit = MAX_BYTES[kind or file.name]
+    try:
+        size = file_size(file)
+        if size > limit:
+            raise CheckpointError(
+                f"{file} has {size} bytes; at most {limit} are read of a file of its kind"
+            )
+        with file.open("rb") as stream:
+            return stream.read(limit).decode("utf-8")
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def read_json(file: Path, *, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      CheckpointError: as `read_text`, or it holds no JSON object, or one nested deeper than
+        `max_depth`.
+      FileNotFoundError: there is no such file.
+    """
+    text = read_text(file)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: it is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, not {type(value).__name__}")
+    if depth_exceeds(value, max_depth):
+        raise CheckpointError(f"{file} is nested deeper than {max_depth} levels")
+    return value
+
+
+def file_size(file: Path) -> int:
+    """The bytes of an ordinary file.
+
+    A pipe or a device has no size and may never end: it is refused. So is a loop of links.
+
+    Raises:
+      CheckpointError: it is not an ordinary file.
+      FileNotFoundError: there is no such file.
+    """
+    try:
+        found = os.stat(file)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{file} cannot be read: it is not an ordinary file")
+    return found.st_size
+
+
+def depth_exceeds(value: Any, limit: int) -> bool:
+    """Whether JSON is nested deeper than `limit` levels; walks it level by level."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """A value from a file as an error message shows it: never long."""
+    try:
+        text = repr(value) if not isinstance(value, dict | list) or len(value) < 100 else "..."
+    except ValueError:  # an integer of thousands of digits
+        text = "a huge integer"
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,0 +1,265 @@
+"""Which regular expressions of a tokenizer are run: those that cannot explode on a text.
+
+The `tokenizers` library runs them on Oniguruma, which backtracks, and nobody can stop it once it
+runs. So a pattern is checked when the model is loaded:
+
+- the patterns of the families that are served in practice are known to take linear time;
+- any other must not repeat what is itself repeated or has alternatives (`(a+)+`, `(a|ab)*`), which
+  is how patterns become exponential, nor use references, calls or conditions;
+- and it is tried on short texts of the kinds that make backtracking quadratic, growing slowly, with
+  a look at the clock after each: a pattern like `a+b` is found out at a few thousand characters.
+
+What the trial cannot see (time that grows only behind a prefix that none of the texts has) is
+bounded by Oniguruma's own limit of ten million steps per match: such an encoding ends with an
+error.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+from tokenizers import Regex, pre_tokenizers
+
+MAX_PATTERN = 4096  # characters
+MAX_REPEAT = 1000  # `x{n}`, and the product of such numbers one in the other
+MAX_UNBOUNDED = 4  # quantifiers without an end in one alternative
+MAX_GROUPS = 32  # one in the other
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    + _CONTRACTIONS
+    + r"?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    + _CONTRACTIONS
+    + "?"
+)
+_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+KNOWN = frozenset(
+    {
+        # GPT-2; GPT-4 and Llama 3; Qwen 2 and 3; GPT-4o and gpt-oss; DeepSeek
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _TAIL,
+        _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _TAIL,
+        _CASED + r"|\p{N}{1,3}|" + _TAIL.replace(r"[\r\n]*|\s*", r"[\r\n/]*|\s*"),
+        r"\p{N}{1,3}",
+        r"\s+",
+        r" {2,}",
+    }
+)
+
+
+class PatternError(ValueError):
+    """The pattern is refused; the text says why."""
+
+
+def check_pattern(pattern: str) -> None:
+    """Raises PatternError for a pattern that may take more than linear time."""
+    if pattern in KNOWN:
+        return
+    if len(pattern) > MAX_PATTERN:
+        raise PatternError(f"it has {len(pattern)} characters; at most {MAX_PATTERN} are allowed")
+    _Structure(pattern).check()
+    _try(pattern)
+
+
+class _Structure:
+    """A reader of a pattern's groups and quantifiers; it takes everything else for single atoms."""
+
+    def __init__(self, pattern: str):
+        self.text, self.at = pattern, 0
+
+    def check(self) -> None:
+        self._alternatives(0)
+        if self.at < len(self.text):
+            raise PatternError("it has a parenthesis too many")
+
+    def _alternatives(self, depth: int) -> tuple[bool, int]:
+        """Whether a match may end at several places or be empty; the product of repetitions."""
+        if depth > MAX_GROUPS:
+            raise PatternError(f"its groups are nested deeper than {MAX_GROUPS} levels")
+        varies, empty, repeats, unbounded = False, True, 1, 0
+        while self.at < len(self.text) and self.text[self.at] != ")":
+            if self.text[self.at] == "|":
+                self.at, varies, unbounded = self.at + 1, True, 0
+                continue
+            inner_varies, inner_repeats = self._atom(depth)
+            low, high = self._quantifier()
+            if high is None:
+                unbounded += 1
+                if unbounded > MAX_UNBOUNDED:
+                    raise PatternError(f"it repeats without end more than {MAX_UNBOUNDED} times")
+            if (high is None or high > 1) and inner_varies:
+                raise PatternError("it repeats what is itself repeated or has alternatives")
+            empty = empty and low == 0
+            repeats = max(repeats, inner_repeats * (low if high is None else high))
+            if repeats > MAX_REPEAT:
+                raise PatternError(f"it repeats something more than {MAX_REPEAT} times")
+            varies = (
+                varies or (inner_varies and high != 0) or high is None or (low != high and high > 1)
+            )
+        return varies or empty, repeats
+
+    def _atom(self, depth: int) -> tuple[bool, int]:
+        char = self.text[self.at]
+        if char == "(":
+            return self._group(depth)
+        if char == "[":
+            self._class()
+        elif char == "\\":
+            self._escape()
+        elif char in "*+?":
+            raise PatternError("it repeats nothing")
+        else:
+            self.at += 1
+        return False, 1
+
+    def _group(self, depth: int) -> tuple[bool, int]:
+        self.at += 1
+        if self.text.startswith("*", self.at):
+            raise PatternError("it calls out")
+        if self.text.startswith("?", self.at):
+            self.at += 1
+            for opening in ("<=", "<!", ":", "=", "!", ">"):
+                if self.text.startswith(opening, self.at):
+                    self.at += len(opening)
+                    break
+            else:
+                while self.text[self.at : self.at + 1] in ("i", "m", "x", "s", "-"):
+                    self.at += 1
+                if self.text.startswith(")", self.at):  # (?i): from here on
+                    self.at += 1
+                    return False, 1
+                if not self.text.startswith(":", self.at):
+                    raise PatternError("it has a group of a kind that is not allowed")
+                self.at += 1
+        found = self._alternatives(depth + 1)
+        if not self.text.startswith(")", self.at):
+            raise PatternError("it has a group without end")
+        self.at += 1
+        return found
+
+    def _class(self) -> None:
+        """Passes over `[...]`, in which others may stand."""
+        depth = 0
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            self.at += 2 if char == "\\" else 1
+            if char == "[":
+                depth += 1
+                if depth > MAX_GROUPS:
+                    raise PatternError("its classes are nested too deeply")
+                if self.text.startswith("^", self.at):
+                    self.at += 1
+                if self.text.startswith("]", self.at):  # the first is no end
+                    self.at += 1
+            elif char == "]":
+                depth -= 1
+                if depth == 0:
+                    return
+        raise PatternError("it has a class without end")
+
+    def _escape(self) -> None:
+        following = self.text[self.at + 1 : self.at + 2]
+        if not following or following in "123456789kgK":
+            raise PatternError("it refers to a group, which is not allowed")
+        self.at += 2
+        if following in "pPxo" and self.text.startswith("{", self.at):
+            end = self.text.find("}", self.at)
+            if end < 0:
+                raise PatternError("it has an escape without end")
+            self.at = end + 1
+
+    def _quantifier(self) -> tuple[int, int | None]:
+        """How often the last atom is repeated, at least and at most; None: without end."""
+        low, high = 1, 1
+        char = self.text[self.at : self.at + 1]
+        if char in ("*", "+", "?"):
+            self.at += 1
+            low, high = (1 if char == "+" else 0), (1 if char == "?" else None)
+        elif char == "{":
+            end = self.text.find("}", self.at)
+            first, comma, last = self.text[self.at + 1 : max(end, 0)].partition(",")
+            numbers = [part for part in (first, last) if part]
+            if end < 0 or not numbers or not all(n.isdecimal() and len(n) < 6 for n in numbers):
+                return low, high  # an ordinary brace, which is the next atom
+            self.at = end + 1
+            low = int(first) if first else 0
+            high = int(last) if last else (None if comma else low)
+        else:
+            return low, high
+        if self.text[self.at : self.at + 1] in ("?", "+"):  # lazy, possessive
+            self.at += 1
+        if self.text[self.at : self.at + 1] in ("*", "+", "?"):
+            raise PatternError("it repeats what is itself repeated or has alternatives")
+        return low, high
+
+
+# Small texts first: what is exponential is found out before it takes long. Then the time of a text
+# is held against that of one a quarter as long: four times as much is linear, sixteen quadratic.
+SMALL_SIZES, SMALL_SECONDS = (8, 16, 24, 32, 64, 256), 0.02
+SIZES = (512, 2048, 8192)
+MAX_GROWTH = 8
+MIN_SECONDS = 0.0002  # below it the clock says little
+
+
+def _try(pattern: str) -> None:
+    split = pre_tokenizers.Split(compiled(pattern), "isolated")
+    # The library skips a text that is shorter than a match, or lacks a character that it must have.
+    end = "\n" + re.sub(r"\W", "", pattern) + re.sub(r"\w", "", pattern) + "~" * 64
+
+    def seconds(unit: str, size: int) -> float:
+        """Of CPU, the least of two trials."""
+        text = (unit * size)[:size] + end
+        times = []
+        for _ in range(2):
+            begin = time.thread_time()
+            try:
+                split.pre_tokenize_str(text)
+            except BaseException as error:
+                if not is_panic(error):
+                    raise
+                raise PatternError("it backtracks without end") from None
+            times.append(time.thread_time() - begin)
+            if times[0] < MIN_SECONDS:
+                break
+        return min(times)
+
+    def grows(unit: str) -> bool:
+        before = seconds(unit, SIZES[0])
+        for size in SIZES[1:]:
+            now = seconds(unit, size)
+            if now < max(MIN_SECONDS, MAX_GROWTH * before):
+                return False
+            before = now
+        return True
+
+    for unit in _units(pattern):
+        if any(seconds(unit, size) > SMALL_SECONDS for size in SMALL_SIZES) or grows(unit):
+            raise PatternError("it backtracks: its time grows faster than the text")
+
+
+def _units(pattern: str) -> Iterator[str]:
+    """What the texts of the trial repeat: characters of all kinds, alone and in pairs."""
+    own = dict.fromkeys(char for char in pattern if char.isprintable() and char not in "\\[](){}")
+    chars = list(dict.fromkeys([*"aA0 \n'.é中\u0301", *own]))[:24]
+    yield from chars
+    for first in chars:
+        for second in chars:
+            if first < second:
+                yield first + second
+
+
+def compiled(pattern: str) -> Regex:
+    try:
+        return Regex(pattern)
+    except BaseException as error:
+        if isinstance(error, Exception) or is_panic(error):
+            raise PatternError(f"it is not valid: {str(error)[:200]}") from None
+        raise
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether the error is a panic of the library, which is no Exception in Python."""
+    return type(error).__name__ == "PanicException"

@@ -1,0 +1,280 @@
+"""Checks `tokenizer.json` before the library sees it: ids, merges, patterns, sizes.
+
+The library takes what it is given. An id of four billion, a token of a million characters, a
+pattern that backtracks, a replacement that makes a text ten thousand times longer: none of it is an
+error there, and each would be ours later, in a table or on a request.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tokenizers import Tokenizer as Backend
+
+from forge_jax.errors import CheckpointError
+from forge_jax.files import depth_exceeds, read_text, shown
+from forge_jax.text.patterns import PatternError, check_pattern, is_panic
+
+MAX_TOKEN_ID = 2**22
+MAX_TOKEN_CHARS = 4096
+MAX_PIECE_CHARS = 256  # of a Unigram piece: each is tried at each character of a text
+MAX_ADDED_TOKENS = 65_536
+MAX_NESTED_TOKENS = 64  # special tokens that begin with each other
+MAX_COMPONENTS = 256  # normalizers, pre-tokenizers, decoders and their parts
+MAX_COMPONENT_DEPTH = 32
+MAX_COMPONENT_TEXT = 8192
+MAX_CHARSMAP = 4 * 2**20  # the one long text in a component: SentencePiece's normalisation
+MAX_GROWTH = 64  # how much longer a text may become, all replacements together
+MAX_DECODER_GROWTH = 4  # the same for tokens, all of which are decoded at the start
+MAX_WORD_CHARS = 200  # WordPiece takes quadratic time in it
+
+COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+
+
+def load_backend(file: Path, vocab_size: int | None = None) -> Backend:
+    """The library's tokenizer from a checked file.
+
+    vocab_size  the model's width: no id of the vocabulary may lie outside. (Added tokens may: some
+                published models have more of them than rows. Requests that use them are refused.)
+
+    Raises CheckpointError, naming file and field.
+    """
+    text = read_text(file, "tokenizer.json")
+    try:
+        data = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not a usable tokenizer: {shown(str(error))}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file} is not a usable tokenizer: it holds no JSON object")
+    _File(file, data, vocab_size).check()
+    try:
+        backend = Backend.from_str(text)
+    except BaseException as error:  # the library raises bare Exception, or panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise CheckpointError(f"{file} is not a usable tokenizer: {str(error)[:500]}") from error
+    for token in data.get("added_tokens") or []:
+        found = backend.token_to_id(token["content"])
+        if found != token["id"]:
+            raise CheckpointError(
+                f"{file}: added_tokens says that {shown(token['content'])} has id {token['id']}, "
+                f"but from the vocabulary follows {found}: there is a gap in the ids, or a "
+                "contradiction"
+            )
+    return backend
+
+
+class _File:
+    def __init__(self, file: Path, data: dict[str, Any], vocab_size: int | None):
+        self.file, self.data = file, data
+        self.limit = min(vocab_size or MAX_TOKEN_ID, MAX_TOKEN_ID)
+
+    def check(self) -> None:
+        model = self.data.get("model")
+        if not isinstance(model, dict):
+            self._fail("model", "must be an object")
+        kind = model.get("type", "BPE" if "merges" in model else None)
+        if kind == "Unigram":
+            ids = self._pieces(model)
+        elif kind in ("BPE", "WordPiece", "WordLevel"):
+            ids = self._vocab(model)
+        else:
+            self._fail("model.type", "must be BPE, Unigram, WordPiece or WordLevel", kind)
+        if kind == "BPE":
+            self._merges(model, ids)
+        if kind == "WordPiece":
+            chars = model.get("max_input_chars_per_word", 100)
+            if type(chars) is not int or not 0 < chars <= MAX_WORD_CHARS:
+                self._fail(
+                    "model.max_input_chars_per_word", f"must be at most {MAX_WORD_CHARS}", chars
+                )
+        self._added(ids)
+        for name in COMPONENTS:
+            self._component(name)
+
+    def _vocab(self, model: dict[str, Any]) -> dict[str, int]:
+        vocab = model.get("vocab")
+        if not isinstance(vocab, dict):
+            self._fail("model.vocab", "must be an object of tokens to ids")
+        ids = vocab.values()
+        if ids and not (  # all at once, since it is a large part of the start; then one by one
+            set(map(type, ids)) == {int}
+            and 0 <= min(ids) <= max(ids) < self.limit
+            and max(map(len, vocab)) <= MAX_TOKEN_CHARS
+        ):
+            for token, i in vocab.items():
+                self._id("model.vocab", token, i, self.limit)
+                self._token("model.vocab", token, least=0)
+        if len(set(vocab.values())) != len(vocab):
+            self._fail("model.vocab", f"gives {len(vocab)} tokens {len(set(vocab.values()))} ids")
+        return vocab
+
+    def _pieces(self, model: dict[str, Any]) -> dict[str, int]:
+        vocab = model.get("vocab")
+        if not isinstance(vocab, list) or len(vocab) > self.limit:
+            self._fail("model.vocab", f"must be a list of at most {self.limit} pieces")
+        ids: dict[str, int] = {}
+        for i, entry in enumerate(vocab):
+            match entry:
+                case [str(piece), int() | float() as score] if math.isfinite(score):
+                    self._token("model.vocab", piece, least=0, most=MAX_PIECE_CHARS)
+                    if ids.setdefault(piece, i) != i:
+                        self._fail("model.vocab", "has a piece twice:", piece)
+                case _:
+                    self._fail("model.vocab", "must hold pieces with finite scores, not", entry)
+        unknown = model.get("unk_id")
+        if unknown is not None and (type(unknown) is not int or not 0 <= unknown < len(vocab)):
+            self._fail("model.unk_id", "must be the id of a piece, not", unknown)
+        return ids
+
+    def _merges(self, model: dict[str, Any], ids: dict[str, int]) -> None:
+        """Both parts and the result must be tokens; so each merge makes a longer one."""
+        merges = model.get("merges")
+        prefix = model.get("continuing_subword_prefix") or ""
+        if not isinstance(merges, list):
+            self._fail("model.merges", "must be a list")
+        if not isinstance(prefix, str):
+            self._fail("model.continuing_subword_prefix", "must be a string, not", prefix)
+        if not prefix and _makes_tokens(merges, ids):
+            return
+        for merge in merges:
+            pair = merge.split(" ") if isinstance(merge, str) else merge
+            match pair:
+                case [str(left), str(right)] if (
+                    left
+                    and right.startswith(prefix)
+                    and len(right) > len(prefix)
+                    and left in ids
+                    and right in ids
+                    and left + right[len(prefix) :] in ids
+                ):
+                    continue
+            self._fail("model.merges", "must make a token of two tokens, not", merge)
+
+    def _added(self, ids: dict[str, int]) -> None:
+        added = self.data.get("added_tokens") or []
+        if not isinstance(added, list) or len(added) > MAX_ADDED_TOKENS:
+            self._fail("added_tokens", f"must be a list of at most {MAX_ADDED_TOKENS}")
+        seen: dict[str, int] = {}
+        taken = set()
+        for token in added:
+            match token:
+                case {"id": i, "content": str(content)}:
+                    self._id("added_tokens", content, i, self.limit + len(added))
+                    self._token("added_tokens", content)
+                    if content in seen or i in taken:
+                        self._fail("added_tokens", f"has the id {i} or this token twice:", content)
+                    seen[content] = i
+                    taken.add(i)
+                case _:
+                    self._fail("added_tokens", "must hold tokens with id and content, not", token)
+        taken_by = {i: token for token, i in ids.items() if i in taken}
+        for content, i in seen.items():
+            if taken_by.get(i, content) != content:
+                self._fail("added_tokens", f"gives id {i} of {shown(taken_by[i])} to", content)
+        nested = 0
+        before = ""
+        for content in sorted(seen):
+            nested = nested + 1 if before and content.startswith(before) else 0
+            before = content
+            if nested > MAX_NESTED_TOKENS:
+                self._fail(
+                    "added_tokens", f"has more than {MAX_NESTED_TOKENS} that begin with each other"
+                )
+
+    def _component(self, name: str) -> None:
+        value = self.data.get(name)
+        if value is None:
+            return
+        if not isinstance(value, dict):
+            self._fail(name, "must be an object")
+        if depth_exceeds(value, MAX_COMPONENT_DEPTH):
+            self._fail(name, f"is nested deeper than {MAX_COMPONENT_DEPTH} levels")
+        growth, count = 1.0, 0
+        most = MAX_DECODER_GROWTH if name == "decoder" else MAX_GROWTH
+        for parent in _objects(value):
+            count += 1
+            if count > 64 * MAX_COMPONENTS:
+                self._fail(name, f"has more than {MAX_COMPONENTS} parts")
+            for key, text in parent.items():
+                self._component_text(f"{name}.{key}", key, text)
+            if parent.get("type") == "Replace":
+                growth *= self._growth(name, parent)
+            elif parent.get("type") == "Prepend":
+                self._short(f"{name}.prepend", parent.get("prepend"))
+            if growth > most:
+                self._fail(name, f"makes texts more than {most} times longer")
+        if count > MAX_COMPONENTS and name != "post_processor":  # which lists special tokens
+            self._fail(name, f"has more than {MAX_COMPONENTS} parts")
+
+    def _component_text(self, field: str, key: str, text: Any) -> None:
+        limit = MAX_CHARSMAP if key == "precompiled_charsmap" else MAX_COMPONENT_TEXT
+        if isinstance(text, str) and len(text) > limit:
+            self._fail(field, f"has {len(text)} characters; at most {limit} are read")
+        if key == "Regex":
+            if not isinstance(text, str):
+                self._fail(field, "must be a string, not", text)
+            try:
+                check_pattern(text)
+            except PatternError as error:
+                self._fail(field, f"is a pattern that is not run, since {error}:", text)
+
+    def _growth(self, name: str, replace: dict[str, Any]) -> float:
+        content = self._short(f"{name}.content", replace.get("content"))
+        match replace.get("pattern"):
+            case {"String": str(old)} if old:
+                return max(1.0, len(content) / len(old))
+            case {"Regex": str()}:
+                return max(1.0, len(content))
+        self._fail(f"{name}.pattern", "must be a text or a pattern, not", replace.get("pattern"))
+
+    def _short(self, field: str, text: Any) -> str:
+        if not isinstance(text, str) or len(text) > MAX_GROWTH:
+            self._fail(field, f"must be a text of at most {MAX_GROWTH} characters, not", text)
+        return text
+
+    def _id(self, field: str, token: str, i: Any, limit: int) -> None:
+        if type(i) is not int or not 0 <= i < limit:
+            self._fail(field, f"gives a token an id that is not from 0 to {limit - 1}:", (token, i))
+
+    def _token(
+        self, field: str, token: str, *, least: int = 1, most: int = MAX_TOKEN_CHARS
+    ) -> None:
+        if not least <= len(token) <= most:
+            self._fail(field, f"has a token of {len(token)} characters, not 1 to {most}:", token)
+
+    def _fail(self, field: str, what: str, value: Any = ...) -> NoReturn:
+        tail = "" if value is ... else f" {shown(value)}"
+        raise CheckpointError(f"{self.file} is not a usable tokenizer: {field} {what}{tail}")
+
+
+def _makes_tokens(merges: list[Any], ids: dict[str, int]) -> bool:
+    """Whether all merges are as they should be: a quick look, which may say no without need."""
+    try:
+        for merge in merges:
+            left, right = merge.split(" ") if type(merge) is str else merge
+            if not (left and right and left in ids and right in ids and left + right in ids):
+                return False
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a JSON value, whose depth has been checked."""
+    if isinstance(value, dict):
+        yield value
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _objects(inner)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name appears twice in an object")
+    return result

@@ -1,0 +1,379 @@
+"""A tokenizer.json from a stranger: an error that names file and field, or bounded encoding."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import re
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+
+from forge_jax.checkpoint.folder import open_checkpoint
+from forge_jax.errors import CheckpointError, ModelError, RequestError
+from forge_jax.models import read_spec
+from forge_jax.text import ChatTemplate, Tokenizer, patterns, tokenizer_file
+from forge_jax.text.patterns import PatternError, check_pattern
+from forge_jax.text.tokenizer import _alternatives
+
+MIB = 2**20
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+BPE = {
+    "type": "BPE",
+    "vocab": {"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4},
+    "merges": [["a", "b"], ["ab", "c"]],
+}
+
+
+def added(i, content: str, **flags) -> dict:
+    return {"id": i, "content": content, "special": True, "normalized": False, "lstrip": False,
+            "rstrip": False, "single_word": False} | flags  # fmt: skip
+
+
+def replace(old: str, new: str) -> dict:
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
+
+def split(pattern) -> dict:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def nested(component: dict, depth: int) -> dict:
+    for _ in range(depth):
+        component = {"type": "Sequence", "normalizers": [component]}
+    return component
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes a folder of a small BPE with the given changes; a change of a text is the text."""
+
+    def write(changes=None, model=None, name="tokenizer.json"):
+        if not isinstance(changes, str):
+            data = {"version": "1.0", "added_tokens": [], "model": BPE | (model or {})}
+            changes = json.dumps(data | (changes or {}))
+        (tmp_path / name).write_text(changes)
+        return tmp_path
+
+    return write
+
+
+def test_the_small_tokenizer_itself_is_good(folder):
+    tokenizer = Tokenizer.from_folder(folder({"added_tokens": [added(5, "<s>")]}), 6)
+    assert tokenizer is not None and tokenizer.encode("abcab<s>") == [4, 3, 5]
+
+
+REFUSED = {
+    "id beyond the width": ({}, {"vocab": BPE["vocab"] | {"d": 6}}, "model.vocab gives a token an"),
+    "huge id": ({}, {"vocab": BPE["vocab"] | {"d": 2**32 - 1}}, "model.vocab gives a token an id"),
+    "huger id": ({}, {"vocab": BPE["vocab"] | {"d": 10**40}}, "model.vocab gives a token an id"),
+    "negative id": ({}, {"vocab": BPE["vocab"] | {"d": -1}}, "model.vocab gives a token an id"),
+    "id of a wrong type": ({}, {"vocab": BPE["vocab"] | {"d": "1"}}, "model.vocab gives a token"),
+    "id that is a float": ({}, {"vocab": BPE["vocab"] | {"d": 1.0}}, "model.vocab gives a token"),
+    "one id twice": ({}, {"vocab": BPE["vocab"] | {"d": 1}}, "model.vocab gives 6 tokens 5 ids"),
+    "a vocabulary that is none": ({}, {"vocab": [1]}, "model.vocab must be an object"),
+    "a long token": ({}, {"vocab": BPE["vocab"] | {"x" * 10**6: 5}}, "of 1000000 characters"),
+    "a merge of nothing": ({}, {"merges": [["", "a"]]}, "model.merges must make a token of two"),
+    "a merge with itself": ({}, {"merges": [["ab", ""]]}, "model.merges must make a token of two"),
+    "a merge of unknown": ({}, {"merges": [["a", "x"]]}, "model.merges must make a token of two"),
+    "a merge to unknown": ({}, {"merges": [["c", "c"]]}, "model.merges must make a token of two"),
+    "a merge of three": ({}, {"merges": ["a b c"]}, "model.merges must make a token"),
+    "a merge of numbers": ({}, {"merges": [[0, 1]]}, "model.merges must make a token"),
+    "a short part": (
+        {},
+        {"continuing_subword_prefix": "####"},
+        "model.merges must make a token",
+    ),
+    "merges that are none": ({}, {"merges": {"a": "b"}}, "model.merges must be a list"),
+    "an unknown model": ({}, {"type": "Python"}, "model.type must be BPE"),
+    "no model": ({"model": None}, {}, "model must be an object"),
+    "added beyond": ({"added_tokens": [added(10**6, "<s>")]}, {}, "added_tokens gives a token an"),
+    "added behind a gap": ({"added_tokens": [added(6, "<s>")]}, {}, "there is a gap in the ids"),
+    "added over another": ({"added_tokens": [added(0, "<s>")]}, {}, "gives id 0 of 'a'"),
+    "added twice": (
+        {"added_tokens": [added(5, "<s>"), added(5, "<t>")]}, {}, "added_tokens has the id 5",
+    ),
+    "added again": (
+        {"added_tokens": [added(5, "<s>"), added(6, "<s>")]}, {}, "added_tokens has the id 6",
+    ),
+    "added nothing": ({"added_tokens": [added(5, "")]}, {}, "has a token of 0 characters"),
+    "added a long one": ({"added_tokens": [added(5, "x" * 10**6)]}, {}, "of 1000000 characters"),
+    "added a number": ({"added_tokens": [5]}, {}, "added_tokens must hold tokens with id"),
+    "added as an object": ({"added_tokens": {"id": 5}}, {}, "added_tokens must be a list"),
+    "added in each other": (
+        {"added_tokens": [added(5 + i, "<" * (i + 1)) for i in range(100)]},
+        {},
+        "begin with each other",
+    ),
+    "exponential": ({"pre_tokenizer": split("(a+)+b")}, {}, "pre_tokenizer.Regex is a pattern"),
+    "quadratic": ({"pre_tokenizer": split("a+b")}, {}, "pre_tokenizer.Regex is a pattern"),
+    "in a normalizer": (
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": "(a|a)*b"}, "content": ""}},
+        {},
+        "normalizer.Regex is a pattern that is not run",
+    ),
+    "in a decoder": (
+        {"decoder": {"type": "Replace", "pattern": {"Regex": "(a|a)*b"}, "content": ""}},
+        {},
+        "decoder.Regex is a pattern that is not run",
+    ),
+    "not a pattern": ({"pre_tokenizer": split(["a"])}, {}, "pre_tokenizer.Regex must be a string"),
+    "invalid": ({"pre_tokenizer": split(r"\p{Nonsense}")}, {}, "is not valid"),
+    "growth": ({"normalizer": replace("a", "b" * 1000)}, {}, "must be a text of at most 64"),
+    "growth by steps": (
+        {"normalizer": {"type": "Sequence", "normalizers": [replace("a", "aa")] * 30}},
+        {},
+        "normalizer makes texts more than 64 times longer",
+    ),
+    "growth of tokens": ({"decoder": replace("a", "b" * 60)}, {}, "decoder makes texts more than"),
+    "a long piece": (
+        {"model": {"type": "Unigram", "vocab": [["a" * 300, 0.0]], "unk_id": 0}},
+        {},
+        "model.vocab has a token of 300 characters, not 1 to 256",
+    ),
+    "a replacement of nothing": ({"normalizer": replace("", "a")}, {}, "pattern must be a text or"),
+    "a long prefix": (
+        {"normalizer": {"type": "Prepend", "prepend": "a" * 10**6}}, {}, "has 1000000 characters",
+    ),
+    "deep components": ({"normalizer": nested(replace("a", "b"), 60)}, {}, "normalizer is nested"),
+    "many components": (
+        {"normalizer": {"type": "Sequence", "normalizers": [replace("a", "b")] * 5000}},
+        {},
+        "normalizer has more than 256 parts",
+    ),
+    "a component that is none": ({"decoder": 1}, {}, "decoder must be an object"),
+    "an unknown component": ({"decoder": {"type": "Python"}}, {}, "is not a usable tokenizer"),
+    "long words": (
+        {"model": {"type": "WordPiece", "vocab": {"a": 0}, "max_input_chars_per_word": 10**9}},
+        {},
+        "model.max_input_chars_per_word must be at most 200",
+    ),
+    "infinite scores": (
+        {"model": {"type": "Unigram", "vocab": [["a", float("nan")]], "unk_id": 0}},
+        {},
+        "model.vocab must hold pieces with finite scores",
+    ),
+    "an unknown piece": (
+        {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 7}}, {}, "model.unk_id must",
+    ),
+    "a piece twice": (
+        {"model": {"type": "Unigram", "vocab": [["a", 0.0], ["a", 0.0]], "unk_id": 0}},
+        {},
+        "model.vocab has a piece twice",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_each_poison_is_named(folder, name):
+    changes, model, message = REFUSED[name]
+    path = folder(changes, model)
+    begin = time.thread_time()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json") as caught:
+        Tokenizer.from_folder(path, 6)
+    assert message in str(caught.value) and len(str(caught.value)) < 1000
+    assert time.thread_time() - begin < 10  # under a second on an idle machine
+
+
+def test_a_token_that_appears_twice_is_refused(folder):
+    text = '{"model": {"type": "BPE", "vocab": {"a": 0, "a": 1}, "merges": []}}'
+    with pytest.raises(CheckpointError, match="a name appears twice"):
+        Tokenizer.from_folder(folder(text))
+
+
+def test_added_tokens_may_lie_behind_the_model_s_rows(folder):
+    """Llama 2 was published like that. Requests with such an id are refused by the engine."""
+    tokenizer = Tokenizer.from_folder(folder({"added_tokens": [added(5, "<pad>")]}), 5)
+    assert tokenizer is not None and tokenizer.encode("<pad>") == [5]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"],
+)
+def test_files_that_are_too_large_are_not_read(folder, name):
+    path = folder()
+    with (path / name).open("wb") as stream:
+        stream.truncate(2**40)  # a hole: no disk is needed
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} has 1099511627776 bytes"):
+        load(path)
+
+
+def load(path) -> None:
+    tokenizer = Tokenizer.from_folder(path)
+    assert tokenizer is not None
+    ChatTemplate.from_folder(path, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "text", ["[" * 10**6, '{"a":' * 10**5 + "1" + "}" * 10**5, "\xff", '{"a": ' + "9" * 10**5 + "}"]
+)
+def test_files_that_are_no_json_are_refused(folder, name, text):
+    path = folder()
+    (path / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"bos_token": 1}, "'bos_token' must be a text"),
+        ({"eos_token": ["</s>"]}, "'eos_token' must be a text"),
+        ({"eos_token": {"content": {}}}, "'eos_token' must be a text"),
+        ({"eos_token": "x" * 10**6}, "'eos_token' must be a text of at most"),
+        ({"chat_template": 1}, "chat_template must be a string"),
+        ({"chat_template": "x" * MIB}, "chat template cannot be compiled.*characters"),
+        ({"chat_template": "{{ x }}" * 10**4}, "chat template cannot be compiled.*4096 tags"),
+        ({"chat_template": {"a": {"b": 1}}}, "chat_template must be a string"),
+    ],
+)
+def test_wrong_types_in_the_configuration_are_named(folder, config, message):
+    with pytest.raises(CheckpointError, match=message):
+        load(folder(json.dumps(config), name="tokenizer_config.json") and folder())
+
+
+def test_a_panic_of_the_library_is_an_error_like_others(folder, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    def panics(*_, **__):
+        raise PanicException("index out of range")
+
+    monkeypatch.setattr(tokenizer_file, "Backend", types.SimpleNamespace(from_str=panics))
+    with pytest.raises(CheckpointError, match="index out of range"):
+        Tokenizer.from_folder(folder())
+    tokenizer = Tokenizer(Backend(models.BPE(vocab={"a": 0}, merges=[])))
+    monkeypatch.setattr(tokenizer, "backend", types.SimpleNamespace(encode=panics))
+    with pytest.raises(RequestError, match="cannot encode this text"):
+        tokenizer.encode("a")
+
+
+# Patterns
+
+EXPLODING = [
+    r"(a+)+b", r"(a|a)*b", r"(a|ab)*c", r"(\w*)*", r"(?:\s+)*", r"(?:ab|cd)+x", r"(a?){50}a{50}",
+    r"(a?a)*b", "a**", r"((a{1,100}){1,100}){1,100}", "a{100000}", r"a+b", r"\s*\s*\s*x",
+    r"\p{L}+\d", r"[^x]*xy", r"(?:ab)+c", r"(?=(\d{3})+(?!\d))", r"(a)\1", "(?<n>a)\\k<n>",
+    r"(?~ab)", r"(?(1)a|b)", r"(*FAIL)", r"\g<0>", "(((a", "a)", "[a", "\\", "a" * 5000,
+    "(" * 100 + "a" + ")" * 100, r"(?{code})",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", EXPLODING, ids=range(len(EXPLODING)))
+def test_a_pattern_that_explodes_is_refused_soon(pattern):
+    begin = time.thread_time()
+    with pytest.raises(PatternError):
+        check_pattern(pattern)
+    assert time.thread_time() - begin < 10  # half a second on an idle machine
+
+
+ORDINARY = [
+    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+", r"[一-龥぀-ゟ゠-ヿ]+", r"\d{1,3}", r"[0-9][0-9][0-9]",
+    r"\w+|[^\w\s]+", r"(?:\r?\n)+(?!\r?\n)", r"\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+|\s+",
+    r" ?[^(\s|[.,!?…。，、।۔،])]+", r"[[a-z]&&[^aeiou]]+|\s", r"(?i)abc|[]x]+", r"x{,3}|{|}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", ORDINARY)
+def test_ordinary_patterns_are_run(pattern):
+    check_pattern(pattern)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("pattern", sorted(patterns.KNOWN))
+def test_the_known_patterns_would_pass_the_trial(pattern):
+    patterns._Structure(pattern).check()
+    patterns._try(pattern)
+
+
+UNITS = ["a", " ", "\n", "ab", "a ", "é", "中", "👍", "'", "a1", "<s>", "\u0301", "0", "\t \n"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("pattern", [None, *sorted(patterns.KNOWN)])
+def test_a_mebibyte_is_encoded_in_bounded_time_and_off_the_loop(folder, pattern):
+    """In a thread, as the server does it; meanwhile this thread runs."""
+    component = {} if pattern is None else {"pre_tokenizer": split(pattern)}
+    tokenizer = Tokenizer.from_folder(folder(component))
+    assert tokenizer is not None
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for unit in UNITS:
+            text = unit * (MIB // len(unit.encode()))
+            begin = time.monotonic()
+            future = pool.submit(tokenizer.encode, text)
+            beats = 0
+            while not future.done():
+                time.sleep(0.001)
+                beats += 1
+            assert time.monotonic() - begin < 20  # one or two on an idle machine
+            assert beats > 5
+
+
+def test_a_long_text_is_encoded_in_linear_time(folder):
+    tokenizer = Tokenizer.from_folder(folder())
+    assert tokenizer is not None
+
+    def seconds(size: int) -> float:
+        begin = time.process_time()
+        tokenizer.encode("ab" * size)
+        return time.process_time() - begin
+
+    assert min(seconds(64_000) for _ in range(3)) < 12 * min(seconds(16_000) for _ in range(3))
+
+
+@given(strings=st.lists(st.text("ab<|", min_size=1, max_size=6), max_size=8), text=st.text("ab<|"))
+def test_the_longest_of_the_special_tokens_is_found(strings, text):
+    flat = sorted(strings, key=len, reverse=True)
+    plain = re.compile("|".join(map(re.escape, flat)) or r"(?!)")
+    assert _alternatives(strings).findall(text) == plain.findall(text)
+
+
+def test_many_special_tokens_are_not_tried_one_by_one():
+    pattern = _alternatives(f"<|reserved_special_token_{i}|>" for i in range(20_000))
+    begin = time.thread_time()
+    assert pattern.findall("<|reserved_" * 20_000) == []
+    assert time.thread_time() - begin < 5  # a hundredth of it; one by one takes minutes
+
+
+# Nothing of a folder is run
+
+
+def test_code_in_a_folder_is_not_imported(tmp_path):
+    """`auto_map` and its like name modules beside the weights: they are not even looked at."""
+    source = FIXTURES / "stories260k-hf"
+    touched = tmp_path / "touched"
+    code = f"open({str(touched)!r}, 'w').close()\nclass Evil: pass\n"
+    for module in ("modeling_evil", "tokenization_evil", "configuration_evil", "tokenizer"):
+        (tmp_path / f"{module}.py").write_text(code)
+    auto_map = {
+        "auto_map": {
+            "AutoConfig": "configuration_evil.Evil",
+            "AutoModelForCausalLM": "modeling_evil.Evil",
+            "AutoTokenizer": ["tokenization_evil.Evil", None],
+        },
+        "custom_pipelines": {"x": {"impl": "modeling_evil.Evil"}},
+        "trust_remote_code": True,
+    }
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        values = json.loads((source / name).read_text()) if (source / name).exists() else {}
+        (tmp_path / name).write_text(json.dumps(values | auto_map))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(source / name)
+    read_spec(tmp_path)
+    open_checkpoint(tmp_path)
+    load(tmp_path)
+    assert not touched.exists()
+    assert not [name for name in sys.modules if "evil" in name]
+
+
+def test_every_error_is_a_model_error():
+    assert issubclass(CheckpointError, ModelError)
