@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import random
 import sys
@@ -46,10 +47,11 @@ class EngineSizes:
     num_blocks: int
     block_size: int
     context: int
+    aging_s: float = SchedulerConfig.aging_s
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
+            if value < (name != "aging_s"):
                 raise BenchmarkError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
         if self.num_blocks * self.block_size < self.context:
             raise BenchmarkError(
@@ -174,6 +176,7 @@ def play(
         max_rows=max_rows(sizes.max_num_seqs),
         max_model_len=sizes.context,
         policy=policy,
+        aging_s=sizes.aging_s,
     )
     scheduler = Scheduler(limits, pool, clock=clock, rng=random.Random(seed))
     served: list[Served] = []
@@ -381,7 +384,19 @@ def _about(
         "span_s": rounded(entries[-1].arrival_s),
         "prompt_tokens": sum(len(request.prompt) for request in requests),
         "output_tokens": sum(request.output_len for request in requests),
+        "prompt_tokens_seen_before": _seen_before(entries, requests),
     }
+
+
+def _seen_before(entries: Sequence[TraceEntry], requests: Sequence[Arrival]) -> int:
+    """Prompt tokens in leading blocks of earlier prompts: what an endless cache could save."""
+    seen: set[int] = set()
+    total = 0
+    for entry, request in zip(entries, requests, strict=True):
+        known = sum(1 for _ in itertools.takewhile(seen.__contains__, entry.hash_ids))
+        total += min(known * TRACE_BLOCK, len(request.prompt))
+        seen.update(entry.hash_ids)
+    return total
 
 
 def _played(
@@ -427,10 +442,12 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     for about in report["traces"]:
         rows = [row for row in report["rows"] if row["trace"] == about["trace"]]
+        seen = about["prompt_tokens_seen_before"] / about["prompt_tokens"]
         lines += [
             "",
             f"{about['trace']}: {about['requests']:,} requests in {about['span_s']:,.0f} s, "
-            f"{about['prompt_tokens']:,} prompt and {about['output_tokens']:,} output tokens",
+            f"{about['prompt_tokens']:,} prompt and {about['output_tokens']:,} output tokens; "
+            f"{seen:.0%} of the prompt tokens are in blocks that an earlier prompt has",
             "",
             reports.table(HEADER, [_cells(row) for row in rows]),
         ]
@@ -497,6 +514,13 @@ def _parser() -> argparse.ArgumentParser:
         ("context", 131_072, "tokens, prompt and output: requests are cut to it"),
     ):
         engine.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
+    engine.add_argument(
+        "--aging-s",
+        type=float,
+        default=SchedulerConfig.aging_s,
+        help="after which a waiting request goes before all prefixes "
+        f"({SchedulerConfig.aging_s:g})",
+    )
     device = parser.add_argument_group("what a step costs: a model")
     device.add_argument("--device", choices=DEVICES, default="h200-8b", help="the preset")
     for field in dataclasses.fields(StepCost):

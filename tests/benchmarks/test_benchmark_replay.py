@@ -234,6 +234,8 @@ def test_the_command_replays_each_trace_at_each_rate_with_each_policy(tmp_path, 
         (name, rate, policy) for name in FILES for rate in (1, 40) for policy in replay.POLICIES
     ]
     assert [about["requests"] for about in report["traces"]] == [20, 20, 20]
+    seen = [about["prompt_tokens_seen_before"] for about in report["traces"]]
+    assert seen[:2] == [0, 0] and 19 * TRACE_BLOCK <= seen[2] < report["traces"][2]["prompt_tokens"]
     for row in rows:
         about = next(a for a in report["traces"] if a["trace"] == row["trace"])
         assert row["output_tokens"] == about["output_tokens"]
