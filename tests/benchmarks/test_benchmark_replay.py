@@ -81,15 +81,19 @@ def test_each_token_attends_to_itself_and_all_before():
 
 def test_a_request_alone_takes_as_long_as_the_model_says():
     (only,) = play(
-        [arrival(5.0, 5_000, 20)], rate=2.0, policy="fcfs", sizes=SIZES, cost=H200
+        [arrival(5.0, 4_106, 20)], rate=2.0, policy="fcfs", sizes=SIZES, cost=H200
     ).served
     prefill_s = sum(
         H200.step_s(end - start, end, pairs_of(start, end))
-        for start, end in ((0, 2048), (2048, 4096), (4096, 5000))
+        for start, end in (
+            (0, 2048),
+            (2048, 4096),
+            (4096, 4106),
+        )  # the last reads, the others compute
     )
     assert only.sent_s == 2.5 and only.waited_s == 0.0
     assert only.ttft_s == pytest.approx(prefill_s)
-    decodes_s = [H200.step_s(1, 5_000 + i, 5_000 + i) for i in range(1, 20)]
+    decodes_s = [H200.step_s(1, 4_106 + i, 4_106 + i) for i in range(1, 20)]
     assert only.end_s == pytest.approx(prefill_s + sum(decodes_s))
     assert only.tpot_s == pytest.approx(sum(decodes_s) / 19)
     assert only.slowdown == pytest.approx(1.0)
@@ -161,7 +165,8 @@ def test_the_prefix_cache_finds_what_the_hash_ids_say():
         dataclasses.replace(request, arrival_s=100.0 * index)
         for index, request in enumerate(requests_of("mooncake_conversation"))
     ]
-    served = play(requests, rate=1.0, policy="fcfs", sizes=SIZES, cost=H200).served
+    outcome = play(requests, rate=1.0, policy="fcfs", sizes=SIZES, cost=H200)
+    served = outcome.served
     before: list[list[int]] = []
     for request, measured in zip(requests, served, strict=True):
         prompt = list(request.prompt)
@@ -169,7 +174,11 @@ def test_the_prefix_cache_finds_what_the_hash_ids_say():
         most = (len(prompt) - 1) // SIZES.block_size
         assert measured.cached_tokens == min(shared // SIZES.block_size, most) * SIZES.block_size
         before.append(prompt)
-    assert sum(m.cached_tokens for m in served) > 50 * TRACE_BLOCK
+    cached = sum(m.cached_tokens for m in served)
+    assert cached > 50 * TRACE_BLOCK
+    told = replay.summarise(outcome, Slo(ttft_ms=1e6))
+    assert told["prefix_hit_rate"] == cached / told["prompt_tokens"]
+    assert told["goodput"]["share"] == 1.0
 
 
 def _shared(a: list[int], b: list[int]) -> int:
@@ -206,9 +215,8 @@ def test_fairness_is_one_if_all_are_slowed_down_alike():
 
 
 def test_fairness_sees_that_the_short_wait_for_the_long():
-    # Slowdowns 9 for the short ones and 1 for the long ones: (4 / 9 + 4)^2 / (8 (4 / 81 + 4)).
-    told = fairness([served(1.0, 9.0)] * 4 + [served(10.0, 10.0)] * 4)
-    assert told["jain"] == pytest.approx((40 / 9) ** 2 / (8 * 328 / 81))
+    told = fairness([served(1.0, 9.0)] * 6 + [served(10.0, 10.0)] * 2)
+    assert told["jain"] == pytest.approx((6 / 9 + 2) ** 2 / (8 * (6 / 81 + 2)))
     assert (told["slowdown_short_p50"], told["slowdown_long_p50"]) == (9.0, 1.0)
 
 

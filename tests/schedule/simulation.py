@@ -78,7 +78,7 @@ class Simulation:
             max_model_len=max_model_len,
             policy=rng.choice(("fcfs", "priority", "prefix")),
             eos_token_ids=frozenset((EOS,)),
-            aging_s=rng.choice((0.0, 20.0, 1e9)),
+            aging_s=rng.choice((0.0, 20.0, 20.0, 1e9)),
         )
         self.scheduler = Scheduler(self.config, self.pool, clock=lambda: self.now_s, rng=rng)
         self.vocab_size = rng.choice((2, 5, 50))
@@ -97,12 +97,12 @@ class Simulation:
         self.aborts = rng.choice((0.0, 0.05))
         self.stop_strings = rng.choice((0.0, 0.2))
         self.faults = rng.choice((0.0, 0.02))
-        self.errors = rng.choice((0.0, 0.03))  # of a dispatch, of a read, and after a commit
+        self.errors = rng.choice((0.0, 0.04))  # of a dispatch, of a read, and after a commit
         self.jitter = rng.choice((0.0, 0.3))
         self.scoring = rng.choice((0.0, 0.3))
-        self.victims = rng.choice((0.0, 0.05))
+        self.victims = rng.choice((0.0, 0.1))
         self.cache_resets = rng.choice((0.0, 0.05))
-        self.clock_jumps = rng.choice((0.0, 0.1))
+        self.clock_jumps = rng.choice((0.0, 0.2))
         self.salts = ("", "a") if rng.random() < 0.5 else ("",)
         # Steps in flight when the next is scheduled: as the engine has them, or later each time.
         self.depths = rng.choice(((0,), (1,), (1,), (2,), (0, 1), (0, 1, 2, 3)))
@@ -208,17 +208,18 @@ class Simulation:
         slots = [seq.slot for seq in scheduler._running]
         assert sorted([*slots, *scheduler._free_slots]) == self.slots, "slots"
         ranks = [self._rank(seq) for seq in scheduler._running]
-        assert ranks == sorted(ranks)
+        assert ranks == sorted(ranks), "who runs is not in the order of ranks"
         waiting = 0
         for seq, expected in self.expected.items():
             waiting += seq.status is Status.WAITING
-            assert (seq.status is Status.RUNNING) == (seq.slot is not None)
+            running = seq.status is Status.RUNNING
+            assert running == (seq.slot is not None), f"{seq.key}: a slot for who runs, and only"
             assert seq.slot is not None or not seq.blocks, "a waiting sequence holds blocks"
-            assert not seq.finished
-            assert seq.num_computed <= seq.num_tokens <= seq.max_len
-            assert len(seq.blocks) <= seq.max_blocks
+            assert not seq.finished, f"{seq.key}: ended, and nobody was told"
+            assert seq.num_computed <= seq.num_tokens <= seq.max_len, f"{seq.key}: counts"
+            assert len(seq.blocks) <= seq.max_blocks, f"{seq.key}: more blocks than it can fill"
             assert seq.tokens == expected.known, f"{seq.key}: tokens that had come have changed"
-        assert waiting == scheduler.num_waiting
+        assert waiting == scheduler.num_waiting, "the queue has lost or doubled somebody"
         assert len(slots) == scheduler.num_running == len(self.expected) - waiting
 
     # ---- troubles ------------------------------------------------------------------------------

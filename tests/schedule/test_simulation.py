@@ -485,7 +485,7 @@ def starve_the_first(monkeypatch):
     right = Scheduler._chunk
 
     def chunk(self, seq, start, tokens_left, rows_left):
-        if seq is self._running[0] and len(self._running) > 1 and not seq.num_output:
+        if len(self._running) > 1 and seq is self._running[0] and not seq.num_output:
             return 0, 0
         return right(self, seq, start, tokens_left, rows_left)
 
