@@ -95,14 +95,14 @@ class Arrival:
     prompt: Prompt
     output_len: int
     urgent: bool
-    alone_s: float  # how long it takes on an idle device with an empty cache
+    decode_s: float  # how long its output takes on an idle device, after the first token
 
 
 @dataclass(kw_only=True)
 class Served(Measured):
     """What was measured of a request; times in virtual seconds since it arrived."""
 
-    alone_s: float
+    alone_s: float = 0.0  # on an idle device that has as much of its prompt in the cache
     waited_s: float | None = None  # until its first step was dispatched
 
     @property
@@ -146,7 +146,7 @@ def arrivals(
                 prompt=Prompt(blocks, input_len),
                 output_len=output_len,
                 urgent=rng.random() < urgent_share,
-                alone_s=cost.alone_s(input_len, output_len, sizes.max_num_batched_tokens),
+                decode_s=cost.decode_s(input_len, output_len),
             )
         )
     return made
@@ -219,6 +219,9 @@ def play(
                 measured.end_s = measured.last_s = now_s - measured.sent_s
                 measured.completion_tokens = seq.num_output
                 measured.cached_tokens = seq.num_cached
+                measured.alone_s = requests[int(seq.key[0])].decode_s + cost.prefill_s(
+                    seq.num_cached, seq.prompt_len, sizes.max_num_batched_tokens
+                )
                 on_finished()
     return Outcome(
         served=served,
@@ -236,7 +239,6 @@ def _measured(arrival: Arrival, rate: float) -> Served:
         sent_s=arrival.arrival_s / rate,
         prompt_tokens=len(arrival.prompt),
         asked_tokens=arrival.output_len,
-        alone_s=arrival.alone_s,
     )
 
 
@@ -292,7 +294,7 @@ def _latencies(served: Sequence[Served]) -> dict[str, Any]:
 
 
 def fairness(served: Sequence[Served]) -> dict[str, float]:
-    """How evenly delay is shared, by slowdown: the time taken over the time it takes alone.
+    """How evenly delay is shared, by slowdown: the time taken over the time it takes alone (>= 1).
 
     `jain` is Jain's index of the speeds (1 / slowdown): 1 if all are slowed down alike, 1 / n if
     one gets everything. Short and long are the quarters of least and most time alone.

@@ -40,15 +40,18 @@ class StepCost:
         arithmetic_us = self.token_us * tokens + self.pair_ns * 1e-3 * pairs
         return 1e-3 * self.overhead_ms + 1e-6 * max(memory_us, arithmetic_us)
 
-    def alone_s(self, prompt_len: int, output_len: int, chunk: int) -> float:
-        """A request on an idle device that computes at most `chunk` tokens in a step."""
+    def prefill_s(self, cached: int, prompt_len: int, chunk: int) -> float:
+        """The rest of a prompt on an idle device, at most `chunk` tokens in a step."""
         total_s = 0.0
-        for start in range(0, prompt_len, chunk):
+        for start in range(cached, prompt_len, chunk):
             end = min(start + chunk, prompt_len)
             total_s += self.step_s(end - start, end, pairs_of(start, end))
-        for context in range(prompt_len + 1, prompt_len + output_len):
-            total_s += self.step_s(1, context, context)
         return total_s
+
+    def decode_s(self, prompt_len: int, output_len: int) -> float:
+        """The output after its first token, on an idle device."""
+        contexts = range(prompt_len + 1, prompt_len + output_len)
+        return sum(self.step_s(1, context, context) for context in contexts)
 
 
 # Llama 3.1 8B (32 layers of 4,096, 8 KV heads of 128) in bfloat16 on an H200, at the rates that

@@ -44,7 +44,7 @@ def arrival(arrival_s: float, prompt_len: int, output_len: int, block: int = 1) 
         prompt=Prompt([block] * (1 + prompt_len // TRACE_BLOCK), prompt_len),
         output_len=output_len,
         urgent=False,
-        alone_s=H200.alone_s(prompt_len, output_len, SIZES.max_num_batched_tokens),
+        decode_s=H200.decode_s(prompt_len, output_len),
     )
 
 
@@ -156,6 +156,7 @@ def test_everybody_gets_all_tokens(name):
         assert served.completion_tokens == request.output_len
         assert served.waited_s is not None and served.ttft_s is not None
         assert 0 <= served.waited_s < served.ttft_s <= served.end_s
+        assert served.slowdown > 0.999999, "faster than alone"
     assert outcome.scheduler.pool.num_used == 0 < outcome.blocks_peak
 
 
@@ -174,6 +175,7 @@ def test_the_prefix_cache_finds_what_the_hash_ids_say():
         most = (len(prompt) - 1) // SIZES.block_size
         assert measured.cached_tokens == min(shared // SIZES.block_size, most) * SIZES.block_size
         before.append(prompt)
+    assert [m.slowdown for m in served] == pytest.approx([1.0] * len(served))
     cached = sum(m.cached_tokens for m in served)
     assert cached > 50 * TRACE_BLOCK
     told = replay.summarise(outcome, Slo(ttft_ms=1e6))
