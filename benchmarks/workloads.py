@@ -381,6 +381,12 @@ def read_trace(path: Path, max_requests: int | None = None) -> list[TraceEntry]:
     return [dataclasses.replace(e, arrival_s=e.arrival_s - start) for e in entries]
 
 
+def fitted(entry: TraceEntry, context: int) -> tuple[int, int]:
+    """Lengths of prompt and output in a context: the output keeps at most half of it."""
+    output_len = max(min(entry.output_len, context // 2), 1)
+    return max(min(entry.input_len, context - output_len), 1), output_len
+
+
 def trace(
     entries: Sequence[TraceEntry],
     sizes: Sizes,
@@ -400,8 +406,7 @@ def trace(
     requests = []
     clipped = 0
     for index, entry in enumerate(entries):
-        output_len = max(min(entry.output_len, sizes.context // 2), 1)
-        input_len = max(min(entry.input_len, sizes.context - output_len), 1)
+        input_len, output_len = fitted(entry, sizes.context)
         clipped += (input_len, output_len) < (entry.input_len, entry.output_len)
         blocks = [
             vocabulary.sample(_rng(seed, round_, "block", hash_id), TRACE_BLOCK)

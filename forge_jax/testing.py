@@ -155,9 +155,10 @@ class FakeDevice:
         """Runs a step; what it returns goes to `read`."""
         for admission in plan.admissions:
             self._admit(admission)
+        rows = plan.sequences
         if self._check:
-            self._check_plan(plan)
-        results = tuple([self._run(scheduled) for scheduled in plan.sequences])
+            self._check_plan(plan, rows)
+        results = tuple([self._run(scheduled) for scheduled in rows])
         self.num_steps += 1
         if self._step_time_s:
             start_s = max(time.monotonic(), self._busy_until_s)
@@ -253,10 +254,14 @@ class FakeDevice:
 
     # ---- the KV cache --------------------------------------------------------------------------
 
-    def _check_plan(self, plan: StepPlan) -> None:
-        slots = [scheduled.slot for scheduled in plan.sequences]
+    def kv(self, block: int) -> list[int]:
+        """A copy of what the slots of a block hold, with `check`: equal prefixes, equal KV."""
+        return self._kv[block].copy()
+
+    def _check_plan(self, plan: StepPlan, rows: Seq[ScheduledSequence]) -> None:
+        slots = [scheduled.slot for scheduled in rows]
         assert len(set(slots)) == len(slots), "a slot runs twice in a step"
-        counts = [scheduled.num_tokens for scheduled in plan.sequences]
+        counts = [scheduled.num_tokens for scheduled in rows]
         assert all(counts), "a sequence without tokens"
         singles = sum(count == 1 for count in counts)
         assert all(count == 1 for count in counts[:singles]), "single tokens do not come first"

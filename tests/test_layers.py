@@ -63,10 +63,37 @@ def test_importing_does_not_import_jax(module):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_scheduler_has_no_clock_and_no_thread_of_its_own():
-    for file in [
-        *(ROOT / "forge_jax/schedule").glob("*.py"),
-        ROOT / "forge_jax/cache/block_pool.py",
-    ]:
-        wrong = imported(file.read_text()) & {"jax", "asyncio", "threading", "time"}
-        assert not wrong, f"{file.name} imports {', '.join(wrong)}"
+SOURCES = [
+    *sorted((ROOT / "forge_jax/schedule").glob("*.py")),
+    ROOT / "forge_jax/cache/block_pool.py",
+    ROOT / "tests/schedule/simulation.py",
+]
+
+
+def shared_randomness(source: str) -> set[str]:
+    """What a module uses of `random` besides sources of its own, which have a seed."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "random":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "random":
+                found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "random.Random":
+            found |= set() if node.args else {"Random()"}
+    return found - {"Random"}
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.name)
+def test_the_scheduler_has_no_clock_no_thread_and_no_randomness_of_its_own(file):
+    clocks = {"jax", "asyncio", "threading", "time", "datetime", "os", "secrets", "uuid"}
+    wrong = imported(file.read_text()) & clocks
+    assert not wrong, f"{file.name} imports {', '.join(wrong)}"
+    wrong = shared_randomness(file.read_text())
+    assert not wrong, f"{file.name} uses random.{', '.join(wrong)}"
+
+
+def test_the_check_sees_randomness_that_has_no_seed():
+    source = "import random\nfrom random import choice\nrandom.random()\nrandom.Random()"
+    assert shared_randomness(source) == {"choice", "random", "Random()"}
+    assert not shared_randomness("def f(rng: random.Random): return random.Random(1)")

@@ -314,7 +314,7 @@ class Scheduler:
         may_admit = self.num_preemptions == preemptions_before and (
             config.batching == "continuous" or not running
         )
-        if may_admit and self._free_slots and len(self._waiting):
+        if may_admit and tokens_left and self._free_slots and len(self._waiting):
             reserved = self._reserved_blocks()
             # Everybody needs a block; a queue that is not asked need not be put in order.
             hopeful = reserved < self.pool.num_free

@@ -1,9 +1,17 @@
 """A deterministic simulation of the scheduler: one seed is one whole run.
 
 Each seed draws its own limits and a random subset of troubles: tiny pools, aborts, stop strings,
-faults, steps that raise, changing chunk sizes, clock jumps. The fake device checks what every KV
-slot holds, `Simulation.check` what the scheduler and the pool believe, and each output is compared
-with the continuation that the fake device computes for the prompt alone.
+faults, preemption of anybody, dispatches and reads that raise, results that come late, changing
+chunk sizes, a clock that jumps either way, an emptied prefix cache. The fake device checks what
+every KV slot holds, `Simulation.check` what the scheduler and the pool believe, `_check_order` who
+goes before whom, and each output is compared with the continuation that the fake device computes
+for the prompt alone.
+
+The scheduler gives one token a row: there are no drafts to accept or to take back.
+
+How long anybody waits is bounded in two ways. While there are troubles: no sequence is admitted
+before one of a better rank, or before one that has waited beyond the aging bound and came earlier;
+and who is preempted has the last rank. Once they stop: see `_longest_stretch`.
 """
 
 from __future__ import annotations
@@ -12,6 +20,7 @@ import dataclasses
 import hashlib
 import random
 from collections import Counter, deque
+from collections.abc import Iterable
 
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.errors import ContextLengthError
@@ -22,7 +31,10 @@ from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.testing import FakeDevice
 
 EOS = 1
-DRAIN_STEPS = 20_000
+
+
+class StepError(Exception):
+    """What a device raises."""
 
 
 @dataclasses.dataclass
@@ -34,6 +46,8 @@ class Expected:
     reason: str  # that end's
     stop_reason: int | str | None
     stop_string_at: int | None  # the number of output tokens that hold the stop string
+    known: list[int]  # the prompt, and the output that has come so far
+    rank: tuple[int, int]  # by class and arrival, the first to be served first
     seen: int = 0
     logprobs: int = 0
     prompt_logprobs: list = dataclasses.field(default_factory=list)
@@ -64,7 +78,7 @@ class Simulation:
             max_model_len=max_model_len,
             policy=rng.choice(("fcfs", "priority", "prefix")),
             eos_token_ids=frozenset((EOS,)),
-            aging_s=rng.choice((0.0, 20.0, 1e9)),
+            aging_s=rng.choice((0.0, 20.0, 20.0, 1e9)),
         )
         self.scheduler = Scheduler(self.config, self.pool, clock=lambda: self.now_s, rng=rng)
         self.vocab_size = rng.choice((2, 5, 50))
@@ -83,17 +97,24 @@ class Simulation:
         self.aborts = rng.choice((0.0, 0.05))
         self.stop_strings = rng.choice((0.0, 0.2))
         self.faults = rng.choice((0.0, 0.02))
-        self.errors = rng.choice((0.0, 0.03))
+        self.errors = rng.choice((0.0, 0.04))  # of a dispatch, of a read, and after a commit
         self.jitter = rng.choice((0.0, 0.3))
         self.scoring = rng.choice((0.0, 0.3))
+        self.victims = rng.choice((0.0, 0.1))
+        self.cache_resets = rng.choice((0.0, 0.05))
+        self.clock_jumps = rng.choice((0.0, 0.2))
         self.salts = ("", "a") if rng.random() < 0.5 else ("",)
-        self.depth = rng.choice((0, 1, 1, 1, 2))  # steps in flight when the next is scheduled
+        # Steps in flight when the next is scheduled: as the engine has them, or later each time.
+        self.depths = rng.choice(((0,), (1,), (1,), (2,), (0, 1), (0, 1, 2, 3)))
+        self.slots = list(range(self.config.max_num_seqs))
         self.stems = [
             [rng.randrange(self.vocab_size) for _ in range(max_model_len)] for _ in range(3)
         ]
         self.expected: dict[Sequence, Expected] = {}
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.faulted: set[tuple[str, int]] = set()
+        self.contents: dict[bytes, list[int]] = {}  # by block hash: the KV that it stands for
+        self.last_progress = 0  # the step that last brought something for good
         self.log = hashlib.sha256()
         self.counts: Counter[str] = Counter()
 
@@ -103,11 +124,12 @@ class Simulation:
             for _ in range(steps):
                 self.step()
             self.arrivals = self.aborts = self.faults = self.errors = 0.0
-            for _ in range(DRAIN_STEPS):
-                if not self.scheduler.has_work:
-                    break
+            self.victims = self.cache_resets = 0.0
+            self.last_progress = self.counts["steps"]
+            while self.scheduler.has_work:
                 self.step()
-            assert not self.scheduler.has_work, "somebody starves"
+                stretch = self.counts["steps"] - self.last_progress
+                assert stretch <= self._longest_stretch(), "somebody starves"
             while self.in_flight:
                 self._commit()
             assert not self.expected and self.pool.num_used == 0
@@ -119,52 +141,86 @@ class Simulation:
     def step(self) -> None:
         rng = self.rng
         self.counts["steps"] += 1
-        self.now_s += rng.choice((0.0, 1.0, 30.0))
+        self._turn_the_clock()
         if rng.random() < self.jitter:
             self._change_limits()
         while rng.random() < self.arrivals and self.scheduler.num_waiting < 20:
             self._arrive()
         if rng.random() < self.aborts and self.expected:
             self._abort()
-        if rng.random() < self.errors:
-            self._step_raises()
-        ran_before = self.scheduler.num_running
+        if rng.random() < self.victims and self.scheduler.num_running:
+            self._preempt_somebody()
+        if rng.random() < self.cache_resets:
+            self._empty_the_cache()
+        try:
+            self._schedule_and_commit()
+        except StepError:
+            self.in_flight.clear()
+            self.scheduler.recover()
+            self.device.reset()
+            self.check()
+
+    def _schedule_and_commit(self) -> None:
+        before = Before(self)
         plan = self.scheduler.schedule()
         self.check()
+        self._check_order(plan, before)
         if plan is not None:
             self._check_plan(plan)
-            self._check_switches(plan, ran_before)
+            self._check_switches(plan, before.num_running)
+            self._may_raise("dispatch")
             self.in_flight.append((plan, self.device.read(self.device.dispatch(plan))))
-        while self.in_flight and (plan is None or len(self.in_flight) > self.depth):
+        depth = self.rng.choice(self.depths)
+        while self.in_flight and (plan is None or len(self.in_flight) > depth):
+            self._may_raise("read")
             self._commit()
             self.check()
+            self._may_raise("after commit")
             if plan is None:
                 break
 
+    def _longest_stretch(self) -> int:
+        """Steps in which no token, no score and no end may come once the troubles have stopped.
+
+        A step without a decode gives the first running sequence at least one token. It needs at
+        most a whole context of them, and nobody takes its blocks. Only who is admitted with a
+        better rank can come before it: once if admissions are in the order of ranks, as often as
+        there are slots if they are not. What has been computed then has to be read.
+        """
+        config = self.config
+        times = 1 + (config.max_num_seqs if config.policy == "prefix" else 1)
+        return times * config.max_model_len + max(self.depths) + 1
+
     def check(self) -> None:
         """The invariants that hold between any two calls."""
-        self.pool.check()
-        owners = Counter(block for seq in self.scheduler._running for block in seq.blocks)
-        for block in range(self.pool.num_blocks):
-            refs = self.pool.ref_count(block)
+        pool, scheduler = self.pool, self.scheduler
+        pool.check()
+        owners = Counter(block for seq in scheduler._running for block in seq.blocks)
+        for block in range(pool.num_blocks):
+            refs = pool.ref_count(block)
             assert refs == owners[block], (
                 f"block {block}: {refs} references, {owners[block]} owners"
             )
-        slots = [seq.slot for seq in self.scheduler._running]
-        free = self.scheduler._free_slots
-        assert sorted([*slots, *free]) == list(range(self.config.max_num_seqs)), "slots"
-        ranks = [self.scheduler._waiting.rank(seq) for seq in self.scheduler._running]
-        assert ranks == sorted(ranks)
+        for block_hash, block in pool._index.items():
+            kv = self.device.kv(block)
+            if self.contents.setdefault(block_hash, kv) != kv:
+                raise AssertionError(f"block {block} is in the prefix cache as something else")
+        slots = [seq.slot for seq in scheduler._running]
+        assert sorted([*slots, *scheduler._free_slots]) == self.slots, "slots"
+        ranks = [self._rank(seq) for seq in scheduler._running]
+        assert ranks == sorted(ranks), "who runs is not in the order of ranks"
         waiting = 0
-        for seq in self.expected:
+        for seq, expected in self.expected.items():
             waiting += seq.status is Status.WAITING
-            assert (seq.status is Status.RUNNING) == (seq.slot is not None)
+            running = seq.status is Status.RUNNING
+            assert running == (seq.slot is not None), f"{seq.key}: a slot for who runs, and only"
             assert seq.slot is not None or not seq.blocks, "a waiting sequence holds blocks"
-            assert not seq.finished
-            assert seq.num_computed <= seq.num_tokens <= seq.max_len
-            assert len(seq.blocks) <= seq.max_blocks
-        assert waiting == self.scheduler.num_waiting
-        assert len(slots) == self.scheduler.num_running == len(self.expected) - waiting
+            assert not seq.finished, f"{seq.key}: ended, and nobody was told"
+            assert seq.num_computed <= seq.num_tokens <= seq.max_len, f"{seq.key}: counts"
+            assert len(seq.blocks) <= seq.max_blocks, f"{seq.key}: more blocks than it can fill"
+            assert seq.tokens == expected.known, f"{seq.key}: tokens that had come have changed"
+        assert waiting == scheduler.num_waiting, "the queue has lost or doubled somebody"
+        assert len(slots) == scheduler.num_running == len(self.expected) - waiting
 
     # ---- troubles ------------------------------------------------------------------------------
 
@@ -227,7 +283,10 @@ class Simulation:
             stop_string_at = rng.randint(1, len(tokens))
             tokens = tokens[:stop_string_at]
             reason, stop_reason = "stop", "STOP"
-        return Expected(seq, tokens, reason, stop_reason, stop_string_at)
+        self.counts["sequences"] += 1
+        priority = seq.request.priority if self.config.policy == "priority" else 0
+        rank = (priority, self.counts["sequences"])
+        return Expected(seq, tokens, reason, stop_reason, stop_string_at, prompt, rank)
 
     def _abort(self) -> None:
         request_id = self.rng.choice(list(self.expected)).request_id
@@ -237,11 +296,38 @@ class Simulation:
             self.expected[seq].aborted = True
             self._ended(seq)
 
-    def _step_raises(self) -> None:
-        self.counts["errors"] += 1
-        self.in_flight.clear()
-        self.scheduler.recover()
-        self.device.reset()
+    def _may_raise(self, when: str) -> None:
+        if self.rng.random() >= self.errors:
+            return
+        self._note(f"error:{when}")
+        if when != "read" and self.rng.random() < 0.3:  # what can still be read is read first
+            while self.in_flight:
+                self._commit()
+        raise StepError
+
+    def _preempt_somebody(self) -> None:
+        seq = self.rng.choice(self.scheduler._running)
+        self._note("victims", seq.key)
+        self.scheduler._preempt(seq)
+
+    def _empty_the_cache(self) -> None:
+        """All that nobody uses is evicted; what is in use stays registered."""
+        blocks = self.pool.allocate(self.pool.num_free)
+        assert blocks is not None
+        self._note("cache resets", len(blocks))
+        self.pool.release(blocks)
+        assert not self.pool.num_cached
+
+    def _turn_the_clock(self) -> None:
+        self.now_s += self.rng.choice((0.0, 1.0, 30.0))
+        if self.rng.random() < self.clock_jumps:
+            jump_s = self.rng.choice((-1e6, -40.0, 40.0, 1e6))
+            self._note("clock backwards" if jump_s < 0 else "clock forwards", jump_s)
+            self.now_s += jump_s
+
+    def _note(self, what: str, *details: object) -> None:
+        self.counts[what] += 1
+        self.log.update(f"{what} {details}".encode())
 
     def _change_limits(self) -> None:
         rng = self.rng
@@ -267,11 +353,65 @@ class Simulation:
         config = self.config
         assert plan.num_tokens <= config.max_num_batched_tokens, "the token budget"
         assert plan.num_rows <= config.max_rows, "the row budget"
+        assert plan.num_sequences <= config.max_num_seqs, "the budget of sequences"
         chunk = config.prefill_chunk_size
         assert chunk is None or all(s.num_tokens <= chunk for s in plan.sequences), "chunk size"
         self.counts["cached"] = self.pool.hit_tokens
         self.counts["preemptions"] = self.scheduler.num_preemptions
         self.counts["rows"] += plan.num_rows
+
+    def _check_order(self, plan: StepPlan | None, before: Before) -> None:
+        """Who gave way, who was admitted and who got tokens, in the right order."""
+        rank = self._rank
+        preempted = [seq for seq in before.running if seq.status is Status.WAITING]
+        if preempted:
+            self.counts["gave way"] += len(preempted)
+            assert plan is None or not plan.admissions, "admitted what another gave way to"
+            last = max((rank(seq) for seq in self.scheduler._running), default=(-1, -1))
+            assert last < min(rank(seq) for seq in preempted), "not the last rank gave way"
+        if plan is None:
+            return
+        if plan.admissions:
+            admitted = [seq for seq in before.queue if seq.status is Status.RUNNING]
+            overtaken = [seq for seq in before.queue if seq.status is Status.WAITING]
+            assert len(admitted) == len(plan.admissions)
+            self._check_overtaking(before, admitted, overtaken)
+        keys = {row.seq_key for row in plan.chunks if row.num_rows}
+        took_rows = [s for s in self.expected if s.key in keys and s not in before.ready]
+        if not took_rows:
+            return
+        served = {row.seq_key for row in plan.sequences}
+        for seq in before.ready:
+            assert seq.status is Status.WAITING or seq.key in served, (
+                f"{seq.key}: a decode waits for a prompt"
+            )
+        last = max(rank(seq) for seq in took_rows)
+        for seq in before.prompts if not preempted else ():
+            assert seq.key in served or last < rank(seq), f"{seq.key}: its prompt was overtaken"
+
+    def _check_overtaking(
+        self, before: Before, admitted: list[Sequence], overtaken: list[Sequence]
+    ) -> None:
+        rank, aged = self._rank, self._has_aged
+        if self.config.policy != "prefix":
+            last = max(rank(seq) for seq in admitted)
+            assert all(last < rank(seq) for seq in overtaken), "a better rank was overtaken"
+            return
+        for seq in overtaken:
+            self.counts["aged"] += aged(seq)
+            cached = self.scheduler._cached_tokens(seq)
+            for other in admitted:
+                if aged(seq):
+                    assert aged(other) and rank(other) < rank(seq), "the aged were overtaken"
+                elif not aged(other):
+                    # What is cached can only have become less in the meantime.
+                    assert before.cached[other] >= cached, "a longer prefix was overtaken"
+
+    def _rank(self, seq: Sequence) -> tuple[int, int]:
+        return self.expected[seq].rank
+
+    def _has_aged(self, seq: Sequence) -> bool:
+        return self.now_s - seq.queued_s > self.config.aging_s
 
     def _check_switches(self, plan: StepPlan, ran_before: int) -> None:
         if self.config.batching == "static" and plan.admissions:
@@ -302,6 +442,7 @@ class Simulation:
 
     def _gained(self, seq: Sequence, got: SequenceResult) -> None:
         expected = self.expected[seq]  # a KeyError here: it has already ended
+        self.last_progress = self.counts["steps"]
         if got.fault:
             assert seq.key in self.faulted, "a fault has spread to another request"
             assert seq.finish_reason == "error"
@@ -313,7 +454,7 @@ class Simulation:
         new = tuple(expected.tokens[expected.seen : expected.seen + len(got.token_ids)])
         assert got.token_ids == new, f"{seq.key}: output differs from the oracle"
         expected.seen += len(new)
-        assert seq.tokens[seq.prompt_len :] == expected.tokens[: expected.seen]
+        expected.known += new
         if expected.seen == expected.stop_string_at:
             self.scheduler.finish(seq, "stop", "STOP")
         if seq.finished:
@@ -322,6 +463,7 @@ class Simulation:
     def _ended(self, seq: Sequence) -> None:
         expected = self.expected.pop(seq)
         assert seq.slot is None and not seq.blocks
+        assert seq.tokens == expected.known, f"{seq.key}: other tokens than have come"
         self.log.update(f"{seq.key} {seq.tokens} {seq.finish_reason}".encode())
         self.counts[f"ended:{seq.finish_reason}"] += 1
         if expected.aborted or seq.finish_reason == "error":
@@ -334,3 +476,38 @@ class Simulation:
         scored = [logprob.token_id for logprob in expected.prompt_logprobs]
         wanted = prompt[1:] if seq.params.prompt_logprobs is not None and seq.index == 0 else []
         assert scored == wanted, f"{seq.key}: prompt logprobs"
+
+
+class Before:
+    """Who ran and who waited when a step was about to be scheduled."""
+
+    def __init__(self, simulation: Simulation):
+        scheduler = simulation.scheduler
+        followers = {seq for seqs in scheduler._followers.values() for seq in seqs}
+        self.running = scheduler._running.copy()
+        self.num_running = len(self.running)
+        self.queue = [
+            seq
+            for seq in simulation.expected
+            if seq.status is Status.WAITING and seq not in followers
+        ]
+        # Those that need one token only, the next to sample from.
+        self.ready = [
+            seq
+            for seq in self.running
+            if seq.num_tokens == seq.num_computed + 1 and seq.num_tokens < seq.max_len
+        ]
+        self.prompts = [seq for seq in self.running if seq.num_tokens > seq.num_computed + 1]
+        self.cached: dict[Sequence, int] = {}
+        if simulation.config.policy == "prefix":
+            self.cached = {seq: scheduler._cached_tokens(seq) for seq in self.queue}
+
+
+def play(seeds: Iterable[int], steps: int) -> Counter[str]:
+    """Runs each seed, `steps` of it with troubles; what happened in all of them."""
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        simulation = Simulation(seed)
+        simulation.run(steps)
+        counts += simulation.counts
+    return counts

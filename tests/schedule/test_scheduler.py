@@ -534,6 +534,24 @@ def test_blocks_of_a_prompt_that_faults_are_never_found():
 # ---- several samples -----------------------------------------------------------------------------
 
 
+def test_a_step_that_is_full_does_not_look_at_the_queue(monkeypatch):
+    loop = Loop(policy="prefix", max_num_batched_tokens=8)
+    looked = []
+    match = loop.pool.match
+    monkeypatch.setattr(loop.pool, "match", lambda hashes: looked.append(1) or match(hashes))
+    loop.add_one(range(40), max_tokens=1)
+    loop.step()
+    admission = len(looked)
+    for _ in range(3):
+        loop.add_one(range(40), max_tokens=1)
+    for _ in range(3):  # the prompt takes all tokens of four steps
+        loop.step()
+    assert len(looked) == admission
+    loop.step()
+    loop.step()
+    assert len(looked) > admission
+
+
 def test_samples_wait_for_the_first_to_compute_the_prompt_and_share_it():
     loop = Loop(block_size=4, next_token=None)
     seqs = loop.add(range(10), n=3, max_tokens=5)
