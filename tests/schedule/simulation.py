@@ -1,8 +1,9 @@
 """A deterministic simulation of the scheduler: one seed is one whole run.
 
 Each seed draws its own limits and a random subset of troubles: tiny pools, aborts, stop strings,
-faults, preemption of anybody, dispatches and reads that raise, results that come late, changing
-chunk sizes, a clock that jumps either way, an emptied prefix cache. The fake device checks what
+faults, preemption of anybody, dispatches and reads that raise, recovery with a few at first,
+requests that move, results that come late, changing chunk sizes, a clock that jumps either way, an
+emptied prefix cache. The fake device checks what
 every KV slot holds, `Simulation.check` what the scheduler and the pool believe, `_check_order` who
 goes before whom, and each output is compared with the continuation that the fake device computes
 for the prompt alone.
@@ -101,6 +102,8 @@ class Simulation:
         self.jitter = rng.choice((0.0, 0.3))
         self.scoring = rng.choice((0.0, 0.3))
         self.victims = rng.choice((0.0, 0.1))
+        self.restrictions = rng.choice((0.0, 0.6))  # of recoveries
+        self.moves = rng.choice((0.0, 0.2))
         self.cache_resets = rng.choice((0.0, 0.05))
         self.clock_jumps = rng.choice((0.0, 0.2))
         self.salts = ("", "a") if rng.random() < 0.5 else ("",)
@@ -114,6 +117,7 @@ class Simulation:
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.faulted: set[tuple[str, int]] = set()
         self.contents: dict[bytes, list[int]] = {}  # by block hash: the KV that it stands for
+        self.only: set[Sequence] | None = None  # who may be admitted
         self.last_progress = 0  # the step that last brought something for good
         self.log = hashlib.sha256()
         self.counts: Counter[str] = Counter()
@@ -124,7 +128,8 @@ class Simulation:
             for _ in range(steps):
                 self.step()
             self.arrivals = self.aborts = self.faults = self.errors = 0.0
-            self.victims = self.cache_resets = 0.0
+            self.victims = self.cache_resets = self.moves = 0.0
+            self._restrict(None)
             self.last_progress = self.counts["steps"]
             while self.scheduler.has_work:
                 self.step()
@@ -148,6 +153,10 @@ class Simulation:
             self._arrive()
         if rng.random() < self.aborts and self.expected:
             self._abort()
+        if rng.random() < self.moves and self.expected:
+            self._move()
+        if self.only is not None and rng.random() < 0.1:
+            self._restrict(None)
         if rng.random() < self.victims and self.scheduler.num_running:
             self._preempt_somebody()
         if rng.random() < self.cache_resets:
@@ -156,8 +165,11 @@ class Simulation:
             self._schedule_and_commit()
         except StepError:
             self.in_flight.clear()
+            ran = self.scheduler._running.copy()
             self.scheduler.recover()
             self.device.reset()
+            if ran and rng.random() < self.restrictions:
+                self._restrict(set(rng.sample(ran, rng.randint(1, len(ran)))))
             self.check()
 
     def _schedule_and_commit(self) -> None:
@@ -288,6 +300,36 @@ class Simulation:
         rank = (priority, self.counts["sequences"])
         return Expected(seq, tokens, reason, stop_reason, stop_string_at, prompt, rank)
 
+    def _move(self) -> None:
+        """A request goes on as another one, from the tokens that have come."""
+        request = self.rng.choice(list(self.expected)).request
+        self.counts["requests"] += 1
+        self._note("moves", request.request_id)
+        moved = {seq.index: self._gone(seq) for seq in self.scheduler.abort(request.request_id)}
+        outputs = {index: e.tokens[: e.seen] for index, e in moved.items()}
+        request_id = f"r{self.counts['requests']}"
+        request = dataclasses.replace(request, request_id=request_id, outputs=outputs)
+        for seq in self.scheduler.add(request):
+            expected = moved.pop(seq.index)
+            self.counts["sequences"] += 1
+            expected.seq, expected.rank = seq, (expected.rank[0], self.counts["sequences"])
+            if not expected.seen:
+                expected.prompt_logprobs.clear()
+            self.expected[seq] = expected
+        assert not moved, "a sample has not moved"
+
+    def _gone(self, seq: Sequence) -> Expected:
+        if self.only is not None:
+            self.only.discard(seq)
+            if not self.only:
+                self._restrict(None)
+        return self.expected.pop(seq)
+
+    def _restrict(self, only: set[Sequence] | None) -> None:
+        self._note("restrictions" if only else "releases")
+        self.only = only
+        self.scheduler.restrict(only)
+
     def _abort(self) -> None:
         request_id = self.rng.choice(list(self.expected)).request_id
         aborted = self.scheduler.abort(request_id)
@@ -372,6 +414,9 @@ class Simulation:
         if plan is None:
             return
         if plan.admissions:
+            only = self.only
+            keys = {admission.seq_key for admission in plan.admissions}
+            assert only is None or keys <= {seq.key for seq in only}, "admitted who may not be"
             admitted = [seq for seq in before.queue if seq.status is Status.RUNNING]
             overtaken = [seq for seq in before.queue if seq.status is Status.WAITING]
             assert len(admitted) == len(plan.admissions)
@@ -461,7 +506,7 @@ class Simulation:
             self._ended(seq)
 
     def _ended(self, seq: Sequence) -> None:
-        expected = self.expected.pop(seq)
+        expected = self._gone(seq)
         assert seq.slot is None and not seq.blocks
         assert seq.tokens == expected.known, f"{seq.key}: other tokens than have come"
         self.log.update(f"{seq.key} {seq.tokens} {seq.finish_reason}".encode())
@@ -489,7 +534,9 @@ class Before:
         self.queue = [
             seq
             for seq in simulation.expected
-            if seq.status is Status.WAITING and seq not in followers
+            if seq.status is Status.WAITING
+            and seq not in followers
+            and (simulation.only is None or seq in simulation.only)
         ]
         # Those that need one token only, the next to sample from.
         self.ready = [

@@ -27,6 +27,7 @@ def test_every_output_is_the_oracles_whatever_happens(first_seed):
     assert counts["steps"] * SEEDS / AT_ONCE > 200_000
     # The troubles did occur: a simulation of nothing proves nothing.
     troubles = ("preemptions", "cached", "faults", "refused", "victims", "cache resets")
+    troubles += ("restrictions", "releases", "moves")
     errors = ("error:dispatch", "error:read", "error:after commit")
     clock = ("clock forwards", "clock backwards", "aged", "gave way")
     switches = ("static batches", "cut anyway", "whole prompts")
@@ -504,6 +505,48 @@ def begin_cut_prompts_again(monkeypatch):
     monkeypatch.setattr(Scheduler, "commit", commit)
 
 
+def let_everybody_in_at_once(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_queue", lambda self, seq: self._waiting.push(seq))
+
+
+def keep_out_for_ever(monkeypatch):
+    right = Scheduler.restrict
+
+    def restrict(self, only):
+        held = self._held
+        right(self, only)
+        if only is None and held:
+            self._waiting.forget(held[0])
+            self._waiting = type(self)._make_queue(self)
+            self._held = held
+
+    monkeypatch.setattr(Scheduler, "restrict", restrict)
+
+
+def score_the_prompt_of_a_moved_request_again(monkeypatch):
+    right = Scheduler.add
+
+    def add(self, request):
+        seqs = right(self, request)
+        for seq in seqs:
+            seq.num_scored = 0
+        return seqs
+
+    monkeypatch.setattr(Scheduler, "add", add)
+
+
+def begin_a_moved_request_anew(monkeypatch):
+    right = Scheduler.add
+
+    def add(self, request):
+        seqs = right(self, request)
+        for seq in seqs:
+            del seq.tokens[seq.prompt_len :]
+        return seqs
+
+    monkeypatch.setattr(Scheduler, "add", add)
+
+
 BUGS = [
     lose_a_reference,
     free_shared_blocks,
@@ -549,6 +592,10 @@ BUGS = [
     let_a_decode_wait_for_a_prompt,
     starve_the_first,
     begin_cut_prompts_again,
+    let_everybody_in_at_once,
+    keep_out_for_ever,
+    score_the_prompt_of_a_moved_request_again,
+    begin_a_moved_request_anew,
 ]
 
 
