@@ -1,0 +1,142 @@
+"""A whole decode step of an 8B model: against the bytes that it must read, and its launch."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.gpu.device import copy_bytes_per_s
+from benchmarks.gpu.model import config, random_leaves
+from forge_jax.cache.kv import KVShape
+from forge_jax.models.registry import build_model, read_spec
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.plan import FED_BACK, Admission, Decodes, StepPlan
+from forge_jax.step.meta import StepShape
+from forge_jax.step.runner import Runner
+from forge_kernels.attention import kv_storage_dtype
+
+BATCHES = (1, 32, 128, 256)
+CONTEXT = 1024
+STEPS = 40
+
+
+def step(tiny: bool) -> dict[str, Any]:
+    """Each batch size: time of a step, its floor, dispatch, compilation cold and warm."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _step(tiny, Path(folder))
+
+
+def _step(tiny: bool, folder: Path) -> dict[str, Any]:
+    jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    (folder / "config.json").write_text(json.dumps(config(tiny)))
+    model = build_model(read_spec(folder))
+    leaves = random_leaves(model.leaves)
+    ceiling = copy_bytes_per_s(tiny)
+    context = 128 if tiny else CONTEXT
+    rows = []
+    for batch in (1, 4) if tiny else BATCHES:
+        try:
+            rows.append(_decode(model, leaves, batch, context, ceiling))
+        except Exception as failure:
+            rows.append({"batch": batch, "failed": f"{type(failure).__name__}: {failure}"[:300]})
+    return {"copy_bytes_per_s": ceiling, "context": context, "rows": rows}
+
+
+def _runner(model: Any, batch: int, context: int, platform: str) -> Runner:
+    spec, block_size = model.spec, 16 if platform == "cpu" else 64
+    per_sequence = -(-(context + STEPS * 4) // block_size)
+    kv = KVShape(
+        num_layers=spec.num_hidden_layers,
+        num_blocks=batch * per_sequence,
+        num_kv_heads=spec.num_key_value_heads,
+        block_size=block_size,
+        head_dim=spec.head_dim,
+        storage=kv_storage_dtype(model.dtype, platform),
+    )
+    return Runner(
+        model,
+        shapes=[StepShape.decode(batch)],
+        kv_shape=kv,
+        num_slots=batch,
+        max_blocks=per_sequence,
+        device=jax.devices()[0],
+    )
+
+
+def _decode(
+    model: Any, leaves: tuple[jax.Array, ...], batch: int, context: int, ceiling: float
+) -> dict[str, Any]:
+    platform = jax.devices()[0].platform
+    compile_s = []
+    for _ in range(2):  # cold, and from the cache
+        runner = _runner(model, batch, context, platform)
+        begin_s = time.perf_counter()
+        runner.compile()
+        runner.memory_bytes()
+        compile_s.append(time.perf_counter() - begin_s)
+    runner.start(leaves)
+    per_sequence = runner._max_blocks
+    admissions = tuple(
+        Admission(
+            slot=slot,
+            seed=slot,
+            params=SamplingParams(temperature=0.0),
+            stop_ids=(),
+            prompt_len=context,
+            block_table=tuple(range(slot * per_sequence, (slot + 1) * per_sequence)),
+            tokens=(),
+            seq_key=(str(slot), 0),
+        )
+        for slot in range(batch)
+    )
+
+    def plan(number: int) -> StepPlan:
+        decodes = Decodes(
+            slots=range(batch),
+            starts=[context + number] * batch,
+            tokens=[FED_BACK if number else 5] * batch,
+            num_outputs=[number + 1] * batch,
+        )
+        return StepPlan(number, admissions if not number else (), (), decodes)
+
+    runner.read(runner.dispatch(plan(0)))
+    dispatch_s, wall_s, number = [], [], 1
+    for _ in range(3):
+        begin_s = time.perf_counter()
+        pending: Any = None
+        for _ in range(STEPS):
+            dispatched_s = time.perf_counter()
+            pending = runner.dispatch(plan(number))
+            dispatch_s.append(time.perf_counter() - dispatched_s)
+            number += 1
+        runner.read(pending)
+        wall_s.append((time.perf_counter() - begin_s) / STEPS)
+    spec = model.spec
+    table = spec.vocab_size * spec.hidden_size * 2  # of the embedding only a few rows are read
+    kv_bytes = 2 * 2 * spec.num_hidden_layers * spec.num_key_value_heads * spec.head_dim
+    floor = model.param_bytes - table + kv_bytes * context * batch
+    floor_s = floor / ceiling
+    step_s = statistics.median(wall_s)
+    text = runner._compiled[f"decode[{batch}]"].as_text() or ""
+    memory = runner._compiled[f"decode[{batch}]"].memory_analysis()
+    return {
+        "batch": batch,
+        "ms": 1e3 * step_s,
+        "floor_ms": 1e3 * floor_s,
+        "of_floor": step_s / floor_s,
+        "tokens_per_s": batch / step_s,
+        "dispatch_us": 1e6 * statistics.median(dispatch_s),
+        "compile_cold_s": compile_s[0],
+        "compile_warm_s": compile_s[1],
+        "command_buffers": len(re.findall(r"^%?command_buffer[\w.]* ", text, re.MULTILINE)),
+        "temp_bytes": None if memory is None else memory.temp_size_in_bytes,
+    }
