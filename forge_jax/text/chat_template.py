@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +26,7 @@ from forge_jax.text.sandbox import MAX_ERROR, OverLimitError, Sandbox, budget
 from forge_jax.text.tokenizer import Tokenizer, read_json_object
 
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
+SHORT_CHARS, SLOW_S = 16 * 1024, 0.02  # so short a text takes a hundredth of that
 MAX_NESTING = 64
 MAX_TAGS = 4096  # of a template; published ones have some hundreds
 MAX_DATE_FORMAT = 256
@@ -67,6 +69,7 @@ class ChatTemplate:
             templates = {"default": templates}
         self.sources = dict(templates or {})
         self.special_tokens = dict(special_tokens or {})
+        self.slow = False  # whether a short rendering has taken long: not for an event loop
         environment = _environment(now)
         self._compiled = {
             name: _compile(environment, source) for name, source in self.sources.items()
@@ -165,7 +168,7 @@ class ChatTemplate:
         context = {"add_generation_prompt": add_generation_prompt}
         context |= self.special_tokens | variables
         pieces: list[str] = []
-        size = 0
+        size, begin_s = 0, time.thread_time()
         try:
             with budget() as used:
                 for piece in template.generate(context):
@@ -185,6 +188,9 @@ class ChatTemplate:
                 f"the chat template cannot render these messages ({type(error).__name__})",
                 param="messages",
             ) from error
+        finally:
+            if size < SHORT_CHARS and time.thread_time() - begin_s > SLOW_S:
+                self.slow = True
         text = "".join(pieces)
         return _cut_at_final_message(text, final_text) if continue_final_message else text
 

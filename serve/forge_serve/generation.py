@@ -117,7 +117,7 @@ async def _encode_chat(engine: StreamingEngine, request: ChatRequest) -> Prompt:
     options = request.template_options()
     _check_text_size(engine, (message["content"] for message in messages), "messages")
     # Templates may show whatever a message holds: the calls of tools, say.
-    if len(msgspec.json.encode((messages, options))) < THREAD_FROM_CHARS:
+    if not template.slow and len(msgspec.json.encode((messages, options))) < THREAD_FROM_CHARS:
         return Prompt(template.encode(messages, tokenizer, **options))
     return Prompt(await asyncio.to_thread(template.encode, messages, tokenizer, **options))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
 
 from forge_jax.engine import Engine
+from forge_jax.text import ChatTemplate, chat_template
 
 USER = [{"role": "user", "content": "Hello"}]
 
@@ -139,3 +141,24 @@ async def test_a_model_without_chat_template_says_what_to_do(start):
     status, answer = await server.post("/v1/chat/completions", {"messages": USER})
     assert status == 400
     assert "--chat-template" in answer["error"]["message"]
+
+
+async def test_a_slow_template_is_rendered_beside_the_event_loop(start, monkeypatch):
+    """A model's template may take up to its limit: only the first may hold up the loop."""
+    engine = Engine.fake()
+    monkeypatch.setattr(chat_template, "SLOW_S", 0.0)  # every template is slow
+    engine.chat_template = ChatTemplate("{{ messages[0].content }}")
+    server = await start(engine)
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    assert (await server.post("/v1/chat/completions", body))[0] == 200
+    assert engine.chat_template.slow
+    seen: list[str] = []
+    encode = engine.chat_template.encode
+
+    def spy(*args, **kwargs):
+        seen.append(threading.current_thread().name)
+        return encode(*args, **kwargs)
+
+    engine.chat_template.encode = spy
+    assert (await server.post("/v1/chat/completions", body))[0] == 200
+    assert seen[0] != threading.current_thread().name
