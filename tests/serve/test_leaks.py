@@ -94,7 +94,7 @@ async def held(server) -> dict[str, int]:
     }
 
 
-async def check(server, count: int) -> None:
+async def check(server, count: int, rss_bound: int = 24 << 20) -> None:
     async with asyncio.timeout(60):
         while server.engine.stats().state != "ready":  # compilers are threads, too
             await asyncio.sleep(0.05)
@@ -106,8 +106,8 @@ async def check(server, count: int) -> None:
     rss_before, rss_after = before.pop("rss"), after.pop("rss")
     assert after == before
     assert after["blocks"] == after["streams"] == after["queued"] == 0
-    # A leak of one kilobyte a request would be as much as this many times over.
-    assert rss_after - rss_before < max(4 << 20, 300 * count), (rss_before, rss_after)
+    # In a process in which other tests have run the allocator's own moods are as large as this.
+    assert rss_after - rss_before < rss_bound, (rss_before, rss_after)
 
 
 CONFIG = {"max_num_seqs": 16, "max_model_len": 256, "num_blocks": 256}
@@ -129,7 +129,8 @@ async def test_nothing_is_left_behind(start, kind, count):
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 async def test_nothing_is_left_behind_by_ten_thousand_real_requests(start):
-    await check(await start(engine("real")), 10_000)
+    """By memory, too: a kilobyte of each would be more than twice what is allowed."""
+    await check(await start(engine("real")), 10_000, rss_bound=4 << 20)
 
 
 async def test_a_leak_would_be_seen(start, monkeypatch):
