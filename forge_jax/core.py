@@ -376,7 +376,8 @@ class EngineCore:
                     token_ids = got.token_ids
                     num_plain += len(token_ids)
                     delta = Delta(seq.index, push(token_ids), token_ids)
-                    delta.num_cached_tokens = seq.num_cached
+                    if seq.num_cached:
+                        delta.num_cached_tokens = seq.num_cached
                 else:
                     delta = self._delta(seq, got)
             except (KeyboardInterrupt, SystemExit):

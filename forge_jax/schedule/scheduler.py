@@ -86,6 +86,16 @@ class _InFlight(NamedTuple):
     epochs: list[int]  # theirs, when it was scheduled
 
 
+class _Standing(NamedTuple):
+    """What the plans of the same decodes have in common: nearly every plan is like the last."""
+
+    seqs: list[Sequence]
+    slots: list[int]
+    keys: list[tuple[str, int]]
+    salts: list[str]
+    epochs: list[int]
+
+
 class Scheduler:
     """Admits, schedules, preempts and finishes sequences; owns the slots and uses the block pool.
 
@@ -138,6 +148,7 @@ class Scheduler:
         self._steps = itertools.count()
         self._in_flight: deque[_InFlight] = deque()  # oldest first
         self._last_step = -1  # dispatched
+        self._standing: _Standing | None = None  # as long as nobody got or lost a slot
         self._last_read = -1
 
     # ---- requests ------------------------------------------------------------------------------
@@ -263,7 +274,8 @@ class Scheduler:
         tokens_left, rows_left = config.max_num_batched_tokens, config.max_rows
         decodes: list[Sequence] = []
         chunks: list[tuple[Sequence, int, int]] = []  # sequence, tokens, rows
-        new_blocks: dict[Sequence, tuple[tuple[int, int], ...]] = {}
+        new_blocks: dict[Sequence, tuple[tuple[int, int], ...]] = {}  # of the chunks
+        grown: list[tuple[int, int, int]] = []  # of the decodes: row, index, block
         preemptions_before = self.num_preemptions
 
         # Preemption takes from the end of `running`, where this loop has not been: what is taken is
@@ -281,8 +293,8 @@ class Scheduler:
                 added = self._grow(seq, known)
                 if added is None:
                     continue
-                if added:
-                    new_blocks[seq] = added
+                for index, block in added:
+                    grown.append((len(decodes), index, block))
             decodes.append(seq)
             tokens_left -= 1
             rows_left -= 1
@@ -300,9 +312,11 @@ class Scheduler:
             if len(running) < num_running:
                 # The preempted ones may have a row already: decodes stand by rank, as `running`.
                 while decodes and decodes[-1].status is not Status.RUNNING:
-                    new_blocks.pop(decodes.pop(), None)
+                    decodes.pop()
                     tokens_left += 1
                     rows_left += 1
+                while grown and grown[-1][0] >= len(decodes):
+                    grown.pop()
             if added is None:
                 continue
             new_blocks[seq] = added
@@ -335,7 +349,7 @@ class Scheduler:
         if not decodes and not chunks:
             assert self._in_flight or not self._requests, "there is work, and none of it can run"
             return None
-        return self._plan(decodes, chunks, new_blocks, admissions)
+        return self._plan(decodes, grown, chunks, new_blocks, admissions)
 
     def _chunk(
         self, seq: Sequence, start: int, tokens_left: int, rows_left: int
@@ -422,6 +436,7 @@ class Scheduler:
         seq.num_registered = len(hit)
         seq.slot = self._free_slots.pop()
         seq.status = Status.RUNNING
+        self._standing = None
         self._waiting.remove(seq)
         insort(self._running, seq, key=self._waiting.rank)
         return num_tokens, num_rows
@@ -442,12 +457,14 @@ class Scheduler:
     def _plan(
         self,
         decodes: list[Sequence],
+        grown: list[tuple[int, int, int]],
         chunks: list[tuple[Sequence, int, int]],
         new_blocks: dict[Sequence, tuple[tuple[int, int], ...]],
         admissions: list[Admission],
     ) -> StepPlan:
         """Writes the decision down, and counts its tokens as computed and sampled."""
-        seqs, columns = decodes, self._decodes(decodes, new_blocks)
+        seqs, standing = decodes, self._standing_of(decodes)
+        epochs, columns = standing.epochs, self._decodes(standing, grown)
         for seq in decodes:
             seq.num_computed += 1
             seq.num_pending += 1
@@ -457,29 +474,33 @@ class Scheduler:
             for seq, num_tokens, num_rows in chunks:
                 rows.append(self._chunk_row(seq, num_tokens, num_rows, new_blocks.get(seq, ())))
             seqs = decodes + [seq for seq, _, _ in chunks]
+            epochs = [seq.epoch for seq in seqs]
         self._last_step = next(self._steps)
-        self._in_flight.append(_InFlight(self._last_step, seqs, [seq.epoch for seq in seqs]))
+        self._in_flight.append(_InFlight(self._last_step, seqs, epochs))
         return StepPlan(self._last_step, tuple(admissions), tuple(rows), columns)
 
-    def _decodes(
-        self, seqs: list[Sequence], new_blocks: dict[Sequence, tuple[tuple[int, int], ...]]
-    ) -> Decodes:
-        grown = []
-        if new_blocks:
-            grown = [
-                (row, index, block)
-                for row, seq in enumerate(seqs)
-                if seq in new_blocks
-                for index, block in new_blocks[seq]
-            ]
+    def _standing_of(self, seqs: list[Sequence]) -> _Standing:
+        standing = self._standing
+        if standing is None or standing.seqs != seqs:
+            standing = self._standing = _Standing(
+                seqs,
+                [seq.slot for seq in seqs],  # type: ignore[misc]
+                [seq.key for seq in seqs],
+                [seq.salt for seq in seqs],
+                [seq.epoch for seq in seqs],
+            )
+        return standing
+
+    def _decodes(self, standing: _Standing, grown: list[tuple[int, int, int]]) -> Decodes:
+        seqs = standing.seqs
         return Decodes(
-            slots=[seq.slot for seq in seqs],  # type: ignore[misc]
+            slots=standing.slots,
             starts=[seq.num_computed for seq in seqs],
             tokens=[FED_BACK if seq.num_pending else seq.tokens[-1] for seq in seqs],
             num_outputs=[seq.num_computed + 1 - seq.prompt_len for seq in seqs],
             new_blocks=grown,
-            seq_keys=[seq.key for seq in seqs],
-            salts=[seq.salt for seq in seqs],
+            seq_keys=standing.keys,
+            salts=standing.salts,
         )
 
     def _chunk_row(
@@ -772,6 +793,7 @@ class Scheduler:
         index = bisect_left(self._running, ranks(seq), key=ranks)
         assert self._running[index] is seq and seq.slot is not None
         del self._running[index]
+        self._standing = None
         self._free_slots.append(seq.slot)
         self.pool.release(seq.blocks)
         seq.slot = None
