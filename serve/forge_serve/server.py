@@ -86,7 +86,7 @@ def announce(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     if not server_config.fake:
         where = "" if device.backend == "auto" else f" on {device.backend}:{device.device}"
         log.info(
-            "loading %s%s: the first start with these settings compiles for about half a minute, "
+            "loading %s%s: the first start with these settings compiles for some ten seconds or more, "
             "later ones take seconds",
             model.model,
             where,
