@@ -86,8 +86,8 @@ def announce(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     if not server_config.fake:
         where = "" if device.backend == "auto" else f" on {device.backend}:{device.device}"
         log.info(
-            "loading %s%s: the first start with these settings compiles for some ten seconds or more, "
-            "later ones take seconds",
+            "loading %s%s: the first start with these settings compiles for some ten seconds or "
+            "more, later ones take seconds",
             model.model,
             where,
         )
