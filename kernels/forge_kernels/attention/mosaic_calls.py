@@ -75,7 +75,7 @@ def launch(
         num_threads=warpgroups,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        name=name,
+        kernel_name=name,
         **({} if interpret is None else {"interpret": interpret}),
     )
     return call(*arrays)
