@@ -34,6 +34,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
 NO_SCORE = -1e30  # the running maximum before any score: finite, so that exp2(-inf - it) is 0
 LOG2_E = math.log2(math.e)
 VALUE_COLUMNS = 64  # of a tile's values that are in registers at once
+OUT_COLUMNS = 128  # of a result that are in shared memory at once
 
 
 def unsupported(
@@ -124,7 +125,7 @@ class _Shared(NamedTuple):
     q: Any  # [q_buffers, warpgroups, ROWS, D]
     k: Any  # [stages, KV_TILE, D]
     v: Any
-    out: Any  # f32[warpgroups, ROWS, D]
+    out: Any  # f32[warpgroups, ROWS, OUT_COLUMNS or D]
     lse: Any  # f32[warpgroups, ROWS]
     q_full: Any  # barriers: the copies in have arrived
     k_full: Any
@@ -174,7 +175,7 @@ class _Kernel:
             q=gpu.matrix((self.q_buffers, self.warpgroups, gpu.ROWS, D), self.dtype),
             k=gpu.matrix((self.stages, KV_TILE, D), self.dtype),
             v=gpu.matrix((self.stages, KV_TILE, D), self.dtype),
-            out=gpu.matrix((self.warpgroups, gpu.ROWS, D), jnp.float32),
+            out=gpu.matrix((self.warpgroups, gpu.ROWS, min(D, OUT_COLUMNS)), jnp.float32),
             lse=gpu.vector((self.warpgroups, gpu.ROWS), jnp.float32),
             q_full=gpu.barriers(self.q_buffers, g.tile_slices),
             k_full=gpu.barriers(self.stages, pieces),
@@ -362,17 +363,22 @@ class _Kernel:
         gpu.arrive(shared.q_free.at[buffer])
 
         total = jnp.where(total > 0.0, total, 1.0)
-        gpu.wait_copied_out(read_only=True)
+        acc = acc / gpu.columns(total, self.head_dim)
         out = shared.out.at[warpgroup]
-        out[...] = acc / gpu.columns(total, self.head_dim)
-        shared.lse[warpgroup] = top + jnp.log2(total)
-        gpu.commit()
         first = warpgroup * (gpu.ROWS // SLICE)
-        for j in range(min(gpu.ROWS // SLICE, self.geometry.tile_slices)):
+        width = out.shape[1]
+        for column in range(0, self.head_dim, width):
+            gpu.wait_copied_out(read_only=True)
+            out[...] = acc[:, column : column + width]
+            if column == 0:
+                shared.lse[warpgroup] = top + jnp.log2(total)
+            gpu.commit()
+            for j in range(min(gpu.ROWS // SLICE, self.geometry.tile_slices)):
 
-            @pl.when(first + j < item.slices)
-            def _(j=j):
-                gpu.copy_out(out.at[pl.ds(j * SLICE, SLICE)], parts.at[item.target + first + j])
+                @pl.when(first + j < item.slices)
+                def _(j=j, column=column):
+                    target = parts.at[item.target + first + j, :, pl.ds(column, width)]
+                    gpu.copy_out(out.at[pl.ds(j * SLICE, SLICE)], target)
 
         @pl.when(item.partial >= 0)
         def _():
