@@ -65,7 +65,7 @@ def mosaic_attention(
     uniform: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
-    multiprocessors: int = MULTIPROCESSORS,
+    multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:  # q.dtype[T, H, D]; rows of no sequence are zero
     tokens, heads, head_dim = q.shape
@@ -79,7 +79,7 @@ def mosaic_attention(
         max_context=block_tables.shape[1] * block_size,
         max_q_len=max_q_len,
         query_rows=warpgroups * gpu.ROWS,
-        ctas=multiprocessors,
+        ctas=multiprocessors or _multiprocessors(),
         window=window,
         uniform=uniform,
     )
@@ -100,8 +100,27 @@ def mosaic_attention(
     packed = rows.at[plan.pack].get(mode="fill", fill_value=0)
     parts, lse = kernel.attend(plan, packed, kv, block_tables)
     summed = kernel.add_up(plan, parts, lse)
-    out = summed.reshape(-1, head_dim).at[plan.unpack].get(mode="fill", fill_value=0)
-    return out
+    return summed.reshape(-1, head_dim).at[plan.unpack].get(mode="fill", fill_value=0)
+
+
+# Traced and lowered once for all the layers of a model; XLA makes one plan of their equal plans.
+jitted_attention = jax.jit(
+    mosaic_attention,
+    static_argnames=(
+        "sm_scale",
+        "max_q_len",
+        "uniform",
+        "window",
+        "soft_cap",
+        "multiprocessors",
+        "interpret",
+    ),
+)
+
+
+def _multiprocessors() -> int:
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else MULTIPROCESSORS
 
 
 class _Item(NamedTuple):
