@@ -173,7 +173,9 @@ def rows_of(scalars: Sequence[jax.Array], shape: tuple[int, int]) -> jax.Array:
 
 def _strided(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     per_thread = math.prod(shape) // 128
-    return plgpu.Layout.WG_STRIDED(shape, vec_size=math.gcd(per_thread, 16 // jnp.dtype(dtype).itemsize))
+    return plgpu.Layout.WG_STRIDED(
+        shape, vec_size=math.gcd(per_thread, 16 // jnp.dtype(dtype).itemsize)
+    )
 
 
 def wait_copied_out(*, read_only: bool = False) -> None:

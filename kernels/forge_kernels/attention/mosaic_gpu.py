@@ -324,9 +324,7 @@ class _Kernel:
 
         per_warpgroup = gpu.ROWS // SLICE
         for j in range(g.tile_slices):
-            rows = shared.q.at[
-                buffer, j // per_warpgroup, pl.ds(j % per_warpgroup * SLICE, SLICE)
-            ]
+            rows = shared.q.at[buffer, j // per_warpgroup, pl.ds(j % per_warpgroup * SLICE, SLICE)]
             gpu.copy_in(q.at[item.q_slice + j], rows, shared.q_full.at[buffer])
 
         def over_kv_tiles(i):
