@@ -118,7 +118,13 @@ def _kernels(log: str) -> Iterator[Kernel]:
     seen = set()
     for section in log.split("Compiling entry function '")[1:]:
         name = section.split("'", 1)[0]
-        stack, stores, loads = map(int, _find(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", section))
+        stack, stores, loads = map(
+            int,
+            _find(
+                r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
+                section,
+            ),
+        )
         (registers,) = map(int, _find(r"Used (\d+) registers", section))
         kernel = Kernel(name, registers, stores + loads, stack)
         if kernel not in seen:  # XLA compiles some twice

@@ -5,16 +5,18 @@ so the cases are small. What it cannot show, `tests/aot` and a GPU must: that it
 the tensor cores do what they are believed to.
 """
 
+import functools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from forge_kernels.attention import ragged_paged_attention
+from forge_kernels.attention import api, ragged_paged_attention
 from forge_kernels.attention.mosaic_gpu import unsupported
 
 CHILD = Path(__file__).with_name("mosaic_child.py")
@@ -56,3 +58,24 @@ def test_what_the_kernels_are_not_for_is_named():
             sm_scale=1.0,
             implementation="mosaic",
         )
+
+
+def test_on_a_hopper_gpu_auto_takes_them_where_it_can_and_says_once_where_not(monkeypatch, caplog):
+    monkeypatch.setattr(api, "_on_hopper", lambda: True)
+    monkeypatch.setattr(api, "_say_once", functools.cache(api._say_once.__wrapped__))
+
+    def traced(head_dim: int, dtype=jnp.bfloat16) -> str:
+        q, kv = jnp.zeros((2, 4, head_dim), dtype), jnp.zeros((3, 2, 2, 16, head_dim), dtype)
+        table, lengths = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
+        call = functools.partial(ragged_paged_attention, sm_scale=1.0)
+        rows = jnp.arange(2, dtype=jnp.int32)
+        return str(jax.make_jaxpr(call)(q, kv, table, lengths, rows, jnp.int32(1)))
+
+    with caplog.at_level("WARNING"):
+        assert "forge_attention" in traced(64)
+        assert not caplog.records
+        assert "forge_attention" not in traced(72)
+        assert "forge_attention" not in traced(72)
+    assert len(caplog.records) == 1
+    assert "a head size of 72 is none of 64, 80" in caplog.text
+    assert "forge_attention" not in traced(64, jnp.float32)

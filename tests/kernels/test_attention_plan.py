@@ -1,4 +1,4 @@
-"""The work list of the GPU's attention against a plain walk over it: complete, balanced, in place."""
+"""The work list of the GPU's attention, walked: complete, balanced, nothing written twice."""
 
 import inspect
 from collections import Counter
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from forge_kernels.attention import plan as plan_file
-from forge_kernels.attention.plan import KV_TILE, SLICE, Cta, Geometry, Plan, Sum, Tile, make_plan
+from forge_kernels.attention.plan import KV_TILE, SLICE, Geometry, Plan, Tile, make_plan
 
 jitted_plan = jax.jit(make_plan, static_argnums=0)
 

@@ -108,6 +108,12 @@ def index(shape: tuple[int, int], axis: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
 
+def row_index() -> jax.Array:
+    """i32[ROWS]."""
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout)
+
+
 def columns(values: jax.Array, size: int) -> jax.Array:
     """[ROWS] -> [ROWS, size]."""
     return lax.broadcast_in_dim(values, (ROWS, size), (0,))

@@ -34,7 +34,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
 NO_SCORE = -1e30  # the running maximum before any score: finite, so that exp2(-inf - it) is 0
 LOG2_E = math.log2(math.e)
 VALUE_COLUMNS = 64  # of a tile's values that are in registers at once
-OUT_COLUMNS = 128  # of a result that are in shared memory at once
+OUT_COLUMNS = 64  # of a wide head's result that are in shared memory at once
 
 
 def unsupported(
@@ -190,11 +190,12 @@ class _Kernel:
         pieces = KV_TILE // self.piece
         room = g.tile_slices - 1  # a tile is copied whole, the last one too
         packed = jnp.pad(packed.reshape(-1, SLICE, D), ((0, room), (0, 0), (0, 0)))
+        out_columns = D if D <= 128 else OUT_COLUMNS
         shared = _Shared(
             q=gpu.matrix((self.q_buffers, self.warpgroups, gpu.ROWS, D), self.dtype),
             k=gpu.matrix((self.stages, KV_TILE, D), self.dtype),
             v=gpu.matrix((self.stages, KV_TILE, D), self.dtype),
-            out=gpu.matrix((self.warpgroups, gpu.ROWS, min(D, OUT_COLUMNS)), jnp.float32),
+            out=gpu.matrix((self.warpgroups, gpu.ROWS, out_columns), jnp.float32),
             lse=gpu.vector((self.warpgroups, gpu.ROWS), jnp.float32),
             q_full=gpu.barriers(self.q_buffers, g.tile_slices),
             k_full=gpu.barriers(self.stages, pieces),
@@ -256,13 +257,17 @@ class _Kernel:
             gpu.loop(oldest, items, functools.partial(drain, shared.q_free, self.q_buffers))
 
     def _walk(self, cta, tiles, ctas, step):
-        """Calls `step(item, index, kv_tiles)`, where `kv_tiles` came before; how many there were."""
+        """Calls `step(item, index, KV tiles before it)`, where `item()` reads the item's scalars.
+
+        Returns how many items and KV tiles there were.
+        """
         kv_heads = self.geometry.kv_heads
 
         def over_items(i, state):
             tile, head, offset, left, done = state
-            item = self._item(cta, tiles, tile, head, offset, left)
-            step(item, i, done)
+            read = functools.partial(self._item, cta, tiles, tile, head, offset, left)
+            item = read()
+            step(read, i, done)
             offset, left, done = offset + item.size, left - item.size, done + item.size
             ended = offset == tiles[tile, Tile.COUNT]
             head = jnp.where(ended, head + 1, head)
@@ -314,8 +319,8 @@ class _Kernel:
             partial=jnp.where(whole, -1, partial),
         )
 
-    def _produce(self, shared: _Shared, block_tables, q, kv, item: _Item, index, kv_tiles):
-        g, piece, block_size = self.geometry, self.piece, self.block_size
+    def _produce(self, shared: _Shared, block_tables, q, kv, read, index, kv_tiles):
+        g, piece, block_size, item = self.geometry, self.piece, self.block_size, read()
         buffer = lax.rem(index, jnp.int32(self.q_buffers))
 
         @pl.when(index >= self.q_buffers)
@@ -357,8 +362,8 @@ class _Kernel:
 
         gpu.loop(0, item.size, over_kv_tiles)
 
-    def _compute(self, warpgroup, shared: _Shared, outputs, item: _Item, index, kv_tiles):
-        parts, lse = outputs
+    def _compute(self, warpgroup, shared: _Shared, outputs, read, index, kv_tiles):
+        (parts, lse), item = outputs, read()
         buffer = lax.rem(index, jnp.int32(self.q_buffers))
         gpu.wait(shared.q_full.at[buffer])
         q = shared.q.at[buffer, warpgroup]
@@ -379,23 +384,25 @@ class _Kernel:
         acc, top, total = state
         gpu.arrive(shared.q_free.at[buffer])
 
+        item = read()  # again: in the loops every register counts
         total = jnp.where(total > 0.0, total, 1.0)
-        acc = acc / gpu.columns(total, self.head_dim)
+        factor = 1.0 / total
         out = shared.out.at[warpgroup]
         first = warpgroup * (gpu.ROWS // SLICE)
         width = out.shape[1]
         for column in range(0, self.head_dim, width):
             gpu.wait_copied_out(read_only=True)
-            out[...] = acc[:, column : column + width]
+            out[...] = acc[:, column : column + width] * gpu.columns(factor, width)
             if column == 0:
                 shared.lse[warpgroup] = top + jnp.log2(total)
             gpu.commit()
-            for j in range(min(gpu.ROWS // SLICE, self.geometry.tile_slices)):
 
-                @pl.when(first + j < item.slices)
-                def _(j=j, column=column):
-                    target = parts.at[item.target + first + j, :, pl.ds(column, width)]
-                    gpu.copy_out(out.at[pl.ds(j * SLICE, SLICE)], target)
+            def copy_slice(j, column=column):
+                rows = out.at[pl.ds(pl.multiple_of(j * SLICE, SLICE), SLICE)]
+                target = parts.at[item.target + first + j, :, pl.ds(column, width)]
+                gpu.copy_out(rows, target)
+
+            gpu.loop(0, jnp.clip(item.slices - first, 0, gpu.ROWS // SLICE), copy_slice)
 
         @pl.when(item.partial >= 0)
         def _():
@@ -405,6 +412,10 @@ class _Kernel:
         acc, top, total = state
         slot = lax.rem(kv_tiles + i, jnp.int32(self.stages))
         first_key = (item.low + i) * KV_TILE
+        if masked:
+            # Here, where few registers are in use.
+            gpu.wait(shared.v_full.at[slot])
+            self._clean_values(warpgroup, shared, slot, item.kv_len - first_key)
         gpu.wait(shared.k_full.at[slot])
         scores = gpu.times_transposed(q, shared.k.at[slot])
         gpu.arrive(shared.k_free.at[slot])
@@ -414,32 +425,27 @@ class _Kernel:
             capped = jnp.tanh(scores * (self.sm_scale / self.soft_cap))
             scores = capped * (self.soft_cap * LOG2_E)
         if masked:
-            seen = self._seen(warpgroup, item, first_key)
-            scores = jnp.where(seen, scores, NO_SCORE)
+            scores = self._masked(scores, warpgroup, item, first_key)
         new_top = jnp.maximum(top, scores.max(axis=1))
         decay = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores - gpu.columns(new_top, KV_TILE))
-        if masked:
-            weights = jnp.where(seen, weights, 0.0)
         total = total * decay + weights.sum(axis=1)
         acc = acc * gpu.columns(decay, self.head_dim)
-        gpu.wait(shared.v_full.at[slot])
-        if masked:
-            self._clean_values(warpgroup, shared, slot, item.kv_len - first_key)
+        if not masked:
+            gpu.wait(shared.v_full.at[slot])
         acc = gpu.add_product(acc, weights.astype(self.dtype), shared.v.at[slot], self.interpret)
         gpu.arrive(shared.v_free.at[slot])
         return acc, new_top, total
 
-    def _seen(self, warpgroup, item: _Item, first_key):
-        """bool[ROWS, KV_TILE]: causal, and within the window."""
-        shape = (gpu.ROWS, KV_TILE)
-        row = gpu.index(shape, 0) + warpgroup * gpu.ROWS
+    def _masked(self, scores, warpgroup, item: _Item, first_key):
+        """f32[ROWS, KV_TILE]: -inf for keys after the query, or before its window."""
+        row = gpu.row_index() + warpgroup * gpu.ROWS
         query = item.position + lax.div(row, jnp.int32(self.geometry.group))
-        key = first_key + gpu.index(shape, 1)
-        seen = key <= query
-        if self.geometry.window is not None:
-            seen &= key > query - self.geometry.window
-        return seen
+        column = gpu.index((gpu.ROWS, KV_TILE), 1)
+        behind = gpu.columns(query - first_key, KV_TILE) - column
+        # After the query is behind it by a lot, if the number has no sign: one comparison.
+        window = self.geometry.window or 2**31
+        return jnp.where(behind.astype(jnp.uint32) < jnp.uint32(window), scores, -jnp.inf)
 
     def _clean_values(self, warpgroup, shared: _Shared, slot, num_tokens):
         """Zeros in place of what lies beyond the sequence: it may be NaN, and 0 * NaN is NaN."""
@@ -450,8 +456,7 @@ class _Kernel:
                 size = min(VALUE_COLUMNS, self.head_dim - column)
                 values = shared.v.at[slot, :, pl.ds(column, size)]
                 exists = gpu.index((KV_TILE, size), 0) < num_tokens
-                kept = values[...].astype(jnp.float32)
-                values[...] = jnp.where(exists, kept, 0.0).astype(self.dtype)
+                values[...] = jnp.where(exists, values[...], jnp.zeros((), self.dtype))
             gpu.commit()
             if self.warpgroups > 1:
                 gpu.arrive(shared.v_clean.at[slot])

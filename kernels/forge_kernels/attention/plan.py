@@ -14,8 +14,8 @@ an equal piece of the line. What a CTA does for one unit is an *item*.
 Query rows and results travel in *slices* of SLICE rows, since the copies of the hardware start at
 multiples of eight rows. A tile has slices of its own.
 
-Everything here is pure `jnp` of fixed shapes, to be traced once per step: the layers of a model have
-the same plan.
+Everything here is pure `jnp` of fixed shapes, to be computed once per step: the layers of a model
+have the same plan.
 """
 
 from __future__ import annotations
