@@ -610,7 +610,7 @@ def test_only_the_reference_with_a_float32_cache_has_a_gradient():
 def test_temporaries_stay_small_at_the_shapes_of_real_models(name):
     """A copy or a conversion of the pool would show here: it is 60 times the bound."""
     shape = SHAPES[name]
-    S, bs, max_blocks, N = 16, 16, 128, 2048
+    S, bs, max_blocks, N = 16, 16, 128, 4096
     bits = jax.ShapeDtypeStruct((N, 2, shape.kv_heads, bs, shape.head_dim), jnp.uint16)
     i32 = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 

@@ -21,6 +21,11 @@ from jax.typing import DTypeLike
 
 ROWS = 64  # of a warpgroup's matrix product
 
+# To a type checker these are abstract, or something else than arrays.
+_tiling: Any = plgpu.TilingTransform
+_swizzle: Any = plgpu.SwizzleTransform
+_accumulator: Any = plgpu.WGMMAAccumulatorRef
+
 _interpret: contextvars.ContextVar[plgpu.InterpretGPUParams | None] = contextvars.ContextVar(
     "interpret", default=None
 )
@@ -76,7 +81,7 @@ def launch(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )
     return call(*arrays)
 
@@ -85,7 +90,7 @@ def matrix(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     """Shared memory for matrices [..., rows, columns], as the tensor cores and copies want it."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = math.gcd(128, shape[-1] * itemsize)  # bytes
-    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    transforms = (_tiling((8, swizzle // itemsize)), _swizzle(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -126,7 +131,7 @@ def times_transposed(a_ref: Any, b_ref: Any) -> jax.Array:
         plgpu.wgmma(acc, a_ref, b_ref.transpose((1, 0)))
         return acc[...]
 
-    return pl.run_scoped(product, plgpu.ACC((ROWS, b_ref.shape[0]), jnp.float32))
+    return pl.run_scoped(product, _accumulator((ROWS, b_ref.shape[0]), jnp.float32))
 
 
 def add_product(acc: jax.Array, a: jax.Array, b_ref: Any, interpret: Any) -> jax.Array:
@@ -140,7 +145,8 @@ def add_product(acc: jax.Array, a: jax.Array, b_ref: Any, interpret: Any) -> jax
     def product(acc_ref):
         plgpu.wgmma(acc_ref, a, b_ref)
 
-    return pl.run_state(product)(plgpu.ACC.init(acc))
+    run: Any = pl.run_state(product)
+    return run(_accumulator.init(acc))
 
 
 def loop(low: Any, high: Any, step: Callable[[jax.Array], None]) -> None:
