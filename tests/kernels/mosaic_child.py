@@ -17,11 +17,13 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
 from test_attention import BF16_ROUNDOFF, Arrays, Batch, inputs, make
 
-from forge_kernels.attention import mosaic_calls, mosaic_gpu, ragged_paged_attention
+from forge_jax.testing import random_leaves, tiny_model
+from forge_kernels.attention import mosaic_calls, mosaic_gpu
 from forge_kernels.attention.mosaic_gpu import jitted_attention
 
 SMALL = Batch(
@@ -152,12 +154,36 @@ def check_same_bits_in_any_company() -> None:
     assert not same(1, 0, multiprocessors=5), "the balanced form too: this shows nothing"
 
 
-def check_api() -> None:
-    """By the one signature, under an outer jit."""
-    arrays = make(SMALL)
-    call = jax.jit(partial(ragged_paged_attention, sm_scale=0.125, implementation="mosaic"))
-    out = np.asarray(call(*rounded(SMALL, arrays)), np.float32)
-    np.testing.assert_allclose(out, arrays.expected, atol=0.03)
+def check_forward() -> None:
+    """A whole model by `implementation="mosaic"`, against the reference."""
+    model = tiny_model(head_dim=64, dtype="bfloat16")
+    spec, block_size, context = model.spec, 16, (70, 40, 5)
+    rng = np.random.default_rng(0)
+    tables = rng.permutation(32).reshape(4, 8).astype(np.int32)
+    rows = [(0, 69), *((1, position) for position in range(36, 40)), *((2, i) for i in range(5))]
+    positions = np.array([position for _, position in rows], np.int32)
+    slots = [tables[s, p // block_size] * block_size + p % block_size for s, p in rows]
+    layer = (32, 2, spec.num_key_value_heads, block_size, spec.head_dim)
+    args = (
+        random_leaves(model),
+        tuple(
+            jnp.asarray(rng.standard_normal(layer), jnp.bfloat16)
+            for _ in range(spec.num_hidden_layers)
+        ),
+        jnp.asarray(rng.integers(0, spec.vocab_size, len(rows)), jnp.int32),
+        jnp.asarray(positions),
+        jnp.asarray(slots, jnp.int32),
+        jnp.asarray(tables),
+        jnp.asarray([*context, 9], jnp.int32),
+        jnp.asarray([0, 1, 5, 10, 10], jnp.int32),
+        jnp.int32(3),
+    )
+    found, wanted = (
+        np.asarray(jax.jit(partial(model.forward, implementation=name))(*args)[1], np.float32)
+        for name in ("mosaic", "reference")
+    )
+    assert np.abs(wanted).max() > 0.1
+    assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
 
 
 FAULTS = {
@@ -205,7 +231,7 @@ def checks(group: str) -> dict[str, Callable[[], None]]:
             cases = CASES.items()
             return {name: partial(check, batch, **options) for name, (batch, options) in cases}
         case "bits":
-            return {"bits": check_same_bits_in_any_company, "api": check_api}
+            return {"bits": check_same_bits_in_any_company, "forward": check_forward}
         case "faults":
             return {name: partial(check_fault, name) for name in FAULTS}
     raise SystemExit(f"no group {group}")
