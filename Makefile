@@ -1,7 +1,9 @@
 # make serve   serves the bundled model on 127.0.0.1:8000
 # make test    runs the tests
 # make fuzz    sends the server 50,000 odd requests; ARGS="--fuzz-seed N" for others
-# Both make .venv and install what they need the first time, and not again until the pins change.
+# make test-cuda-compile   compiles the GPU kernels and a step for an H200; needs no GPU
+# They make .venv and install what they need the first time, and not again until the pins change.
+# The compilers for the GPU (300 MB) have an environment of their own, .venv-aot.
 
 PYTHON := $(shell for p in python3.12 python3 python3.13 python3.14 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
@@ -10,13 +12,16 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test soak fuzz lint format docs train-forge-tiny clean
+.PHONY: serve test test-cuda-compile soak fuzz lint format docs train-forge-tiny clean
 
 serve: .venv/.serve
 	@exec $(BIN)/forge-jax serve $(MODEL) $(ARGS)
 
 test: .venv/.dev
 	$(BIN)/python -m pytest -m "not soak and not fuzz"
+
+test-cuda-compile: .venv-aot/.aot
+	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/cuda_compile.py $(ARGS)
 
 soak: .venv/.dev
 	$(BIN)/python -m pytest -m soak --timeout 3600
@@ -40,7 +45,7 @@ train-forge-tiny: .venv/.dev
 	$(BIN)/python -m training.forge_tiny
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-aot
 
 .venv/.python:
 	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer, and none was found: install it (your distribution's python3.12 and python3.12-venv, or: uv python install 3.12), then run make again." >&2; exit 1; }
@@ -56,4 +61,11 @@ clean:
 .venv/.dev: .venv/.serve pyproject.toml constraints.txt
 	@echo "installing what the tests need into .venv"
 	@$(PIP) -e ".[dev]"
+	@touch $@
+
+.venv-aot/.aot: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer" >&2; exit 1; }
+	@echo "installing compilers for GPUs into .venv-aot (300 MB)"
+	@$(PYTHON) -m venv .venv-aot
+	@.venv-aot/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[aot]"
 	@touch $@

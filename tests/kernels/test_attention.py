@@ -81,7 +81,7 @@ class Arrays:
     spread: np.ndarray  # f64[T, H, D]: the same weighted sum of the values' magnitudes
 
 
-def make(batch: Batch) -> Arrays:
+def make(batch: Batch, *, window: int | None = None, soft_cap: float | None = None) -> Arrays:
     rng = np.random.default_rng(batch.seed)
     H, K, D, bs = batch.heads, batch.kv_heads, batch.head_dim, batch.block_size
     S, T, N = batch.max_seqs, batch.rows, batch.pool_tokens // bs
@@ -113,11 +113,15 @@ def make(batch: Batch) -> Arrays:
         start = cu_q_lens[s]
         for j in range(rows):
             visible = context - rows + j + 1
-            scores = D**-0.5 * np.einsum("hd,hpd->hp", q[start + j], keys[:, :visible])
+            first = 0 if window is None else max(0, visible - window)
+            seen = slice(first, visible)
+            scores = D**-0.5 * np.einsum("hd,hpd->hp", q[start + j], keys[:, seen])
+            if soft_cap is not None:
+                scores = soft_cap * np.tanh(scores / soft_cap)
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             weights /= weights.sum(axis=1, keepdims=True)
-            expected[start + j] = np.einsum("hp,hpd->hd", weights, values[:, :visible])
-            spread[start + j] = np.einsum("hp,hpd->hd", weights, np.abs(values[:, :visible]))
+            expected[start + j] = np.einsum("hp,hpd->hd", weights, values[:, seen])
+            spread[start + j] = np.einsum("hp,hpd->hd", weights, np.abs(values[:, seen]))
     return Arrays(q, kv, tables, kv_lens, cu_q_lens, np.int32(len(q_lens)), expected, spread)
 
 
@@ -606,7 +610,7 @@ def test_only_the_reference_with_a_float32_cache_has_a_gradient():
 def test_temporaries_stay_small_at_the_shapes_of_real_models(name):
     """A copy or a conversion of the pool would show here: it is 60 times the bound."""
     shape = SHAPES[name]
-    S, bs, max_blocks, N = 16, 16, 128, 2048
+    S, bs, max_blocks, N = 16, 16, 128, 4096
     bits = jax.ShapeDtypeStruct((N, 2, shape.kv_heads, bs, shape.head_dim), jnp.uint16)
     i32 = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 

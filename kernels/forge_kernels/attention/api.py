@@ -7,6 +7,8 @@ Letters: T tokens in the step, S sequences, N blocks, bs tokens of a block, H qu
 K key/value heads, D head dim.
 """
 
+import functools
+import logging
 from typing import Literal, get_args
 
 import jax
@@ -19,13 +21,15 @@ from forge_kernels.attention.reference import reference_attention
 from forge_kernels.attention.xla import xla_attention
 from forge_kernels.rope import apply_rope
 
-Implementation = Literal["auto", "reference", "xla", "cpu"]
+Implementation = Literal["auto", "reference", "xla", "cpu", "mosaic"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 # Traced and lowered once for all the layers of a model, which is most of what tracing a step costs.
 _xla_attention = jax.jit(
     xla_attention, static_argnames=("sm_scale", "kv_dtype", "max_q_len", "uniform")
 )
+
+log = logging.getLogger(__name__)
 
 _FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
@@ -67,7 +71,8 @@ def ragged_paged_attention(
         zero.
       implementation: `reference` is differentiable for float32 `kv`; `xla` walks only the tiles
         that the sequences have; `cpu` is the C++ kernels', for bfloat16 on a CPU where they have
-        been loaded (`forge_kernels.cpu`); `auto` is `xla`.
+        been loaded (`forge_kernels.cpu`); `mosaic` is the Pallas kernels for NVIDIA Hopper; `auto`
+        is `mosaic` on such a GPU if it knows the shapes and types, and else `xla`.
       uniform: compute every row in the same way, so that its bits do not depend on the other rows
         and sequences, nor on `cu_q_lens`, at one shape of the arrays. `reference` and `cpu` always
         do.
@@ -101,6 +106,8 @@ def ragged_paged_attention(
         return cpu_attention(*arrays, sm_scale=sm_scale)
     tokens = q.shape[0]
     max_q_len = tokens if max_q_len is None else min(max_q_len, tokens)
+    if implementation == "mosaic" or (implementation == "auto" and _auto_is_mosaic(q, kv)):
+        return _mosaic(*arrays, sm_scale=sm_scale, max_q_len=max_q_len, uniform=uniform)
     return _xla_attention(
         *arrays, sm_scale=sm_scale, kv_dtype=kv_dtype, max_q_len=max_q_len, uniform=uniform
     )
@@ -241,6 +248,48 @@ def _check_cpu(q: jax.Array, kv: jax.Array, kv_dtype: jnp.dtype) -> None:
         reason = f"they are for bfloat16 with a cache of uint16, not {q.dtype} with {kv.dtype}"
     if reason is not None:
         raise TypeError(f"no attention by the CPU kernels: {reason}")
+
+
+def _mosaic(q: jax.Array, kv: jax.Array, *rest: jax.Array, **options) -> jax.Array:
+    reason = _mosaic_unsupported(q, kv)
+    if reason is not None:
+        raise TypeError(f"no attention by the GPU kernels: {reason}")
+    attention, calls = _mosaic_modules()
+    return attention.jitted_attention(q, kv, *rest, interpret=calls.interpreter(), **options)
+
+
+def _auto_is_mosaic(q: jax.Array, kv: jax.Array) -> bool:
+    # On CPUs, also those of a GPU's host, 16-bit caches are uint16.
+    if kv.dtype == jnp.uint16 or not _on_hopper():
+        return False
+    reason = _mosaic_unsupported(q, kv)
+    if reason is not None:
+        _say_once(f"attention in plain XLA, without the GPU kernels: {reason}")
+    return reason is None
+
+
+def _mosaic_unsupported(q: jax.Array, kv: jax.Array) -> str | None:
+    heads, head_dim = q.shape[1:]
+    attention, _ = _mosaic_modules()
+    return attention.unsupported(heads, kv.shape[2], head_dim, kv.shape[3], q.dtype, kv.dtype)
+
+
+def _mosaic_modules():
+    # Pallas takes a second to import, and CPUs do not need it.
+    from forge_kernels.attention import mosaic_calls, mosaic_gpu
+
+    return mosaic_gpu, mosaic_calls
+
+
+@functools.cache
+def _on_hopper() -> bool:
+    device = jax.devices()[0]
+    return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    log.warning(message)
 
 
 def _check_shapes(q, kv, block_tables, kv_lens, cu_q_lens, num_seqs) -> None:

@@ -1,0 +1,195 @@
+"""What the GPU kernels need of Pallas' Mosaic GPU back end, and where its interpreter differs.
+
+That interface changes from one release of JAX to the next; the kernels use it by way of this file.
+`interpreted` runs them on a CPU, with simulated memory, barriers and copies, and a race detector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+ROWS = 64  # of a warpgroup's matrix product
+
+# To a type checker these are abstract, or something else than arrays.
+_tiling: Any = plgpu.TilingTransform
+_swizzle: Any = plgpu.SwizzleTransform
+_accumulator: Any = plgpu.WGMMAAccumulatorRef
+
+_interpret: contextvars.ContextVar[plgpu.InterpretGPUParams | None] = contextvars.ContextVar(
+    "interpret", default=None
+)
+
+
+@contextlib.contextmanager
+def interpreted(*, detect_races: bool = True) -> Iterator[None]:
+    """Kernels that are traced in this context run in the interpreter."""
+    token = _interpret.set(plgpu.InterpretGPUParams(detect_races=detect_races))
+    try:
+        yield
+    finally:
+        _interpret.reset(token)
+
+
+def interpreter() -> plgpu.InterpretGPUParams | None:
+    """What `interpreted` has set; part of the key where a traced function is kept."""
+    return _interpret.get()
+
+
+def launch(
+    body: Callable[..., None],
+    arrays: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    name: str,
+    grid: int,
+    warpgroups: int,
+    shared: Sequence[Any] = (),
+    interpret: plgpu.InterpretGPUParams | None,
+) -> list[jax.Array]:
+    """Runs `body(cta, warpgroup, inputs, outputs, shared)` on `grid` CTAs of `warpgroups`."""
+    num_in, num_out = len(arrays), len(outputs)
+
+    def entry(*refs):
+        cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
+        inputs, results = refs[:num_in], refs[num_in : num_in + num_out]
+        if not shared:
+            body(cta, warpgroup, inputs, results, ())
+            return
+
+        def scoped(*allocated):
+            body(cta, warpgroup, inputs, results, allocated)
+
+        pl.run_scoped(scoped, *shared, collective_axes="warpgroup")
+
+    call = plgpu.kernel(
+        entry,
+        out_type=list(outputs),
+        grid=(grid,),
+        grid_names=("cta",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name=name,
+        interpret=interpret,
+    )
+    return call(*arrays)
+
+
+def matrix(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """Shared memory for matrices [..., rows, columns], as the tensor cores and copies want it."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = math.gcd(128, shape[-1] * itemsize)  # bytes
+    transforms = (_tiling((8, swizzle // itemsize)), _swizzle(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def vector(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    return plgpu.SMEM(shape, dtype)
+
+
+def barriers(count: int, arrivals: int) -> Any:
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+def full(shape: tuple[int, ...], value: float) -> jax.Array:
+    """f32[ROWS, n] or f32[ROWS] in registers, laid out like a matrix product's result."""
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def index(shape: tuple[int, int], axis: int) -> jax.Array:
+    """i32[ROWS, n]: the row or the column."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def row_index() -> jax.Array:
+    """i32[ROWS]."""
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout)
+
+
+def columns(values: jax.Array, size: int) -> jax.Array:
+    """[ROWS] -> [ROWS, size]."""
+    return lax.broadcast_in_dim(values, (ROWS, size), (0,))
+
+
+def times_transposed(a_ref: Any, b_ref: Any) -> jax.Array:
+    """a[ROWS, D] @ b[n, D].T, both in shared memory -> f32[ROWS, n]."""
+
+    def product(acc):
+        plgpu.wgmma(acc, a_ref, b_ref.transpose((1, 0)))
+        return acc[...]
+
+    return pl.run_scoped(product, _accumulator((ROWS, b_ref.shape[0]), jnp.float32))
+
+
+def add_product(acc: jax.Array, a: jax.Array, b_ref: Any, interpret: Any) -> jax.Array:
+    """acc f32[ROWS, D] + a[ROWS, n] @ b[n, D]; `a` in registers, b in shared memory."""
+    if interpret is not None:
+        # The interpreter knows neither accumulators with a value nor operands in registers.
+        acc = acc + jnp.dot(a, b_ref[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # an ordinary read, before the copies may write there again
+        return acc
+
+    def product(acc_ref):
+        plgpu.wgmma(acc_ref, a, b_ref)
+
+    run: Any = pl.run_state(product)
+    return run(_accumulator.init(acc))
+
+
+def loop(low: Any, high: Any, step: Callable[[jax.Array], None]) -> None:
+    def run(i, _):
+        step(i)
+        return jnp.int32(0)
+
+    lax.fori_loop(low, high, run, jnp.int32(0))
+
+
+copy_in = plgpu.copy_gmem_to_smem
+copy_out = plgpu.copy_smem_to_gmem
+commit = plgpu.commit_smem
+wait = plgpu.barrier_wait
+arrive = plgpu.barrier_arrive
+set_max_registers = plgpu.set_max_registers
+
+
+def load_slice(ref: Any) -> jax.Array:
+    """A small matrix in device memory -> registers, its elements in a row over all threads."""
+    return plgpu.load(ref, layout=_strided(ref.shape, ref.dtype), optimized=False)
+
+
+def store_slice(ref: Any, values: jax.Array) -> None:
+    ref[...] = values
+
+
+def rows_of(scalars: Sequence[jax.Array], shape: tuple[int, int]) -> jax.Array:
+    """f32[n, size], row i of it scalar i, laid out as by `load_slice`."""
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_strided(shape, jnp.float32))
+    values = jnp.where(row == 0, scalars[0], scalars[-1])
+    for i, scalar in enumerate(scalars[1:-1], 1):
+        values = jnp.where(row == i, scalar, values)
+    return values
+
+
+def _strided(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    per_thread = math.prod(shape) // 128
+    return plgpu.Layout.WG_STRIDED(
+        shape, vec_size=math.gcd(per_thread, 16 // jnp.dtype(dtype).itemsize)
+    )
+
+
+def wait_copied_out(*, read_only: bool = False) -> None:
+    """Until this warpgroup's copies out are done; `read_only`: until their source may change."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=read_only)

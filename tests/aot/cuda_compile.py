@@ -1,0 +1,270 @@
+"""Compiles the GPU kernels, and a whole step, for an H200: `make test-cuda-compile`.
+
+    python tests/aot/cuda_compile.py [--only TEXT] [--layers N] [--output FILE]
+
+Prints a table, and ends with status 1 where something spills registers, needs more shared memory
+than there is, copies a layer's cache or a matrix, or falls apart into several command buffers.
+"""
+
+import deviceless  # first: it sets what jax reads when it starts  # isort: skip
+
+import argparse
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from forge_jax.models import build_model
+from forge_jax.models.spec import ModelSpec, RopeSpec
+from forge_jax.step.meta import StepShape
+from forge_jax.step.runner import compiler_options
+from forge_jax.step.slots import slots_shape
+from forge_jax.step.step import make_step
+from forge_kernels.attention.mosaic_gpu import mosaic_attention
+from forge_kernels.attention.shapes import LLAMA_3_1_8B, SHAPES, AttentionShape
+
+BLOCKS, MAX_BLOCKS, SEQS = 2048, 128, 64
+MATRIX_BYTES = 4096 * 4096 * 2  # the smallest of a layer of Llama 3.1 8B
+# With loops in command buffers too, which XLA leaves out unless it is told.
+WITH_LOOPS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+    "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+}
+
+
+@dataclass
+class Result:
+    name: str
+    program: deviceless.Program
+    seconds: float
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def row(self) -> list[str]:
+        program = self.program
+        registers = {
+            kernel.name.removesuffix("_mosaic_gpu_kernel"): kernel.registers
+            for kernel in program.kernels
+            if kernel.name.startswith("forge_")
+        }
+        return [
+            self.name,
+            " / ".join(str(registers[name]) for name in sorted(registers)),
+            str(sum(kernel.spilled for kernel in program.kernels)),
+            str(max(program.shared_bytes)),
+            " + ".join((str(program.command_buffers), *program.outside)),
+            f"{program.temp_bytes / 1e6:.1f}",
+            f"{self.seconds:.1f}",
+        ]
+
+
+HEADER = ["program", "registers", "spilled", "shared", "command buffers", "temp MB", "s"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call of attention."""
+
+    shape: AttentionShape
+    tokens: int
+    max_q_len: int
+    block_size: int = 64
+    dtype: str = "bfloat16"
+    seqs: int = SEQS
+    uniform: bool = False
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    for name, shape in SHAPES.items():
+        yield f"{name}, decode", Case(shape=shape, tokens=SEQS, max_q_len=1)
+        yield f"{name}, mixed", Case(shape=shape, tokens=512, max_q_len=512)
+    llama = partial(Case, shape=LLAMA_3_1_8B)
+    yield "llama-3.1-8b, verify", llama(tokens=5 * SEQS, max_q_len=5)
+    yield "llama-3.1-8b, uniform", llama(tokens=256, max_q_len=256, seqs=256, uniform=True)
+    yield "llama-3.1-8b, float16", llama(tokens=SEQS, max_q_len=1, dtype="float16")
+    for block_size in (16, 32, 128):
+        yield (
+            f"llama-3.1-8b, blocks of {block_size}",
+            llama(tokens=SEQS, max_q_len=1, block_size=block_size),
+        )
+
+
+def compile_case(compiler: deviceless.Compiler, case: Case) -> deviceless.Program:
+    shape, dtype = case.shape, jnp.dtype(case.dtype)
+    K, D = shape.kv_heads, shape.head_dim
+    call = partial(
+        mosaic_attention,
+        sm_scale=D**-0.5,
+        max_q_len=case.max_q_len,
+        uniform=case.uniform,
+        window=shape.window,
+        soft_cap=shape.soft_cap,
+    )
+    i32 = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    return compiler(
+        call,
+        jax.ShapeDtypeStruct((case.tokens, shape.heads, D), dtype),
+        jax.ShapeDtypeStruct((BLOCKS, 2, K, case.block_size, D), dtype),
+        i32((case.seqs, MAX_BLOCKS)),
+        i32((case.seqs,)),
+        i32((case.seqs + 1,)),
+        i32(()),
+    )
+
+
+def compile_step(
+    compiler: deviceless.Compiler,
+    shape: StepShape,
+    layers: int,
+    options: dict,
+    donated: tuple[int, ...] = (1, 2),
+) -> deviceless.Program:
+    """A step of Llama 3.1 8B by the engine's own function."""
+    attention = LLAMA_3_1_8B
+    spec = ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=attention.heads,
+        num_key_value_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope=RopeSpec(theta=500000.0),
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+        bos_token_id=128000,
+        eos_token_ids=(128001,),
+    )
+    model, block_size = build_model(spec), 64
+    layer = (BLOCKS, 2, attention.kv_heads, block_size, attention.head_dim)
+    return compiler(
+        make_step(model, shape, block_size, implementation="mosaic"),
+        model.leaves,
+        (jax.ShapeDtypeStruct(layer, jnp.bfloat16),) * layers,
+        slots_shape(SEQS, MAX_BLOCKS, spec.vocab_size),
+        jax.ShapeDtypeStruct((shape.width,), jnp.int32),
+        donate_argnums=donated,
+        options=options,
+    )
+
+
+def kernel_faults(program: deviceless.Program) -> Iterator[str]:
+    for kernel in program.kernels:
+        if kernel.spilled:
+            yield f"{kernel.name} spills {kernel.spilled} bytes of registers"
+    for shared in program.shared_bytes:
+        if shared > deviceless.SHARED_LIMIT:
+            yield f"{shared} bytes of shared memory"
+
+
+def step_faults(program: deviceless.Program, layers: int) -> Iterator[str]:
+    yield from kernel_faults(program)
+    kv_bytes = layers * BLOCKS * 2 * LLAMA_3_1_8B.kv_heads * 64 * LLAMA_3_1_8B.head_dim * 2
+    if program.alias_bytes < kv_bytes:
+        yield f"only {program.alias_bytes} bytes are written in place; the cache has {kv_bytes}"
+    made = list(large_results(program.hlo, MATRIX_BYTES))
+    writes = [line for line in made if "scatter" in line]
+    yield from (
+        f"makes an array as large as a matrix: {line}" for line in made if line not in writes
+    )
+    if len(writes) != layers:
+        yield f"{len(writes)} writes into the cache of {layers} layers"
+    attention = program.hlo.count('custom_call_target="mosaic_gpu')
+    if attention != 2 * layers:
+        yield f"{attention} calls of the kernels in {layers} layers"
+
+
+SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+NO_WORK = {"parameter", "get-tuple-element", "bitcast", "tuple", "constant"}
+
+
+def large_results(hlo: str, limit: int) -> Iterator[str]:
+    """Instructions, but those inside fusions, that make an array of `limit` bytes or more."""
+    fused = False
+    for line in hlo.splitlines():
+        if line.endswith("{") and " = " not in line:
+            fused = "fus" in line.split("(")[0]
+        made = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", line)
+        if made is None or fused or made[4] in NO_WORK or made[2] not in SIZES:
+            continue
+        elements = math.prod(int(size) for size in made[3].split(",") if size)
+        if elements * SIZES[made[2]] >= limit:
+            yield line.strip()[:120]
+
+
+def run(only: str, layers: int) -> Iterator[Result]:
+    compiler = deviceless.Compiler()
+    for name, case in cases():
+        if only in name:
+            start = time.perf_counter()
+            program = compile_case(compiler, case)
+            result = Result(name, program, time.perf_counter() - start)
+            result.faults += kernel_faults(program)
+            yield result
+    if only in "the check":
+        check_the_check(compiler)
+    defaults = compiler_options("gpu", command_buffers=True, deterministic=False)
+    for shape, options, note in (
+        (StepShape.decode(SEQS), defaults, ""),
+        (StepShape.decode(SEQS), WITH_LOOPS, ", loops in command buffers"),
+        (StepShape.mixed(512, SEQS, SEQS, 64), defaults, ""),
+    ):
+        name = f"step {shape.name} of llama-3.1-8b, {layers} layers{note}"
+        if only not in name:
+            continue
+        start = time.perf_counter()
+        program = compile_step(compiler, shape, layers, options)
+        result = Result(name, program, time.perf_counter() - start)
+        result.faults += step_faults(program, layers)
+        # The search for a row's top-k and top-p is a loop in a branch, and stands outside.
+        wanted = (1, ()) if options is WITH_LOOPS else (2, ("kConditional",))
+        if (program.command_buffers, program.outside) != wanted:
+            result.faults.append(f"command buffers: {program.command_buffers} {program.outside}")
+        yield result
+
+
+def check_the_check(compiler: deviceless.Compiler) -> None:
+    """A step that does not own its cache has to copy it."""
+    program = compile_step(compiler, StepShape.decode(SEQS), 1, {}, donated=())
+    faults = list(step_faults(program, 1))
+    noticed = ("written in place", "makes an array as large as a matrix")
+    assert all(any(text in fault for fault in faults) for text in noticed), faults
+
+
+def table(rows: list[list[str]]) -> str:
+    return "\n".join(
+        "| " + " | ".join(row) + " |" for row in [HEADER, ["---"] * len(HEADER), *rows]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="programs whose names contain this")
+    parser.add_argument("--layers", type=int, default=LLAMA_3_1_8B.layers)
+    parser.add_argument("--output", type=Path, help="write the table there too")
+    args = parser.parse_args()
+    results = []
+    for result in run(args.only, args.layers):
+        results.append(result)
+        print(" | ".join(result.row), flush=True)
+        for fault in result.faults:
+            print(f"    FAULT: {fault}", flush=True)
+    text = table([result.row for result in results])
+    print(f"\n{text}")
+    if args.output is not None:
+        args.output.write_text(text + "\n")
+    sys.exit(1 if not results or any(result.faults for result in results) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Compiles for an NVIDIA H200 without a GPU or a driver: import it before jax is used.
+
+XLA's CUDA compiler takes a description of the device instead of the device. What comes back is what
+would run: the optimised program, ptxas' registers and spills, shared memory, the grouping into
+command buffers. Not the choice of matrix kernels, which XLA makes by measuring.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DUMP = Path(tempfile.mkdtemp(prefix="forge-aot-"))
+os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin does not look for a driver then
+os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMP} --xla_dump_hlo_as_text"
+os.environ["MOSAIC_GPU_DUMP_TO"] = str(DUMP)
+os.environ["TF_CPP_VMODULE"] = "subprocess_compilation=3"  # ptxas' report, on standard error
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
+
+import jax  # noqa: E402
+from jax._src.mesh import AbstractDevice  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec  # noqa: E402
+
+H200 = Path(__file__).with_name("h200.txtpb")
+SHARED_LIMIT = 232448  # bytes of a CTA
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of one kernel."""
+
+    name: str
+    registers: int
+    spilled: int  # bytes, stores and loads
+    stack: int  # bytes
+
+
+@dataclass(frozen=True)
+class Program:
+    hlo: str  # optimised
+    temp_bytes: int
+    alias_bytes: int
+    kernels: tuple[Kernel, ...]
+    shared_bytes: tuple[int, ...]  # of each Mosaic kernel
+    command_buffers: int
+    outside: tuple[str, ...]  # what the executable runs besides command buffers
+
+
+class Compiler:
+    def __init__(self):
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name="", target_config=H200.read_text(), topology="1x1x1"
+        )
+        mesh = topologies.make_mesh(topology, (1,), ("x",))
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        device = AbstractDevice("NVIDIA H200", 132, "cuda")  # what Pallas compiles for
+        self._mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        options: dict[str, Any] | None = None,
+        **jit_options: Any,
+    ) -> Program:
+        """Compiles `function` at the shapes `args`."""
+
+        def on_device(leaf):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._replicated)
+
+        args = jax.tree.map(on_device, args)
+        before = set(DUMP.iterdir())
+        with _standard_error() as log, jax.sharding.use_abstract_mesh(self._mesh):
+            traced = jax.jit(function, **jit_options).trace(*args)
+            compiled = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+        new = sorted(set(DUMP.iterdir()) - before)
+        memory = compiled.memory_analysis()
+        buffers, outside = _thunks(new)
+        return Program(
+            hlo=compiled.as_text(),
+            temp_bytes=memory.temp_size_in_bytes,
+            alias_bytes=memory.alias_size_in_bytes,
+            kernels=tuple(_kernels(log[0])),
+            shared_bytes=tuple(
+                int(re.findall(r"smem_scratch_bytes=(\d+)", path.read_text())[0])
+                for path in new
+                if path.name.endswith(".resources.txt")
+            ),
+            command_buffers=buffers,
+            outside=outside,
+        )
+
+
+@contextmanager
+def _standard_error() -> Iterator[list[str]]:
+    """What C++ writes there meanwhile."""
+    text: list[str] = []
+    with tempfile.TemporaryFile() as file:
+        old = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield text
+        finally:
+            os.dup2(old, 2)
+            os.close(old)
+            file.seek(0)
+            text.append(file.read().decode(errors="replace"))
+
+
+def _kernels(log: str) -> Iterator[Kernel]:
+    seen = set()
+    for section in log.split("Compiling entry function '")[1:]:
+        name = section.split("'", 1)[0]
+        stack, stores, loads = map(
+            int,
+            _find(
+                r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
+                section,
+            ),
+        )
+        (registers,) = map(int, _find(r"Used (\d+) registers", section))
+        kernel = Kernel(name, registers, stores + loads, stack)
+        if kernel not in seen:  # XLA compiles some twice
+            seen.add(kernel)
+            yield kernel
+
+
+def _find(pattern: str, text: str) -> tuple[str, ...]:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"ptxas says nothing like {pattern!r}")
+    return found.groups()
+
+
+def _thunks(files: list[Path]) -> tuple[int, tuple[str, ...]]:
+    """How many command buffers there are, and what stands beside them."""
+    (path,) = (p for p in files if p.name.endswith("thunk_sequence_after_thunk_passes.txt"))
+    top = [re.match(r"(?:\d+: )?(k\w+)", line) for line in path.read_text().splitlines()]
+    kinds = [match[1] for match in top if match is not None]
+    outside = tuple(kind for kind in kinds if kind != "kCommandBuffer")
+    return kinds.count("kCommandBuffer"), outside

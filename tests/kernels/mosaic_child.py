@@ -1,0 +1,254 @@
+"""Attention for GPUs in Pallas' interpreter, in a process of its own; prints what failed, as JSON.
+
+    NPROC=32 python mosaic_child.py cases|bits|faults
+
+The interpreter runs each warpgroup's steps in XLA's thread pool, where they wait for each other: on
+a machine of few CPUs all threads of the pool would wait. `NPROC` is how many there are.
+"""
+
+import inspect
+import io
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
+from test_attention import BF16_ROUNDOFF, Arrays, Batch, inputs, make
+
+from forge_jax.testing import random_leaves, tiny_model
+from forge_kernels.attention import mosaic_calls, mosaic_gpu
+from forge_kernels.attention.mosaic_gpu import jitted_attention
+
+SMALL = Batch(
+    seqs=((1, 1), (1, 64), (1, 130), (1, 17)),
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    block_size=16,
+    rows=6,
+    max_seqs=6,
+    pool_tokens=512,
+    max_context=192,
+    dtype="bfloat16",
+)
+RAGGED = replace(SMALL, seqs=((1, 100), (4, 70), (0, 9), (40, 90), (1, 1)), rows=48)
+
+CASES = {
+    "decode, cut between thread blocks": (
+        replace(SMALL, seqs=((1, 190), (1, 150)), rows=3),
+        {"max_q_len": 1, "multiprocessors": 5},
+    ),
+    "nothing at all": (replace(SMALL, seqs=()), {"max_q_len": 1}),
+    "decode, verify rows and a chunk": (RAGGED, {}),
+    "decode, verify rows and a chunk, uniform": (RAGGED, {"uniform": True}),
+    "verify rows": (replace(SMALL, seqs=((5, 70), (3, 3), (5, 64)), rows=14), {"max_q_len": 5}),
+    "7 query heads to one, head dim 128, blocks of 64": (
+        replace(
+            SMALL,
+            heads=7,
+            kv_heads=1,
+            head_dim=128,
+            block_size=64,
+            seqs=((9, 70), (1, 65)),
+            rows=12,
+        ),
+        {},
+    ),
+    "8 query heads to one, blocks of 128": (
+        replace(
+            SMALL, heads=8, kv_heads=1, block_size=128, seqs=((1, 150), (2, 66)), max_context=256
+        ),
+        {},
+    ),
+    "a query head to each kv head, float16, head dim 128": (
+        replace(SMALL, heads=2, head_dim=128, dtype="float16", seqs=((70, 90), (1, 30)), rows=71),
+        {},
+    ),
+    "blocks of 24": (replace(SMALL, block_size=24, pool_tokens=480), {}),
+    "head dim 80": (replace(SMALL, head_dim=80, seqs=((1, 70),), rows=2), {}),
+    "head dim 256, blocks of 64": (
+        replace(SMALL, heads=2, head_dim=256, block_size=64, seqs=((1, 70), (20, 20)), rows=21),
+        {},
+    ),
+    "window": (replace(SMALL, seqs=((1, 190), (12, 140), (1, 5)), rows=14), {"window": 70}),
+    "window, uniform": (
+        replace(SMALL, seqs=((1, 190), (12, 140)), rows=14),
+        {"window": 70, "uniform": True},
+    ),
+    "soft cap": (SMALL, {"soft_cap": 2.0}),
+    "several splits, uniform": (
+        replace(
+            SMALL, seqs=((1, 700),), heads=2, kv_heads=1, rows=1, pool_tokens=1024, max_context=1024
+        ),
+        {"uniform": True, "max_q_len": 1},
+    ),
+}
+
+
+def attend(arrays: tuple[jax.Array, ...], attention: Callable = jitted_attention, **options):
+    options = {"multiprocessors": 3, "max_q_len": arrays[0].shape[0]} | options
+    options["sm_scale"] = arrays[0].shape[-1] ** -0.5
+    printed = io.StringIO()  # the race detector prints
+    with redirect_stdout(printed):
+        out = attention(*arrays, interpret=mosaic_calls.interpreter(), **options)
+        out = np.asarray(out, np.float32)
+    assert "RACE" not in printed.getvalue(), printed.getvalue()
+    return out
+
+
+def rounded(batch: Batch, arrays: Arrays) -> tuple[jax.Array, ...]:
+    q, kv, *rest = inputs(arrays)
+    return (q.astype(batch.dtype), kv.astype(batch.dtype), *rest)
+
+
+def check(batch: Batch, attention: Callable = jitted_attention, **options) -> None:
+    """As `check_cpu`: half a unit of the type for each weight of a value, and for the result."""
+    window, soft_cap = options.get("window"), options.get("soft_cap")
+    arrays = make(batch, window=window, soft_cap=soft_cap)
+    out = attend(rounded(batch, arrays), attention, **options)
+    rows = arrays.cu_q_lens[arrays.num_seqs]
+    assert not out[rows:].any(), "rows of no sequence are not zero"
+    out, expected, spread = out[:rows], arrays.expected[:rows], arrays.spread[:rows]
+    tolerance = BF16_ROUNDOFF * (spread + np.abs(expected)) + 1e-5
+    worst = (np.abs(out - expected) / tolerance).max(initial=0.0)
+    assert worst <= 1, f"off by {worst:.3g} times the tolerance"
+
+
+def check_same_bits_in_any_company() -> None:
+    """Rows of one sequence alone, cut otherwise, and beside others: the same bits, if uniform."""
+    context = 150
+    batch = replace(SMALL, seqs=((context, context), (1, 150), (3, 20)), rows=context + 8)
+    arrays = make(batch)
+
+    def last_rows(rows: int, beside: int, **options) -> np.ndarray:
+        index = [*range(1, beside + 1), 0]
+        counts = [batch.seqs[s][0] for s in index[:-1]] + [rows]
+        first = [arrays.cu_q_lens[s] for s in index[:-1]] + [context - rows]
+        a = replace(arrays)
+        a.block_tables, a.kv_lens = arrays.block_tables.copy(), arrays.kv_lens.copy()
+        a.block_tables[: len(index)] = arrays.block_tables[index]
+        a.kv_lens[: len(index)] = arrays.kv_lens[index]
+        a.cu_q_lens = np.full_like(arrays.cu_q_lens, sum(counts))
+        a.cu_q_lens[: len(index) + 1] = np.cumsum([0, *counts])
+        a.num_seqs = np.int32(len(index))
+        a.q = np.full_like(arrays.q, np.nan)
+        for start, count, place in zip(first, counts, a.cu_q_lens, strict=False):
+            a.q[place : place + count] = arrays.q[start : start + count]
+        mine = a.cu_q_lens[len(index) - 1]
+        return attend(rounded(batch, a), **options)[mine : mine + rows]
+
+    def same(rows: int, beside: int, **options) -> bool:
+        whole = last_rows(context, 0, **options)
+        return np.array_equal(last_rows(rows, beside, **options), whole[context - rows :])
+
+    assert same(1, 0, uniform=True)
+    assert same(1, 2, uniform=True)
+    assert same(33, 2, uniform=True)
+    assert not same(1, 0, multiprocessors=5), "the balanced form too: this shows nothing"
+
+
+def check_forward() -> None:
+    """A whole model by `implementation="mosaic"`, against the reference."""
+    model = tiny_model(head_dim=64, dtype="bfloat16")
+    spec, block_size, context = model.spec, 16, (70, 40, 5)
+    rng = np.random.default_rng(0)
+    tables = rng.permutation(32).reshape(4, 8).astype(np.int32)
+    rows = [(0, 69), *((1, position) for position in range(36, 40)), *((2, i) for i in range(5))]
+    positions = np.array([position for _, position in rows], np.int32)
+    slots = [tables[s, p // block_size] * block_size + p % block_size for s, p in rows]
+    layer = (32, 2, spec.num_key_value_heads, block_size, spec.head_dim)
+    args = (
+        random_leaves(model),
+        tuple(
+            jnp.asarray(rng.standard_normal(layer), jnp.bfloat16)
+            for _ in range(spec.num_hidden_layers)
+        ),
+        jnp.asarray(rng.integers(0, spec.vocab_size, len(rows)), jnp.int32),
+        jnp.asarray(positions),
+        jnp.asarray(slots, jnp.int32),
+        jnp.asarray(tables),
+        jnp.asarray([*context, 9], jnp.int32),
+        jnp.asarray([0, 1, 5, 10, 10], jnp.int32),
+        jnp.int32(3),
+    )
+    found, wanted = (
+        np.asarray(jax.jit(partial(model.forward, implementation=name))(*args)[1], np.float32)
+        for name in ("mosaic", "reference")
+    )
+    assert np.abs(wanted).max() > 0.1
+    assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
+
+
+FAULTS = {
+    "sees one key too many": ("(query - first_key, KV", "(query + 1 - first_key, KV"),
+    "takes the last tile for unmasked": ("item.position + 1, jnp", "item.position + 64, jnp"),
+    "leaves NaN among the values": (
+        "jnp.where(exists, values[...], jnp.zeros((), self.dtype))",
+        "values[...]",
+    ),
+    "forgets to rescale": ("acc * gpu.columns(decay, self.head_dim)", "acc"),
+    "reads the wrong head": ("(2 * g.kv_heads) + item.head)", "(2 * g.kv_heads))"),
+    "adds parts up without their sums": ("acc * decay + part(i) * factor", "acc + part(i)"),
+    "writes results that are still being copied": ("gpu.wait_copied_out(read_only=True)", "pass"),
+    "copies results before they are written": (
+        "gpu.commit()\n\n            def copy_slice",
+        "pass\n\n            def copy_slice",
+    ),
+    "does not wait for a free slot": ("gpu.wait(shared.k_free.at[slot])\n", "pass\n"),
+    "does not wait for keys": ("gpu.wait(shared.k_full.at[slot])\n", "pass\n"),
+}
+
+
+def check_fault(fault: str) -> None:
+    """The contract must fail: by a wrong result, by a race, or because the interpreter refuses."""
+    text, (old, new) = inspect.getsource(mosaic_gpu), FAULTS[fault]
+    assert text.count(old) == 1, "there is no such place"
+    module = type(sys)("faulty")
+    sys.modules["faulty"] = module  # dataclasses look there
+    exec(compile(text.replace(old, new), fault, "exec"), module.__dict__)
+    # Three thread blocks of five KV tiles each: two units are cut.
+    batch = replace(SMALL, seqs=((1, 190), (2, 150), (1, 60)), rows=4)
+    try:
+        check(batch, module.jitted_attention, multiprocessors=3)
+    except AssertionError:
+        return
+    except Exception:
+        reset_gpu_interpret_mode_state()
+        return
+    raise LookupError("nobody noticed")
+
+
+def checks(group: str) -> dict[str, Callable[[], None]]:
+    match group:
+        case "cases":
+            cases = CASES.items()
+            return {name: partial(check, batch, **options) for name, (batch, options) in cases}
+        case "bits":
+            return {"bits": check_same_bits_in_any_company, "forward": check_forward}
+        case "faults":
+            return {name: partial(check_fault, name) for name in FAULTS}
+    raise SystemExit(f"no group {group}")
+
+
+def main() -> None:
+    failed, seconds = {}, {}
+    with mosaic_calls.interpreted(detect_races=True):
+        for name, run in checks(sys.argv[1]).items():
+            start = time.perf_counter()
+            try:
+                run()
+            except (AssertionError, LookupError) as error:
+                failed[name] = str(error).strip().splitlines()[0]
+            seconds[name] = round(time.perf_counter() - start, 1)
+    print(json.dumps({"failed": failed, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()

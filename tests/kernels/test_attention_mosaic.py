@@ -1,0 +1,81 @@
+"""Attention for GPUs against the contract of `test_attention`, in Pallas' interpreter.
+
+The interpreter simulates the memory spaces, barriers and copies, and looks for races; it is slow,
+so the cases are small. What it cannot show, `tests/aot` and a GPU must: that it compiles, and that
+the tensor cores do what they are believed to.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from forge_kernels.attention import api, ragged_paged_attention
+from forge_kernels.attention.mosaic_gpu import unsupported
+
+CHILD = Path(__file__).with_name("mosaic_child.py")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("group", ["cases", "bits", "faults"])
+def test_the_interpreted_kernels_keep_the_contract(group):
+    """`faults`: each fault that is planted into the kernels is noticed."""
+    environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, str(CHILD), group], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["seconds"], "nothing has run"
+    assert result["failed"] == {}
+
+
+def test_what_the_kernels_are_not_for_is_named():
+    bf16, f32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+    assert unsupported(32, 8, 128, 64, bf16, bf16) is None
+    assert "head size of 72" in unsupported(32, 8, 72, 64, bf16, bf16)
+    assert "block size of 20" in unsupported(32, 8, 128, 20, bf16, bf16)
+    assert "float32" in unsupported(32, 8, 128, 64, f32, f32)
+    assert "uint16" in unsupported(32, 8, 128, 64, bf16, jnp.dtype(jnp.uint16))
+    assert "71 query heads" in unsupported(71, 1, 128, 64, bf16, bf16)
+    q, kv = jnp.zeros((2, 4, 72), jnp.bfloat16), jnp.zeros((3, 2, 2, 16, 72), jnp.bfloat16)
+    lengths = jnp.ones(1, jnp.int32)
+    with pytest.raises(TypeError, match="by the GPU kernels: a head size of 72"):
+        ragged_paged_attention(
+            q,
+            kv,
+            jnp.zeros((1, 1), jnp.int32),
+            lengths,
+            jnp.arange(2, dtype=jnp.int32),
+            jnp.int32(1),
+            sm_scale=1.0,
+            implementation="mosaic",
+        )
+
+
+def test_on_a_hopper_gpu_auto_takes_them_where_it_can_and_says_once_where_not(monkeypatch, caplog):
+    monkeypatch.setattr(api, "_on_hopper", lambda: True)
+    monkeypatch.setattr(api, "_say_once", functools.cache(api._say_once.__wrapped__))
+
+    def traced(head_dim: int, dtype=jnp.bfloat16) -> str:
+        q, kv = jnp.zeros((2, 4, head_dim), dtype), jnp.zeros((3, 2, 2, 16, head_dim), dtype)
+        table, lengths = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
+        call = functools.partial(ragged_paged_attention, sm_scale=1.0)
+        rows = jnp.arange(2, dtype=jnp.int32)
+        return str(jax.make_jaxpr(call)(q, kv, table, lengths, rows, jnp.int32(1)))
+
+    with caplog.at_level("WARNING"):
+        assert "forge_attention" in traced(64)
+        assert not caplog.records
+        assert "forge_attention" not in traced(72)
+        assert "forge_attention" not in traced(72)
+    assert len(caplog.records) == 1
+    assert "a head size of 72 is none of 64, 80" in caplog.text
+    assert "forge_attention" not in traced(64, jnp.float32)
