@@ -196,7 +196,7 @@ class EngineCore:
         self._prompt_logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = {}
         self._immediate: Outputs = {}
         self._failed = False
-        self._bisection = Bisection()
+        self._bisection: Bisection[Sequence] = Bisection()
         self._clock = clock
         self._progress_s = clock()
 
@@ -321,7 +321,7 @@ class EngineCore:
         gains = self.scheduler.commit(step.plan, result)
         phases.end("commit")
         self._add_deltas(gains, outputs)
-        if self._bisection.gained(gains):
+        if self._bisection.drop(seq for seq, got in gains if got.token_ids or seq.finished):
             self.scheduler.restrict(self._bisection.only)
         phases.end("text")
         return outputs
@@ -346,8 +346,12 @@ class EngineCore:
         self._in_flight = None
         self._device.reset()
         self.scheduler.recover()
-        ends = (row.start + row.num_tokens for row in plan.sequences)
-        for seq in self._bisection.failed(zip(seqs, ends, strict=True)):
+        reached = [
+            (seq, row.start + row.num_tokens)
+            for seq, row in zip(seqs, plan.sequences, strict=True)
+            if not seq.finished
+        ]
+        for seq in self._bisection.failed(reached):
             log.error("request %s made its step fail each time: given up", seq.request_id)
             self._forget(seq)
             self.scheduler.finish(seq, "error")

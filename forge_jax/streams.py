@@ -269,12 +269,12 @@ class StreamingEngine(ABC):
         if not self._queue.waiting:
             return False
         request_id = next(reversed(self._queue.waiting))
-        self.abort(request_id)
         self._queue.pop(request_id)
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             error = OverloadedError("given up to save memory: try again later", retry_after_s=10.0)
-            stream._put([Delta(i, finish_reason="error", error=error) for i in list(stream._open)])
+            stream._put([Delta(i, finish_reason="error", error=error) for i in stream._open])
+        self.abort(request_id)
         return True
 
     # ---- streams -------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class StreamingEngine(ABC):
         if self._loop is not loop and self._streams:
             if self._loop is not None and not self._loop.is_closed():
                 raise EngineError("the engine is in use on another event loop")
-            for request_id in self._streams:
+            for request_id in list(self._streams):
                 self.abort(request_id)
         if self._loop is not loop:
             self._loop = loop
@@ -340,7 +340,7 @@ class StreamingEngine(ABC):
                 log.exception("request %s: its news could not be received", request_id)
                 stream.abort()
             if not stream._open:
-                del self._streams[request_id]
+                self._streams.pop(request_id, None)
         if not self._streams:
             self._idle.set()
 

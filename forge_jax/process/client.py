@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from forge_jax.checkpoint.hub import resolve
@@ -43,11 +43,11 @@ from forge_jax.process.messages import (
     frame,
     from_engine,
 )
+from forge_jax.recovery import Bisection
 from forge_jax.schedule.request import Request
 from forge_jax.streams import EngineStats, QueueLimits, StreamingEngine
 from forge_jax.text.load import load_text
 
-MAX_CRASHES = 3  # that a request may be part of without a token in between
 MAX_LAUNCHES = 5  # that may fail one after the other
 RECEIVE_BYTES = 1 << 20
 EXIT_S = 5.0  # for the process to end by itself
@@ -62,7 +62,8 @@ class _Entry:
 
     request: Request
     outputs: dict[int, list[int]]  # of the samples that have not finished
-    crashes: int = 0  # since the last token
+    num_tokens: int = 0  # of all samples
+    sent: bool = False  # to the process that there is
     aborted: bool = False
 
     def remaining(self) -> Request:
@@ -76,8 +77,7 @@ class _Entry:
                 self.outputs.pop(delta.index, None)
             elif delta.index in self.outputs:
                 self.outputs[delta.index] += delta.token_ids
-            if delta.token_ids:
-                self.crashes = 0
+            self.num_tokens += len(delta.token_ids)
 
 
 @dataclass
@@ -117,6 +117,7 @@ class EngineProcess(StreamingEngine):
         self._process: _Process | None = process
         self._transport: asyncio.WriteTransport | None = None
         self._journal: dict[str, _Entry] = {}
+        self._bisection: Bisection[str] = Bisection()
         self._pauses = contextlib.ExitStack()
         self._heard_s = clock()  # when the process last said something
         self._recovery: asyncio.Task[None] | None = None
@@ -199,7 +200,7 @@ class EngineProcess(StreamingEngine):
         entry = self._journal.get(request_id)
         if entry is None:
             return
-        if self._transport is not None:
+        if self._transport is not None and entry.sent:
             entry.aborted = True
             self._send(Abort(request_id))
         else:
@@ -222,8 +223,10 @@ class EngineProcess(StreamingEngine):
 
     def _add(self, request: Request) -> None:
         outputs: dict[int, list[int]] = {index: [] for index in range(request.params.n)}
-        self._journal[request.request_id] = _Entry(request, outputs)
-        self._send(Submit(request))
+        entry = self._journal[request.request_id] = _Entry(request, outputs)
+        if self._transport is not None and not self._bisection.active:
+            entry.sent = True
+            self._send(Submit(request))
 
     def _send(self, message: ToEngine) -> None:
         if self._transport is not None:
@@ -232,9 +235,26 @@ class EngineProcess(StreamingEngine):
     def _end(self, request_id: str, reason: str, error: ForgeError | None = None) -> None:
         """Ends what is left of a request without asking the process."""
         entry = self._journal.pop(request_id)
+        self._cleared([request_id])
         ends = [Delta(i, finish_reason=reason, error=error) for i in entry.outputs]  # type: ignore[arg-type]
         self._news.append({request_id: ends})
         self._fan_out()
+
+    def _send_what_may_run(self) -> None:
+        """Sends what has not been sent yet: all, or those among which a culprit is looked for."""
+        if self._transport is None:
+            return
+        only = self._bisection.only
+        for request_id in self._journal if only is None else only:
+            entry = self._journal[request_id]
+            if not entry.sent:
+                entry.sent = True
+                self._send(Submit(entry.remaining()))
+
+    def _cleared(self, request_ids: Iterable[str]) -> None:
+        """These got a token, or ended: they are nobody's crash."""
+        if self._bisection.drop(request_ids):
+            self._send_what_may_run()
 
     # ---- the process ---------------------------------------------------------------------------
 
@@ -245,15 +265,15 @@ class EngineProcess(StreamingEngine):
         self._stats = hello.stats
 
     async def _connect(self, process: _Process) -> None:
-        """Listens to a process, and gives it everything that is not finished."""
+        """Listens to a process, and gives it what is not finished and may run."""
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_unix_connection(
             lambda: _Connection(self, process), sock=process.sock
         )
         self._heard_s = self._clock()
-        for entry in self._journal.values():
-            transport.write(frame(Submit(entry.remaining())))
-        self._transport = transport
+        if not transport.is_closing():  # else it is lost already
+            self._transport = transport
+            self._send_what_may_run()
 
     def _receive(self, message: FromEngine) -> None:
         self._heard_s = self._clock()
@@ -266,6 +286,7 @@ class EngineProcess(StreamingEngine):
                         entry.take(deltas)
                         if not entry.outputs:
                             del self._journal[request_id]
+                self._cleared(outputs)
                 self._news.append(outputs)
                 self._fan_out()
             case Stats():
@@ -280,14 +301,17 @@ class EngineProcess(StreamingEngine):
             return
         self._state = "recovering"
         self.num_restarts += 1
+        reached = []
         for request_id, entry in list(self._journal.items()):
-            entry.crashes += 1
             if entry.aborted:
                 self._end(request_id, "abort")
-            elif entry.crashes >= MAX_CRASHES:
-                log.error("request %s was there at %d crashes: given up", request_id, MAX_CRASHES)
-                error = StepError("the engine crashed each time it computed this request")
-                self._end(request_id, "error", error)
+            elif entry.sent:
+                entry.sent = False
+                reached.append((request_id, entry.num_tokens))
+        for request_id in self._bisection.failed(reached):
+            log.error("request %s: the engine crashed each time that it ran: given up", request_id)
+            error = StepError("the engine crashed each time it computed this request")
+            self._end(request_id, "error", error)
         self._recovery = asyncio.get_running_loop().create_task(self._recover(process))
 
     async def _recover(self, process: _Process) -> None:
@@ -310,9 +334,8 @@ class EngineProcess(StreamingEngine):
                 await asyncio.sleep(min(0.2 * 2**attempt, 5.0))
                 continue
             self._introduce(new.hello)
-            self._process = new
+            self._process, self._state = new, self._stats.state
             await self._connect(new)
-            self._state = self._stats.state
             log.info("a new engine process goes on with %d requests", len(self._journal))
             return
         self._state = "failed"

@@ -23,7 +23,7 @@ import itertools
 import random
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -140,7 +140,7 @@ class Scheduler:
         self._requests: dict[str, list[Sequence]] = {}
         self._followers: dict[str, list[Sequence]] = {}  # wait for sequence 0 to fill the cache
         self._num_followers = 0
-        self._only: Container[Sequence] | None = None  # who may be admitted; None: everybody
+        self._only: frozenset[Sequence] | None = None  # who may be admitted; None: everybody
         self._held: list[Sequence] = []  # who may not
         self._waiting = self._make_queue()
         self._running: list[Sequence] = []  # by rank
@@ -714,9 +714,9 @@ class Scheduler:
             self._queue(seq)
         self.pool.reset()
 
-    def restrict(self, only: Container[Sequence] | None) -> None:
+    def restrict(self, only: Iterable[Sequence] | None) -> None:
         """Admits none but these from now on; None: everybody. What runs goes on running."""
-        self._only = only
+        self._only = None if only is None else frozenset(only)
         followers = {seq for seqs in self._followers.values() for seq in seqs}
         self._waiting, self._held = self._make_queue(), []
         for seqs in self._requests.values():

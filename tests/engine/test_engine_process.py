@@ -11,10 +11,18 @@ import pytest
 from forge_jax import SamplingParams
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
-from forge_jax.errors import ConfigError, EngineError, ModelError, RequestError, StepError
+from forge_jax.errors import (
+    ConfigError,
+    EngineError,
+    ModelError,
+    OverloadedError,
+    RequestError,
+    StepError,
+)
 from forge_jax.process import client
 from forge_jax.process.client import EngineProcess
 from forge_jax.process.messages import Abort, Frames, Start, Submit, decoded, frame, to_engine
+from forge_jax.recovery import MAX_FAILURES
 from forge_jax.schedule.request import Request
 from forge_jax.streams import QueueLimits, StreamingEngine
 
@@ -126,37 +134,26 @@ async def test_what_comes_while_there_is_no_process_is_served_by_the_next(engine
 
 
 async def test_a_request_that_kills_each_process_ends_alone(engine, monkeypatch):
-    """The process dies whenever this request has been sent to it, before it brings a token."""
+    """The process dies whenever this request is sent to it, before anybody gets a token of it."""
     send = client.EngineProcess._send
-    connect = client.EngineProcess._connect
-
-    def kill_if_poisoned(self):
-        if "poison" in self._journal:
-            os.kill(self._process.process.pid, signal.SIGKILL)
 
     def send_and_kill(self, message):
-        send(self, message)
         if isinstance(message, Submit) and message.request.request_id == "poison":
-            kill_if_poisoned(self)
-
-    async def connect_and_kill(self, process):
-        await connect(self, process)
-        self._process = process
-        kill_if_poisoned(self)
+            os.kill(self.pid, signal.SIGKILL)
+        send(self, message)
 
     monkeypatch.setattr(client.EngineProcess, "_send", send_and_kill)
-    monkeypatch.setattr(client.EngineProcess, "_connect", connect_and_kill)
-    long = [([3, 4, 5], SamplingParams(max_tokens=400, seed=3, ignore_eos=True))]
-    expected = await undisturbed(long)
-    serving = asyncio.ensure_future(outcomes(engine, long))
-    await until(lambda: engine._journal and engine._journal["r0"].outputs[0], "a token")
-    # Its neighbour may have no token between the kills either, but it has had one before the first.
-    engine._journal["r0"].crashes = -1
+    work = jobs(9, seed=2)
+    expected = await undisturbed(work)
+    serving = asyncio.ensure_future(outcomes(engine, work))
+    await asyncio.sleep(0)  # all of them are sent, and none has a token
     poison = SamplingParams(max_tokens=5)
     found = await asyncio.wait_for(outcome(engine, "poison", [1], poison), WAIT_S)
     assert found[0][4] == "error" and isinstance(found[0][5], StepError)
     assert await serving == expected
-    assert engine.num_restarts == client.MAX_CRASHES
+    # Three crashes of all ten, then halves of 10, 5, 3 and 2 that hold it, and it alone.
+    assert engine.num_restarts <= MAX_FAILURES + 4 + 1
+    assert not engine._bisection.active and not engine._journal
 
 
 STICKY = """
@@ -192,6 +189,17 @@ async def test_a_device_beyond_repair_takes_its_process_with_it(monkeypatch, tmp
         assert engine.num_restarts == 1 and (tmp_path / "has failed").exists()
     finally:
         await engine.stop()
+
+
+async def test_what_waits_is_shed_while_there_is_no_process(engine):
+    os.kill(engine.pid, signal.SIGKILL)
+    await until(lambda: engine.stats().state == "recovering", "recovering")
+    streams = [engine.submit([1], SamplingParams(max_tokens=3), request_id=r) for r in "ab"]
+    assert engine.shed()
+    [end] = await anext(streams[1])
+    assert end.finish_reason == "error" and isinstance(end.error, OverloadedError)
+    last = [delta async for deltas in streams[0] for delta in deltas][-1]
+    assert last.finish_reason == "length" and not engine._journal and not engine._streams
 
 
 async def test_aborts_reach_the_process(engine):
