@@ -1,10 +1,10 @@
 """Who may run after a failure, and whose fault it was.
 
 A step that raises loses nothing, nor does a process that dies: the tokens are on the host, so
-everybody is computed anew. If it was chance, that is all. If a request brings the failure about each
-time, everybody who runs beside it gets nowhere; so those that were part of `MAX_FAILURES` failures
-and got no further in between are run by halves, each half alone, until the one is found that fails
-by itself.
+everybody is computed anew. If it was chance, that is all. If a request brings the failure about
+each time, everybody who runs beside it gets nowhere; so those that were part of `MAX_FAILURES`
+failures and got no further in between are run by halves, each half alone, until the one is found
+that fails by itself.
 """
 
 from __future__ import annotations
