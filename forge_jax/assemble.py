@@ -17,10 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from forge_jax.cache.kv import GIB, KVShape, coarse, cpu_kv_bytes, fit_num_blocks
+from forge_jax.cache.kv import (
+    GIB,
+    KVShape,
+    coarse,
+    cpu_kv_bytes,
+    element_dtype,
+    fit_num_blocks,
+    kv_shape,
+)
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import check_weights, load_weights
 from forge_jax.config import EngineConfig
@@ -34,9 +41,10 @@ from forge_jax.observe.memory import available_host_bytes, device_bytes, give_ba
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.step.runner import Runner, first_shapes, step_shapes
 from forge_jax.step.slots import MAX_END_TOKENS
+from forge_jax.step.step import Sampler
 from forge_jax.text.load import load_text
 from forge_kernels import cpu
-from forge_kernels.attention import Implementation, kv_storage_dtype
+from forge_kernels.attention import Implementation
 from forge_kernels.attention.cpu_ffi import unsupported
 from forge_kernels.linear import Format
 
@@ -97,11 +105,13 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
     with startup.phase("warm-up"):
         runner.start(leaves)
     log.info(
-        "%s: %.2f GB of weights, KV cache of %d blocks x %d tokens (%.2f GiB), context %d, on %s",
+        "%s: %.2f GB of weights, KV cache of %d blocks x %d tokens in %s (%.2f GiB), context %d, "
+        "on %s",
         config.model.model,
         model.param_bytes / 1e9,
         sizes.kv.num_blocks,
         sizes.kv.block_size,
+        element_dtype(config.cache.kv_dtype, model.dtype),
         sizes.kv.total_bytes / GIB,
         sizes.max_model_len,
         device,
@@ -198,6 +208,7 @@ def _make_runner(
         max_blocks=sizes.blocks_per_sequence,
         device=device,
         implementation=kernels.attention,
+        sampler=kernels.sampler,
         deterministic=config.model.deterministic,
         command_buffers=config.parallel.command_buffers,
         memory_limit=memory_limit,
@@ -225,10 +236,11 @@ def choose_device(config: EngineConfig) -> jax.Device:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kernels:
-    """How matrices are kept, and what computes attention."""
+    """How matrices are kept, and what computes attention and samples."""
 
     forms: WeightForms = WeightForms()
     attention: Implementation = "auto"
+    sampler: Sampler = "xla"
 
 
 def _choose_kernels(config: EngineConfig, spec: ModelSpec, device: jax.Device) -> _Kernels:
@@ -255,10 +267,11 @@ def _choose_kernels(config: EngineConfig, spec: ModelSpec, device: jax.Device) -
             head="int8" if packed == "int4" else packed,
             embedding=None if packed == "bf16" else "int8",
         )
-        no_attention = unsupported(spec.head_dim, jnp.dtype(dtype), device.platform)
+        cached = element_dtype(config.cache.kv_dtype, dtype)
+        no_attention = unsupported(spec.head_dim, cached, device.platform)
         if no_attention is not None:
-            log.warning("attention without the CPU kernels: %s", no_attention)
-        return _Kernels(forms=forms, attention="auto" if no_attention else "cpu")
+            log.warning("attention in plain XLA, without the CPU kernels: %s", no_attention)
+        return _Kernels(forms=forms, attention="auto" if no_attention else "cpu", sampler="cpu")
     if quantization != "none":
         raise ConfigError(f"--quantization {quantization}: {reason}")
     return _Kernels()
@@ -337,21 +350,20 @@ class _Sizes:
         max_model_len = asked or spec.max_position_embeddings
         max_tokens = batch.max_num_batched_tokens or _step_tokens(config, on_cpu)
 
-        def kv_shape(num_blocks: int, block_size: int) -> KVShape:
-            return KVShape(
-                num_layers=spec.num_hidden_layers,
+        def shape(num_blocks: int, block_size: int) -> KVShape:
+            return kv_shape(
+                spec,
                 num_blocks=num_blocks,
-                num_kv_heads=spec.num_key_value_heads,
                 block_size=block_size,
-                head_dim=spec.head_dim,
-                storage=kv_storage_dtype(model.dtype, device.platform),
+                dtype=element_dtype(cache.kv_dtype, model.dtype),
+                platform=device.platform,
             )
 
         block_size = cache.block_size or (16 if on_cpu else 64)
         if cache.kv_cache == "contiguous":
             block_size = -(-max_model_len // 8) * 8
         if cache.num_blocks is not None:
-            kv = kv_shape(cache.num_blocks, block_size)
+            kv = shape(cache.num_blocks, block_size)
             max_model_len = _fit_context(asked, max_model_len, cache.num_blocks * block_size)
             free = _memory_bytes(device)
             if kv.total_bytes > free:
@@ -361,7 +373,7 @@ class _Sizes:
                 )
         else:
             free = _kv_bytes(config, model, device, max_tokens)
-            block_bytes = kv_shape(1, block_size).block_bytes
+            block_bytes = shape(1, block_size).block_bytes
             room = coarse(free // block_bytes) * block_size
             if asked is None and cache.kv_cache == "paged" and room:
                 max_model_len = _fit_context(None, max_model_len, room)
@@ -372,7 +384,7 @@ class _Sizes:
                 blocks_per_sequence=per_sequence,
                 max_num_seqs=batch.max_num_seqs,
             )
-            kv = kv_shape(num_blocks, block_size)
+            kv = shape(num_blocks, block_size)
         return cls(
             max_model_len=max_model_len,
             max_num_batched_tokens=max_tokens,

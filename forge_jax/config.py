@@ -14,6 +14,7 @@ from forge_jax.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 MAX_NUM_SEQS = 4096  # each is a row of the largest decode executable
+KVDType = Literal["auto", "fp8", "int8"]
 Policy = Literal["fcfs", "priority", "prefix"]
 Batching = Literal["continuous", "static"]
 
@@ -52,6 +53,11 @@ class ModelConfig:
 class CacheConfig:
     block_size: int | None = option(None, "tokens per KV block; auto: 64 on GPU, 16 on CPU")
     num_blocks: int | None = option(None, "KV blocks; auto: what the memory allows")
+    kv_dtype: KVDType = option(
+        "auto",
+        "type of keys and values; auto: the model's; fp8 and int8, with a scale for each token and "
+        "head, take about half the memory of a 16-bit type",
+    )
     memory_fraction: float = option(
         0.9,
         "part of a GPU's memory to use; on CPU the KV cache takes 0.5 GiB at most, see num-blocks",

@@ -18,10 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from forge_jax.cache.kv import EIGHT_BITS, elements, kv_shape
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import load_weights
 from forge_jax.models import KV, Leaves, Model, ModelSpec, build_model, read_spec
-from forge_kernels.attention import Implementation, kv_storage_dtype
+from forge_kernels.attention import Implementation
 from forge_kernels.embed import embed
 
 
@@ -65,22 +66,27 @@ def new_kv(model: LoadedModel | Model, num_blocks: int, block_size: int, dtype: 
     """An empty KV cache: one array [num_blocks, 2, K, block_size, D] per layer.
 
     Args:
-      dtype: float32, or the model's own; the model's by default. On CPU 16-bit types are held as
-        their bits, in uint16 arrays.
+      dtype: float32, the model's own, "fp8" or "int8"; the model's by default. On CPU 16-bit types
+        are held as their bits, in uint16 arrays. The cache in 8 bits is a `QuantizedKV` per layer:
+        the elements, and a scale for each token and head.
 
     Raises:
-      ValueError: a 16-bit type that is not the model's.
+      ValueError: another type.
     """
     built = model.model if isinstance(model, LoadedModel) else model
-    dtype = jnp.dtype(dtype or built.dtype)
-    if dtype not in (built.dtype, jnp.float32):
+    dtype = jnp.dtype(EIGHT_BITS.get(dtype, dtype or built.dtype))
+    if dtype not in (built.dtype, jnp.float32, *EIGHT_BITS.values()):
         raise ValueError(
-            f"the cache of a {built.dtype} model is {built.dtype} or float32, not {dtype}"
+            f"the cache of a {built.dtype} model is {built.dtype}, float32, "
+            f"{' or '.join(EIGHT_BITS)}, not {dtype}"
         )
-    spec = built.spec
-    shape = (num_blocks, 2, spec.num_key_value_heads, block_size, spec.head_dim)
-    stored = kv_storage_dtype(dtype, jax.default_backend())
-    return tuple(jnp.zeros(shape, stored) for _ in range(spec.num_hidden_layers))
+    return kv_shape(
+        built.spec,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=dtype,
+        platform=jax.default_backend(),
+    ).empty()
 
 
 def forward(model: LoadedModel | Model, leaves: Leaves, kv: KV, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +127,7 @@ def decode_step(
       (kv, next tokens i32[S], logits f32[S, V] of each sequence's last row).
     """
     rows, seqs = tokens.shape[0], kv_lens.shape[0]
-    blocks, _, _, block_size, _ = kv[0].shape
+    blocks, _, _, block_size, _ = elements(kv[0]).shape
     row = jnp.arange(rows)
     seq = jnp.minimum(jnp.sum(cu_q_lens[None, 1:] <= row[:, None], axis=1), seqs - 1)
     positions = kv_lens[seq] - cu_q_lens[seq + 1] + row

@@ -1,25 +1,43 @@
-"""The KV cache on the device: one array per layer, and how many blocks of it fit."""
+"""The KV cache on the device: its form, its bytes, and how many blocks of it fit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from forge_jax.errors import ConfigError
+from forge_kernels.attention import kv_storage_dtype
+from forge_kernels.attention.quantized import QuantizedKV
+
+if TYPE_CHECKING:
+    from forge_jax.models.spec import ModelSpec
+
+LayerKV = jax.Array | QuantizedKV  # dtype[N, 2, K, bs, D], or as much in 8 bits with its scales
+KV = tuple[LayerKV, ...]  # one per layer
 
 GIB = 1 << 30
 CPU_KV_BYTES = GIB // 2  # default on the CPU, where the device reports nothing
 CPU_MEMORY_PART = 0.25  # and never more than this part of what is available
+
+EIGHT_BITS = {"fp8": np.dtype(jnp.float8_e4m3fn), "int8": np.dtype(np.int8)}  # by `--kv-dtype`
+
+
+def element_dtype(kv_dtype: str, model_dtype: DTypeLike) -> np.dtype:
+    """The type of the elements of keys and values, by `--kv-dtype` and the model."""
+    return jnp.dtype(model_dtype) if kv_dtype == "auto" else EIGHT_BITS[kv_dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVShape:
     """`kv[l]: dtype[N, 2, K, bs, D]` for each of L layers; keys at index 0, values at 1.
 
-    `storage` is what the arrays hold: a float, or uint16 for the bits of a 16-bit float (see
-    `forge_kernels.attention.kv_storage_dtype`).
+    `storage` is what the arrays hold: a float, uint16 for the bits of a 16-bit float, or one of the
+    8-bit types (see `forge_kernels.attention.kv_storage_dtype`), which have scales beside them.
     """
 
     num_layers: int
@@ -30,19 +48,55 @@ class KVShape:
     storage: np.dtype
 
     @property
-    def layer(self) -> jax.ShapeDtypeStruct:
+    def layer(self) -> Any:
+        """A ShapeDtypeStruct, or a QuantizedKV of them."""
         shape = (self.num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
-        return jax.ShapeDtypeStruct(shape, self.storage)
+        data = jax.ShapeDtypeStruct(shape, self.storage)
+        if not self.has_scales:
+            return data
+        return QuantizedKV(data, jax.ShapeDtypeStruct(shape[:-1], np.float32))  # type: ignore
+
+    @property
+    def has_scales(self) -> bool:
+        return self.storage.itemsize == 1
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
-        per_layer = 2 * self.num_kv_heads * self.block_size * self.head_dim
-        return self.num_layers * per_layer * self.storage.itemsize
+        """Bytes of one block over all layers, scales included."""
+        rows = self.num_layers * 2 * self.num_kv_heads * self.block_size
+        scale_bytes = 4 if self.has_scales else 0
+        return rows * (self.head_dim * self.storage.itemsize + scale_bytes)
 
     @property
     def total_bytes(self) -> int:
         return self.block_bytes * self.num_blocks
+
+    def empty(self) -> KV:
+        """A cache of zeros."""
+        layer = self.layer
+        return tuple(
+            jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), layer)
+            for _ in range(self.num_layers)
+        )
+
+
+def kv_shape(
+    spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: DTypeLike, platform: str
+) -> KVShape:
+    """The cache of a model, with elements of `dtype`, as it is kept on `platform`."""
+    return KVShape(
+        num_layers=spec.num_hidden_layers,
+        num_blocks=num_blocks,
+        num_kv_heads=spec.num_key_value_heads,
+        block_size=block_size,
+        head_dim=spec.head_dim,
+        storage=kv_storage_dtype(dtype, platform),
+    )
+
+
+def elements(layer: LayerKV) -> jax.Array:
+    """The keys and values themselves: [N, 2, K, bs, D], in either form."""
+    return layer.data if isinstance(layer, QuantizedKV) else layer
 
 
 def fit_num_blocks(

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from forge_jax.cache.kv import KV, LayerKV, elements
 from forge_jax.models.spec import ModelSpec, RopeSpec
 from forge_kernels.attention import Implementation, ragged_paged_attention, rotate_and_write
 from forge_kernels.embed import embed
@@ -33,7 +34,6 @@ from forge_kernels.rope import (
 )
 
 Leaves = tuple[jax.Array, ...]
-KV = tuple[jax.Array, ...]  # one dtype[N, 2, K, bs, D] per layer
 
 
 class Ragged(NamedTuple):
@@ -47,7 +47,7 @@ class Ragged(NamedTuple):
     cu_q_lens: jax.Array  # i32[S + 1]
     num_seqs: jax.Array  # i32[]
     num_tokens: jax.Array  # i32[], rows that exist
-    kv_dtype: np.dtype
+    kv_dtype: np.dtype | None  # what the cache holds the bits of, where it holds bits
     implementation: Implementation
     max_q_len: int | None
     uniform: bool
@@ -115,8 +115,8 @@ class Attention(nnx.Module):
         self.qkv = Linear(spec.hidden_size, rows, dtype, form)
         self.out = Linear(self.heads * self.head_dim, spec.hidden_size, dtype, form)
 
-    def __call__(self, x: jax.Array, kv: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
-        """x: dtype[T, d]; kv: dtype[N, 2, K, bs, D] -> (kv, x with the attention added)."""
+    def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
+        """x: dtype[T, d]; kv: one layer's -> (kv, x with the attention added)."""
         H, K, D = self.heads, self.kv_heads, self.head_dim
         qkv = self.qkv(x, norm=self.norm, num_rows=ragged.num_tokens)
         q, kv = rotate_and_write(
@@ -167,7 +167,7 @@ class DecoderLayer(nnx.Module):
         self.attention = Attention(spec, dtype, form)
         self.mlp = MLP(spec, dtype, form)
 
-    def __call__(self, x: jax.Array, kv: jax.Array, ragged: Ragged) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
         kv, x = self.attention(x, kv, ragged)
         return kv, self.mlp(x, ragged)
 
@@ -299,7 +299,8 @@ class Model:
 
         Args:
           leaves: the weights, in the order of `Model.leaves`.
-          kv: per layer dtype[N, 2, K, bs, D]; uint16 holds the bits of the model's 16-bit dtype.
+          kv: per layer dtype[N, 2, K, bs, D], where uint16 holds the bits of the model's 16-bit
+            dtype; or a `QuantizedKV`.
           tokens, positions: i32[T].
           slot_mapping: i32[T], `block * bs + offset` of each token; `N * bs` where nothing is
             written.
@@ -332,7 +333,7 @@ class Model:
             cu_q_lens=cu_q_lens,
             num_seqs=num_seqs,
             num_tokens=cu_q_lens[num_seqs],
-            kv_dtype=self.dtype if kv[0].dtype == jnp.uint16 else kv[0].dtype,
+            kv_dtype=self.dtype if elements(kv[0]).dtype == jnp.uint16 else None,
             implementation=implementation,
             max_q_len=max_q_len,
             uniform=uniform,

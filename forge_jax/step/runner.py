@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forge_jax.cache.kv import GIB, KVShape
+from forge_jax.cache.kv import GIB, KV, KVShape
 from forge_jax.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from forge_jax.schedule.plan import (
     Admission,
@@ -41,7 +41,7 @@ from forge_jax.step.slots import (
     set_history,
     slots_shape,
 )
-from forge_jax.step.step import StepOut, make_step
+from forge_jax.step.step import Sampler, StepOut, make_step
 from forge_kernels import cpu
 from forge_kernels.attention import Implementation
 
@@ -122,6 +122,7 @@ class Runner:
       shapes: of all executables, smallest first; the last takes any plan.
       first: those that `start` waits for; one of them takes several tokens of a sequence. Default:
         all.
+      implementation, sampler: of attention and of sampling.
       command_buffers: whether XLA:GPU may use command buffers (CUDA graphs).
       memory_limit: bytes of the device that all of this may take; None: no matter how many.
       deterministic: compute every row in the same way. With one shape, the logits of a token are
@@ -139,6 +140,7 @@ class Runner:
         max_blocks: int,
         device: jax.Device,
         implementation: Implementation = "auto",
+        sampler: Sampler = "xla",
         deterministic: bool = False,
         command_buffers: bool = True,
         memory_limit: int | None = None,
@@ -153,6 +155,7 @@ class Runner:
         self._late = [shape for shape in self._shapes if shape not in self._first]
         self._ready: list[StepShape] = []  # that can run, smallest first
         self._implementation: Implementation = implementation
+        self._sampler: Sampler = sampler
         self._deterministic = deterministic
         self._memory_limit = memory_limit
         self._slots_shape = slots_shape(num_slots, max_blocks, model.spec.vocab_size)
@@ -164,9 +167,9 @@ class Runner:
         self._executables = Executables(self._compiler_options)
         self._compiled: dict[str, jax.stages.Compiled] = {}  # that run
         self._leaves: tuple[jax.Array, ...] = ()
-        self._kv: tuple[jax.Array, ...] = ()
+        self._kv: KV = ()
         self._slots: Any = None
-        self._new: Future[tuple[tuple[jax.Array, ...], Slots]] | None = None  # both of them
+        self._new: Future[tuple[KV, Slots]] | None = None  # both of them
 
     @property
     def executables(self) -> list[str]:
@@ -185,6 +188,7 @@ class Runner:
             "max_blocks": self._max_blocks,
             "dtypes": [str(self._model.dtype), str(self._kv_shape.storage)],
             "attention": self._implementation,
+            "sampling": self._sampler,
             "matrices": sorted({packing.format for packing in self._model.packings.values()}),
             "cpu_kernels": cpu.identity(),
             "uniform": self._deterministic,
@@ -205,7 +209,7 @@ class Runner:
     def compile(self) -> None:
         """Starts to lower and compile everything in threads, the first shapes first."""
         leaves = self._on_device(self._model.leaves)
-        kv = tuple(self._on_device(self._kv_shape.layer) for _ in range(self._kv_shape.num_layers))
+        kv = (self._on_device(self._kv_shape.layer),) * self._kv_shape.num_layers
         slots = self._on_device(self._slots_shape)
         add = self._executables.add
 
@@ -215,6 +219,7 @@ class Runner:
                 shape,
                 self._kv_shape.block_size,
                 implementation=self._implementation,
+                sampler=self._sampler,
                 uniform=self._deterministic,
             )
             width = self._i32(shape.width)
@@ -386,10 +391,9 @@ class Runner:
         self._step(shape, packed).packed.block_until_ready()
         self._ready = [s for s in self._shapes if s in self._ready or s == shape]
 
-    def _new_state(self) -> tuple[tuple[jax.Array, ...], Slots]:
-        layer = self._kv_shape.layer
-        kv = tuple(jnp.zeros(layer.shape, layer.dtype) for _ in range(self._kv_shape.num_layers))
-        return kv, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._slots_shape)
+    def _new_state(self) -> tuple[KV, Slots]:
+        slots = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._slots_shape)
+        return self._kv_shape.empty(), slots
 
     def _i32(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._sharding)

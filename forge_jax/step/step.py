@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from forge_jax.cache.kv import KV, elements
 from forge_jax.sampling_params import MAX_LOGPROBS
 from forge_jax.step import meta as meta_bits
 from forge_jax.step.meta import Meta, StepShape
@@ -23,6 +24,8 @@ from forge_kernels.embed import embed
 
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
+
+Sampler = Literal["xla", "cpu"]
 
 
 class StepOut(NamedTuple):
@@ -40,16 +43,21 @@ def make_step(
     block_size: int,
     *,
     implementation: Implementation = "auto",
+    sampler: Sampler = "xla",
     uniform: bool = False,
-) -> Callable[..., tuple[tuple[jax.Array, ...], Slots, StepOut]]:
-    """The step function of one shape, to be jitted with `donate_argnums=(1, 2)`."""
+) -> Callable[..., tuple[KV, Slots, StepOut]]:
+    """The step function of one shape, to be jitted with `donate_argnums=(1, 2)`.
+
+    Args:
+      implementation: of attention. sampler: of sampling.
+    """
 
     def step(
         leaves: tuple[jax.Array, ...],
-        kv: tuple[jax.Array, ...],  # per layer dtype[N, 2, K, bs, D]
+        kv: KV,
         slots: Slots,
         packed: jax.Array,  # i32[shape.width]
-    ) -> tuple[tuple[jax.Array, ...], Slots, StepOut]:
+    ) -> tuple[KV, Slots, StepOut]:
         m: Meta = shape.split(packed)
         num_slots, max_blocks = slots.block_tables.shape
         block_tables = (
@@ -69,7 +77,7 @@ def make_step(
         positions = m.start[seq] + jnp.arange(shape.num_tokens) - m.cu_q_lens[seq]
         positions = jnp.where(valid, positions, 0)
         blocks = tables[seq, positions // block_size]
-        num_kv = kv[0].shape[0] * block_size
+        num_kv = elements(kv[0]).shape[0] * block_size
         slot_mapping = jnp.where(valid, blocks * block_size + positions % block_size, num_kv)
 
         kv, hidden = model.forward(
@@ -87,7 +95,6 @@ def make_step(
             uniform=uniform,
         )
         rows = model.logits(leaves, embed(hidden, m.row_token), m.header[2])  # f32[R, V]
-        sampler = "cpu" if implementation == "cpu" else "xla"
         slots, out = _sample_rows(shape, slots, m, rows, tokens, positions, sampler)
         return kv, slots, out
 
@@ -102,7 +109,7 @@ def _sample_rows(
     logits: jax.Array,  # f32[R, V]
     tokens: jax.Array,  # i32[T]
     positions: jax.Array,  # i32[T]
-    sampler: Literal["xla", "cpu"],
+    sampler: Sampler,
 ) -> tuple[Slots, StepOut]:
     flags = m.header[3]
     row = jnp.arange(shape.num_rows)
