@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from forge_jax.cache.kv import EIGHT_BITS, elements, kv_shape
+from forge_jax.cache.kv import EIGHT_BITS, kv_shape
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import load_weights
 from forge_jax.models import KV, Leaves, Model, ModelSpec, build_model, read_spec
@@ -127,7 +127,7 @@ def decode_step(
       (kv, next tokens i32[S], logits f32[S, V] of each sequence's last row).
     """
     rows, seqs = tokens.shape[0], kv_lens.shape[0]
-    blocks, _, _, block_size, _ = elements(kv[0]).shape
+    blocks, _, _, block_size, _ = kv[0].shape
     row = jnp.arange(rows)
     seq = jnp.minimum(jnp.sum(cu_q_lens[None, 1:] <= row[:, None], axis=1), seqs - 1)
     positions = kv_lens[seq] - cu_q_lens[seq + 1] + row

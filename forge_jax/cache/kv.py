@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from forge_jax.errors import ConfigError
-from forge_kernels.attention import kv_storage_dtype
-from forge_kernels.attention.quantized import QuantizedKV
+from forge_kernels.attention import QuantizedKV, kv_shape_dtype, kv_storage_dtype
 
 if TYPE_CHECKING:
     from forge_jax.models.spec import ModelSpec
@@ -48,28 +47,20 @@ class KVShape:
     storage: np.dtype
 
     @property
-    def layer(self) -> Any:
-        """A ShapeDtypeStruct, or a QuantizedKV of them."""
+    def layer(self) -> jax.ShapeDtypeStruct | QuantizedKV:
+        """Of one layer: what describes its array; in 8 bits a QuantizedKV of two of them."""
         shape = (self.num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
-        data = jax.ShapeDtypeStruct(shape, self.storage)
-        if not self.has_scales:
-            return data
-        return QuantizedKV(data, jax.ShapeDtypeStruct(shape[:-1], np.float32))  # type: ignore
-
-    @property
-    def has_scales(self) -> bool:
-        return self.storage.itemsize == 1
+        return kv_shape_dtype(shape, self.storage)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, scales included."""
-        rows = self.num_layers * 2 * self.num_kv_heads * self.block_size
-        scale_bytes = 4 if self.has_scales else 0
-        return rows * (self.head_dim * self.storage.itemsize + scale_bytes)
+        return self.total_bytes // self.num_blocks
 
     @property
     def total_bytes(self) -> int:
-        return self.block_bytes * self.num_blocks
+        arrays = jax.tree.leaves(self.layer)
+        return self.num_layers * sum(array.size * array.dtype.itemsize for array in arrays)
 
     def empty(self) -> KV:
         """A cache of zeros."""
@@ -94,9 +85,9 @@ def kv_shape(
     )
 
 
-def elements(layer: LayerKV) -> jax.Array:
-    """The keys and values themselves: [N, 2, K, bs, D], in either form."""
-    return layer.data if isinstance(layer, QuantizedKV) else layer
+def bits_of(storage: np.dtype, model_dtype: np.dtype) -> np.dtype | None:
+    """The type whose bits are stored as `storage`; None where numbers are stored as they are."""
+    return {"uint16": model_dtype, "uint8": EIGHT_BITS["fp8"]}.get(storage.name)
 
 
 def fit_num_blocks(

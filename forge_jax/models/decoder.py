@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from forge_jax.cache.kv import KV, LayerKV, elements
+from forge_jax.cache.kv import KV, LayerKV, bits_of
 from forge_jax.models.spec import ModelSpec, RopeSpec
 from forge_kernels.attention import Implementation, ragged_paged_attention, rotate_and_write
 from forge_kernels.embed import embed
@@ -47,7 +47,7 @@ class Ragged(NamedTuple):
     cu_q_lens: jax.Array  # i32[S + 1]
     num_seqs: jax.Array  # i32[]
     num_tokens: jax.Array  # i32[], rows that exist
-    kv_dtype: np.dtype | None  # what the cache holds the bits of, where it holds bits
+    kv_dtype: np.dtype | None  # whose bits the cache holds, where it holds bits
     implementation: Implementation
     max_q_len: int | None
     uniform: bool
@@ -333,7 +333,7 @@ class Model:
             cu_q_lens=cu_q_lens,
             num_seqs=num_seqs,
             num_tokens=cu_q_lens[num_seqs],
-            kv_dtype=self.dtype if elements(kv[0]).dtype == jnp.uint16 else None,
+            kv_dtype=bits_of(kv[0].dtype, self.dtype),
             implementation=implementation,
             max_q_len=max_q_len,
             uniform=uniform,

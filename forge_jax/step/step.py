@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from forge_jax.cache.kv import KV, elements
+from forge_jax.cache.kv import KV
 from forge_jax.sampling_params import MAX_LOGPROBS
 from forge_jax.step import meta as meta_bits
 from forge_jax.step.meta import Meta, StepShape
@@ -77,7 +77,7 @@ def make_step(
         positions = m.start[seq] + jnp.arange(shape.num_tokens) - m.cu_q_lens[seq]
         positions = jnp.where(valid, positions, 0)
         blocks = tables[seq, positions // block_size]
-        num_kv = elements(kv[0]).shape[0] * block_size
+        num_kv = kv[0].shape[0] * block_size
         slot_mapping = jnp.where(valid, blocks * block_size + positions % block_size, num_kv)
 
         kv, hidden = model.forward(

@@ -90,10 +90,11 @@ def test_decode_steps_give_hugging_faces_tokens():
     assert scores.shape == (3, 331)
 
 
-def test_a_cache_has_the_models_type_or_float32():
+def test_a_cache_has_the_models_type_or_float32_or_8_bits():
     loaded = forge_jax.load(str(FIXTURES / "goldens/llama2"), dtype="bfloat16", progress=False)
     assert forge_jax.new_kv(loaded, 2, 8, jnp.float32)[0].dtype == jnp.float32
-    with pytest.raises(ValueError, match="bfloat16 or float32, not float16"):
+    assert forge_jax.new_kv(loaded, 2, 8, "int8")[0].data.dtype == jnp.int8
+    with pytest.raises(ValueError, match="bfloat16, float32, fp8 or int8, not float16"):
         forge_jax.new_kv(loaded, 2, 8, jnp.float16)
 
 

@@ -1,0 +1,162 @@
+"""What does a KV cache in 8 bits give and cost? Memory, perplexity and decode tokens/s by kv dtype.
+
+    python -m benchmarks.kv_dtype [--model FOLDER] [--dtype auto] [--output FILE.json]
+
+forge-tiny is scored on documents of its kinds from a seed that it was not trained on, any other
+model on texts of its own, drawn in float32 at temperature 1. Speed is measured in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from benchmarks import report as reports
+from benchmarks.metrics import median
+from forge_jax import LLM, SamplingParams
+from forge_jax.checkpoint.hub import resolve
+from forge_jax.config import KVDType
+from forge_jax.errors import ForgeError
+from training.forge_tiny.corpus import documents
+from training.forge_tiny.tokenizer import encode
+
+BUNDLED = "forge-tiny"
+SEED = 20261120  # forge-tiny's corpus is of seed 0
+SEQUENCES, OUTPUT = 8, 96  # that decode at once, and tokens of each
+SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kv_dtype",
+        description="What does a KV cache in 8 bits give and cost?",
+    )
+    parser.add_argument("--model", default=BUNDLED, help=f"what to run (default {BUNDLED})")
+    parser.add_argument("--dtype", default="auto", help="of the model (default auto)")
+    parser.add_argument("--texts", type=int, default=2000, help="to be scored (default 2000)")
+    parser.add_argument("--rounds", type=int, default=7, help="of decoding (default 7)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[64, 768], help="of decoding")
+    parser.add_argument("--output", type=Path, help="write the report here as JSON")
+    args = parser.parse_args(argv)
+    try:
+        engines = {
+            kv_dtype: LLM(
+                args.model, dtype=args.dtype, kv_dtype=kv_dtype, max_num_seqs=SEQUENCES,
+                max_num_batched_tokens=256,
+            )
+            for kv_dtype in get_args(KVDType)
+        }  # fmt: skip
+        report = reports.new("kv_dtype", model=args.model, **compare(engines, args))
+        if args.output is not None:
+            reports.write(report, args.output)
+    except (ForgeError, OSError) as error:
+        print(f"kv_dtype: {error}", file=sys.stderr)
+        return 1
+    print(markdown(report))
+    return 0
+
+
+def compare(engines: Mapping[str, LLM], args: argparse.Namespace) -> dict[str, Any]:
+    texts = held_out(args.texts) if args.model == BUNDLED else own_texts(args.model, args.texts)
+    speeds = {
+        context: tokens_per_s(engines, context, args.rounds)
+        for context in args.contexts
+        if context + OUTPUT <= engines["auto"].max_model_len
+    }
+    exact = log_likelihoods(engines["auto"], texts)
+    rows = []
+    for kv_dtype, llm in engines.items():
+        lost = exact - log_likelihoods(llm, texts)
+        shape = llm._core._device._kv_shape  # type: ignore[attr-defined]
+        rows.append(
+            {
+                "kv_dtype": kv_dtype,
+                "bytes_per_token": shape.block_bytes / shape.block_size,
+                "perplexity": math.exp(-np.mean(exact - lost)),
+                "more_perplexity": math.expm1(np.mean(lost)),
+                "standard_error": float(np.std(lost) / math.sqrt(len(lost))),
+                "tokens_per_s": {c: median(speed[kv_dtype]) for c, speed in speeds.items()},
+                "ratio": {
+                    c: median([x / y for x, y in zip(s[kv_dtype], s["auto"], strict=True)])
+                    for c, s in speeds.items()
+                },
+            }
+        )
+    return {
+        "dtype": str(engines["auto"]._core._device._model.dtype),  # type: ignore[attr-defined]
+        "scored_tokens": len(exact),
+        "sequences": SEQUENCES,
+        "rounds": args.rounds,
+        "rows": rows,
+    }
+
+
+def held_out(count: int) -> list[list[int]]:
+    """Token ids of documents of forge-tiny's kinds that it was not trained on."""
+    tokenizer = Tokenizer.from_file(str(resolve(BUNDLED) / "tokenizer.json"))
+    return [ids for ids, _ in encode(tokenizer, documents(SEED, count))]
+
+
+def own_texts(model: str, count: int) -> list[list[int]]:
+    """What the model says by itself, with the prompt of one token before it."""
+    llm = LLM(model, dtype="float32", max_num_seqs=32, max_num_batched_tokens=256)
+    first = llm.tokenizer.encode("") if llm.tokenizer is not None else []
+    params = [
+        SamplingParams(max_tokens=min(256, llm.max_model_len - 2), temperature=1.0, seed=SEED + i)
+        for i in range(count)
+    ]
+    outputs = llm.generate([first or [1]] * count, params, progress=False)
+    return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+
+
+def log_likelihoods(llm: LLM, texts: list[list[int]]) -> np.ndarray:
+    """f64[tokens]: the log-probability of each token of each text but its first."""
+    outputs = llm.generate(texts, SCORED, progress=False)
+    return np.array([entry.logprob for o in outputs for entry in o.prompt_logprobs or ()])
+
+
+def tokens_per_s(engines: Mapping[str, LLM], context: int, rounds: int) -> dict[str, list[float]]:
+    """Of decoding, each engine in turn; the prompts are in the prefix cache by then."""
+    params = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
+    prompts = [[5 + (7 * i + 3 * j) % 200 for j in range(context)] for i in range(SEQUENCES)]
+    samples: dict[str, list[float]] = {kv_dtype: [] for kv_dtype in engines}
+    for round_ in range(rounds + 1):
+        for kv_dtype, llm in engines.items():
+            begin_s = time.perf_counter()
+            llm.generate(prompts, params, progress=False)
+            if round_:  # the first one fills the caches
+                samples[kv_dtype].append(SEQUENCES * OUTPUT / (time.perf_counter() - begin_s))
+    return samples
+
+
+def markdown(report: dict[str, Any]) -> str:
+    contexts = list(report["rows"][0]["tokens_per_s"])
+    header = ["kv dtype", "bytes of a token", "perplexity", "to auto"]
+    header += [f"tokens/s, context {context}" for context in contexts]
+    rows = [
+        [
+            row["kv_dtype"],
+            f"{row['bytes_per_token']:,.0f}",
+            f"{row['perplexity']:.4f}",
+            f"{row['more_perplexity']:+.3%} ± {row['standard_error']:.3%}",
+            *(f"{row['tokens_per_s'][c]:,.0f} ({row['ratio'][c]:.2f})" for c in contexts),
+        ]
+        for row in report["rows"]
+    ]
+    return (
+        f"{reports.heading(report)}; {report['model']} in {report['dtype']}; perplexity over "
+        f"{report['scored_tokens']:,} tokens; {report['sequences']} sequences decode at once, "
+        f"medians of {report['rounds']} rounds\n\n{reports.table(header, rows)}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
