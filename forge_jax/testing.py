@@ -8,6 +8,7 @@ imports it when it is called.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -362,6 +363,11 @@ class FailingDevice:
             self._broken = True
             self.num_failures += 1
             raise RuntimeError(f"injected: step {plan.step} fails at its {where}")
+
+
+def not_a_number(dtype: Any) -> float:
+    """A NaN as an array of a KV cache holds it: in 8 bits the scale's, and the worst elements."""
+    return {"uint16": 0x7FC1, "uint8": 0x7F, "int8": 127}.get(str(dtype), math.nan)
 
 
 # ---- tiny models -------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import pytest
 
 from forge_jax import LLM
 from forge_jax.cache.block_pool import BlockPool
-from forge_jax.cache.kv import KVShape
+from forge_jax.cache.kv import element_dtype, kv_shape
 from forge_jax.core import EngineCore
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import FED_BACK, Admission, ScheduledSequence, StepPlan
@@ -30,8 +30,8 @@ from forge_jax.schedule.request import Request, Sequence, Status
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.step import step as step_file
 from forge_jax.step.runner import DETERMINISTIC_GPU_OPTIONS, Runner, step_shapes
-from forge_jax.testing import random_leaves, tiny_model
-from forge_kernels.attention import kv_storage_dtype
+from forge_jax.testing import not_a_number, random_leaves, tiny_model
+from forge_kernels.attention import api as attention_api
 from forge_kernels.attention import xla as xla_attention_file
 
 VOCAB, BLOCK, NUM_BLOCKS, MAX_LEN, SLOTS, T = 96, 8, 320, 256, 16, 64
@@ -75,9 +75,12 @@ class RecordingRunner(Runner):
     def reset(self) -> None:
         """Forgets the rows, and fills the cache with NaN: what nobody wrote must not matter."""
         self.rows = defaultdict(set)
-        layer = self._kv_shape.layer
-        nan = np.full(layer.shape, 0x7FC0 if layer.dtype == np.uint16 else np.nan, layer.dtype)
-        self._kv = tuple(jax.device_put(nan) for _ in self._kv)
+        self._kv = jax.tree.map(
+            lambda array: jax.device_put(
+                np.full(array.shape, not_a_number(array.dtype), array.dtype)
+            ),
+            self._kv,
+        )
 
 
 SIZES: dict[str, dict[str, int]] = {
@@ -97,13 +100,13 @@ def make_runner(
     dtype: str,
     num_tokens: int = T,
     *,
+    kv_dtype: str = "auto",
     size: str = "tiny",
     one_shape: bool = True,
     uniform: bool = True,
 ) -> RecordingRunner:
     """The deterministic tier is one shape and uniform rows; the default one has neither."""
     model = tiny_model(max_position_embeddings=MAX_LEN, dtype=dtype, **SIZES[size])
-    spec = model.spec
     runner = RecordingRunner(
         model,
         shapes=step_shapes(
@@ -113,13 +116,12 @@ def make_runner(
             block_size=BLOCK,
             deterministic=one_shape,
         ),
-        kv_shape=KVShape(
-            num_layers=spec.num_hidden_layers,
+        kv_shape=kv_shape(
+            model.spec,
             num_blocks=NUM_BLOCKS,
-            num_kv_heads=spec.num_key_value_heads,
             block_size=BLOCK,
-            head_dim=spec.head_dim,
-            storage=kv_storage_dtype(model.dtype, "cpu"),
+            dtype=element_dtype(kv_dtype, model.dtype),
+            platform="cpu",
         ),
         num_slots=SLOTS,
         max_blocks=MAX_LEN // BLOCK,
@@ -349,6 +351,7 @@ def check_the_tier(runner: RecordingRunner, combinations: list[Combination], **o
 
 
 DTYPES = ("float32", "bfloat16")
+EIGHT_BITS = (("float32", "int8"), ("bfloat16", "fp8"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -356,10 +359,17 @@ def test_a_request_has_the_same_bits_on_every_schedule(dtype):
     check_the_tier(make_runner(dtype), some(300))
 
 
+@pytest.mark.parametrize(("dtype", "kv_dtype"), EIGHT_BITS)
+def test_so_it_has_with_a_cache_in_8_bits(dtype, kv_dtype):
+    """What a step writes it reads back rounded, so it does not matter where a chunk ends."""
+    check_the_tier(make_runner(dtype, kv_dtype=kv_dtype), some(24))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_in_the_whole_matrix(dtype):
-    check_the_tier(make_runner(dtype), MATRIX)
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
+def test_in_the_whole_matrix(dtype, kv_dtype):
+    check_the_tier(make_runner(dtype, kv_dtype=kv_dtype), MATRIX)
 
 
 @pytest.mark.soak
@@ -415,12 +425,26 @@ def test_another_order_of_sums_shows_in_bfloat16_too(request):
     assert not expected.differing and comparison.differing
 
 
+def test_scales_that_depend_on_the_company_show(monkeypatch):
+    """One scale for all tokens of a step."""
+
+    def quantize_together(rows, dtype):
+        largest = attention_api.LARGEST[dtype]
+        scale = jax.numpy.full(rows.shape[:-1], abs(rows).max() / largest)
+        return (rows / scale[..., None]).astype(dtype), scale
+
+    monkeypatch.setattr(attention_api, "quantize_rows", quantize_together)
+    comparison = Comparison(make_runner.__wrapped__("float32", kv_dtype="int8"))
+    comparison.check(some(8))
+    assert comparison.differing
+
+
 # ---- beyond the scheduler of today --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_verify_drafts_have_the_bits_of_decoded_ones(dtype):
-    runner = make_runner(dtype)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [*((d, "auto") for d in DTYPES), *EIGHT_BITS])
+def test_rows_that_verify_drafts_have_the_bits_of_decoded_ones(dtype, kv_dtype):
+    runner = make_runner(dtype, kv_dtype=kv_dtype)
     decoded = run(runner, Combination(), 0)
     drafts = decoded.tokens[0][1:5]
     request = target(Combination())

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from forge_jax import LLM, SamplingParams
+from forge_jax.cache.kv import KV
 from forge_jax.errors import NumericalError
 from forge_jax.schedule.plan import StepPlan, StepResult
+from forge_jax.testing import not_a_number
 
-BF16_NAN = 0x7FC1
 PROMPTS = [
     f"Once upon a time there was a {animal} " * 4 for animal in ("dog", "cat", "bird", "fox")
 ]
@@ -36,7 +37,7 @@ class Poisoner:
         core._device = self
         kv = self.runner._kv
         mask = jax.ShapeDtypeStruct((kv[0].shape[0],), jnp.bool_)
-        shapes = tuple(jax.ShapeDtypeStruct(k.shape, k.dtype) for k in kv)
+        shapes = jax.tree.map(lambda k: jax.ShapeDtypeStruct(k.shape, k.dtype), kv)
         self._compiled = jax.jit(_poison, donate_argnums=0).lower(shapes, mask).compile()
 
     def dispatch(self, plan: StepPlan) -> Any:
@@ -54,10 +55,12 @@ class Poisoner:
         self.runner.reset()
 
 
-def _poison(kv: tuple[jax.Array, ...], mask: jax.Array) -> tuple[jax.Array, ...]:
-    nan = BF16_NAN if kv[0].dtype == jnp.uint16 else jnp.nan
-    rows = mask[:, None, None, None, None]
-    return tuple(jnp.where(rows, jnp.array(nan, layer.dtype), layer) for layer in kv)
+def _poison(kv: KV, mask: jax.Array) -> KV:
+    def poisoned(array: jax.Array) -> jax.Array:
+        rows = mask.reshape(-1, *(1,) * (array.ndim - 1))
+        return jnp.where(rows, jnp.array(not_a_number(array.dtype), array.dtype), array)
+
+    return jax.tree.map(poisoned, kv)
 
 
 def answers(llm: LLM, prompts=PROMPTS) -> list[Any]:
@@ -68,7 +71,10 @@ def answers(llm: LLM, prompts=PROMPTS) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("kind", [{}, {"kernels": "xla"}, {"dtype": "float32"}])
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"kernels": "xla"}, {"dtype": "float32"}, {"kv_dtype": "int8"}, {"kv_dtype": "fp8"}],
+)
 def test_what_free_blocks_hold_does_not_matter(kind):
     llm = LLM("forge-tiny", **OPTIONS, **kind)
     expected = answers(llm)
@@ -87,8 +93,9 @@ def test_what_free_blocks_hold_does_not_matter(kind):
     assert llm._core.num_recoveries == 0
 
 
-def test_a_row_that_is_not_finite_ends_alone_and_is_not_cached():
-    llm = LLM("forge-tiny", **OPTIONS)
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_a_row_that_is_not_finite_ends_alone_and_is_not_cached(kv_dtype):
+    llm = LLM("forge-tiny", **OPTIONS, kv_dtype=kv_dtype)
     # Without `bad` beside them, and with empty caches: the company does not matter.
     expected = answers(llm)
     core = llm._core
@@ -114,6 +121,6 @@ def test_a_row_that_is_not_finite_ends_alone_and_is_not_cached():
     # What the poison touched is gone: the blocks that it had before are all that can be found.
     core._device = core._device.runner
     [again] = llm.generate([prompt], params[3:], progress=False)
-    [clean] = LLM("forge-tiny", **OPTIONS).generate([prompt], params[3:], progress=False)
+    [clean] = LLM("forge-tiny", **OPTIONS, kv_dtype=kv_dtype).generate([prompt], params[3:], progress=False)
     assert again.outputs[0].token_ids == clean.outputs[0].token_ids
     assert again.outputs[0].finish_reason == "length"

@@ -8,6 +8,7 @@ import numpy as np
 
 from forge_jax.models import Model
 from forge_jax.research import LoadedModel, new_kv
+from forge_jax.testing import not_a_number
 
 BLOCK_SIZE = 16
 MAX_LEN = 96
@@ -24,9 +25,7 @@ class PagedRun:
         self.tables = np.random.default_rng(0).permutation(self.num_blocks)[: seqs * blocks]
         self.tables = self.tables.reshape(seqs, blocks).astype(np.int32)
         empty = new_kv(loaded, self.num_blocks, BLOCK_SIZE, dtype=kv)
-        nan_bits = 0x7FFF  # a NaN in bfloat16 and in float16
-        fill = nan_bits if empty[0].dtype == jnp.uint16 else jnp.nan
-        self.kv = tuple(jnp.full_like(layer, fill) for layer in empty)
+        self.kv = jax.tree.map(lambda a: jnp.full_like(a, not_a_number(a.dtype)), empty)
         self.lens = np.zeros(seqs, np.int32)
         self.step_fn = jitted_step(loaded.model, implementation)
 
