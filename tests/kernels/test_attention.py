@@ -481,15 +481,15 @@ FAULTS = {
     "sees one key too many": ("None, :] < visible", "None, :] <= visible"),
     "sees one key too few": ("seen = position[", "seen = 1 + position["),
     "multiplies values by the mask": (
-        "values = jnp.where(exists[:, None, :, None], values, jnp.zeros((), values.dtype))",
-        "values = values * exists[:, None, :, None].astype(values.dtype)",
+        "data = jnp.where(exists[..., None], values.data, jnp.zeros((), values.data.dtype))",
+        "data = values.data * exists[..., None].astype(values.data.dtype)",
     ),
     "adds the mask to the scores": (
-        "scores = jnp.where(seen[:, None], scores * sm_scale, -jnp.inf)",
-        "scores = scores * sm_scale - 1e30 * (1 - seen[:, None].astype(jnp.float32))",
+        "scores = jnp.where(seen[:, None], scores, -jnp.inf)",
+        "scores = scores - 1e30 * (1 - seen[:, None].astype(jnp.float32))",
     ),
     "forgets to rescale": ("out * decay[..., None] + added", "out + added"),
-    "stops a tile early": ("-(-longest.max() // KV_TILE)", "longest.max() // KV_TILE"),
+    "stops a tile early": ("(-(-longest // KV_TILE)", "(longest // KV_TILE"),
     "mixes up heads": ("transpose(0, 3, 1, 2, 4)", "transpose(0, 3, 2, 1, 4)"),
 }
 
@@ -530,13 +530,16 @@ def test_writes_go_to_their_slots_and_the_one_past_the_end_is_dropped():
         np.testing.assert_array_equal(lax.bitcast_convert_type(as_bits, kv_dtype), as_float)
 
 
-def test_caches_of_16_bits_are_stored_as_bits_on_cpu_only():
+def test_floats_of_16_and_8_bits_are_stored_as_bits_on_cpu_only():
     assert kv_storage_dtype("bfloat16", "cpu") == jnp.uint16
     assert kv_storage_dtype("float16", "cpu") == jnp.uint16
     assert kv_storage_dtype("float32", "cpu") == jnp.float32
     assert kv_storage_dtype("bfloat16", "gpu") == jnp.bfloat16
-    with pytest.raises(TypeError, match="float8"):
-        kv_storage_dtype("float8_e4m3fn", "cpu")
+    assert kv_storage_dtype("float8_e4m3fn", "cpu") == jnp.uint8
+    assert kv_storage_dtype("float8_e4m3fn", "gpu") == jnp.float8_e4m3fn
+    assert kv_storage_dtype("int8", "cpu") == kv_storage_dtype("int8", "gpu") == jnp.int8
+    with pytest.raises(TypeError, match="not float8_e5m2"):
+        kv_storage_dtype("float8_e5m2", "cpu")
 
 
 def test_inputs_that_do_not_fit_are_refused():

@@ -3,15 +3,19 @@
 from forge_kernels.attention.api import (
     IMPLEMENTATIONS,
     Implementation,
+    kv_shape_dtype,
     kv_storage_dtype,
     ragged_paged_attention,
     rotate_and_write,
     write_kv,
 )
+from forge_kernels.attention.quantized import QuantizedKV
 
 __all__ = [
     "IMPLEMENTATIONS",
     "Implementation",
+    "QuantizedKV",
+    "kv_shape_dtype",
     "kv_storage_dtype",
     "ragged_paged_attention",
     "rotate_and_write",

@@ -9,7 +9,7 @@ K key/value heads, D head dim.
 
 import functools
 import logging
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from forge_kernels.attention.cpu_ffi import cpu_attention, cpu_rotate_write, unsupported
+from forge_kernels.attention.quantized import LARGEST, QuantizedKV, quantize_rows
 from forge_kernels.attention.reference import reference_attention
 from forge_kernels.attention.xla import xla_attention
 from forge_kernels.rope import apply_rope
@@ -26,17 +27,21 @@ IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 # Traced and lowered once for all the layers of a model, which is most of what tracing a step costs.
 _xla_attention = jax.jit(
-    xla_attention, static_argnames=("sm_scale", "kv_dtype", "max_q_len", "uniform")
+    xla_attention,
+    static_argnames=("sm_scale", "kv_dtype", "max_q_len", "uniform", "window", "soft_cap"),
 )
 
 log = logging.getLogger(__name__)
 
 _FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
+# What the bits of an array that is no number may mean.
+_BITS = {jnp.dtype(jnp.uint16): _FLOATS[1:], jnp.dtype(jnp.uint8): (_FLOAT8,)}
 
 
 def ragged_paged_attention(
     q: jax.Array,
-    kv: jax.Array,
+    kv: jax.Array | QuantizedKV,
     block_tables: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
@@ -47,26 +52,30 @@ def ragged_paged_attention(
     max_q_len: int | None = None,
     implementation: Implementation = "auto",
     uniform: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """Causal attention of each sequence's newest tokens over its blocks of the cache.
 
     Query j of sequence s stands at position `kv_lens[s] - q_lens[s] + j` and sees the keys 0 to
-    that position, where `q_lens = diff(cu_q_lens)`. The tokens' own keys and values are already in
-    `kv`.
+    that position, or the last `window` of them, where `q_lens = diff(cu_q_lens)`. The tokens' own
+    keys and values are already in `kv`.
 
     Args:
       q: float[T, H, D], the sequences' rows one after the other; decode rows (one token) first is
         fast.
       kv: dtype[N, 2, K, bs, D], keys and values of one layer; uint16 means the bits of `kv_dtype`.
-        Whatever lies beyond a sequence's `kv_lens`, and in blocks of nobody, is never used: it may
-        be NaN.
+        In 8 bits a `QuantizedKV`, where uint8 means the bits of `kv_dtype`. Whatever lies beyond a
+        sequence's `kv_lens`, before every window, and in blocks of nobody, is never used: it may be
+        NaN, and so may its scale.
       block_tables: i32[S, max_blocks], the blocks of a sequence in order. Entries beyond its length
         may hold anything.
       kv_lens: i32[S], tokens of each sequence in the cache, this step's included.
       cu_q_lens: i32[S + 1], where each sequence's rows start in `q`; ends with the number of rows.
       num_seqs: i32[], how many sequences there are; what the arrays hold beyond is ignored.
       sm_scale: factor on the scores.
-      kv_dtype: bfloat16 or float16, required where `kv` is uint16 and only there.
+      kv_dtype: bfloat16 or float16, required where `kv` is uint16, or float8_e4m3fn, where it is
+        uint8; and only there.
       max_q_len: a promise that no sequence has more rows; less is compiled. Rows beyond it may be
         zero.
       implementation: `reference` is differentiable for float32 `kv`; `xla` walks only the tiles
@@ -76,14 +85,19 @@ def ragged_paged_attention(
       uniform: compute every row in the same way, so that its bits do not depend on the other rows
         and sequences, nor on `cu_q_lens`, at one shape of the arrays. `reference` and `cpu` always
         do.
+      window: how many keys a query sees at most, its own token's included.
+      soft_cap: scores become `soft_cap * tanh(score / soft_cap)`, after `sm_scale` (Gemma 2, arXiv
+        2408.00118, section 2).
 
     Returns:
       [T, H, D] of q's type. Rows at and beyond `cu_q_lens[num_seqs]` are zero, but with `cpu` they
       may hold anything.
 
     Raises:
-      ValueError: shapes that do not fit together, or an unknown implementation.
-      TypeError: types that do not fit together.
+      ValueError: shapes that do not fit together, an unknown implementation, a window or soft cap
+        that is not positive.
+      TypeError: types that do not fit together, or an implementation that does not know these
+        types, windows or soft caps.
       NotImplementedError: a gradient is asked of anything but `reference` with float32 `kv`.
 
     The cache's form is PagedAttention's (Kwon et al. 2023, section 4.1); the softmax is the online
@@ -94,28 +108,33 @@ def ragged_paged_attention(
     if implementation not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"no attention implementation {implementation!r}; there are: {known}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, not {window}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be positive, not {soft_cap}")
     if implementation != "reference" or kv_dtype != jnp.float32:
-        q = _without_gradient(q)
-        if jnp.issubdtype(kv.dtype, jnp.floating):
-            kv = _without_gradient(kv)
+        q, kv = jax.tree.map(_without_gradient, (q, kv))
     arrays = (q, kv, block_tables, kv_lens, cu_q_lens, num_seqs)
+    scoring: dict[str, Any] = {"sm_scale": sm_scale, "window": window, "soft_cap": soft_cap}
     if implementation == "reference":
-        return reference_attention(*arrays, sm_scale=sm_scale, kv_dtype=kv_dtype)
+        return reference_attention(*arrays, kv_dtype=kv_dtype, **scoring)
     if implementation == "cpu":
-        _check_cpu(q, kv, kv_dtype)
-        return cpu_attention(*arrays, sm_scale=sm_scale)
+        bits = _check_cpu(q, kv, kv_dtype)
+        if window is not None or soft_cap is not None:
+            raise TypeError("no attention by the CPU kernels: they know no window and no soft_cap")
+        return cpu_attention(q, bits, *arrays[2:], sm_scale=sm_scale)
     tokens = q.shape[0]
     max_q_len = tokens if max_q_len is None else min(max_q_len, tokens)
     if implementation == "mosaic" or (implementation == "auto" and _auto_is_mosaic(q, kv)):
-        return _mosaic(*arrays, sm_scale=sm_scale, max_q_len=max_q_len, uniform=uniform)
+        return _mosaic(*arrays, max_q_len=max_q_len, uniform=uniform, **scoring)
     return _xla_attention(
-        *arrays, sm_scale=sm_scale, kv_dtype=kv_dtype, max_q_len=max_q_len, uniform=uniform
+        *arrays, kv_dtype=kv_dtype, max_q_len=max_q_len, uniform=uniform, **scoring
     )
 
 
-def rotate_and_write(
+def rotate_and_write[KV: jax.Array | QuantizedKV](
     qkv: jax.Array,
-    kv: jax.Array,
+    kv: KV,
     cos: jax.Array,
     sin: jax.Array,
     slot_mapping: jax.Array,
@@ -123,12 +142,12 @@ def rotate_and_write(
     num_tokens: jax.Array | None = None,
     kv_dtype: DTypeLike | None = None,
     implementation: Implementation = "auto",
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, KV]:
     """Rotates queries and keys by their positions, and writes keys and values into the cache.
 
     Args:
       qkv: float[T, H + 2K, D]: the heads of the queries, then keys, then values.
-      kv: dtype[N, 2, K, bs, D], see `write_kv`.
+      kv: dtype[N, 2, K, bs, D] or a `QuantizedKV`, see `write_kv`.
       cos, sin: f32[T, D / 2], see `forge_kernels.rope`.
       slot_mapping: i32[T], see `write_kv`.
       num_tokens: i32[], a promise that rows from there on are not needed.
@@ -151,30 +170,32 @@ def rotate_and_write(
             f"tokens and heads of {D}"
         )
     if implementation == "cpu":
-        _check_cpu(qkv, kv, _kv_float(kv, kv_dtype))
+        bits = _check_cpu(qkv, kv, _kv_float(kv, kv_dtype))
         count = jnp.full((), qkv.shape[0], jnp.int32) if num_tokens is None else num_tokens
-        return cpu_rotate_write(qkv, cos, sin, slot_mapping, count, kv)
+        rotated: Any = cpu_rotate_write(qkv, cos, sin, slot_mapping, count, bits)
+        return rotated
     q, k, v = qkv[:, :H], qkv[:, H : H + K], qkv[:, H + K :]
     q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
     return q, write_kv(kv, k, v, slot_mapping, kv_dtype=kv_dtype)
 
 
-def write_kv(
-    kv: jax.Array,
+def write_kv[KV: jax.Array | QuantizedKV](
+    kv: KV,
     k: jax.Array,
     v: jax.Array,
     slot_mapping: jax.Array,
     *,
     kv_dtype: DTypeLike | None = None,
-) -> jax.Array:
+) -> KV:
     """Writes the keys and values of T tokens into their places in the cache.
 
     Args:
-      kv: dtype[N, 2, K, bs, D], donated by the caller if it should not be copied.
+      kv: dtype[N, 2, K, bs, D], or in 8 bits a `QuantizedKV`; donated by the caller if it should
+        not be copied.
       k: float[T, K, D]. v: the same.
       slot_mapping: i32[T], `block * bs + offset`. Index `N * bs` means: drop this row. -1 is never
         an index: XLA would wrap it to the last slot.
-      kv_dtype: bfloat16 or float16, required where `kv` is uint16 and only there.
+      kv_dtype: see `ragged_paged_attention`.
 
     Returns:
       `kv` with the rows written.
@@ -184,7 +205,6 @@ def write_kv(
       NotImplementedError: a gradient is asked where `kv` is not float32.
     """
     kv_dtype = _kv_float(kv, kv_dtype)
-    block_size = kv.shape[3]
     rows = jnp.stack([k, v], axis=1)  # [T, 2, K, D]
     if (rows.shape[1:3], rows.shape[3]) != (kv.shape[1:3], kv.shape[4]):
         raise ValueError(f"keys {k.shape} and values {v.shape} do not fit a cache {kv.shape}")
@@ -192,65 +212,126 @@ def write_kv(
         raise ValueError(f"slot_mapping {slot_mapping.shape} for {k.shape[0]} tokens")
     if kv_dtype != jnp.float32:
         rows = _without_gradient(rows)
-    rows = rows.astype(kv_dtype)
-    if kv.dtype == jnp.uint16:
-        rows = lax.bitcast_convert_type(rows, jnp.uint16)
+    written: Any
+    if isinstance(kv, QuantizedKV):
+        data, scale = quantize_rows(rows, kv_dtype)
+        written = QuantizedKV(
+            _scatter(kv.data, _stored(data, kv.dtype), slot_mapping),
+            _scatter(kv.scale, scale, slot_mapping),
+        )
+    else:
+        written = _scatter(kv, _stored(rows.astype(kv_dtype), kv.dtype), slot_mapping)
+    return written
+
+
+def _stored(rows: jax.Array, storage: jnp.dtype) -> jax.Array:
+    return lax.bitcast_convert_type(rows, storage) if storage in _BITS else rows
+
+
+def _scatter(pool: jax.Array, rows: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+    """pool: [N, 2, K, bs, ...], rows: [T, 2, K, ...]."""
+    num_blocks, block_size = pool.shape[0], pool.shape[3]
     if rows.shape[0] == 1:
         # XLA:CPU turns a scatter of one row into a slice update, and copies the pool for it.
-        rows = jnp.pad(rows, ((0, 1), (0, 0), (0, 0), (0, 0)))
-        slot_mapping = jnp.pad(slot_mapping, (0, 1), constant_values=kv.shape[0] * block_size)
+        rows = jnp.pad(rows, ((0, 1), *((0, 0),) * (rows.ndim - 1)))
+        slot_mapping = jnp.pad(slot_mapping, (0, 1), constant_values=num_blocks * block_size)
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    return kv.at[block, :, :, offset].set(rows, mode="drop")
+    return pool.at[block, :, :, offset].set(rows, mode="drop")
 
 
 def kv_storage_dtype(kv_dtype: DTypeLike, platform: str) -> jnp.dtype:
     """The type of the array that holds a cache of `kv_dtype` on `platform` ("cpu", "gpu").
 
-    XLA:CPU converts a whole bfloat16 pool to float32 and back in order to scatter one row into it;
-    the same bits as uint16 are scattered in place. So 16-bit caches are uint16 there.
+    XLA:CPU converts a whole pool of 16-bit or 8-bit floats in order to scatter one row into it; the
+    same bits as unsigned integers are scattered in place. So bfloat16 and float16 are uint16 there,
+    and float8_e4m3fn is uint8.
     """
     kv_dtype = jnp.dtype(kv_dtype)
-    if kv_dtype not in _FLOATS:
-        raise TypeError(f"a KV cache is float32, bfloat16 or float16, not {kv_dtype}")
-    return jnp.dtype(jnp.uint16) if platform == "cpu" and kv_dtype.itemsize == 2 else kv_dtype
+    if kv_dtype not in (*_FLOATS, *LARGEST):
+        raise TypeError(
+            "a KV cache is float32, bfloat16, float16, int8 or float8_e4m3fn, not " + str(kv_dtype)
+        )
+    for bits, meanings in _BITS.items():
+        if platform == "cpu" and kv_dtype in meanings:
+            return bits
+    return kv_dtype
+
+
+def kv_shape_dtype(
+    shape: tuple[int, ...], storage: DTypeLike
+) -> jax.ShapeDtypeStruct | QuantizedKV:
+    """One layer's cache of `shape` [N, 2, K, bs, D], kept as `storage` (see `kv_storage_dtype`).
+
+    Returns:
+      What describes its array; in 8 bits a `QuantizedKV` of two of them.
+    """
+    data: Any = jax.ShapeDtypeStruct(shape, storage)
+    if data.dtype.itemsize > 1:
+        return data
+    scale: Any = jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
+    return QuantizedKV(data, scale)
+
+
+def _without_gradient(x: jax.Array) -> jax.Array:
+    return _refuse_gradient(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 @jax.custom_jvp
-def _without_gradient(x: jax.Array) -> jax.Array:
+def _refuse_gradient(x: jax.Array) -> jax.Array:
     return x
 
 
-@_without_gradient.defjvp
+@_refuse_gradient.defjvp
 def _(primals, tangents):
     raise NotImplementedError(
         "this attention has no gradient: use implementation='reference' and a float32 KV cache"
     )
 
 
-def _kv_float(kv: jax.Array, kv_dtype: DTypeLike | None) -> jnp.dtype:
-    """The float type of what `kv` holds."""
-    if kv.dtype == jnp.uint16:
-        if kv_dtype is None or jnp.dtype(kv_dtype) not in _FLOATS[1:]:
+def _kv_float(kv: jax.Array | QuantizedKV, kv_dtype: DTypeLike | None) -> jnp.dtype:
+    """The type of what `kv` holds, however it is stored."""
+    if isinstance(kv, QuantizedKV):
+        known, form = (*LARGEST, jnp.dtype(jnp.uint8)), "the data of a QuantizedKV"
+        if kv.scale.dtype != jnp.float32 or kv.scale.shape != kv.data.shape[:-1]:
             raise TypeError(
-                f"kv is stored as uint16: kv_dtype must say bfloat16 or float16, not {kv_dtype}"
+                f"the scale of a QuantizedKV {kv.shape} must be float32 {kv.shape[:-1]}, not "
+                f"{kv.scale.dtype} {kv.scale.shape}"
+            )
+    else:
+        known, form = (*_FLOATS, jnp.dtype(jnp.uint16)), "kv that is no QuantizedKV"
+    if kv.dtype not in known:
+        raise TypeError(f"{form} must be {_names(known)}, not {kv.dtype}")
+    if kv.dtype in _BITS:
+        meanings = _BITS[kv.dtype]
+        if kv_dtype is None or jnp.dtype(kv_dtype) not in meanings:
+            raise TypeError(
+                f"kv is stored as {kv.dtype}: kv_dtype must say {_names(meanings)}, not {kv_dtype}"
             )
         return jnp.dtype(kv_dtype)
-    if kv.dtype not in _FLOATS:
-        raise TypeError(f"kv must be float32, bfloat16, float16 or uint16, not {kv.dtype}")
     if kv_dtype is not None and jnp.dtype(kv_dtype) != kv.dtype:
         raise TypeError(f"kv is {kv.dtype} but kv_dtype says {jnp.dtype(kv_dtype)}")
     return kv.dtype
 
 
-def _check_cpu(q: jax.Array, kv: jax.Array, kv_dtype: jnp.dtype) -> None:
+def _names(dtypes: tuple[jnp.dtype, ...]) -> str:
+    return " or ".join(str(dtype) for dtype in dtypes)
+
+
+def _check_cpu(q: jax.Array, kv: jax.Array | QuantizedKV, kv_dtype: jnp.dtype) -> jax.Array:
+    """`kv`, if the kernels know it."""
+    if isinstance(kv, QuantizedKV):
+        raise TypeError(
+            f"no attention by the CPU kernels: they are for caches of 16 bits, not {kv_dtype}"
+        )
     reason = unsupported(q.shape[2], kv_dtype, "cpu")
     if reason is None and (q.dtype != jnp.bfloat16 or kv.dtype != jnp.uint16):
         reason = f"they are for bfloat16 with a cache of uint16, not {q.dtype} with {kv.dtype}"
     if reason is not None:
         raise TypeError(f"no attention by the CPU kernels: {reason}")
+    return kv
 
 
-def _mosaic(q: jax.Array, kv: jax.Array, *rest: jax.Array, **options) -> jax.Array:
+def _mosaic(q: jax.Array, kv: jax.Array | QuantizedKV, *rest: jax.Array, **options) -> jax.Array:
     reason = _mosaic_unsupported(q, kv)
     if reason is not None:
         raise TypeError(f"no attention by the GPU kernels: {reason}")
@@ -258,9 +339,9 @@ def _mosaic(q: jax.Array, kv: jax.Array, *rest: jax.Array, **options) -> jax.Arr
     return attention.jitted_attention(q, kv, *rest, interpret=calls.interpreter(), **options)
 
 
-def _auto_is_mosaic(q: jax.Array, kv: jax.Array) -> bool:
-    # On CPUs, also those of a GPU's host, 16-bit caches are uint16.
-    if kv.dtype == jnp.uint16 or not _on_hopper():
+def _auto_is_mosaic(q: jax.Array, kv: jax.Array | QuantizedKV) -> bool:
+    # On CPUs, also those of a GPU's host, bits are kept as unsigned integers.
+    if kv.dtype in _BITS or not _on_hopper():
         return False
     reason = _mosaic_unsupported(q, kv)
     if reason is not None:
@@ -268,7 +349,7 @@ def _auto_is_mosaic(q: jax.Array, kv: jax.Array) -> bool:
     return reason is None
 
 
-def _mosaic_unsupported(q: jax.Array, kv: jax.Array) -> str | None:
+def _mosaic_unsupported(q: jax.Array, kv: jax.Array | QuantizedKV) -> str | None:
     heads, head_dim = q.shape[1:]
     attention, _ = _mosaic_modules()
     return attention.unsupported(heads, kv.shape[2], head_dim, kv.shape[3], q.dtype, kv.dtype)
@@ -293,7 +374,7 @@ def _say_once(message: str) -> None:
 
 
 def _check_shapes(q, kv, block_tables, kv_lens, cu_q_lens, num_seqs) -> None:
-    if q.ndim != 3 or kv.ndim != 5 or kv.shape[1] != 2 or block_tables.ndim != 2:
+    if q.ndim != 3 or len(kv.shape) != 5 or kv.shape[1] != 2 or block_tables.ndim != 2:
         raise ValueError(
             "want q [T, H, D], kv [N, 2, K, bs, D] and block_tables [S, max_blocks], got "
             f"{q.shape}, {kv.shape} and {block_tables.shape}"

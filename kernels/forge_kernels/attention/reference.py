@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from forge_kernels.attention.quantized import QuantizedKV, dequantize_rows
+
 NO_SCORE = -1e30  # the running maximum before any score: finite, so that exp(-inf - NO_SCORE) is 0
 
 
 def reference_attention(
     q: jax.Array,  # float[T, H, D]
-    kv: jax.Array,  # dtype[N, 2, K, bs, D]
+    kv: jax.Array | QuantizedKV,  # dtype[N, 2, K, bs, D]
     block_tables: jax.Array,  # i32[S, max_blocks]
     kv_lens: jax.Array,  # i32[S]
     cu_q_lens: jax.Array,  # i32[S + 1]
@@ -21,6 +23,8 @@ def reference_attention(
     *,
     sm_scale: float,
     kv_dtype: jnp.dtype,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:  # q.dtype[T, H, D]
     tokens, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv.shape
@@ -30,18 +34,20 @@ def reference_attention(
 
     def over_block(carry, block_index):
         top, total, out = carry
-        blocks = kv.at[tables[:, block_index]].get(mode="clip")  # [T, 2, K, bs, D]
-        if kv.dtype == jnp.uint16:
-            blocks = lax.bitcast_convert_type(blocks, kv_dtype)
+        blocks = _floats(kv, tables[:, block_index], kv_dtype)
         position = block_index * block_size + jnp.arange(block_size)
         seen = position[None, :] < visible[:, None]  # [T, bs]
+        if window is not None:
+            seen &= position[None, :] >= visible[:, None] - window
         # Select, never multiply: what is not seen may be NaN. Keys too: else their gradient is 0 *
         # NaN.
-        blocks = jnp.where(seen[:, None, None, :, None], blocks.astype(jnp.float32), 0.0)
+        blocks = jnp.where(seen[:, None, None, :, None], blocks, 0.0)
         keys, values = blocks[:, 0], blocks[:, 1]  # [T, K, bs, D]
         scores = sm_scale * jnp.einsum(
             "tkgd,tkbd->tkgb", grouped, keys, precision=lax.Precision.HIGHEST
         )
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(seen[:, None, None, :], scores, -jnp.inf)
         # The result does not depend on the maximum that is subtracted, so nor does its gradient.
         new_top = lax.stop_gradient(jnp.maximum(top, scores.max(axis=-1)))
@@ -61,6 +67,18 @@ def reference_attention(
     (_, total, out), _ = lax.scan(over_block, start, jnp.arange(block_tables.shape[1]))
     out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
     return out.reshape(q.shape).astype(q.dtype)
+
+
+def _floats(kv: jax.Array | QuantizedKV, blocks: jax.Array, kv_dtype: jnp.dtype) -> jax.Array:
+    """What `blocks: i32[T]` hold: f32[T, 2, K, bs, D]."""
+    if isinstance(kv, QuantizedKV):
+        return dequantize_rows(
+            kv.data.at[blocks].get(mode="clip"), kv.scale.at[blocks].get(mode="clip")
+        )
+    read = kv.at[blocks].get(mode="clip")
+    if kv.dtype == jnp.uint16:
+        read = lax.bitcast_convert_type(read, kv_dtype)
+    return read.astype(jnp.float32)
 
 
 def token_rows(

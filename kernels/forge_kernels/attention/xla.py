@@ -13,19 +13,27 @@ With `uniform` there is one loop, the same for every row, whatever stands beside
 `_uniform_rows`.
 
 A KV tile is always KV_TILE tokens at absolute positions 0, KV_TILE, 2 * KV_TILE, ...: within a
-loop, the order in which a row's keys are summed depends on nothing but its own position. Tiles past
-a row's end change nothing in it: they multiply by exp(0) and add zeros.
+loop, the order in which a row's keys are summed depends on nothing but its own position. With a
+sliding window the loops start at the first tile that a sequence's rows see. Tiles outside what a
+row sees change nothing in it: they multiply by exp(0) and add zeros.
+
+A cache of 8 bits is never brought to its values: the scores are multiplied by the keys' scales, and
+the weights by the values'.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from forge_kernels.attention.quantized import QuantizedKV
 from forge_kernels.embed import embed
 
 KV_TILE = 128  # tokens
@@ -40,7 +48,7 @@ NO_SCORE = -1e30  # the running maximum before any score: finite, so that exp(-i
 
 def xla_attention(
     q: jax.Array,  # float[T, H, D]
-    kv: jax.Array,  # dtype[N, 2, K, bs, D]
+    kv: jax.Array | QuantizedKV,  # dtype[N, 2, K, bs, D]
     block_tables: jax.Array,  # i32[S, max_blocks]
     kv_lens: jax.Array,  # i32[S]
     cu_q_lens: jax.Array,  # i32[S + 1]
@@ -50,20 +58,25 @@ def xla_attention(
     kv_dtype: jnp.dtype,
     max_q_len: int,
     uniform: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:  # q.dtype[T, H, D]
     tokens, heads, head_dim = q.shape
     out_dtype = q.dtype
     seqs = kv_lens.shape[0]
     kv_heads = kv.shape[2]
-    # XLA:CPU has fast bfloat16 dots; float16 ones it computes in float32 anyway.
-    dot_dtype = jnp.bfloat16 if kv_dtype == jnp.bfloat16 else jnp.float32
+    # XLA:CPU has fast bfloat16 dots, which hold 8 bits exactly; float16 ones it computes in float32
+    # anyway.
+    precise = q.dtype if isinstance(kv, QuantizedKV) else kv_dtype
+    dot_dtype = jnp.bfloat16 if precise == jnp.bfloat16 else jnp.float32
+    attend = partial(_attend, sm_scale=sm_scale, window=window, soft_cap=soft_cap)
     pool = _Pool(kv, block_tables, kv_dtype, dot_dtype)
     group = min(GROUP, seqs, tokens)
 
     q_lens = jnp.where(jnp.arange(seqs) < num_seqs, jnp.diff(cu_q_lens), 0)
     if uniform:
         q = q.astype(dot_dtype).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
-        out = _uniform_rows(q, pool, kv_lens, q_lens, cu_q_lens, sm_scale)
+        out = _uniform_rows(q, pool, kv_lens, q_lens, cu_q_lens, attend)
         return out.reshape(tokens, heads, head_dim).astype(out_dtype)
     num_decodes = _leading(q_lens == 1)
     num_grouped = jnp.minimum(_leading(q_lens <= SHORT), num_seqs)
@@ -79,7 +92,7 @@ def xla_attention(
         live = first + jnp.arange(group) < num_decodes
         visible = jnp.where(live, lax.dynamic_slice_in_dim(kv_lens, first, group), 0)
         rows = lax.dynamic_slice_in_dim(q, first, group)  # [group, K, G, D]
-        rows = _attend(rows, visible[:, None], pool, first, sm_scale)
+        rows = attend(rows, visible[:, None], pool, first)
         return lax.dynamic_update_slice_in_dim(out, rows, first, axis=0)
 
     if seqs <= GROUP:
@@ -101,7 +114,7 @@ def xla_attention(
         row = jnp.where(exists, start[:, None] + row, q.shape[0])
         rows = embed(q.reshape(q.shape[0], -1), row.reshape(-1))
         rows = _rows_first(rows.reshape(group, SHORT, *q.shape[1:]))
-        rows = _attend(rows, jnp.tile(visible, rows.shape[2] // SHORT), pool, first, sm_scale)
+        rows = attend(rows, jnp.tile(visible, rows.shape[2] // SHORT), pool, first)
         rows = _rows_last(rows, SHORT).reshape(-1, *q.shape[1:])
         return out.at[row.reshape(-1)].set(rows, mode="drop")
 
@@ -119,7 +132,7 @@ def xla_attention(
         exists = row < q_lens[seq]  # [Q_TILE]
         visible = jnp.where(exists, kv_lens[seq] - q_lens[seq] + row + 1, 0)
         rows = _rows_first(lax.dynamic_slice_in_dim(q, first, Q_TILE)[None])
-        rows = _attend(rows, jnp.tile(visible, rows.shape[2] // Q_TILE)[None], pool, seq, sm_scale)
+        rows = attend(rows, jnp.tile(visible, rows.shape[2] // Q_TILE)[None], pool, seq)
         rows = _rows_last(rows, Q_TILE)[0]
         old = lax.dynamic_slice_in_dim(out, first, Q_TILE)
         rows = jnp.where(exists[:, None, None, None], rows, old)
@@ -136,7 +149,7 @@ def _uniform_rows(
     kv_lens: jax.Array,  # i32[S]
     q_lens: jax.Array,  # i32[S]
     cu_q_lens: jax.Array,  # i32[S + 1]
-    sm_scale: float,
+    attend: Callable[..., jax.Array],  # `_attend`
 ) -> jax.Array:  # f32[T, K, G, D]
     """Every row in a tile of UNIFORM_ROWS query rows of its sequence, at absolute positions.
 
@@ -164,7 +177,7 @@ def _uniform_rows(
         rows = embed(flat, row).reshape(*position.shape, *q.shape[1:])
         rows = _rows_first(rows)
         visible = jnp.tile(visible, rows.shape[2] // UNIFORM_ROWS)
-        rows = _attend(rows, visible, pool.only(seq), 0, sm_scale)
+        rows = attend(rows, visible, pool.only(seq), 0)
         rows = _rows_last(rows, UNIFORM_ROWS).reshape(-1, *q.shape[1:])
         return out.at[row].set(rows, mode="drop")
 
@@ -190,6 +203,13 @@ def _rows_last(rows: jax.Array, R: int) -> jax.Array:
     return rows.reshape(B, K, GR // R, R, D).transpose(0, 3, 1, 2, 4)
 
 
+class _Rows(NamedTuple):
+    """Keys or values of a tile as they are stored, and in 8 bits their scales."""
+
+    data: jax.Array  # [B, K, KV_TILE, D]
+    scale: jax.Array | None  # f32[B, K, KV_TILE]
+
+
 class _Pool:
     """The cache of one layer, to be read in tiles of KV_TILE tokens whatever its block size.
 
@@ -202,7 +222,9 @@ class _Pool:
         self.kv_dtype, self.dot_dtype = kv_dtype, dot_dtype
         self.piece = math.gcd(block_size, KV_TILE)
         self.pieces = block_size // self.piece  # of a block
-        self.rows = kv.reshape(-1, self.piece * self.head_dim)
+        data, scale = kv if isinstance(kv, QuantizedKV) else (kv, None)
+        self.data = data.reshape(-1, self.piece * self.head_dim)
+        self.scale = None if scale is None else scale.reshape(-1, self.piece)
         seqs, max_blocks = block_tables.shape
         first_rows = block_tables * (2 * self.kv_heads * self.pieces)
         first_rows = first_rows[:, :, None] + jnp.arange(self.pieces)
@@ -218,57 +240,86 @@ class _Pool:
         pool.first_rows = self.first_rows.at[seq].get(mode="clip")
         return pool
 
-    def tile(self, seq, seqs: int, tile) -> tuple[jax.Array, jax.Array]:
-        """Keys and values, [seqs, K, KV_TILE, D] each, of one tile of sequences from `seq` on."""
-        rows = lax.dynamic_slice(
-            self.first_rows, (seq, tile * self.tile_pieces), (seqs, self.tile_pieces)
-        )
+    def tile(self, seq, tile) -> tuple[_Rows, _Rows]:
+        """Keys and values of tile `tile[b]` of each of the sequences `seq + b`; tile: i32[B]."""
+        seqs = tile.shape[0]
+        piece = tile[:, None] * self.tile_pieces + jnp.arange(self.tile_pieces)
+        rows = self.first_rows.at[seq + jnp.arange(seqs)[:, None], piece].get(mode="clip")
         head = jnp.arange(self.kv_heads) * self.pieces
-        keys = rows[:, None, :] + head[None, :, None]  # [seqs, K, tile_pieces]
+        keys = rows[:, None, :] + head[None, :, None]  # [B, K, tile_pieces]
         return self._read(keys), self._read(keys + self.kv_heads * self.pieces)
 
-    def _read(self, rows):
-        seqs = rows.shape[0]
+    def _read(self, rows) -> _Rows:
+        shape = (rows.shape[0], self.kv_heads, KV_TILE)
         # A gather that is fused into what follows loses its row copies and takes twice as long.
-        read = lax.optimization_barrier(self.rows.at[rows].get(mode="clip"))
-        return read.reshape(seqs, self.kv_heads, KV_TILE, self.head_dim)
+        data = lax.optimization_barrier(self.data.at[rows].get(mode="clip"))
+        data = data.reshape(*shape, self.head_dim)
+        if self.scale is None:
+            return _Rows(data, None)
+        return _Rows(data, self.scale.at[rows].get(mode="clip").reshape(shape))
 
-    def floats(self, bits):
-        if bits.dtype == jnp.uint16:
-            bits = lax.bitcast_convert_type(bits, self.kv_dtype)
-        return bits.astype(self.dot_dtype)
+    def floats(self, data):
+        """Without the scale; exact."""
+        if data.dtype in (jnp.uint16, jnp.uint8):
+            data = lax.bitcast_convert_type(data, self.kv_dtype)
+        return data.astype(self.dot_dtype)
 
 
-def _attend(rows, visible, pool: _Pool, seq, sm_scale: float):
+def _attend(
+    rows,
+    visible,
+    pool: _Pool,
+    seq,
+    *,
+    sm_scale: float,
+    window: int | None,
+    soft_cap: float | None,
+):
     """Online softmax of grouped query rows over the tiles of their sequences.
 
     rows: [B, K, R, D], R rows of each of the B sequences from `seq` on; visible: i32[B, R or 1],
-    how many keys a row sees. Returns f32[B, K, R, D].
+    a row sees the last `window` of so many keys. Returns f32[B, K, R, D].
     """
     B, K, R, D = rows.shape
     longest = visible.max(axis=1)  # i32[B]
+    first_key = jnp.zeros(B, jnp.int32)
+    if window is not None:
+        shortest = jnp.where(visible > 0, visible, longest[:, None]).min(axis=1)
+        first_key = jnp.maximum(shortest - window, 0)
+    first_tile = first_key // KV_TILE
 
-    def over_tile(tile, carry):
+    def over_tile(index, carry):
         top, total, out = carry
-        position = tile * KV_TILE + jnp.arange(KV_TILE)
-        keys, values = pool.tile(seq, B, tile)
+        position = (first_tile + index)[:, None] * KV_TILE + jnp.arange(KV_TILE)  # [B, KV_TILE]
+        keys, values = pool.tile(seq, first_tile + index)
         scores = lax.dot_general(
             rows,
-            pool.floats(keys),
+            pool.floats(keys.data),
             (((3,), (3,)), ((0, 1), (0, 1))),
             preferred_element_type=jnp.float32,
         )
-        seen = position[None, None, :] < visible[:, :, None]  # [B, R or 1, KV_TILE]
-        scores = jnp.where(seen[:, None], scores * sm_scale, -jnp.inf)
+        scores = scores * sm_scale
+        if keys.scale is not None:
+            scores = scores * keys.scale[:, :, None]
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        seen = position[:, None, :] < visible[:, :, None]  # [B, R or 1, KV_TILE]
+        if window is not None:
+            seen &= position[:, None, :] >= visible[:, :, None] - window
+        scores = jnp.where(seen[:, None], scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         weights = jnp.exp(scores - new_top[..., None])
         decay = jnp.exp(top - new_top)
         total = total * decay + weights.sum(axis=-1)
-        exists = position[None, :] < longest[:, None]  # [B, KV_TILE]: 0 * NaN is NaN
-        values = jnp.where(exists[:, None, :, None], values, jnp.zeros((), values.dtype))
+        # Selected, since 0 * NaN is NaN.
+        exists = (first_key[:, None] <= position) & (position < longest[:, None])
+        exists = exists[:, None, :]  # [B, 1, KV_TILE]
+        data = jnp.where(exists[..., None], values.data, jnp.zeros((), values.data.dtype))
+        if values.scale is not None:
+            weights = weights * jnp.where(exists, values.scale, 0.0)[:, :, None]
         added = lax.dot_general(
             weights.astype(pool.dot_dtype),
-            pool.floats(values),
+            pool.floats(data),
             (((3,), (2,)), ((0, 1), (0, 1))),
             preferred_element_type=jnp.float32,
         )
@@ -279,6 +330,6 @@ def _attend(rows, visible, pool: _Pool, seq, sm_scale: float):
         jnp.zeros((B, K, R), jnp.float32),
         jnp.zeros((B, K, R, D), jnp.float32),
     )
-    num_tiles = -(-longest.max() // KV_TILE)
+    num_tiles = (-(-longest // KV_TILE) - first_tile).max()
     _, total, out = lax.fori_loop(0, num_tiles, over_tile, start)
     return out / jnp.where(total == 0.0, 1.0, total)[..., None]
