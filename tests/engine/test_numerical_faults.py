@@ -121,6 +121,7 @@ def test_a_row_that_is_not_finite_ends_alone_and_is_not_cached(kv_dtype):
     # What the poison touched is gone: the blocks that it had before are all that can be found.
     core._device = core._device.runner
     [again] = llm.generate([prompt], params[3:], progress=False)
-    [clean] = LLM("forge-tiny", **OPTIONS, kv_dtype=kv_dtype).generate([prompt], params[3:], progress=False)
+    fresh = LLM("forge-tiny", **OPTIONS, kv_dtype=kv_dtype)
+    [clean] = fresh.generate([prompt], params[3:], progress=False)
     assert again.outputs[0].token_ids == clean.outputs[0].token_ids
     assert again.outputs[0].finish_reason == "length"
