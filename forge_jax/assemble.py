@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
 from forge_jax.cache.kv import (
@@ -267,8 +268,9 @@ def _choose_kernels(config: EngineConfig, spec: ModelSpec, device: jax.Device) -
             head="int8" if packed == "int4" else packed,
             embedding=None if packed == "bf16" else "int8",
         )
-        cached = element_dtype(config.cache.kv_dtype, dtype)
-        no_attention = unsupported(spec.head_dim, cached, device.platform)
+        no_attention = unsupported(spec.head_dim, jnp.dtype(dtype), device.platform)
+        if config.cache.kv_dtype != "auto":
+            no_attention = f"they have no 8-bit caches (--kv-dtype {config.cache.kv_dtype})"
         if no_attention is not None:
             log.warning("attention in plain XLA, without the CPU kernels: %s", no_attention)
         return _Kernels(forms=forms, attention="auto" if no_attention else "cpu", sampler="cpu")

@@ -310,7 +310,7 @@ def test_messages_survive_any_cut():
         request_id="ü", prompt_token_ids=(1, 2), params=params, seed=2**64 - 1, outputs={1: (5, 6)}
     )
     sent = [
-        Start(EngineConfig.from_options(model="x", max_num_seqs=3)),
+        Start(EngineConfig.from_options(model="x", max_num_seqs=3, kv_dtype="fp8")),
         Submit(request),
         Abort("b"),
     ]

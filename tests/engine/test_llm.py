@@ -441,6 +441,7 @@ def test_numpy_prompts_are_prompts_and_floats_are_not(llm):
     "wrong",
     [
         {"scheduling_policy": "nonsense"}, {"kv_cache": "pagd"}, {"eviction": "x"},
+        {"kv_dtype": "fp4"},
         {"max_num_seqs": 2.5}, {"max_num_seqs": 10**6}, {"num_blocks": 0},
         {"num_blocks": 10**12}, {"num_blocks": 3, "max_model_len": 200},
     ],

@@ -73,7 +73,7 @@ def answers(llm: LLM, prompts=PROMPTS) -> list[Any]:
 
 @pytest.mark.parametrize(
     "kind",
-    [{}, {"kernels": "xla"}, {"dtype": "float32"}, {"kv_dtype": "int8"}, {"kv_dtype": "fp8"}],
+    [{}, {"kernels": "xla"}, {"dtype": "float32"}, {"kv_dtype": "fp8"}],
 )
 def test_what_free_blocks_hold_does_not_matter(kind):
     llm = LLM("forge-tiny", **OPTIONS, **kind)

@@ -49,7 +49,7 @@ def test_flags_become_fields(configs):
     text = (
         "serve org/model --dtype float16 --max-model-len 2048 --block-size 32 --num-blocks auto "
         "--memory-fraction 0.5 --no-prefix-cache --eviction fifo --kv-cache contiguous "
-        "--scheduling-policy prefix --seed 7 --revision main --port 0 --host ::1 "
+        "--kv-dtype fp8 --scheduling-policy prefix --seed 7 --revision main --port 0 --host ::1 "
         "--served-model-name auto --no-request-log --fake --fake-step-time-ms 2.5"
     )
     assert cli.main(text.split()) == 0
@@ -63,6 +63,7 @@ def test_flags_become_fields(configs):
         prefix_cache=False,
         eviction="fifo",
         kv_cache="contiguous",
+        kv_dtype="fp8",
         scheduling_policy="prefix",
         seed=7,
         revision="main",

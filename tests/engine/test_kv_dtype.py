@@ -1,0 +1,190 @@
+"""`--kv-dtype`: twice the tokens in the same memory, through every part of the engine, and nearly
+the same predictions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import kv_dtype as benchmark
+from forge_jax import LLM, SamplingParams, assemble
+from forge_jax.assemble import _Sizes
+from forge_jax.cache.kv import coarse, element_dtype, kv_shape
+from forge_jax.config import EngineConfig
+from forge_jax.errors import ConfigError
+from forge_jax.testing import FailingDevice, tiny_model
+from forge_kernels import cpu
+from forge_kernels.attention import QuantizedKV
+from forge_kernels.attention import api as attention_api
+
+EIGHT_BITS = ("int8", "fp8")
+CHOICES = ("auto", *EIGHT_BITS)
+OPTIONS = {"max_num_seqs": 4, "deterministic": True, "max_model_len": 448}
+PROMPTS = [f"Once upon a time there was a little {animal} " * 4 for animal in ("dog", "cat")]
+PARAMS = [
+    SamplingParams(max_tokens=40, temperature=0.7 * i, seed=i, logprobs=2, ignore_eos=True)
+    for i in range(len(PROMPTS))
+]
+
+
+@pytest.fixture(scope="module")
+def make_llm():
+    """The bundled model by the type of its cache."""
+    return functools.cache(lambda kv_dtype: LLM("forge-tiny", kv_dtype=kv_dtype, **OPTIONS))
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "more"), [("bfloat16", 64, 128 / 68), ("float32", 32, 128 / 36)]
+)
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_block_in_8_bits_has_as_many_bytes_as_its_arrays(dtype, head_dim, more, platform):
+    model = tiny_model(dtype=dtype, head_dim=head_dim)
+
+    def shape(kv_dtype: str):
+        return kv_shape(
+            model.spec,
+            num_blocks=10,
+            block_size=16,
+            dtype=element_dtype(kv_dtype, model.dtype),
+            platform=platform,
+        )
+
+    for kv_dtype in CHOICES:
+        kv = shape(kv_dtype).empty()
+        assert sum(array.nbytes for array in jax.tree.leaves(kv)) == shape(kv_dtype).total_bytes
+        assert isinstance(kv[0], QuantizedKV) == (kv_dtype != "auto")
+        assert shape(kv_dtype).block_bytes == shape(kv_dtype).total_bytes // 10
+        assert shape("auto").block_bytes / shape(kv_dtype).block_bytes == pytest.approx(
+            1 if kv_dtype == "auto" else more
+        )
+
+
+def test_the_same_memory_holds_nearly_twice_the_blocks(monkeypatch):
+    model = tiny_model(dtype="bfloat16", head_dim=64)
+    monkeypatch.setattr(assemble, "available_host_bytes", lambda: 10_000_000 + model.param_bytes)
+    blocks, most = {}, {}
+    for kv_dtype in CHOICES:
+        config = EngineConfig.from_options(kv_dtype=kv_dtype, max_num_seqs=4096)
+        sizes = _Sizes.choose(config, model, jax.devices()[0])
+        blocks[kv_dtype] = sizes.kv.num_blocks
+        assert blocks[kv_dtype] == coarse(2_500_000 // sizes.kv.block_bytes)
+        smaller = sizes.smaller(config, 1_000_000).kv
+        assert sizes.kv.total_bytes - smaller.total_bytes >= 1_000_000
+        too_many = dataclasses.replace(config.cache, num_blocks=10**9)
+        with pytest.raises(ConfigError, match=r"--num-blocks.* at most [0-9]+ blocks fit") as error:
+            _Sizes.choose(dataclasses.replace(config, cache=too_many), model, jax.devices()[0])
+        most[kv_dtype] = int(str(error.value).split("at most ")[1].split()[0])
+    assert most["int8"] == most["fp8"] == pytest.approx(128 / 68 * most["auto"], rel=1e-3)
+    assert blocks["int8"] == blocks["fp8"] > 1.7 * blocks["auto"]
+
+
+# ---- the whole engine ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
+def test_company_prefix_hits_and_failures_change_no_bit(make_llm, kv_dtype):
+    llm = make_llm(kv_dtype)
+    core = llm._core
+    alone = [
+        llm.generate(prompt, params, progress=False)[0].outputs
+        for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+    ]
+    together = llm.generate(PROMPTS, PARAMS, progress=False)
+    assert [output.outputs for output in together] == alone
+    assert all(output.num_cached_tokens for output in together)
+    runner = core._device
+    core._device = FailingDevice(runner, lambda plan, where: plan.step % 15 == 0)
+    try:
+        again = llm.generate(PROMPTS, PARAMS, progress=False)
+    finally:
+        core._device = runner
+    assert [output.outputs for output in again] == alone
+    assert core.num_recoveries > 2
+
+
+def test_the_fingerprint_tells_the_types_apart(make_llm):
+    assert len({make_llm(kv_dtype).system_fingerprint for kv_dtype in CHOICES}) == 3
+
+
+@pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
+def test_only_attention_leaves_the_cpu_kernels_and_the_log_says_so(make_llm, kv_dtype, caplog):
+    if not cpu.available():
+        pytest.skip("no CPU kernels on this machine")
+    runner = make_llm(kv_dtype)._core._device
+    assert runner._implementation == "auto" and runner._sampler == "cpu"
+    assert runner._model.packings
+    config = EngineConfig.from_options(kv_dtype=kv_dtype)
+    with caplog.at_level(logging.INFO):
+        assemble._choose_kernels(config, runner._model.spec, jax.devices()[0])
+    assert caplog.messages == [
+        "attention in plain XLA, without the CPU kernels: they have no 8-bit caches "
+        f"(--kv-dtype {kv_dtype})"
+    ]
+
+
+@pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
+def test_a_step_takes_the_caches_arrays_over(make_llm, kv_dtype):
+    """With their scales: none is allocated a second time."""
+    runner = make_llm(kv_dtype)._core._device
+    [step] = [runner._compiled[name] for name in runner.executables if "[" in name]
+    assert step.memory_analysis().alias_size_in_bytes >= runner._kv_shape.total_bytes
+
+
+def test_contiguous_blocks_tell_the_story_too(stories):
+    options = {"max_num_seqs": 2, "max_model_len": 128, "deterministic": True}
+    llm = LLM(stories, kv_dtype="int8", kv_cache="contiguous", **options)
+    assert llm._core._device._kv[0].shape[3] == 128
+    greedy = SamplingParams(max_tokens=12, temperature=0)
+    [output] = llm.generate("Once upon a time", greedy, progress=False)
+    assert output.text.startswith(", there was a little girl")
+
+
+def test_an_unknown_type_is_named_with_the_choices():
+    with pytest.raises(ConfigError, match="--kv-dtype must be one of auto, fp8, int8, not 'fp4'"):
+        LLM("forge-tiny", kv_dtype="fp4")
+
+
+# ---- predictions ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    """Documents that the bundled model was not trained on: 3,800 predictions."""
+    return benchmark.held_out(100)
+
+
+@pytest.fixture(scope="module")
+def exact(make_llm, texts) -> np.ndarray:
+    return benchmark.log_likelihoods(make_llm("auto"), texts)
+
+
+def more_perplexity(llm: LLM, texts: list[list[int]], exact: np.ndarray) -> float:
+    """0.01 is one percent more than with the model's own type."""
+    return math.expm1((exact - benchmark.log_likelihoods(llm, texts)).mean())
+
+
+@pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 0.002), ("fp8", 0.002)])
+def test_8_bits_predict_as_well_as_16(make_llm, texts, exact, kv_dtype, most):
+    assert abs(more_perplexity(make_llm(kv_dtype), texts, exact)) < most
+
+
+def test_a_wrong_scale_shows_in_the_predictions(monkeypatch, texts, exact):
+    right = attention_api.quantize_rows
+
+    def wrong(rows, dtype):
+        data, scale = right(rows, dtype)
+        return data, 1.1 * scale
+
+    monkeypatch.setattr(attention_api, "quantize_rows", wrong)
+    llm = LLM("forge-tiny", kv_dtype="int8", **OPTIONS)
+    assert more_perplexity(llm, texts, exact) > 0.002
