@@ -35,6 +35,7 @@ def test_the_gradient_through_the_cache_is_the_gradient_without_it(capsys):
     [
         ("float32", "float32", "auto"),
         ("float32", "float32", "xla"),
+        ("float32", "int8", "reference"),
         ("bfloat16", "bfloat16", "reference"),
         ("bfloat16", "bfloat16", "xla"),
         ("float16", "float16", "reference"),
