@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.gpu.clock import seconds
 from benchmarks.gpu.device import copy_bytes_per_s
 from forge_kernels import cpu
-from forge_kernels.attention import ragged_paged_attention
+from forge_kernels.attention import QuantizedKV, ragged_paged_attention
 from forge_kernels.attention.api import Implementation
 from forge_kernels.attention.shapes import LLAMA_3_1_8B, LLAMA_3_2_1B, AttentionShape
 
@@ -67,6 +67,13 @@ def implementations() -> list[str]:
     return [name for name in get_args(Implementation) if name in ("xla", *others)]
 
 
+def cases() -> list[tuple[str, str]]:
+    """(implementation, type of the cache): each in bfloat16, and the best that takes it in fp8."""
+    found = implementations()
+    best = "mosaic" if "mosaic" in found else "xla"
+    return [*((name, "bfloat16") for name in found), (best, "fp8")]
+
+
 def numerics(tiny: bool) -> list[dict[str, Any]]:
     """Each implementation against the reference in float32, on ragged batches of real shapes."""
     contexts = (20, 70, 33) if tiny else (1000, 4000, 700)
@@ -81,8 +88,8 @@ def numerics(tiny: bool) -> list[dict[str, Any]]:
     if not tiny:
         shapes["llama-3.2-1b"] = LLAMA_3_2_1B
     return [
-        _error(implementation, name, shape, kind, batch, block_size)
-        for implementation in implementations()
+        _error(implementation, kv_dtype, name, shape, kind, batch, block_size)
+        for implementation, kv_dtype in cases()
         for name, shape in shapes.items()
         for kind, batch in list(batches.items())[-1 if tiny else 0 :]
         for block_size in ((16,) if tiny else (16, 64))
@@ -91,6 +98,7 @@ def numerics(tiny: bool) -> list[dict[str, Any]]:
 
 def _error(
     implementation: str,
+    kv_dtype: str,
     name: str,
     shape: AttentionShape,
     kind: str,
@@ -98,13 +106,16 @@ def _error(
     block_size: int,
 ) -> dict[str, Any]:
     batch = Batch(batch.seqs, block_size)
-    q, kv = _values(shape, batch, layers=1)
+    q, kv = _values(shape, batch, layers=1, kv_dtype=kv_dtype)
     arrays = batch.arrays()
     reference = functools.partial(
         ragged_paged_attention, **arrays, implementation="reference", sm_scale=shape.head_dim**-0.5
     )
-    exact = jax.jit(reference)(q.astype(jnp.float32), kv[0].astype(jnp.float32))
-    row = {"implementation": implementation, "shape": name, "batch": kind, "block": block_size}
+    exact = jax.jit(reference)(q.astype(jnp.float32), kv[0])
+    row = {
+        "implementation": implementation, "kv": kv_dtype, "shape": name, "batch": kind,
+        "block": block_size,
+    }  # fmt: skip
     try:
         got = _attend(implementation, shape, batch, arrays)(q, kv)
         error = float(jnp.abs(got.astype(jnp.float32) - exact).max() / jnp.abs(exact).max())
@@ -121,26 +132,28 @@ def decode(tiny: bool) -> dict[str, Any]:
     for context in contexts:
         for batch_size in batches:
             batch = Batch([(1, context)] * batch_size)
-            layers = _layers(LLAMA_3_1_8B, batch, tiny)
-            if not layers:
-                continue
-            for implementation in implementations():
-                rows.append(_decode(implementation, batch, layers, ceiling))
+            for implementation, kv_dtype in cases():
+                layers = _layers(LLAMA_3_1_8B, batch, kv_dtype, tiny)
+                if layers:
+                    rows.append(_decode(implementation, kv_dtype, batch, layers, ceiling))
     return {"copy_bytes_per_s": ceiling, "rows": rows}
 
 
-def _decode(implementation: str, batch: Batch, layers: int, ceiling: float) -> dict[str, Any]:
+def _decode(
+    implementation: str, kv_dtype: str, batch: Batch, layers: int, ceiling: float
+) -> dict[str, Any]:
     shape, (_, context) = LLAMA_3_1_8B, batch.seqs[0]
     row: dict[str, Any] = {
-        "implementation": implementation, "batch": len(batch.seqs), "context": context,
+        "implementation": implementation, "kv": kv_dtype, "batch": len(batch.seqs),
+        "context": context,
     }  # fmt: skip
     try:
-        q, kv = _values(shape, batch, layers)
+        q, kv = _values(shape, batch, layers, kv_dtype)
         attend = _attend(implementation, shape, batch, batch.arrays(), max_q_len=1)
         per_layer_s = seconds(lambda: attend(q, kv)) / layers
     except Exception as failure:
         return {**row, "failed": f"{type(failure).__name__}: {failure}"[:300]}
-    read = 2 * shape.kv_heads * shape.head_dim * 2 * context * len(batch.seqs)
+    read = _token_bytes(shape, kv_dtype) * context * len(batch.seqs)
     rate = read / per_layer_s
     return {**row, "us": 1e6 * per_layer_s, "bytes_per_s": rate, "of_copy": rate / ceiling}
 
@@ -181,22 +194,39 @@ def _cudnn(shape: AttentionShape, length: int) -> Any:
     return lambda: attend(q, k)
 
 
-def _layers(shape: AttentionShape, batch: Batch, tiny: bool) -> int:
+def _token_bytes(shape: AttentionShape, kv_dtype: str) -> int:
+    """Of one layer's keys and values, scales included."""
+    row = shape.head_dim + 4 if kv_dtype == "fp8" else 2 * shape.head_dim
+    return 2 * shape.kv_heads * row
+
+
+def _layers(shape: AttentionShape, batch: Batch, kv_dtype: str, tiny: bool) -> int:
     """As many as make the KV larger than caches; 0 if not even one fits."""
     if tiny:
         return 2
-    layer = 2 * 2 * batch.num_blocks * batch.block_size * shape.kv_heads * shape.head_dim
+    layer = _token_bytes(shape, kv_dtype) * batch.num_blocks * batch.block_size
     if layer > MAX_KV_BYTES:
         return 0
     return max(1, min(MAX_LAYERS, -(-KV_BYTES // layer)))
 
 
-def _values(shape: AttentionShape, batch: Batch, layers: int) -> tuple[jax.Array, list[jax.Array]]:
-    """Queries, and the cache of each layer, in bfloat16."""
+def _values(
+    shape: AttentionShape, batch: Batch, layers: int, kv_dtype: str = "bfloat16"
+) -> tuple[jax.Array, list[jax.Array | QuantizedKV]]:
+    """Queries in bfloat16, and the cache of each layer."""
     keys = jax.random.split(jax.random.key(0), layers + 1)
     q = jax.random.normal(keys[0], (batch.rows, shape.heads, shape.head_dim), jnp.bfloat16)
     size = (batch.num_blocks, 2, shape.kv_heads, batch.block_size, shape.head_dim)
-    make = jax.jit(lambda key: jax.random.normal(key, size, jnp.bfloat16))
+
+    @jax.jit
+    def make(key: jax.Array) -> jax.Array | QuantizedKV:
+        values = jax.random.normal(key, size, jnp.bfloat16)
+        if kv_dtype == "bfloat16":
+            return values
+        # Not rounded row by row: the largest caches leave no room for a second one in float32.
+        scale = jax.random.uniform(key, size[:-1], minval=0.5, maxval=1.5)
+        return QuantizedKV((100 * values).astype(jnp.float8_e4m3fn), scale / 100)
+
     return q, [make(key) for key in keys[1:]]
 
 
@@ -211,7 +241,7 @@ def _attend(
     bits = implementation == "cpu"
 
     @jax.jit
-    def attend(q: jax.Array, kv: list[jax.Array]) -> jax.Array:
+    def attend(q: jax.Array, kv: list[Any]) -> jax.Array:
         for layer in kv:
             if bits:
                 layer = jax.lax.bitcast_convert_type(layer, jnp.uint16)
@@ -220,7 +250,7 @@ def _attend(
                 layer,
                 **arrays,
                 sm_scale=shape.head_dim**-0.5,
-                kv_dtype=jnp.bfloat16,
+                kv_dtype=jnp.bfloat16 if bits else None,
                 max_q_len=max_q_len,
                 implementation=implementation,  # type: ignore[arg-type]
             ).astype(q.dtype)

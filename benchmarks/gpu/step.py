@@ -14,21 +14,20 @@ import jax
 
 from benchmarks.gpu.device import copy_bytes_per_s
 from benchmarks.gpu.model import config, random_leaves
-from forge_jax.cache.kv import KVShape
+from forge_jax.cache.kv import element_dtype, kv_shape
 from forge_jax.models.registry import build_model, read_spec
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import FED_BACK, Admission, Decodes, StepPlan
 from forge_jax.step.meta import StepShape
 from forge_jax.step.runner import Runner
-from forge_kernels.attention import kv_storage_dtype
 
-BATCHES = (1, 32, 128, 256)
+BATCHES = {"auto": (1, 32, 128, 256), "fp8": (32, 256)}  # by kv dtype
 CONTEXT = 1024
 STEPS = 40
 
 
 def step(tiny: bool) -> dict[str, Any]:
-    """Each batch size: time of a step, its floor, dispatch, compilation cold and warm."""
+    """Each batch size and kv dtype: time of a step, its floor, dispatch, compilation."""
     with tempfile.TemporaryDirectory() as folder:
         return _step(tiny, Path(folder))
 
@@ -43,24 +42,25 @@ def _step(tiny: bool, folder: Path) -> dict[str, Any]:
     ceiling = copy_bytes_per_s(tiny)
     context = 128 if tiny else CONTEXT
     rows = []
-    for batch in (1, 4) if tiny else BATCHES:
-        try:
-            rows.append(_decode(model, leaves, batch, context, ceiling))
-        except Exception as failure:
-            rows.append({"batch": batch, "failed": f"{type(failure).__name__}: {failure}"[:300]})
+    for kv_dtype, batches in BATCHES.items():
+        for batch in (1, 4) if tiny else batches:
+            row = {"batch": batch, "kv_dtype": kv_dtype}
+            try:
+                rows.append(row | _decode(model, leaves, batch, kv_dtype, context, ceiling))
+            except Exception as failure:
+                rows.append({**row, "failed": f"{type(failure).__name__}: {failure}"[:300]})
     return {"copy_bytes_per_s": ceiling, "context": context, "rows": rows}
 
 
-def _runner(model: Any, batch: int, context: int, platform: str) -> Runner:
-    spec, block_size = model.spec, 16 if platform == "cpu" else 64
+def _runner(model: Any, batch: int, kv_dtype: str, context: int, platform: str) -> Runner:
+    block_size = 16 if platform == "cpu" else 64
     per_sequence = -(-(context + STEPS * 4) // block_size)
-    kv = KVShape(
-        num_layers=spec.num_hidden_layers,
+    kv = kv_shape(
+        model.spec,
         num_blocks=batch * per_sequence,
-        num_kv_heads=spec.num_key_value_heads,
         block_size=block_size,
-        head_dim=spec.head_dim,
-        storage=kv_storage_dtype(model.dtype, platform),
+        dtype=element_dtype(kv_dtype, model.dtype),
+        platform=platform,
     )
     return Runner(
         model,
@@ -73,12 +73,17 @@ def _runner(model: Any, batch: int, context: int, platform: str) -> Runner:
 
 
 def _decode(
-    model: Any, leaves: tuple[jax.Array, ...], batch: int, context: int, ceiling: float
+    model: Any,
+    leaves: tuple[jax.Array, ...],
+    batch: int,
+    kv_dtype: str,
+    context: int,
+    ceiling: float,
 ) -> dict[str, Any]:
     platform = jax.devices()[0].platform
     compile_s = []
     for _ in range(2):  # cold, and from the cache
-        runner = _runner(model, batch, context, platform)
+        runner = _runner(model, batch, kv_dtype, context, platform)
         begin_s = time.perf_counter()
         runner.compile()
         runner.memory_bytes()
@@ -122,14 +127,14 @@ def _decode(
         wall_s.append((time.perf_counter() - begin_s) / STEPS)
     spec = model.spec
     table = spec.vocab_size * spec.hidden_size * 2  # of the embedding only a few rows are read
-    kv_bytes = 2 * 2 * spec.num_hidden_layers * spec.num_key_value_heads * spec.head_dim
-    floor = model.param_bytes - table + kv_bytes * context * batch
+    kv = runner._kv_shape
+    kv_bytes = kv.block_bytes * context * batch // kv.block_size
+    floor = model.param_bytes - table + kv_bytes
     floor_s = floor / ceiling
     step_s = statistics.median(wall_s)
     text = runner._compiled[f"decode[{batch}]"].as_text() or ""
     memory = runner._compiled[f"decode[{batch}]"].memory_analysis()
     return {
-        "batch": batch,
         "ms": 1e3 * step_s,
         "floor_ms": 1e3 * floor_s,
         "of_floor": step_s / floor_s,

@@ -82,10 +82,13 @@ def test_every_part_is_there():
 def test_the_small_checks_are_right_here():
     rows = attention.numerics(True)
     assert {row["implementation"] for row in rows} >= {"xla"}
-    assert all(row.get("right") for row in rows if row["implementation"] == "xla"), rows
+    mine = [row for row in rows if row["implementation"] == "xla"]
+    assert {row["kv"] for row in mine} == {"bfloat16", "fp8"}
+    assert all(row.get("right") for row in mine), rows
 
 
-def test_a_wrong_kernel_is_seen(monkeypatch):
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
+def test_a_wrong_kernel_is_seen(monkeypatch, kv_dtype):
     right = attention.ragged_paged_attention
 
     def wrong(q, kv, *args, implementation, **options):
@@ -94,7 +97,7 @@ def test_a_wrong_kernel_is_seen(monkeypatch):
 
     monkeypatch.setattr(attention, "ragged_paged_attention", wrong)
     row = attention._error(
-        "xla", "x", attention.LLAMA_3_1_8B, "decode", attention.Batch([(1, 40)]), 16
+        "xla", kv_dtype, "x", attention.LLAMA_3_1_8B, "decode", attention.Batch([(1, 40)]), 16
     )
     assert row["right"] is False
 
