@@ -13,7 +13,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from forge_jax.cache.kv import KVShape, element_dtype, kv_shape
 from forge_jax.models import build_model
 from forge_jax.models.spec import ModelSpec, RopeSpec
 from forge_jax.step.meta import StepShape
@@ -119,16 +120,10 @@ def compile_case(compiler: deviceless.Compiler, case: Case) -> deviceless.Progra
     )
 
 
-def compile_step(
-    compiler: deviceless.Compiler,
-    shape: StepShape,
-    layers: int,
-    options: dict,
-    donated: tuple[int, ...] = (1, 2),
-) -> deviceless.Program:
-    """A step of Llama 3.1 8B by the engine's own function."""
+def llama_3_1_8b(layers: int) -> ModelSpec:
+    """Llama 3.1 8B, with so many layers."""
     attention = LLAMA_3_1_8B
-    spec = ModelSpec(
+    return ModelSpec(
         architecture="LlamaForCausalLM",
         vocab_size=128256,
         hidden_size=4096,
@@ -145,12 +140,33 @@ def compile_step(
         bos_token_id=128000,
         eos_token_ids=(128001,),
     )
+
+
+def cache(spec: ModelSpec, kv_dtype: str) -> KVShape:
+    return kv_shape(
+        spec,
+        num_blocks=BLOCKS,
+        block_size=64,
+        dtype=element_dtype(kv_dtype, spec.dtype),
+        platform="gpu",
+    )
+
+
+def compile_step(
+    compiler: deviceless.Compiler,
+    shape: StepShape,
+    layers: int,
+    options: dict,
+    donated: tuple[int, ...] = (1, 2),
+    kv_dtype: str = "auto",
+) -> deviceless.Program:
+    """A step of Llama 3.1 8B by the engine's own function."""
+    spec = llama_3_1_8b(layers)
     model, block_size = build_model(spec), 64
-    layer = (BLOCKS, 2, attention.kv_heads, block_size, attention.head_dim)
     return compiler(
         make_step(model, shape, block_size, implementation="mosaic"),
         model.leaves,
-        (jax.ShapeDtypeStruct(layer, jnp.bfloat16),) * layers,
+        (cache(spec, kv_dtype).layer,) * layers,
         slots_shape(SEQS, MAX_BLOCKS, spec.vocab_size),
         jax.ShapeDtypeStruct((shape.width,), jnp.int32),
         donate_argnums=donated,
@@ -167,29 +183,35 @@ def kernel_faults(program: deviceless.Program) -> Iterator[str]:
             yield f"{shared} bytes of shared memory"
 
 
-def step_faults(program: deviceless.Program, layers: int) -> Iterator[str]:
+def step_faults(program: deviceless.Program, layers: int, kv_dtype: str = "auto") -> Iterator[str]:
     yield from kernel_faults(program)
-    kv_bytes = layers * BLOCKS * 2 * LLAMA_3_1_8B.kv_heads * 64 * LLAMA_3_1_8B.head_dim * 2
+    kv = cache(llama_3_1_8b(layers), kv_dtype)
+    kv_bytes, arrays = kv.total_bytes, jax.tree.leaves(kv.layer)
     if program.alias_bytes < kv_bytes:
         yield f"only {program.alias_bytes} bytes are written in place; the cache has {kv_bytes}"
-    made = list(large_results(program.hlo, MATRIX_BYTES))
+    made = list(large_results(program.hlo, MATRIX_BYTES, [array.shape for array in arrays]))
     writes = [line for line in made if "scatter" in line]
     yield from (
         f"makes an array as large as a matrix: {line}" for line in made if line not in writes
     )
-    if len(writes) != layers:
-        yield f"{len(writes)} writes into the cache of {layers} layers"
+    if len(writes) != layers * len(arrays):
+        yield f"{len(writes)} writes into the {len(arrays)} arrays of {layers} layers"
     attention = program.hlo.count('custom_call_target="mosaic_gpu')
     if attention != 2 * layers:
         yield f"{attention} calls of the kernels in {layers} layers"
 
 
-SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+SIZES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2}
+SIZES |= {"s32": 4, "u32": 4, "f32": 4}
 NO_WORK = {"parameter", "get-tuple-element", "bitcast", "tuple", "constant"}
 
 
-def large_results(hlo: str, limit: int) -> Iterator[str]:
-    """Instructions, but those inside fusions, that make an array of `limit` bytes or more."""
+def large_results(hlo: str, limit: int, shapes: Collection[tuple[int, ...]] = ()) -> Iterator[str]:
+    """Instructions, but those inside fusions, that make an array of `limit` bytes or more.
+
+    Those that make an array of one of `shapes` too, in any order of its axes.
+    """
+    orders = [sorted(shape) for shape in shapes]
     fused = False
     for line in hlo.splitlines():
         if line.endswith("{") and " = " not in line:
@@ -197,8 +219,8 @@ def large_results(hlo: str, limit: int) -> Iterator[str]:
         made = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", line)
         if made is None or fused or made[4] in NO_WORK or made[2] not in SIZES:
             continue
-        elements = math.prod(int(size) for size in made[3].split(",") if size)
-        if elements * SIZES[made[2]] >= limit:
+        shape = [int(size) for size in made[3].split(",") if size]
+        if math.prod(shape) * SIZES[made[2]] >= limit or sorted(shape) in orders:
             yield line.strip()[:120]
 
 
@@ -214,18 +236,19 @@ def run(only: str, layers: int) -> Iterator[Result]:
     if only in "the check":
         check_the_check(compiler)
     defaults = compiler_options("gpu", command_buffers=True, deterministic=False)
-    for shape, options, note in (
-        (StepShape.decode(SEQS), defaults, ""),
-        (StepShape.decode(SEQS), WITH_LOOPS, ", loops in command buffers"),
-        (StepShape.mixed(512, SEQS, SEQS, 64), defaults, ""),
+    for shape, options, kv_dtype, note in (
+        (StepShape.decode(SEQS), defaults, "auto", ""),
+        (StepShape.decode(SEQS), WITH_LOOPS, "auto", ", loops in command buffers"),
+        (StepShape.mixed(512, SEQS, SEQS, 64), defaults, "auto", ""),
+        (StepShape.decode(SEQS), defaults, "fp8", ", fp8 cache"),
     ):
         name = f"step {shape.name} of llama-3.1-8b, {layers} layers{note}"
         if only not in name:
             continue
         start = time.perf_counter()
-        program = compile_step(compiler, shape, layers, options)
+        program = compile_step(compiler, shape, layers, options, kv_dtype=kv_dtype)
         result = Result(name, program, time.perf_counter() - start)
-        result.faults += step_faults(program, layers)
+        result.faults += step_faults(program, layers, kv_dtype)
         # The search for a row's top-k and top-p is a loop in a branch, and stands outside.
         wanted = (1, ()) if options is WITH_LOOPS else (2, ("kConditional",))
         if (program.command_buffers, program.outside) != wanted:
