@@ -66,8 +66,8 @@ def ragged_paged_attention(
         fast.
       kv: dtype[N, 2, K, bs, D], keys and values of one layer; uint16 means the bits of `kv_dtype`.
         In 8 bits a `QuantizedKV`, where uint8 means the bits of `kv_dtype`. Whatever lies beyond a
-        sequence's `kv_lens`, before every window, and in blocks of nobody, is never used: it may be
-        NaN, and so may its scale.
+        sequence's `kv_lens`, and in blocks of nobody, is never used: it may be NaN, and so may its
+        scale.
       block_tables: i32[S, max_blocks], the blocks of a sequence in order. Entries beyond its length
         may hold anything.
       kv_lens: i32[S], tokens of each sequence in the cache, this step's included.
@@ -85,7 +85,8 @@ def ragged_paged_attention(
       uniform: compute every row in the same way, so that its bits do not depend on the other rows
         and sequences, nor on `cu_q_lens`, at one shape of the arrays. `reference` and `cpu` always
         do.
-      window: how many keys a query sees at most, its own token's included.
+      window: how many keys a query sees at most, its own token's included. What all rows of a
+        sequence have passed is never used either, except that `mosaic` wants numbers there.
       soft_cap: scores become `soft_cap * tanh(score / soft_cap)`, after `sm_scale` (Gemma 2, arXiv
         2408.00118, section 2).
 
