@@ -843,7 +843,7 @@ def test_caches_of_8_bits_that_do_not_fit_are_refused():
         call(q, int8, *rest, kv_dtype="float8_e4m3fn")
     with pytest.raises(TypeError, match="data of a QuantizedKV must be int8 or "):
         call(q, int8._replace(data=kv), *rest)
-    with pytest.raises(TypeError, match="the scale of a QuantizedKV"):
+    with pytest.raises(ValueError, match=r"scale .* for the data .* of a QuantizedKV"):
         call(q, int8._replace(scale=int8.scale[..., None]), *rest)
     with pytest.raises(TypeError, match="not float16"):
         write_kv(int8._replace(scale=int8.scale.astype(jnp.float16)), q, q, jnp.zeros(13))

@@ -80,8 +80,9 @@ def ragged_paged_attention(
         zero.
       implementation: `reference` is differentiable for float32 `kv`; `xla` walks only the tiles
         that the sequences have; `cpu` is the C++ kernels', for bfloat16 on a CPU where they have
-        been loaded (`forge_kernels.cpu`); `mosaic` is the Pallas kernels for NVIDIA Hopper; `auto`
-        is `mosaic` on such a GPU if it knows the shapes and types, and else `xla`.
+        been loaded (`forge_kernels.cpu`), without `window` and `soft_cap`; `mosaic` is the Pallas
+        kernels for NVIDIA Hopper; `auto` is `mosaic` on such a GPU if it knows the shapes and
+        types, and else `xla`.
       uniform: compute every row in the same way, so that its bits do not depend on the other rows
         and sequences, nor on `cu_q_lens`, at one shape of the arrays. `reference` and `cpu` always
         do.
@@ -250,7 +251,7 @@ def kv_storage_dtype(kv_dtype: DTypeLike, platform: str) -> jnp.dtype:
     kv_dtype = jnp.dtype(kv_dtype)
     if kv_dtype not in (*_FLOATS, *LARGEST):
         raise TypeError(
-            "a KV cache is float32, bfloat16, float16, int8 or float8_e4m3fn, not " + str(kv_dtype)
+            f"a KV cache is float32, bfloat16, float16, int8 or float8_e4m3fn, not {kv_dtype}"
         )
     for bits, meanings in _BITS.items():
         if platform == "cpu" and kv_dtype in meanings:
@@ -293,11 +294,10 @@ def _kv_float(kv: jax.Array | QuantizedKV, kv_dtype: DTypeLike | None) -> jnp.dt
     """The type of what `kv` holds, however it is stored."""
     if isinstance(kv, QuantizedKV):
         known, form = (*LARGEST, jnp.dtype(jnp.uint8)), "the data of a QuantizedKV"
-        if kv.scale.dtype != jnp.float32 or kv.scale.shape != kv.data.shape[:-1]:
-            raise TypeError(
-                f"the scale of a QuantizedKV {kv.shape} must be float32 {kv.shape[:-1]}, not "
-                f"{kv.scale.dtype} {kv.scale.shape}"
-            )
+        if kv.scale.dtype != jnp.float32:
+            raise TypeError(f"the scale of a QuantizedKV must be float32, not {kv.scale.dtype}")
+        if kv.scale.shape != kv.shape[:-1]:
+            raise ValueError(f"scale {kv.scale.shape} for the data {kv.shape} of a QuantizedKV")
     else:
         known, form = (*_FLOATS, jnp.dtype(jnp.uint16)), "kv that is no QuantizedKV"
     if kv.dtype not in known:
