@@ -4,6 +4,7 @@ import inspect
 import itertools
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +13,21 @@ import pytest
 from jax import lax
 
 from forge_kernels.attention import (
+    QuantizedKV,
+    kv_shape_dtype,
     kv_storage_dtype,
     ragged_paged_attention,
     rotate_and_write,
     write_kv,
 )
 from forge_kernels.attention import xla as xla_file
+from forge_kernels.attention.quantized import dequantize_rows, quantize_rows
 from forge_kernels.attention.shapes import SHAPES
 from forge_kernels.attention.xla import GROUP, KV_TILE, Q_TILE, SHORT
-from forge_kernels.rope import inverse_frequencies, rope_tables
+from forge_kernels.rope import apply_rope, inverse_frequencies, rope_tables
 
 FORMS = [("reference", False), ("xla", False), ("xla", True)]  # implementation, uniform
+EIGHT_BITS = ("int8", "float8_e4m3fn")
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}
 BF16_ROUNDOFF = 2.0**-8
 
@@ -81,7 +86,18 @@ class Arrays:
     spread: np.ndarray  # f64[T, H, D]: the same weighted sum of the values' magnitudes
 
 
-def make(batch: Batch, *, window: int | None = None, soft_cap: float | None = None) -> Arrays:
+def make(
+    batch: Batch,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    kv_dtype: str | None = None,
+    magnitudes: tuple[float, ...] = (1.0,),
+) -> Arrays:
+    """`kv_dtype`: of 8 bits, that keys and values are rounded to; `magnitudes`: of tokens, in turn.
+
+    The queries are divided by the largest.
+    """
     rng = np.random.default_rng(batch.seed)
     H, K, D, bs = batch.heads, batch.kv_heads, batch.head_dim, batch.block_size
     S, T, N = batch.max_seqs, batch.rows, batch.pool_tokens // bs
@@ -92,7 +108,7 @@ def make(batch: Batch, *, window: int | None = None, soft_cap: float | None = No
     def normal(*shape):
         return rng.standard_normal(shape).astype(jnp.dtype(batch.dtype)).astype(np.float32)
 
-    q = normal(T, H, D)
+    q = normal(T, H, D) / np.float32(max(magnitudes))
     q[int(q_lens.sum()) :] = np.nan
     kv = np.full((N, 2, K, bs, D), np.nan, np.float32)
     order = rng.permutation(N)
@@ -106,7 +122,11 @@ def make(batch: Batch, *, window: int | None = None, soft_cap: float | None = No
     for s, (rows, context) in enumerate(batch.seqs):
         mine, order = order[: needed[s]], order[needed[s] :]
         tables[s, : len(mine)] = mine
-        pairs = normal(2, K, context, D)
+        pairs = normal(2, K, context, D) * np.resize(magnitudes, context)[:, None]
+        if kv_dtype in EIGHT_BITS:
+            padded = np.zeros((2, K, batch.max_context, D), np.float32)
+            padded[:, :, :context] = pairs
+            pairs = np.asarray(rounded(padded, kv_dtype))[:, :, :context]
         for position in range(context):
             kv[mine[position // bs], :, :, position % bs] = pairs[:, :, position]
         keys, values = np.repeat(pairs.astype(np.float64), H // K, axis=1)
@@ -125,21 +145,40 @@ def make(batch: Batch, *, window: int | None = None, soft_cap: float | None = No
     return Arrays(q, kv, tables, kv_lens, cu_q_lens, np.int32(len(q_lens)), expected, spread)
 
 
-@partial(jax.jit, static_argnames=("implementation", "kv_dtype", "max_q_len", "uniform"))
-def run(arrays, *, implementation, kv_dtype=None, max_q_len=None, uniform=False):
-    return ragged_paged_attention(
-        *arrays,
-        sm_scale=arrays[0].shape[-1] ** -0.5,
-        implementation=implementation,
-        kv_dtype=kv_dtype,
-        max_q_len=max_q_len,
-        uniform=uniform,
-    )
+@partial(jax.jit, static_argnums=1)
+def rounded(rows: jax.Array, kv_dtype: str) -> jax.Array:
+    return dequantize_rows(*quantize_rows(rows, kv_dtype))
 
 
-def inputs(a: Arrays) -> tuple[jax.Array, ...]:
+@partial(
+    jax.jit,
+    static_argnames=(
+        "implementation",
+        "kv_dtype",
+        "max_q_len",
+        "uniform",
+        "window",
+        "soft_cap",
+    ),
+)
+def run(arrays, **options):
+    return ragged_paged_attention(*arrays, sm_scale=arrays[0].shape[-1] ** -0.5, **options)
+
+
+def inputs(a: Arrays, kv_dtype: str | None = None) -> tuple[Any, ...]:
+    """`kv_dtype`: of 8 bits, the cache as a QuantizedKV, stored as on a CPU."""
     arrays = (a.q, a.kv, a.block_tables, a.kv_lens, a.cu_q_lens, a.num_seqs)
-    return tuple(jnp.asarray(array) for array in arrays)
+    q, kv, *rest = (jnp.asarray(array) for array in arrays)
+    return (q, kv if kv_dtype not in EIGHT_BITS else quantized(kv, kv_dtype), *rest)
+
+
+@partial(jax.jit, static_argnums=1)
+def quantized(kv: jax.Array, kv_dtype: str) -> QuantizedKV:
+    """Where `kv` is NaN, the scale is, and the data is NaN if there is one and else large."""
+    data, scale = quantize_rows(kv, kv_dtype)
+    if kv_dtype == "float8_e4m3fn":
+        data = lax.bitcast_convert_type(data, jnp.uint8)
+    return QuantizedKV(jnp.where(jnp.isnan(kv), jnp.asarray(127, data.dtype), data), scale)
 
 
 def run_cpu(a: Arrays) -> np.ndarray:
@@ -163,12 +202,14 @@ def check_cpu(batch: Batch) -> None:
     assert worst <= 1, f"off by {worst:.3g} times the tolerance"
 
 
-def check(batch: Batch, implementation: str, **options) -> None:
+def check(batch: Batch, implementation: str, *, uniform: bool, **options) -> None:
     if implementation == "cpu":
         check_cpu(batch.for_cpu())
         return
-    arrays = make(batch)
-    out = np.asarray(run(inputs(arrays), implementation=implementation, **options))
+    kind = {name: options[name] for name in ("window", "soft_cap", "kv_dtype") if name in options}
+    arrays = make(batch, **kind)
+    array_inputs = inputs(arrays, options.get("kv_dtype"))
+    out = run(array_inputs, implementation=implementation, uniform=uniform, **options)
     np.testing.assert_allclose(out, arrays.expected, **TOLERANCE)
 
 
@@ -215,6 +256,143 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_agrees_with_dense_attention_in_float64(name, implementation, uniform):
     check(BATCHES[name], implementation, uniform=uniform)
+
+
+# What the cache is stored as, what of it is seen, and how scores are bent.
+KINDS: dict[str, dict[str, Any]] = {
+    "int8": {"kv_dtype": "int8"},
+    "fp8": {"kv_dtype": "float8_e4m3fn"},
+    "window": {"window": 37},
+    "window longer than a tile": {"window": KV_TILE + 22},
+    "soft cap": {"soft_cap": 2.0},
+    "int8, window, soft cap": {"kv_dtype": "int8", "window": 37, "soft_cap": 2.0},
+    "fp8, window, soft cap": {"kv_dtype": "float8_e4m3fn", "window": 37, "soft_cap": 2.0},
+}
+
+
+@pytest.mark.parametrize(("implementation", "uniform"), FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_8_bits_windows_and_soft_caps_agree_with_dense_attention(kind, implementation, uniform):
+    shared = ("decode, several groups", "verify rows", "chunks", "mixed", "tile edges")
+    for name in (*shared, "empty sequences between", "nothing at all"):
+        check(BATCHES[name], implementation, uniform=uniform, **KINDS[kind])
+
+
+@pytest.mark.parametrize("window", [1, 50])
+@pytest.mark.parametrize("block_size", [24, 64, 2 * KV_TILE])
+def test_scales_are_found_in_blocks_of_all_sizes(block_size, window):
+    seqs = ((1, 130), (1, 1), (1, 140), (1, 64))
+    batch = replace(SMALL, seqs=seqs, block_size=block_size, pool_tokens=block_size * 16)
+    check(batch, "xla", uniform=False, kv_dtype="int8", window=window, max_q_len=1)
+
+
+@pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
+@pytest.mark.parametrize(("implementation", "uniform"), FORMS)
+def test_rows_of_8_bits_may_be_zero_tiny_or_huge(implementation, uniform, kv_dtype):
+    options = {"implementation": implementation, "uniform": uniform, "kv_dtype": kv_dtype}
+    arrays = make(MIXED, kv_dtype=kv_dtype, magnitudes=(1.0, 0.0, 1e-39, 1e5))
+    out = np.asarray(run(inputs(arrays, kv_dtype), **options))
+    assert np.abs(arrays.expected).max() > 1e4
+    assert (np.abs(out - arrays.expected) <= 1e-5 * arrays.spread).all()
+
+
+@pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
+@pytest.mark.parametrize(("implementation", "uniform"), FORMS)
+def test_a_nan_in_8_bits_stays_in_its_sequence(implementation, uniform, kv_dtype):
+    """In a scale, or in data that can hold one, of keys or values."""
+    options = {"implementation": implementation, "uniform": uniform, "kv_dtype": kv_dtype}
+    arrays = make(MIXED, kv_dtype=kv_dtype)
+    q, kv, *rest = inputs(arrays, kv_dtype)
+    want = np.asarray(run((q, kv, *rest), **options))
+    assert np.isfinite(want).all()
+    # A decode in a group with others that see as far, and the last 11 rows of a chunk.
+    for s, at, sees in ((2, 5, 1), (6, 190, 11)):
+        context, block_size = MIXED.seqs[s][1], MIXED.block_size
+        mine = np.arange(arrays.cu_q_lens[s], arrays.cu_q_lens[s + 1])
+        assert at < context
+        for side in (0, 1):
+            block = arrays.block_tables[s, at // block_size]
+            place = (block, side, slice(None), at % block_size)
+            spoilt = [kv._replace(scale=kv.scale.at[place].set(jnp.nan))]
+            if kv_dtype == "float8_e4m3fn":
+                spoilt.append(kv._replace(data=kv.data.at[place].set(0xFF)))
+            for faulty in spoilt:
+                out = np.asarray(run((q, faulty, *rest), **options))
+                assert np.isnan(out[mine[-sees:]]).all()
+                np.testing.assert_array_equal(np.delete(out, mine, 0), np.delete(want, mine, 0))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, *EIGHT_BITS])
+@pytest.mark.parametrize(("implementation", "uniform"), FORMS)
+def test_what_every_window_has_passed_may_be_nan(implementation, uniform, kv_dtype):
+    options = {"window": 37}
+    if kv_dtype is not None:
+        options = KINDS["int8, window, soft cap"] | {"kv_dtype": kv_dtype}
+    for name in ("decode, several groups", "verify rows", "chunks", "mixed"):
+        arrays = make(BATCHES[name], **options)
+        pass_by(arrays, BATCHES[name], window=37)
+        out = run(
+            inputs(arrays, kv_dtype), implementation=implementation, uniform=uniform, **options
+        )
+        np.testing.assert_allclose(out, arrays.expected, **TOLERANCE)
+
+
+def pass_by(arrays: Arrays, batch: Batch, *, window: int) -> None:
+    """Makes NaN of what no row of a sequence sees any more."""
+    for table, (rows, context) in zip(arrays.block_tables, batch.seqs, strict=False):
+        for position in range(context - rows + 1 - window):
+            arrays.kv[table[position // batch.block_size], :, :, position % batch.block_size] = (
+                np.nan
+            )
+
+
+@pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
+@pytest.mark.parametrize("uniform", [False, True])
+def test_queries_of_bfloat16_meet_caches_of_8_bits(uniform, kv_dtype):
+    arrays = make(BATCHES["decode"], kv_dtype=kv_dtype)
+    q, kv, *rest = inputs(arrays, kv_dtype)
+    q, options = q.astype(jnp.bfloat16), {"implementation": "xla", "uniform": uniform}
+    out = run((q, kv, *rest), kv_dtype=kv_dtype, max_q_len=1, **options)
+    assert out.dtype == jnp.bfloat16
+    rounding = BF16_ROUNDOFF * (4 + np.abs(arrays.expected) + arrays.spread)  # q too
+    assert (np.abs(np.asarray(out, np.float64) - arrays.expected) <= rounding).all()
+    if kv_dtype == "float8_e4m3fn":
+        as_float = kv._replace(data=lax.bitcast_convert_type(kv.data, jnp.float8_e4m3fn))
+        np.testing.assert_array_equal(out, run((q, as_float, *rest), max_q_len=1, **options))
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_the_cost_of_a_window_follows_the_window(uniform, monkeypatch):
+    """KV tiles that are read, each time for a group of sequences or rows."""
+    read = xla_file._Pool.tile
+    counted: list[int] = []
+
+    def counting(self, seq, tile):
+        jax.debug.callback(lambda: counted.append(1))
+        return read(self, seq, tile)
+
+    monkeypatch.setattr(xla_file._Pool, "tile", counting)
+
+    def counter(**options):
+        options |= {"sm_scale": 1.0, "kv_dtype": jnp.dtype(jnp.float32), "uniform": uniform}
+        attend = jax.jit(partial(xla_file.xla_attention, max_q_len=LONG.rows, **options))
+
+        def tiles(seqs) -> int:
+            counted.clear()
+            attend(*inputs(make(replace(LONG, seqs=seqs))))
+            jax.effects_barrier()
+            return len(counted)
+
+        return tiles
+
+    whole, narrow = counter(), counter(window=40)
+    for seqs in (((1, 1000), (1, 400), (1, 100), (1, 2)), ((4, 1000), (3, 300)), ((70, 1000),)):
+        groups = whole(seqs) // 8  # of rows, with a context of up to 1000
+        assert groups * 8 == whole(seqs)
+        assert groups <= narrow(seqs) <= 2 * groups
+
+
+LONG = Batch(seqs=(), rows=80, max_seqs=5, max_context=1024)
 
 
 def random_mix(seed: int) -> tuple[tuple[int, int], ...]:
@@ -438,11 +616,14 @@ def test_the_cpu_kernels_say_what_they_are_not_for():
         attend(jnp.zeros((*q.shape[:-1], 32)), wide, *rest, kv_dtype=jnp.bfloat16)
 
 
-def differing_schedules(**options) -> list[str]:
+def differing_schedules(**options: Any) -> list[str]:
     """Which ways to compute the last rows of a sequence give other bits than all of it at once."""
     context = 150
     seqs = ((context, context), *((1, 90 + i) for i in range(9)))
-    arrays = make(Batch(seqs=seqs, head_dim=32))  # 16 or 64: XLA:CPU's sums agree by themselves
+    kv_dtype = options.get("kv_dtype")
+    arrays = make(
+        Batch(seqs=seqs, head_dim=32), kv_dtype=kv_dtype
+    )  # 16 or 64: XLA:CPU's sums agree by themselves
 
     def last_rows(rows: int, num_beside: int) -> np.ndarray:
         index = [*range(1, num_beside + 1), 0]
@@ -458,7 +639,7 @@ def differing_schedules(**options) -> list[str]:
         a.q[:num_beside] = arrays.q[context : context + num_beside]
         mine = slice(num_beside, num_beside + rows)
         a.q[mine] = arrays.q[context - rows : context]
-        return np.asarray(run(inputs(a), **options))[mine]
+        return np.asarray(run(inputs(a, kv_dtype), **options))[mine]
 
     whole = last_rows(context, 0)
     return [
@@ -471,6 +652,14 @@ def differing_schedules(**options) -> list[str]:
 @pytest.mark.parametrize(("implementation", "uniform"), [("reference", False), ("xla", True)])
 def test_a_uniform_row_has_the_same_bits_on_every_schedule(implementation, uniform):
     assert differing_schedules(implementation=implementation, uniform=uniform) == []
+
+
+@pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
+@pytest.mark.parametrize(("implementation", "uniform"), [("reference", False), ("xla", True)])
+def test_a_uniform_row_of_8_bits_has_too(implementation, uniform, kv_dtype):
+    kind = {} if kv_dtype == "int8" else {"window": 70, "soft_cap": 2.0}
+    kind |= {"implementation": implementation, "uniform": uniform, "kv_dtype": kv_dtype}
+    assert differing_schedules(**kind) == []
 
 
 def test_the_walking_form_has_not():
@@ -491,6 +680,26 @@ FAULTS = {
     "forgets to rescale": ("out * decay[..., None] + added", "out + added"),
     "stops a tile early": ("(-(-longest // KV_TILE)", "(longest // KV_TILE"),
     "mixes up heads": ("transpose(0, 3, 1, 2, 4)", "transpose(0, 3, 2, 1, 4)"),
+    "sees one key before the window": (
+        ">= visible[:, :, None] - window",
+        "> visible[:, :, None] - window - 2",
+    ),
+    "starts a tile late": ("first_tile = first_key //", "first_tile = 1 + first_key //"),
+    "uses values before the window": ("(first_key[:, None] <= position) & ", ""),
+    "caps before the scale of scores": ("scores = scores * sm_scale", "pass"),
+    "forgets the keys' scales": ("scores * keys.scale[:, :, None]", "scores"),
+    "multiplies the values' scales by the mask": (
+        "jnp.where(exists, values.scale, 0.0)",
+        "(values.scale * exists)",
+    ),
+}
+FAULT_KINDS: dict[str, dict[str, Any]] = {
+    "sees one key before the window": {"window": 37},
+    "starts a tile late": {"window": 37},
+    "uses values before the window": {"window": 37},
+    "caps before the scale of scores": {"soft_cap": 2.0},
+    "forgets the keys' scales": {"kv_dtype": "int8"},
+    "multiplies the values' scales by the mask": {"kv_dtype": "int8"},
 }
 
 
@@ -501,11 +710,17 @@ def test_this_suite_catches_a_planted_fault(fault):
     faulty: dict = {}
     exec(compile(text.replace(old, new), fault, "exec"), faulty)
     decode_only = fault != "mixes up heads"
-    arrays = make(BATCHES["decode, several groups"] if decode_only else SHORT_ROWS)
-    attend = partial(faulty["xla_attention"], sm_scale=16**-0.5, kv_dtype=jnp.dtype(jnp.float32))
-    attend = jax.jit(partial(attend, max_q_len=1 if decode_only else SHORT))
+    batch = BATCHES["decode, several groups"] if decode_only else SHORT_ROWS
+    kind = FAULT_KINDS.get(fault, {})
+    arrays = make(batch, **kind)
+    if "window" in kind:
+        pass_by(arrays, batch, window=kind["window"])
+    options = kind | {"kv_dtype": jnp.dtype(kind.get("kv_dtype", "float32")), "sm_scale": 16**-0.5}
+    options["max_q_len"] = 1 if decode_only else SHORT
+    attend = jax.jit(partial(faulty["xla_attention"], **options))
+    out = attend(*inputs(arrays, kind.get("kv_dtype")))
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        np.testing.assert_allclose(attend(*inputs(arrays)), arrays.expected, **TOLERANCE)
+        np.testing.assert_allclose(out, arrays.expected, **TOLERANCE)
 
 
 def test_writes_go_to_their_slots_and_the_one_past_the_end_is_dropped():
@@ -530,6 +745,73 @@ def test_writes_go_to_their_slots_and_the_one_past_the_end_is_dropped():
         np.testing.assert_array_equal(lax.bitcast_convert_type(as_bits, kv_dtype), as_float)
 
 
+@pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
+def test_rows_of_8_bits_are_written_with_their_scales(kv_dtype):
+    rng = np.random.default_rng(0)
+    N, K, bs, D = 5, 2, 8, 4
+    storage = kv_storage_dtype(kv_dtype, "cpu")
+    data = rng.integers(-128, 128, (N, 2, K, bs, D)).astype(np.int8).view(storage)
+    scale = rng.random((N, 2, K, bs), np.float32)
+    k, v = jnp.asarray(rng.standard_normal((2, 4, K, D)), jnp.float32)
+    slots = np.array([0, 3 * bs + 5, N * bs, N * bs - 1], np.int32)
+    write = jax.jit(partial(write_kv, kv_dtype=kv_dtype))
+    old = QuantizedKV(jnp.asarray(data), jnp.asarray(scale))
+    for count in (4, 1):
+        written = write(old, k[:count], v[:count], jnp.asarray(slots[:count]))
+        assert isinstance(written, QuantizedKV) and written.dtype == storage
+        expected_data, expected_scale = data.copy(), scale.copy()
+        rows, scales = quantize_rows(jnp.stack([k, v], axis=1), kv_dtype)
+        for row in {0, 1, 3} & set(range(count)):
+            place = slots[row] // bs, slice(None), slice(None), slots[row] % bs
+            expected_data[place] = np.asarray(rows)[row].view(storage)
+            expected_scale[place] = scales[row]
+        np.testing.assert_array_equal(written.data, expected_data)
+        np.testing.assert_array_equal(written.scale, expected_scale)
+
+
+def test_keys_of_8_bits_are_rotated_before_they_are_rounded():
+    rng = np.random.default_rng(0)
+    H, K, D, T = 4, 2, 16, 5
+    qkv = jnp.asarray(rng.standard_normal((T, H + 2 * K, D)), jnp.float32)
+    cos, sin = rope_tables(jnp.arange(T) * 7, inverse_frequencies(D, 1e4))
+    kv = QuantizedKV(jnp.zeros((3, 2, K, 8, D), jnp.int8), jnp.zeros((3, 2, K, 8)))
+    q, written = jax.jit(rotate_and_write)(qkv, kv, cos, sin, jnp.arange(T) + 9)
+    rotated = apply_rope(qkv[:, : H + K], cos, sin)
+    np.testing.assert_allclose(q, rotated[:, :H], rtol=1e-6, atol=1e-6)
+    pairs = jnp.stack([rotated[:, H:], qkv[:, H + K :]]).transpose(0, 2, 1, 3)  # [2, K, T, D]
+    error = jnp.abs(dequantize_rows(*written)[1, :, :, 1 : 1 + T] - pairs)
+    assert (error <= 0.5001 * jnp.abs(pairs).max(axis=-1, keepdims=True) / 127).all()
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", *EIGHT_BITS])
+def test_a_donated_cache_is_written_and_read_in_place(kv_dtype, rows):
+    """No copy of the data nor of the scales: the result is the same memory."""
+    form = kv_shape_dtype((512, 2, 2, 16, 64), kv_storage_dtype(kv_dtype, "cpu"))
+    kv = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), form)
+    k, i32 = jnp.ones((rows, 2, 64), jnp.bfloat16), partial(jnp.ones, dtype=jnp.int32)
+    arrays = (k, jnp.arange(rows), i32((rows, 8)), i32(rows), jnp.arange(rows + 1), jnp.int32(rows))
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(kv, k, slots, *rest):
+        kv = write_kv(kv, k, k, slots, kv_dtype=kv_dtype)
+        out = ragged_paged_attention(
+            k, kv, *rest, sm_scale=1.0, kv_dtype=kv_dtype, max_q_len=1, implementation="xla"
+        )
+        return kv, out
+
+    sizes = [array.nbytes for array in jax.tree.leaves(kv)]
+    memory = step.lower(kv, *arrays).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == sum(sizes)
+    tile_bytes = rows * KV_TILE * 2 * 2 * 64 * 2
+    assert memory.temp_size_in_bytes < 3 * tile_bytes + 2**16
+    assert rows > 1 or memory.temp_size_in_bytes < sum(sizes) / 8
+    before = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(kv)]
+    written, _ = step(kv, *arrays)
+    assert [array.unsafe_buffer_pointer() for array in jax.tree.leaves(written)] == before
+    assert all(np.asarray(array).any() for array in jax.tree.leaves(written))
+
+
 def test_floats_of_16_and_8_bits_are_stored_as_bits_on_cpu_only():
     assert kv_storage_dtype("bfloat16", "cpu") == jnp.uint16
     assert kv_storage_dtype("float16", "cpu") == jnp.uint16
@@ -540,6 +822,57 @@ def test_floats_of_16_and_8_bits_are_stored_as_bits_on_cpu_only():
     assert kv_storage_dtype("int8", "cpu") == kv_storage_dtype("int8", "gpu") == jnp.int8
     with pytest.raises(TypeError, match="not float8_e5m2"):
         kv_storage_dtype("float8_e5m2", "cpu")
+
+
+def test_a_cache_of_8_bits_has_a_scale_for_each_row():
+    shape = (5, 2, 3, 8, 16)
+    assert kv_shape_dtype(shape, jnp.uint16) == jax.ShapeDtypeStruct(shape, jnp.uint16)
+    for storage in (jnp.int8, jnp.uint8, jnp.float8_e4m3fn):
+        data, scale = kv_shape_dtype(shape, storage)
+        assert data == jax.ShapeDtypeStruct(shape, storage)
+        assert scale == jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
+
+
+def test_caches_of_8_bits_that_do_not_fit_are_refused():
+    q, kv, *rest = inputs(make(BATCHES["no padding"]))
+    call = partial(ragged_paged_attention, sm_scale=1.0)
+    int8, fp8 = quantized(kv, "int8"), quantized(kv, "float8_e4m3fn")
+    with pytest.raises(TypeError, match="stored as uint8: kv_dtype must say float8_e4m3fn"):
+        call(q, fp8, *rest)
+    with pytest.raises(TypeError, match="kv is int8 but kv_dtype says float8_e4m3fn"):
+        call(q, int8, *rest, kv_dtype="float8_e4m3fn")
+    with pytest.raises(TypeError, match="data of a QuantizedKV must be int8 or "):
+        call(q, int8._replace(data=kv), *rest)
+    with pytest.raises(ValueError, match=r"scale .* for the data .* of a QuantizedKV"):
+        call(q, int8._replace(scale=int8.scale[..., None]), *rest)
+    with pytest.raises(TypeError, match="not float16"):
+        write_kv(int8._replace(scale=int8.scale.astype(jnp.float16)), q, q, jnp.zeros(13))
+    with pytest.raises(TypeError, match="or uint16, not uint8"):
+        write_kv(fp8.data, q, q, jnp.zeros(13), kv_dtype="float8_e4m3fn")
+    with pytest.raises(TypeError, match="caches of 16 bits, not int8"):
+        call(q, int8, *rest, implementation="cpu")
+    with pytest.raises(TypeError, match="by the GPU kernels: "):
+        call(q, int8, *rest, implementation="mosaic")
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "cpu", "mosaic"])
+def test_windows_and_soft_caps_that_make_no_sense_are_refused(implementation):
+    arrays = inputs(make(BATCHES["no padding"]))
+    call = partial(ragged_paged_attention, *arrays, sm_scale=1.0, implementation=implementation)
+    with pytest.raises(ValueError, match="window must be at least 1, not 0"):
+        call(window=0)
+    for soft_cap in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="soft_cap must be positive"):
+            call(soft_cap=soft_cap)
+
+
+def test_the_cpu_kernels_know_no_window_and_no_soft_cap():
+    q, kv, *rest = inputs(make(BATCHES["no padding"].for_cpu()))
+    bits = lax.bitcast_convert_type(kv.astype(jnp.bfloat16), jnp.uint16)
+    call = partial(ragged_paged_attention, q.astype(jnp.bfloat16), bits, *rest, sm_scale=1.0)
+    for option in ({"window": 3}, {"soft_cap": 3.0}):
+        with pytest.raises(TypeError, match="CPU kernels: they know no window and no soft_cap"):
+            call(kv_dtype=jnp.bfloat16, implementation="cpu", **option)
 
 
 def test_inputs_that_do_not_fit_are_refused():
@@ -599,6 +932,12 @@ def test_only_the_reference_with_a_float32_cache_has_a_gradient():
     with pytest.raises(NotImplementedError, match="float32 KV"):
         jax.grad(loss, argnums=0)(q, kv.astype(jnp.bfloat16), "reference")
 
+    int8 = quantized(kv, "int8")
+    with pytest.raises(NotImplementedError, match="float32 KV"):
+        jax.grad(loss, argnums=0)(q, int8, "reference")
+    with pytest.raises(NotImplementedError, match="float32 KV"):
+        jax.grad(lambda s: loss(q, int8._replace(scale=s), "reference"))(int8.scale)
+
     def through_bits(k):
         kv = write_kv(
             jnp.zeros((2, 2, 2, 8, 16), jnp.uint16), k, k, jnp.arange(3), kv_dtype=jnp.bfloat16
@@ -609,28 +948,47 @@ def test_only_the_reference_with_a_float32_cache_has_a_gradient():
         jax.grad(through_bits)(jnp.ones((3, 2, 16)))
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_temporaries_stay_small_at_the_shapes_of_real_models(name):
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [
+        *((name, "bfloat16") for name in SHAPES),
+        ("tinyllama-1b", "int8"),
+        ("tinyllama-1b", "float8_e4m3fn"),
+        ("gemma-2-9b", "float8_e4m3fn"),
+    ],
+)
+def test_temporaries_stay_small_at_the_shapes_of_real_models(name, kv_dtype):
     """A copy or a conversion of the pool would show here: it is 60 times the bound."""
     shape = SHAPES[name]
     S, bs, max_blocks, N = 16, 16, 128, 4096
-    bits = jax.ShapeDtypeStruct((N, 2, shape.kv_heads, bs, shape.head_dim), jnp.uint16)
+    pool_shape = (N, 2, shape.kv_heads, bs, shape.head_dim)
+    pool = kv_shape_dtype(pool_shape, kv_storage_dtype(kv_dtype, "cpu"))
     i32 = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 
     def step(kv, q, k, v, slots, tables, lens, cu, num):
-        kv = write_kv(kv, k, v, slots, kv_dtype=jnp.bfloat16)
+        kv = write_kv(kv, k, v, slots, kv_dtype=kv_dtype)
         out = ragged_paged_attention(
-            q, kv, tables, lens, cu, num, sm_scale=1.0, kv_dtype=jnp.bfloat16, max_q_len=1
+            q,
+            kv,
+            tables,
+            lens,
+            cu,
+            num,
+            sm_scale=1.0,
+            kv_dtype=kv_dtype,
+            max_q_len=1,
+            window=shape.window,
+            soft_cap=shape.soft_cap,
         )
         return kv, out
 
     q = jax.ShapeDtypeStruct((S, shape.heads, shape.head_dim), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((S, shape.kv_heads, shape.head_dim), jnp.bfloat16)
     lowered = jax.jit(step, donate_argnums=0).lower(
-        bits, q, k, k, i32((S,)), i32((S, max_blocks)), i32((S,)), i32((S + 1,)), i32(())
+        pool, q, k, k, i32((S,)), i32((S, max_blocks)), i32((S,)), i32((S + 1,)), i32(())
     )
     temp = lowered.compile().memory_analysis().temp_size_in_bytes
     tile_bytes = S * KV_TILE * 2 * shape.kv_heads * shape.head_dim * 2
     scores_bytes = S * shape.heads * KV_TILE * 4
     assert temp < 3 * (tile_bytes + scores_bytes) + 2**20
-    assert temp < np.prod(bits.shape) * 2 / 8
+    assert temp < np.prod(pool_shape) * jnp.dtype(kv_dtype).itemsize / 8

@@ -79,3 +79,20 @@ def test_on_a_hopper_gpu_auto_takes_them_where_it_can_and_says_once_where_not(mo
     assert len(caplog.records) == 1
     assert "a head size of 72 is none of 64, 80" in caplog.text
     assert "forge_attention" not in traced(64, jnp.float32)
+
+
+def test_windows_and_soft_caps_reach_the_kernels(monkeypatch):
+    monkeypatch.setattr(api, "_on_hopper", lambda: True)
+    q, kv = jnp.zeros((2, 4, 64), jnp.bfloat16), jnp.zeros((3, 2, 2, 16, 64), jnp.bfloat16)
+    arrays = (q, kv, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    arrays += (jnp.arange(2, dtype=jnp.int32), jnp.int32(1))
+
+    def traced(**options) -> str:
+        call = functools.partial(ragged_paged_attention, sm_scale=1.0, **options)
+        return str(jax.make_jaxpr(call)(*arrays))
+
+    assert all("forge_attention" in traced(**o) for o in ({}, {"window": 70}, {"soft_cap": 2.0}))
+    assert "70:u32" in traced(window=70)
+    assert "70:u32" not in traced()
+    assert "tanh" in traced(soft_cap=2.0)
+    assert "tanh" not in traced()

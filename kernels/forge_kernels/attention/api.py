@@ -66,8 +66,8 @@ def ragged_paged_attention(
         fast.
       kv: dtype[N, 2, K, bs, D], keys and values of one layer; uint16 means the bits of `kv_dtype`.
         In 8 bits a `QuantizedKV`, where uint8 means the bits of `kv_dtype`. Whatever lies beyond a
-        sequence's `kv_lens`, before every window, and in blocks of nobody, is never used: it may be
-        NaN, and so may its scale.
+        sequence's `kv_lens`, and in blocks of nobody, is never used: it may be NaN, and so may its
+        scale.
       block_tables: i32[S, max_blocks], the blocks of a sequence in order. Entries beyond its length
         may hold anything.
       kv_lens: i32[S], tokens of each sequence in the cache, this step's included.
@@ -80,12 +80,14 @@ def ragged_paged_attention(
         zero.
       implementation: `reference` is differentiable for float32 `kv`; `xla` walks only the tiles
         that the sequences have; `cpu` is the C++ kernels', for bfloat16 on a CPU where they have
-        been loaded (`forge_kernels.cpu`); `mosaic` is the Pallas kernels for NVIDIA Hopper; `auto`
-        is `mosaic` on such a GPU if it knows the shapes and types, and else `xla`.
+        been loaded (`forge_kernels.cpu`), without `window` and `soft_cap`; `mosaic` is the Pallas
+        kernels for NVIDIA Hopper; `auto` is `mosaic` on such a GPU if it knows the shapes and
+        types, and else `xla`.
       uniform: compute every row in the same way, so that its bits do not depend on the other rows
         and sequences, nor on `cu_q_lens`, at one shape of the arrays. `reference` and `cpu` always
         do.
-      window: how many keys a query sees at most, its own token's included.
+      window: how many keys a query sees at most, its own token's included. What all rows of a
+        sequence have passed is never used either, except that `mosaic` wants numbers there.
       soft_cap: scores become `soft_cap * tanh(score / soft_cap)`, after `sm_scale` (Gemma 2, arXiv
         2408.00118, section 2).
 
@@ -249,7 +251,7 @@ def kv_storage_dtype(kv_dtype: DTypeLike, platform: str) -> jnp.dtype:
     kv_dtype = jnp.dtype(kv_dtype)
     if kv_dtype not in (*_FLOATS, *LARGEST):
         raise TypeError(
-            "a KV cache is float32, bfloat16, float16, int8 or float8_e4m3fn, not " + str(kv_dtype)
+            f"a KV cache is float32, bfloat16, float16, int8 or float8_e4m3fn, not {kv_dtype}"
         )
     for bits, meanings in _BITS.items():
         if platform == "cpu" and kv_dtype in meanings:
@@ -292,11 +294,10 @@ def _kv_float(kv: jax.Array | QuantizedKV, kv_dtype: DTypeLike | None) -> jnp.dt
     """The type of what `kv` holds, however it is stored."""
     if isinstance(kv, QuantizedKV):
         known, form = (*LARGEST, jnp.dtype(jnp.uint8)), "the data of a QuantizedKV"
-        if kv.scale.dtype != jnp.float32 or kv.scale.shape != kv.data.shape[:-1]:
-            raise TypeError(
-                f"the scale of a QuantizedKV {kv.shape} must be float32 {kv.shape[:-1]}, not "
-                f"{kv.scale.dtype} {kv.scale.shape}"
-            )
+        if kv.scale.dtype != jnp.float32:
+            raise TypeError(f"the scale of a QuantizedKV must be float32, not {kv.scale.dtype}")
+        if kv.scale.shape != kv.shape[:-1]:
+            raise ValueError(f"scale {kv.scale.shape} for the data {kv.shape} of a QuantizedKV")
     else:
         known, form = (*_FLOATS, jnp.dtype(jnp.uint16)), "kv that is no QuantizedKV"
     if kv.dtype not in known:
