@@ -74,7 +74,7 @@ def compare(engines: Mapping[str, LLM], args: argparse.Namespace) -> dict[str, A
     exact = log_likelihoods(engines["auto"], texts)
     rows = []
     for kv_dtype, llm in engines.items():
-        lost = exact - log_likelihoods(llm, texts)
+        lost = exact - (exact if kv_dtype == "auto" else log_likelihoods(llm, texts))
         shape = llm._core._device._kv_shape  # type: ignore[attr-defined]
         rows.append(
             {
@@ -146,7 +146,9 @@ def markdown(report: dict[str, Any]) -> str:
             row["kv_dtype"],
             f"{row['bytes_per_token']:,.0f}",
             f"{row['perplexity']:.4f}",
-            f"{row['more_perplexity']:+.3%} ± {row['standard_error']:.3%}",
+            "-"
+            if row["kv_dtype"] == "auto"
+            else f"{row['more_perplexity']:+.3%} ± {row['standard_error']:.3%}",
             *(f"{row['tokens_per_s'][c]:,.0f} ({row['ratio'][c]:.2f})" for c in contexts),
         ]
         for row in report["rows"]

@@ -4,6 +4,7 @@ the same predictions.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import logging
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks import kv_dtype as benchmark
+from benchmarks import report as reports
 from forge_jax import LLM, SamplingParams, assemble
 from forge_jax.assemble import _Sizes
 from forge_jax.cache.kv import coarse, element_dtype, kv_shape
@@ -176,6 +178,20 @@ def more_perplexity(llm: LLM, texts: list[list[int]], exact: np.ndarray) -> floa
 @pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 0.002), ("fp8", 0.002)])
 def test_8_bits_predict_as_well_as_16(make_llm, texts, exact, kv_dtype, most):
     assert abs(more_perplexity(make_llm(kv_dtype), texts, exact)) < most
+
+
+def test_the_benchmark_makes_its_table(make_llm, monkeypatch):
+    monkeypatch.setattr(benchmark, "OUTPUT", 4)
+    args = argparse.Namespace(model="forge-tiny", texts=9, rounds=1, contexts=[16, 10**6])
+    report = benchmark.compare({name: make_llm(name) for name in CHOICES}, args)
+    auto, *others = report["rows"]
+    assert auto["bytes_per_token"] == 6 * 2 * 2 * 64 * 2
+    assert {row["kv_dtype"] for row in others} == set(EIGHT_BITS)
+    assert all(row["bytes_per_token"] == 6 * 2 * 2 * 68 for row in others)
+    for row in report["rows"]:
+        assert list(row["tokens_per_s"]) == [16] and row["tokens_per_s"][16] > 0
+    table = benchmark.markdown({**reports.new("kv_dtype", model="forge-tiny"), **report})
+    assert "| int8 | 1,632 |" in table
 
 
 def test_a_wrong_scale_shows_in_the_predictions(monkeypatch, texts, exact):
