@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,10 +129,11 @@ def compile_case(compiler: deviceless.Compiler, case: Case) -> deviceless.Progra
     )
     i32 = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     places = (BLOCKS, 2, K, case.block_size)
-    kv: jax.ShapeDtypeStruct | QuantizedKV = jax.ShapeDtypeStruct((*places, D), dtype)
+    kv: Any = jax.ShapeDtypeStruct((*places, D), dtype)
     if case.kv_dtype is not None:
-        data = jax.ShapeDtypeStruct((*places, D), jnp.dtype(case.kv_dtype))
-        kv = QuantizedKV(data, jax.ShapeDtypeStruct(places, jnp.float32))
+        data: Any = jax.ShapeDtypeStruct((*places, D), jnp.dtype(case.kv_dtype))
+        scale: Any = jax.ShapeDtypeStruct(places, jnp.float32)
+        kv = QuantizedKV(data, scale)
     return compiler(
         call,
         jax.ShapeDtypeStruct((case.tokens, shape.heads, D), dtype),

@@ -157,6 +157,8 @@ def load_matrix(ref: Any) -> jax.Array:
 def convert(source: Any, target: Any, columns: int) -> None:
     """From 8 bits to 16, both [ROWS, D] in shared memory, `columns` at a time in registers."""
     of_fp8 = jnp.dtype(source.dtype) == jnp.float8_e4m3fn
+    if source.shape[1] % 32:  # it lies row after row, and cannot be cut
+        columns = source.shape[1]
     for column in range(0, source.shape[1], columns):
         part = (slice(None), pl.ds(column, min(columns, source.shape[1] - column)))
         values = plgpu.load(source.at[part], layout=plgpu.Layout.WGMMA_UPCAST_2X)

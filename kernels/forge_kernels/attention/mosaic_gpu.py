@@ -8,10 +8,17 @@ FlashAttention (Dao et al. 2022, section 3.1), on tiles that they share. The tok
 one key/value head stand in the rows one after the other, so a decode, the verification of drafts
 and a chunk of a prompt differ in numbers of the plan only.
 
-The second adds up the results of units that were cut (FlashDecoding's last step), in order.
+Of a cache in 8 bits two warpgroups compute the same 64 query rows, and take the KV tiles in turn,
+since one could not keep up with the memory. Each converts its tiles to 16 bits, in shared memory,
+while the other one's tiles are multiplied; at an item's end the second hands its result to the
+first. Scales are never multiplied into keys or values: a key's multiplies its scores, a value's the
+weights of the softmax when they have been summed, so a scale may have any size. Heads of 256 leave
+no registers for that: one warpgroup does it all.
 
-What lies beyond a sequence may be NaN: such scores are selected away, and such values are replaced
-by zero in shared memory before they are multiplied by the zeros of the softmax.
+The second kernel adds up the results of units that were cut (FlashDecoding's last step), in order.
+
+What lies beyond a sequence may be NaN: such scores are selected away, and such values and scales
+are replaced by zero before they are multiplied by the zeros of the softmax.
 """
 
 from __future__ import annotations
@@ -36,13 +43,16 @@ NO_SCORE = -1e30  # the running maximum before any score: finite, so that exp2(-
 LOG2_E = math.log2(math.e)
 VALUE_COLUMNS = 64  # of a tile's keys or values that are in registers at once
 OUT_COLUMNS = 64  # of a wide head's result that are in shared memory at once
-# Of a cache in 8 bits: what the tensor cores get for keys and for values. Both types hold all the
-# values of the 8 bits. Weights are multiplied by the values' scales, which can be of any size:
-# bfloat16 has float32's range.
+# Of a cache in 8 bits: what the tensor cores get for keys and for values. These types hold all that
+# 8 bits can say, queries are rounded to the first. Values go with weights that have been multiplied
+# by scales: they need bfloat16's range. To float16 fewer instructions convert float8_e4m3fn.
 PRODUCT_DTYPES = {
     jnp.dtype(jnp.int8): (jnp.bfloat16, jnp.bfloat16),
     jnp.dtype(jnp.float8_e4m3fn): (jnp.float16, jnp.bfloat16),
 }
+# Bytes of the parts in which such matrices lie in shared memory: where a thread writes its share of
+# a part is then the same in all parts, and takes no register for each.
+PRODUCT_WIDTH = 32
 
 
 def unsupported(
@@ -134,7 +144,7 @@ jitted_attention = jax.jit(
 
 
 def _stages(head_dim: int, *, quantized: bool) -> int:
-    """KV tiles in shared memory for each turn: what fits, up to 64 KiB."""
+    """KV tiles in shared memory for each turn: what fits, and is enough to wait for memory."""
     if quantized:
         return {128: 2, 256: 3}.get(head_dim, 4)
     return 2 if head_dim > 128 else 3
@@ -211,9 +221,7 @@ class _Kernel:
     @property
     def key_dtype(self) -> Any:
         """Of queries and keys where they are multiplied."""
-        if not self.quantized:
-            return self.dtype
-        return PRODUCT_DTYPES[self.kv_dtype][0]
+        return PRODUCT_DTYPES[self.kv_dtype][0] if self.quantized else self.dtype
 
     @property
     def value_dtype(self) -> Any:
@@ -225,7 +233,7 @@ class _Kernel:
 
     @property
     def turns(self) -> int:
-        """Warpgroups that take the KV tiles of the same rows in turn."""
+        """Warpgroups that take the KV tiles of the same rows in turn: 1, or 2."""
         return 2 if self.quantized and not self.wide else 1
 
     @property
@@ -256,18 +264,18 @@ class _Kernel:
         pieces = KV_TILE // self.piece
         room = g.tile_slices - 1  # a tile is copied whole, the last one too
         packed = jnp.pad(packed.reshape(-1, SLICE, D), ((0, room), (0, 0), (0, 0)))
-        out_columns = D if D <= 128 else OUT_COLUMNS
+        out_columns = OUT_COLUMNS if self.wide else D
         slots = self.turns * self.stages
-        width = VALUE_COLUMNS if self.quantized else 128
+        kv_width = VALUE_COLUMNS if self.quantized else 128
         arrivals = 2 * pieces if self.quantized else pieces
         shared = _Shared(
             q=gpu.matrix(
                 (self.q_buffers, self.row_groups, gpu.ROWS, D),
                 self.key_dtype,
-                width=32 if self.quantized else 128,
+                width=PRODUCT_WIDTH if self.quantized else 128,
             ),
-            k=gpu.matrix((slots, KV_TILE, D), self.kv_dtype, width=width),
-            v=gpu.matrix((slots, KV_TILE, D), self.kv_dtype, width=width),
+            k=gpu.matrix((slots, KV_TILE, D), self.kv_dtype, width=kv_width),
+            v=gpu.matrix((slots, KV_TILE, D), self.kv_dtype, width=kv_width),
             out=gpu.matrix((self.row_groups, gpu.ROWS, out_columns), jnp.float32),
             lse=gpu.vector((self.row_groups, gpu.ROWS), jnp.float32),
             q_full=gpu.barriers(self.q_buffers, g.tile_slices),
@@ -280,18 +288,13 @@ class _Kernel:
             quantized=self._shared_quantized(slots) if self.quantized else None,
         )
         lse_shape = (max(g.partial_items, 1), self.row_groups, gpu.ROWS)
-        pieces_of_all = [kv.reshape(-1, self.piece, D)]  # of blocks, keys or values, heads
+        # Pieces of all blocks, keys or values, heads.
+        cache = [kv.reshape(-1, self.piece, D)]
         if scale is not None:
-            pieces_of_all.append(scale.reshape(-1, self.piece))
+            cache.append(scale.reshape(-1, self.piece))
         parts, lse = gpu.launch(
             self._attend,
-            (
-                plan.tiles,
-                plan.ctas,
-                block_tables,
-                packed,
-                *pieces_of_all,
-            ),
+            (plan.tiles, plan.ctas, block_tables, packed, *cache),
             (
                 jax.ShapeDtypeStruct((self.num_parts, SLICE, D), jnp.float32),
                 jax.ShapeDtypeStruct(lse_shape, jnp.float32),
@@ -309,15 +312,15 @@ class _Kernel:
         return _SharedQuantized(
             k_scale=gpu.vector((slots, KV_TILE), jnp.float32),
             v_scale=gpu.vector((slots, KV_TILE), jnp.float32),
-            keys=gpu.matrix(shape, self.key_dtype, width=32),
-            values=gpu.matrix(shape, self.value_dtype, width=32),
+            keys=gpu.matrix(shape, self.key_dtype, width=PRODUCT_WIDTH),
+            values=gpu.matrix(shape, self.value_dtype, width=PRODUCT_WIDTH),
             sums=gpu.vector((2, gpu.ROWS), jnp.float32),
             out_free=gpu.barriers(1, 1),
             out_full=gpu.barriers(1, 1),
         )
 
     def _attend(self, cta, warpgroup, inputs, outputs, allocated):
-        tiles, ctas, block_tables, q, *kv = inputs
+        tiles, ctas, block_tables, q, *cache = inputs
         shared = _Shared(*allocated)
 
         @pl.when(warpgroup < self.warpgroups)
@@ -333,7 +336,7 @@ class _Kernel:
         def _():
             if self.warpgroups > 1:
                 gpu.set_max_registers(40, action="decrease")
-            step = functools.partial(self._produce, shared, block_tables, q, kv)
+            step = functools.partial(self._produce, shared, block_tables, q, cache)
             items, kv_tiles = self._walk(cta, tiles, ctas, step, tuple(range(self.turns)))
 
             # Until all has been read: barriers must not be given up while somebody will arrive.
@@ -356,9 +359,9 @@ class _Kernel:
         return slot if self.turns == 1 else turn * self.stages + slot
 
     def _part(self, item: _Item, turn):
-        """Which of an item's KV tiles a turn takes: the first, the step to the next, how many.
+        """Which of an item's KV tiles a turn takes: the number of the first, and how many.
 
-        That follows from their positions and the head alone, so that a row's sums do too.
+        All, or every other: by their positions and the head alone, and a row's sums with them.
         """
         if self.turns == 1:
             return jnp.int32(0), item.size
@@ -430,7 +433,7 @@ class _Kernel:
             partial=jnp.where(whole, -1, partial),
         )
 
-    def _produce(self, shared: _Shared, block_tables, q, kv, read, index, kv_tiles):
+    def _produce(self, shared: _Shared, block_tables, q, cache, read, index, kv_tiles):
         g, piece, block_size, item = self.geometry, self.piece, self.block_size, read()
         buffer = lax.rem(index, jnp.int32(self.q_buffers))
 
@@ -462,31 +465,30 @@ class _Kernel:
                 gpu.wait(shared.k_free.at[slot])
                 gpu.wait(shared.v_free.at[slot])
 
-            to_values = g.kv_heads * (block_size // piece)
-            copies = [
-                (shared.k, shared.k_full, kv[0], 0),
-                (shared.v, shared.v_full, kv[0], to_values),
-            ]
-            if shared.quantized is not None:
-                copies.insert(1, (shared.quantized.k_scale, shared.k_full, kv[1], 0))
-                copies.append((shared.quantized.v_scale, shared.v_full, kv[1], to_values))
-
-            def copy_piece(j, source, copies):
-                for buffer, full, array, distance in copies:
-                    tokens = buffer.at[slot, pl.ds(j * piece, piece)]
-                    gpu.copy_in(array.at[source + distance], tokens, full.at[slot])
-
-            pieces = []
-            for j in range(KV_TILE // piece):
+            def source(j):
                 # Table entries beyond the sequence may hold anything: something that exists.
                 inside = position + j * piece < item.kv_len
-                pieces.append(piece_of(jnp.where(inside, position + j * piece, position)))
-                if len(copies) > 2:  # registers are short: piece by piece
-                    copy_piece(j, pieces[-1], copies)
-            if len(copies) == 2:
-                for copy in copies:
-                    for j, source in enumerate(pieces):
-                        copy_piece(j, source, [copy])
+                return piece_of(jnp.where(inside, position + j * piece, position))
+
+            def copy(j, source, array, buffer, full):
+                tokens = buffer.at[slot, pl.ds(j * piece, piece)]
+                gpu.copy_in(array.at[source], tokens, full.at[slot])
+
+            to_values = g.kv_heads * (block_size // piece)
+            if shared.quantized is None:
+                sources = [source(j) for j in range(KV_TILE // piece)]
+                for j, at in enumerate(sources):
+                    copy(j, at, cache[0], shared.k, shared.k_full)
+                for j, at in enumerate(sources):
+                    copy(j, at + to_values, cache[0], shared.v, shared.v_full)
+                return
+            data, scale = cache
+            for j in range(KV_TILE // piece):  # the sources of all would take too many registers
+                at = source(j)
+                copy(j, at, data, shared.k, shared.k_full)
+                copy(j, at, scale, shared.quantized.k_scale, shared.k_full)
+                copy(j, at + to_values, data, shared.v, shared.v_full)
+                copy(j, at + to_values, scale, shared.quantized.v_scale, shared.v_full)
 
         gpu.loop(0, item.size, over_kv_tiles)
 
@@ -520,7 +522,7 @@ class _Kernel:
 
         @pl.when(warpgroup == 0)
         def _():
-            self._finish(row_group, shared, outputs, read(), state)
+            self._finish(row_group, shared, outputs, read(), self._take_over(shared, state))
 
         @pl.when(warpgroup == 1)
         def _():
@@ -528,43 +530,39 @@ class _Kernel:
 
     def _hand_over(self, shared: _Shared, state):
         """Warpgroup 1's result goes to warpgroup 0, by way of the room for the item's result."""
-        acc, top, total = state
         assert shared.quantized is not None
-        out, sums = shared.out.at[0], shared.quantized.sums
-        width = out.shape[1]
-        for column in range(0, self.head_dim, width):
-            gpu.wait(shared.quantized.out_free.at[0])
-            out[...] = acc[:, column : column + width]
-            if column == 0:
-                sums[0], sums[1] = top, total
-            gpu.arrive(shared.quantized.out_full.at[0])
+        acc, top, total = state
+        sums = shared.quantized.sums
+        gpu.wait(shared.quantized.out_free.at[0])
+        shared.out[0], sums[0], sums[1] = acc, top, total
+        gpu.arrive(shared.quantized.out_full.at[0])
+
+    def _take_over(self, shared: _Shared, state):
+        """Warpgroup 0's result and then warpgroup 1's: one state."""
+        assert shared.quantized is not None
+        acc, top, total = state
+        gpu.wait_copied_out(read_only=True)
+        gpu.arrive(shared.quantized.out_free.at[0])
+        gpu.wait(shared.quantized.out_full.at[0])
+        their_top = gpu.load_rows(shared.quantized.sums.at[0])
+        their_total = gpu.load_rows(shared.quantized.sums.at[1])
+        new_top = jnp.maximum(top, their_top)
+        mine, theirs = jnp.exp2(top - new_top), jnp.exp2(their_top - new_top)
+        acc = acc * gpu.columns(mine, self.head_dim)
+        acc = acc + gpu.load_matrix(shared.out.at[0]) * gpu.columns(theirs, self.head_dim)
+        return acc, new_top, total * mine + their_total * theirs
 
     def _finish(self, row_group, shared: _Shared, outputs, item: _Item, state):
         """Copies an item's result out; `item` is read again: in the loops every register counts."""
         (parts, lse), (acc, top, total) = outputs, state
+        total = jnp.where(total > 0.0, total, 1.0)
+        factor = 1.0 / total
         out = shared.out.at[row_group]
         first = row_group * (gpu.ROWS // SLICE)
         width = out.shape[1]
-        mine = theirs = None
         for column in range(0, self.head_dim, width):
             gpu.wait_copied_out(read_only=True)
-            chunk = acc[:, column : column + width]
-            if self.turns == 2:
-                assert shared.quantized is not None
-                gpu.arrive(shared.quantized.out_free.at[0])
-                gpu.wait(shared.quantized.out_full.at[0])
-                if column == 0:
-                    their_top = gpu.load_rows(shared.quantized.sums.at[0])
-                    new_top = jnp.maximum(top, their_top)
-                    mine, theirs = jnp.exp2(top - new_top), jnp.exp2(their_top - new_top)
-                    total = total * mine + gpu.load_rows(shared.quantized.sums.at[1]) * theirs
-                    top = new_top
-                chunk = chunk * gpu.columns(mine, width)
-                chunk = chunk + gpu.load_matrix(out) * gpu.columns(theirs, width)
-            if column == 0:
-                total = jnp.where(total > 0.0, total, 1.0)
-                factor = 1.0 / total
-            out[...] = chunk * gpu.columns(factor, width)
+            out[...] = acc[:, column : column + width] * gpu.columns(factor, width)
             if column == 0:
                 shared.lse[row_group] = top + jnp.log2(total)
             gpu.commit()
