@@ -355,11 +355,14 @@ FAULTS_OF_8_BITS = {
         "gpu.wait(shared.quantized.out_free.at[0])",
         "pass",
     ),
-    "gives keys' memory back before they are converted": (
-        "            gpu.convert(shared.k.at[slot], keys, VALUE_COLUMNS)\n"
-        "            gpu.arrive(shared.k_free.at[slot])",
-        "            gpu.arrive(shared.k_free.at[slot])\n"
-        "            gpu.convert(shared.k.at[slot], keys, VALUE_COLUMNS)",
+    "gives memory back before the scales are read": (
+        "v_scale = self._value_scale(extra.v_scale.at[slot], exists)\n"
+        "            weights = (weights * gpu.rows(v_scale)).astype(self.value_dtype)\n"
+        "            gpu.commit()\n"
+        "            gpu.arrive(shared.v_free.at[slot])\n",
+        "gpu.arrive(shared.v_free.at[slot])\n"
+        "            v_scale = self._value_scale(extra.v_scale.at[slot], exists)\n"
+        "            weights = (weights * gpu.rows(v_scale)).astype(self.value_dtype)\n",
     ),
 }
 
