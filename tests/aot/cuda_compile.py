@@ -14,9 +14,10 @@ import re
 import sys
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,8 @@ from forge_jax.step.meta import StepShape
 from forge_jax.step.runner import compiler_options
 from forge_jax.step.slots import slots_shape
 from forge_jax.step.step import make_step
-from forge_kernels.attention.mosaic_gpu import mosaic_attention
+from forge_kernels.attention.mosaic_gpu import PRODUCT_DTYPES, mosaic_attention
+from forge_kernels.attention.quantized import QuantizedKV
 from forge_kernels.attention.shapes import LLAMA_3_1_8B, SHAPES, AttentionShape
 
 BLOCKS, MAX_BLOCKS, SEQS = 2048, 128, 64
@@ -78,6 +80,7 @@ class Case:
     max_q_len: int
     block_size: int = 64
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None  # None: the same
     seqs: int = SEQS
     uniform: bool = False
 
@@ -95,6 +98,23 @@ def cases() -> Iterator[tuple[str, Case]]:
             f"llama-3.1-8b, blocks of {block_size}",
             llama(tokens=SEQS, max_q_len=1, block_size=block_size),
         )
+    for kv_dtype in map(str, PRODUCT_DTYPES):
+        for name, shape in SHAPES.items():
+            yield (
+                f"{name}, decode, {kv_dtype}",
+                Case(shape=shape, tokens=SEQS, max_q_len=1, kv_dtype=kv_dtype),
+            )
+        for name, case in (
+            ("mixed", llama(tokens=512, max_q_len=512)),
+            ("verify", llama(tokens=5 * SEQS, max_q_len=5)),
+            ("uniform", llama(tokens=256, max_q_len=256, seqs=256, uniform=True)),
+            ("float16", llama(tokens=SEQS, max_q_len=1, dtype="float16")),
+            *(
+                (f"blocks of {size}", llama(tokens=SEQS, max_q_len=1, block_size=size))
+                for size in (8, 16, 128)
+            ),
+        ):
+            yield f"llama-3.1-8b, {name}, {kv_dtype}", replace(case, kv_dtype=kv_dtype)
 
 
 def compile_case(compiler: deviceless.Compiler, case: Case) -> deviceless.Program:
@@ -109,10 +129,16 @@ def compile_case(compiler: deviceless.Compiler, case: Case) -> deviceless.Progra
         soft_cap=shape.soft_cap,
     )
     i32 = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    places = (BLOCKS, 2, K, case.block_size)
+    kv: Any = jax.ShapeDtypeStruct((*places, D), dtype)
+    if case.kv_dtype is not None:
+        data: Any = jax.ShapeDtypeStruct((*places, D), jnp.dtype(case.kv_dtype))
+        scale: Any = jax.ShapeDtypeStruct(places, jnp.float32)
+        kv = QuantizedKV(data, scale)
     return compiler(
         call,
         jax.ShapeDtypeStruct((case.tokens, shape.heads, D), dtype),
-        jax.ShapeDtypeStruct((BLOCKS, 2, K, case.block_size, D), dtype),
+        kv,
         i32((case.seqs, MAX_BLOCKS)),
         i32((case.seqs,)),
         i32((case.seqs + 1,)),

@@ -1,6 +1,6 @@
 """Attention for GPUs in Pallas' interpreter, in a process of its own; prints what failed, as JSON.
 
-    NPROC=32 python mosaic_child.py cases|bits|faults
+    NPROC=32 python mosaic_child.py cases|quantized|bits|faults
 
 The interpreter runs each warpgroup's steps in XLA's thread pool, where they wait for each other: on
 a machine of few CPUs all threads of the pool would wait. `NPROC` is how many there are.
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from test_attention import BF16_ROUNDOFF, Arrays, Batch, inputs, make
 from forge_jax.testing import random_leaves, tiny_model
 from forge_kernels.attention import mosaic_calls, mosaic_gpu
 from forge_kernels.attention.mosaic_gpu import jitted_attention
+from forge_kernels.attention.quantized import QuantizedKV, dequantize_rows, quantize_rows
 
 SMALL = Batch(
     seqs=((1, 1), (1, 64), (1, 130), (1, 17)),
@@ -92,7 +94,56 @@ CASES = {
 }
 
 
-def attend(arrays: tuple[jax.Array, ...], attention: Callable = jitted_attention, **options):
+E4M3 = "float8_e4m3fn"
+
+# The cache in 8 bits: its type, the batch, options.
+QUANTIZED = {
+    # Head dim 128 and few thread blocks: more KV tiles than are in shared memory at once.
+    "decode, cut between thread blocks, head dim 128": (
+        E4M3,
+        replace(SMALL, head_dim=128, seqs=((1, 190), (1, 150), (1, 20)), rows=5),
+        {"max_q_len": 1, "multiprocessors": 2},
+    ),
+    "decode, verify rows and a chunk": (E4M3, RAGGED, {}),
+    "decode, verify rows and a chunk, uniform": ("int8", RAGGED, {"uniform": True}),
+    "7 query heads to one, float16, head dim 128, blocks of 8": (
+        "int8",
+        replace(
+            SMALL,
+            heads=7,
+            kv_heads=1,
+            head_dim=128,
+            block_size=8,
+            dtype="float16",
+            seqs=((9, 190), (1, 65)),
+            rows=12,
+        ),
+        {"multiprocessors": 1},
+    ),
+    "head dim 80, blocks of 24": (
+        "int8",
+        replace(SMALL, head_dim=80, block_size=24, pool_tokens=480, seqs=((1, 130),), rows=2),
+        {},
+    ),
+    "head dim 96, float16": (
+        E4M3,
+        replace(SMALL, head_dim=96, dtype="float16", seqs=((1, 130),), rows=2),
+        {},
+    ),
+    "head dim 256, blocks of 64": (
+        E4M3,
+        replace(SMALL, heads=2, head_dim=256, block_size=64, seqs=((1, 190), (20, 20)), rows=21),
+        {"multiprocessors": 2},
+    ),
+    "window and soft cap, uniform": (
+        E4M3,
+        replace(SMALL, seqs=((1, 190), (12, 140), (1, 5)), rows=14),
+        {"window": 70, "soft_cap": 2.0, "uniform": True},
+    ),
+}
+
+
+def attend(arrays: tuple[Any, ...], attention: Callable = jitted_attention, **options):
     options = {"multiprocessors": 3, "max_q_len": arrays[0].shape[0]} | options
     options["sm_scale"] = arrays[0].shape[-1] ** -0.5
     printed = io.StringIO()  # the race detector prints
@@ -121,7 +172,76 @@ def check(batch: Batch, attention: Callable = jitted_attention, **options) -> No
     assert worst <= 1, f"off by {worst:.3g} times the tolerance"
 
 
-def check_same_bits_in_any_company() -> None:
+def quantized(batch: Batch, arrays: Arrays, kv_dtype: str, *, seed: int = 0) -> tuple[Any, ...]:
+    """The cache in 8 bits, each key and value of another magnitude.
+
+    Where no sequence has a token, scales are NaN, and data is whatever has been left there.
+    """
+    q, kv, *rest = rounded(batch, arrays)
+    rng = np.random.default_rng(seed)
+    places = (kv.shape[0], *kv.shape[2:4])
+    size = np.stack([10 ** rng.uniform(-6, high, places) for high in (0.5, 3)], axis=1)
+    data, scale = quantize_rows(kv.astype(jnp.float32) * size[..., None], kv_dtype)
+    return (q, QuantizedKV(data, scale), *rest)
+
+
+def dense(batch: Batch, arrays: Arrays, q, kv: QuantizedKV, window=None, soft_cap=None):
+    """What attention should be, and the sum of its terms' magnitudes: f64[T, H, D], each."""
+    q = np.asarray(q, np.float64)
+    cache = np.asarray(dequantize_rows(*kv), np.float64)  # the product of few bits and a float32
+    expected, spread = np.zeros_like(q), np.zeros_like(q)
+    for s, (rows, context) in enumerate(batch.seqs):
+        positions = np.arange(context)
+        blocks = arrays.block_tables[s, positions // batch.block_size]
+        mine = cache[blocks, :, :, positions % batch.block_size]  # [context, 2, K, D]
+        keys, values = np.repeat(mine, batch.heads // batch.kv_heads, axis=2).swapaxes(0, 1)
+        for j in range(rows):
+            row, position = arrays.cu_q_lens[s] + j, context - rows + j
+            seen = positions <= position
+            if window is not None:
+                seen &= positions > position - window
+            scores = batch.head_dim**-0.5 * np.einsum("hd,phd->hp", q[row], keys[seen])
+            if soft_cap is not None:
+                scores = soft_cap * np.tanh(scores / soft_cap)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            expected[row] = np.einsum("hp,phd->hd", weights, values[seen])
+            spread[row] = np.einsum("hp,phd->hd", weights, np.abs(values[seen]))
+    return expected, spread
+
+
+def check_quantized(
+    kv_dtype: str, batch: Batch, attention: Callable = jitted_attention, **options
+) -> None:
+    arrays = make(batch)
+    inputs = quantized(batch, arrays, kv_dtype)
+    window, soft_cap = options.get("window"), options.get("soft_cap")
+    expected, spread = dense(batch, arrays, inputs[0], inputs[1], window, soft_cap)
+    out = attend(inputs, attention, **options)
+    rows = arrays.cu_q_lens[arrays.num_seqs]
+    assert not out[rows:].any(), "rows of no sequence are not zero"
+    tolerance = BF16_ROUNDOFF * (spread + np.abs(expected))[:rows] + 1e-30
+    worst = (np.abs(out - expected)[:rows] / tolerance).max(initial=0.0)
+    assert worst <= 1, f"off by {worst:.3g} times the tolerance"
+
+
+def check_nan_stays() -> None:
+    """A NaN among the scales of a sequence's head makes that head NaN, and changes no other."""
+    batch = replace(SMALL, seqs=((1, 70), (2, 90), (1, 17)), rows=5)
+    arrays = make(batch)
+    q, kv, *rest = quantized(batch, arrays, E4M3)
+    clean = attend((q, kv, *rest))
+    blocks = arrays.block_tables[:, 3]
+    # A key's of sequence 0 and head 0, and a value's of sequence 1 and head 1.
+    scale = kv.scale.at[blocks[0], 0, 0, 5].set(jnp.nan).at[blocks[1], 1, 1, 5].set(jnp.nan)
+    out = attend((q, QuantizedKV(kv.data, scale), *rest))
+    hit = np.zeros(out.shape[:2], bool)
+    hit[0, :4] = hit[1:3, 4:] = True
+    assert np.isnan(out[hit]).all(), "the NaN is lost"
+    assert np.array_equal(out[~hit], clean[~hit]), "others are not the same"
+
+
+def check_same_bits_in_any_company(kv_dtype: str | None = None) -> None:
     """Rows of one sequence alone, cut otherwise, and beside others: the same bits, if uniform."""
     context = 150
     batch = replace(SMALL, seqs=((context, context), (1, 150), (3, 20)), rows=context + 8)
@@ -142,14 +262,17 @@ def check_same_bits_in_any_company() -> None:
         for start, count, place in zip(first, counts, a.cu_q_lens, strict=False):
             a.q[place : place + count] = arrays.q[start : start + count]
         mine = a.cu_q_lens[len(index) - 1]
-        return attend(rounded(batch, a), **options)[mine : mine + rows]
+        arguments = rounded(batch, a) if kv_dtype is None else quantized(batch, a, kv_dtype)
+        return attend(arguments, **options)[mine : mine + rows]
 
     def same(rows: int, beside: int, **options) -> bool:
         whole = last_rows(context, 0, **options)
         return np.array_equal(last_rows(rows, beside, **options), whole[context - rows :])
 
-    assert same(1, 0, uniform=True)
     assert same(1, 2, uniform=True)
+    if kv_dtype is not None:
+        return
+    assert same(1, 0, uniform=True)
     assert same(33, 2, uniform=True)
     assert not same(1, 0, multiprocessors=5), "the balanced form too: this shows nothing"
 
@@ -206,17 +329,55 @@ FAULTS = {
 }
 
 
-def check_fault(fault: str) -> None:
+FAULTS_OF_8_BITS = {
+    "takes the scales of another head": (
+        "copy(j, at, scale,",
+        "copy(j, at - item.head, scale,",
+    ),
+    "forgets the values' scales": (
+        "v_scale = self._value_scale(extra.v_scale.at[slot], exists)",
+        "v_scale = self._value_scale(extra.v_scale.at[slot], 0) + 1",
+    ),
+    "leaves NaN among the scales": (
+        "jnp.where(gpu.column_index(scale.shape[0]) < exists, scale, 0.0)",
+        "scale",
+    ),
+    "leaves NaN among the values": ("self._clean(values, exists)", "pass"),
+    "adds the other warpgroup's up without its sum": (
+        "exp2(their_top - new_top)",
+        "exp2(their_top - their_top)",
+    ),
+    "adds up before the other warpgroup is done": (
+        "gpu.wait(shared.quantized.out_full.at[0])",
+        "pass",
+    ),
+    "hands over while the last result is being copied": (
+        "gpu.wait(shared.quantized.out_free.at[0])",
+        "pass",
+    ),
+    "gives memory back before the scales are read": (
+        "v_scale = self._value_scale(extra.v_scale.at[slot], exists)\n"
+        "            weights = (weights * gpu.rows(v_scale)).astype(self.value_dtype)\n"
+        "            gpu.commit()\n"
+        "            gpu.arrive(shared.v_free.at[slot])\n",
+        "gpu.arrive(shared.v_free.at[slot])\n"
+        "            v_scale = self._value_scale(extra.v_scale.at[slot], exists)\n"
+        "            weights = (weights * gpu.rows(v_scale)).astype(self.value_dtype)\n",
+    ),
+}
+
+
+def check_fault(old: str, new: str, check: Callable = check, head_dim: int = 64) -> None:
     """The contract must fail: by a wrong result, by a race, or because the interpreter refuses."""
-    text, (old, new) = inspect.getsource(mosaic_gpu), FAULTS[fault]
+    text = inspect.getsource(mosaic_gpu)
     assert text.count(old) == 1, "there is no such place"
     module = type(sys)("faulty")
     sys.modules["faulty"] = module  # dataclasses look there
-    exec(compile(text.replace(old, new), fault, "exec"), module.__dict__)
+    exec(compile(text.replace(old, new), "faulty", "exec"), module.__dict__)
     # Three thread blocks of five KV tiles each: two units are cut.
-    batch = replace(SMALL, seqs=((1, 190), (2, 150), (1, 60)), rows=4)
+    batch = replace(SMALL, head_dim=head_dim, seqs=((1, 190), (2, 150), (1, 60)), rows=4)
     try:
-        check(batch, module.jitted_attention, multiprocessors=3)
+        check(batch, attention=module.jitted_attention, multiprocessors=3)
     except AssertionError:
         return
     except Exception:
@@ -230,10 +391,26 @@ def checks(group: str) -> dict[str, Callable[[], None]]:
         case "cases":
             cases = CASES.items()
             return {name: partial(check, batch, **options) for name, (batch, options) in cases}
+        case "quantized":
+            checks = {
+                f"{kv_dtype}: {name}": partial(check_quantized, kv_dtype, batch, **options)
+                for name, (kv_dtype, batch, options) in QUANTIZED.items()
+            }
+            return checks | {"NaN among the scales": check_nan_stays}
         case "bits":
-            return {"bits": check_same_bits_in_any_company, "forward": check_forward}
+            return {
+                "bits": check_same_bits_in_any_company,
+                "bits, float8": partial(check_same_bits_in_any_company, E4M3),
+                "forward": check_forward,
+            }
         case "faults":
-            return {name: partial(check_fault, name) for name in FAULTS}
+            faults = {name: partial(check_fault, *fault) for name, fault in FAULTS.items()}
+            of_8_bits = partial(check_quantized, E4M3)
+            for name, fault in FAULTS_OF_8_BITS.items():
+                faults[f"8 bits: {name}"] = partial(
+                    check_fault, *fault, check=of_8_bits, head_dim=128
+                )
+            return faults
     raise SystemExit(f"no group {group}")
 
 

@@ -23,7 +23,7 @@ CHILD = Path(__file__).with_name("mosaic_child.py")
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("group", ["cases", "bits", "faults"])
+@pytest.mark.parametrize("group", ["cases", "quantized", "bits", "faults"])
 def test_the_interpreted_kernels_keep_the_contract(group):
     """`faults`: each fault that is planted into the kernels is noticed."""
     environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu"}
@@ -44,6 +44,11 @@ def test_what_the_kernels_are_not_for_is_named():
     assert "block size of 20" in unsupported(32, 8, 128, 20, bf16, bf16)
     assert "float32" in unsupported(32, 8, 128, 64, f32, f32)
     assert "uint16" in unsupported(32, 8, 128, 64, bf16, jnp.dtype(jnp.uint16))
+    for of_8_bits in (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)):
+        assert unsupported(32, 8, 256, 8, bf16, of_8_bits) is None
+        assert "float32" in unsupported(32, 8, 128, 64, f32, of_8_bits)
+    # The bits of a type that they know are not that type.
+    assert "cache of uint8" in unsupported(32, 8, 128, 64, bf16, jnp.dtype(jnp.uint8))
     assert "71 query heads" in unsupported(71, 1, 128, 64, bf16, bf16)
     q, kv = jnp.zeros((2, 4, 72), jnp.bfloat16), jnp.zeros((3, 2, 2, 16, 72), jnp.bfloat16)
     lengths = jnp.ones(1, jnp.int32)

@@ -86,10 +86,15 @@ def launch(
     return call(*arrays)
 
 
-def matrix(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-    """Shared memory for matrices [..., rows, columns], as the tensor cores and copies want it."""
+def matrix(shape: tuple[int, ...], dtype: DTypeLike, *, width: int = 128) -> Any:
+    """Shared memory for matrices [..., rows, columns], as the tensor cores and copies want it.
+
+    A part that is read or written starts at a multiple of `width` bytes, a power of two.
+    """
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = math.gcd(128, shape[-1] * itemsize)  # bytes
+    swizzle = math.gcd(width, shape[-1] * itemsize)  # bytes
+    if swizzle == 16:
+        return plgpu.SMEM(shape, dtype)  # row after row, each in other banks than its neighbours
     transforms = (_tiling((8, swizzle // itemsize)), _swizzle(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
@@ -119,16 +124,61 @@ def row_index() -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout)
 
 
+def column_index(size: int) -> jax.Array:
+    """i32[size], one for each column of a product's result."""
+    layout = plgpu.Layout.WGMMA.reduce(0)
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+
+
 def columns(values: jax.Array, size: int) -> jax.Array:
     """[ROWS] -> [ROWS, size]."""
     return lax.broadcast_in_dim(values, (ROWS, size), (0,))
 
 
-def times_transposed(a_ref: Any, b_ref: Any) -> jax.Array:
-    """a[ROWS, D] @ b[n, D].T, both in shared memory -> f32[ROWS, n]."""
+def rows(values: jax.Array) -> jax.Array:
+    """[n] -> [ROWS, n]."""
+    return lax.broadcast_in_dim(values, (ROWS, values.shape[0]), (1,))
+
+
+def load_columns(ref: Any) -> jax.Array:
+    """[n] in shared memory -> registers, laid out as one for each column of a product's result."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
+
+
+def load_rows(ref: Any) -> jax.Array:
+    """[ROWS] in shared memory -> registers, as one for each row."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
+
+
+def load_matrix(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA)
+
+
+def convert(source: Any, target: Any, columns: int) -> None:
+    """From 8 bits to 16, both [ROWS, D] in shared memory, `columns` at a time in registers."""
+    of_fp8 = jnp.dtype(source.dtype) == jnp.float8_e4m3fn
+    if source.shape[1] % 32:  # it lies row after row, and cannot be cut
+        columns = source.shape[1]
+    for column in range(0, source.shape[1], columns):
+        part = (slice(None), pl.ds(column, min(columns, source.shape[1] - column)))
+        values = plgpu.load(source.at[part], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        if of_fp8 and target.dtype == jnp.bfloat16:  # the hardware converts to float16 only
+            values = values.astype(jnp.float16).astype(jnp.float32)
+        target.at[part][...] = values.astype(target.dtype)
+    commit()
+
+
+def times_transposed(
+    a_ref: Any, b_ref: Any, meanwhile: Callable[[], None] = lambda: None
+) -> jax.Array:
+    """a[ROWS, D] @ b[n, D].T, both in shared memory -> f32[ROWS, n].
+
+    `meanwhile` runs while the tensor cores do.
+    """
 
     def product(acc):
         plgpu.wgmma(acc, a_ref, b_ref.transpose((1, 0)))
+        meanwhile()
         return acc[...]
 
     return pl.run_scoped(product, _accumulator((ROWS, b_ref.shape[0]), jnp.float32))

@@ -8,10 +8,17 @@ FlashAttention (Dao et al. 2022, section 3.1), on tiles that they share. The tok
 one key/value head stand in the rows one after the other, so a decode, the verification of drafts
 and a chunk of a prompt differ in numbers of the plan only.
 
-The second adds up the results of units that were cut (FlashDecoding's last step), in order.
+Of a cache in 8 bits two warpgroups compute the same 64 query rows, and take the KV tiles in turn,
+since one could not keep up with the memory. Each converts its tiles to 16 bits, in shared memory,
+while the other one's tiles are multiplied; at an item's end the second hands its result to the
+first. Scales are never multiplied into keys or values: a key's multiplies its scores, a value's the
+weights of the softmax when they have been summed, so a scale may have any size. Heads of 256 leave
+no registers for that: one warpgroup does it all.
 
-What lies beyond a sequence may be NaN: such scores are selected away, and such values are replaced
-by zero in shared memory before they are multiplied by the zeros of the softmax.
+The second kernel adds up the results of units that were cut (FlashDecoding's last step), in order.
+
+What lies beyond a sequence may be NaN: such scores are selected away, and such values and scales
+are replaced by zero before they are multiplied by the zeros of the softmax.
 """
 
 from __future__ import annotations
@@ -28,21 +35,36 @@ from jax.experimental import pallas as pl
 
 from forge_kernels.attention import mosaic_calls as gpu
 from forge_kernels.attention.plan import KV_TILE, SLICE, Cta, Geometry, Plan, Sum, Tile, make_plan
+from forge_kernels.attention.quantized import QuantizedKV
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
 NO_SCORE = -1e30  # the running maximum before any score: finite, so that exp2(-inf - it) is 0
 LOG2_E = math.log2(math.e)
-VALUE_COLUMNS = 64  # of a tile's values that are in registers at once
+VALUE_COLUMNS = 64  # of a tile's keys or values that are in registers at once
 OUT_COLUMNS = 64  # of a wide head's result that are in shared memory at once
+# Of a cache in 8 bits: what the tensor cores get for keys and for values. These types hold all that
+# 8 bits can say, queries are rounded to the first. Values go with weights that have been multiplied
+# by scales: they need bfloat16's range. To float16 fewer instructions convert float8_e4m3fn.
+PRODUCT_DTYPES = {
+    jnp.dtype(jnp.int8): (jnp.bfloat16, jnp.bfloat16),
+    jnp.dtype(jnp.float8_e4m3fn): (jnp.float16, jnp.bfloat16),
+}
+# Bytes of the parts in which such matrices lie in shared memory: where a thread writes its share of
+# a part is then the same in all parts, and takes no register for each.
+PRODUCT_WIDTH = 32
 
 
 def unsupported(
     heads: int, kv_heads: int, head_dim: int, block_size: int, q_dtype: Any, kv_dtype: Any
 ) -> str | None:
     """Why this attention cannot be used for such a cache; None if it can."""
-    if kv_dtype not in (jnp.bfloat16, jnp.float16) or q_dtype != kv_dtype:
-        return f"it is for bfloat16 or float16, not {q_dtype} with a cache of {kv_dtype}"
+    of_16_bits = q_dtype in (jnp.bfloat16, jnp.float16)
+    if not of_16_bits or (kv_dtype != q_dtype and kv_dtype not in PRODUCT_DTYPES):
+        return (
+            "it is for bfloat16 or float16, with a cache of the same type, int8 or float8_e4m3fn, "
+            f"not {q_dtype} with a cache of {kv_dtype}"
+        )
     if head_dim not in HEAD_DIMS:
         return f"a head size of {head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
     if block_size % 8:
@@ -54,7 +76,7 @@ def unsupported(
 
 def mosaic_attention(
     q: jax.Array,  # bf16 or f16[T, H, D]
-    kv: jax.Array,  # the same type[N, 2, K, bs, D]
+    kv: jax.Array | QuantizedKV,  # the same type[N, 2, K, bs, D], or 8 bits and scales
     block_tables: jax.Array,  # i32[S, max_blocks]
     kv_lens: jax.Array,  # i32[S]
     cu_q_lens: jax.Array,  # i32[S + 1]
@@ -68,9 +90,11 @@ def mosaic_attention(
     multiprocessors: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:  # q.dtype[T, H, D]; rows of no sequence are zero
+    data, scale = kv if isinstance(kv, QuantizedKV) else (kv, None)
     tokens, heads, head_dim = q.shape
-    kv_heads, block_size = kv.shape[2:4]
-    warpgroups = 1 if max_q_len * (heads // kv_heads) <= gpu.ROWS or head_dim > 128 else 2
+    kv_heads, block_size = data.shape[2:4]
+    few_rows = max_q_len * (heads // kv_heads) <= gpu.ROWS or head_dim > 128
+    row_groups = 1 if few_rows or scale is not None else 2
     geometry = Geometry(
         tokens=tokens,
         seqs=kv_lens.shape[0],
@@ -78,7 +102,7 @@ def mosaic_attention(
         kv_heads=kv_heads,
         max_context=block_tables.shape[1] * block_size,
         max_q_len=max_q_len,
-        query_rows=warpgroups * gpu.ROWS,
+        query_rows=row_groups * gpu.ROWS,
         ctas=multiprocessors or _multiprocessors(),
         window=window,
         uniform=uniform,
@@ -87,18 +111,19 @@ def mosaic_attention(
         geometry=geometry,
         head_dim=head_dim,
         dtype=q.dtype,
+        kv_dtype=data.dtype,
         block_size=block_size,
-        warpgroups=warpgroups,
-        stages=2 if head_dim > 128 else 3,
-        q_buffers=1 if warpgroups == 2 or head_dim > 128 else 2,
+        row_groups=row_groups,
+        stages=_stages(head_dim, quantized=scale is not None),
+        q_buffers=1 if row_groups == 2 or head_dim > 128 else 2,
         sm_scale=sm_scale,
         soft_cap=soft_cap,
         interpret=interpret,
     )
     plan = make_plan(geometry, kv_lens, cu_q_lens, num_seqs)
     rows = q.reshape(tokens * heads, head_dim)
-    packed = rows.at[plan.pack].get(mode="fill", fill_value=0)
-    parts, lse = kernel.attend(plan, packed, kv, block_tables)
+    packed = rows.at[plan.pack].get(mode="fill", fill_value=0).astype(kernel.key_dtype)
+    parts, lse = kernel.attend(plan, packed, data, scale, block_tables)
     summed = kernel.add_up(plan, parts, lse)
     return summed.reshape(-1, head_dim).at[plan.unpack].get(mode="fill", fill_value=0)
 
@@ -116,6 +141,13 @@ jitted_attention = jax.jit(
         "interpret",
     ),
 )
+
+
+def _stages(head_dim: int, *, quantized: bool) -> int:
+    """KV tiles in shared memory for each turn: what fits, and is enough to wait for memory."""
+    if quantized:
+        return {128: 2, 256: 3}.get(head_dim, 4)
+    return 2 if head_dim > 128 else 3
 
 
 def _multiprocessors() -> int:
@@ -141,11 +173,11 @@ class _Item(NamedTuple):
 class _Shared(NamedTuple):
     """A CTA's shared memory and barriers."""
 
-    q: Any  # [q_buffers, warpgroups, ROWS, D]
-    k: Any  # [stages, KV_TILE, D]
+    q: Any  # [q_buffers, row_groups, ROWS, D]
+    k: Any  # [turns * stages, KV_TILE, D], as they are in the cache
     v: Any
-    out: Any  # f32[warpgroups, ROWS, OUT_COLUMNS or D]
-    lse: Any  # f32[warpgroups, ROWS]
+    out: Any  # f32[row_groups, ROWS, OUT_COLUMNS or D]
+    lse: Any  # f32[row_groups, ROWS]
     q_full: Any  # barriers: the copies in have arrived
     k_full: Any
     v_full: Any
@@ -153,20 +185,61 @@ class _Shared(NamedTuple):
     k_free: Any
     v_free: Any
     v_clean: Any  # barriers: warpgroup 0 has put zeros where no token is
+    quantized: _SharedQuantized | None
+
+
+class _SharedQuantized(NamedTuple):
+    """What a cache in 8 bits needs besides."""
+
+    k_scale: Any  # f32[turns * stages, KV_TILE]; it arrives with the keys
+    v_scale: Any
+    keys: Any  # [warpgroups, KV_TILE, D], for the tensor cores
+    values: Any
+    sums: Any  # f32[2, ROWS]: warpgroup 1's maximum and total
+    out_free: Any  # barrier: warpgroup 1 may put its result into `out`
+    out_full: Any  # barrier: it has
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kernel:
     geometry: Geometry
     head_dim: int
-    dtype: Any
+    dtype: Any  # of queries and results
+    kv_dtype: Any
     block_size: int
-    warpgroups: int  # that compute
-    stages: int  # KV tiles in shared memory
+    row_groups: int  # of ROWS query rows
+    stages: int  # KV tiles in shared memory, for each turn
     q_buffers: int
     sm_scale: float
     soft_cap: float | None
     interpret: Any
+
+    @property
+    def quantized(self) -> bool:
+        return self.kv_dtype in PRODUCT_DTYPES
+
+    @property
+    def key_dtype(self) -> Any:
+        """Of queries and keys where they are multiplied."""
+        return PRODUCT_DTYPES[self.kv_dtype][0] if self.quantized else self.dtype
+
+    @property
+    def value_dtype(self) -> Any:
+        return PRODUCT_DTYPES[self.kv_dtype][1] if self.quantized else self.dtype
+
+    @property
+    def wide(self) -> bool:
+        return self.head_dim > 128
+
+    @property
+    def turns(self) -> int:
+        """Warpgroups that take the KV tiles of the same rows in turn: 1, or 2."""
+        return 2 if self.quantized and not self.wide else 1
+
+    @property
+    def warpgroups(self) -> int:
+        """That compute."""
+        return self.row_groups * self.turns
 
     @property
     def piece(self) -> int:
@@ -183,6 +256,7 @@ class _Kernel:
         plan: Plan,
         packed: jax.Array,  # [slices * SLICE, D]
         kv: jax.Array,  # [N, 2, K, bs, D]
+        scale: jax.Array | None,  # f32[N, 2, K, bs]
         block_tables: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """f32[num_parts, SLICE, D] and log2 of the sums, f32[partial_items, query rows]."""
@@ -190,31 +264,37 @@ class _Kernel:
         pieces = KV_TILE // self.piece
         room = g.tile_slices - 1  # a tile is copied whole, the last one too
         packed = jnp.pad(packed.reshape(-1, SLICE, D), ((0, room), (0, 0), (0, 0)))
-        out_columns = D if D <= 128 else OUT_COLUMNS
+        out_columns = OUT_COLUMNS if self.wide else D
+        slots = self.turns * self.stages
+        kv_width = VALUE_COLUMNS if self.quantized else 128
+        arrivals = 2 * pieces if self.quantized else pieces
         shared = _Shared(
-            q=gpu.matrix((self.q_buffers, self.warpgroups, gpu.ROWS, D), self.dtype),
-            k=gpu.matrix((self.stages, KV_TILE, D), self.dtype),
-            v=gpu.matrix((self.stages, KV_TILE, D), self.dtype),
-            out=gpu.matrix((self.warpgroups, gpu.ROWS, out_columns), jnp.float32),
-            lse=gpu.vector((self.warpgroups, gpu.ROWS), jnp.float32),
+            q=gpu.matrix(
+                (self.q_buffers, self.row_groups, gpu.ROWS, D),
+                self.key_dtype,
+                width=PRODUCT_WIDTH if self.quantized else 128,
+            ),
+            k=gpu.matrix((slots, KV_TILE, D), self.kv_dtype, width=kv_width),
+            v=gpu.matrix((slots, KV_TILE, D), self.kv_dtype, width=kv_width),
+            out=gpu.matrix((self.row_groups, gpu.ROWS, out_columns), jnp.float32),
+            lse=gpu.vector((self.row_groups, gpu.ROWS), jnp.float32),
             q_full=gpu.barriers(self.q_buffers, g.tile_slices),
-            k_full=gpu.barriers(self.stages, pieces),
-            v_full=gpu.barriers(self.stages, pieces),
+            k_full=gpu.barriers(slots, arrivals),
+            v_full=gpu.barriers(slots, arrivals),
             q_free=gpu.barriers(self.q_buffers, self.warpgroups),
-            k_free=gpu.barriers(self.stages, self.warpgroups),
-            v_free=gpu.barriers(self.stages, self.warpgroups),
-            v_clean=gpu.barriers(self.stages, 1),
+            k_free=gpu.barriers(slots, self.row_groups),
+            v_free=gpu.barriers(slots, self.row_groups),
+            v_clean=gpu.barriers(slots, 1),
+            quantized=self._shared_quantized(slots) if self.quantized else None,
         )
-        lse_shape = (max(g.partial_items, 1), self.warpgroups, gpu.ROWS)
+        lse_shape = (max(g.partial_items, 1), self.row_groups, gpu.ROWS)
+        # Pieces of all blocks, keys or values, heads.
+        cache = [kv.reshape(-1, self.piece, D)]
+        if scale is not None:
+            cache.append(scale.reshape(-1, self.piece))
         parts, lse = gpu.launch(
             self._attend,
-            (
-                plan.tiles,
-                plan.ctas,
-                block_tables,
-                packed,
-                kv.reshape(-1, self.piece, D),  # pieces of all blocks, keys or values, heads
-            ),
+            (plan.tiles, plan.ctas, block_tables, packed, *cache),
             (
                 jax.ShapeDtypeStruct((self.num_parts, SLICE, D), jnp.float32),
                 jax.ShapeDtypeStruct(lse_shape, jnp.float32),
@@ -227,8 +307,20 @@ class _Kernel:
         )
         return parts, lse
 
+    def _shared_quantized(self, slots: int) -> _SharedQuantized:
+        shape = (self.warpgroups, KV_TILE, self.head_dim)
+        return _SharedQuantized(
+            k_scale=gpu.vector((slots, KV_TILE), jnp.float32),
+            v_scale=gpu.vector((slots, KV_TILE), jnp.float32),
+            keys=gpu.matrix(shape, self.key_dtype, width=PRODUCT_WIDTH),
+            values=gpu.matrix(shape, self.value_dtype, width=PRODUCT_WIDTH),
+            sums=gpu.vector((2, gpu.ROWS), jnp.float32),
+            out_free=gpu.barriers(1, 1),
+            out_full=gpu.barriers(1, 1),
+        )
+
     def _attend(self, cta, warpgroup, inputs, outputs, allocated):
-        tiles, ctas, block_tables, q, kv = inputs
+        tiles, ctas, block_tables, q, *cache = inputs
         shared = _Shared(*allocated)
 
         @pl.when(warpgroup < self.warpgroups)
@@ -236,30 +328,50 @@ class _Kernel:
             if self.warpgroups > 1:
                 gpu.set_max_registers(232, action="increase")
             step = functools.partial(self._compute, warpgroup, shared, outputs)
-            self._walk(cta, tiles, ctas, step)
+            turn = 0 if self.turns == 1 else warpgroup
+            self._walk(cta, tiles, ctas, step, (turn,))
             gpu.wait_copied_out()
 
         @pl.when(warpgroup == self.warpgroups)
         def _():
             if self.warpgroups > 1:
                 gpu.set_max_registers(40, action="decrease")
-            step = functools.partial(self._produce, shared, block_tables, q, kv)
-            items, kv_tiles = self._walk(cta, tiles, ctas, step)
+            step = functools.partial(self._produce, shared, block_tables, q, cache)
+            items, kv_tiles = self._walk(cta, tiles, ctas, step, tuple(range(self.turns)))
 
             # Until all has been read: barriers must not be given up while somebody will arrive.
-            def drain(barriers, count, i):
-                gpu.wait(barriers.at[lax.rem(i, jnp.int32(count))])
+            for turn, count in enumerate(kv_tiles):
+                for barriers in (shared.k_free, shared.v_free):
 
-            oldest = jnp.maximum(kv_tiles - self.stages, 0)
-            gpu.loop(oldest, kv_tiles, functools.partial(drain, shared.k_free, self.stages))
-            gpu.loop(oldest, kv_tiles, functools.partial(drain, shared.v_free, self.stages))
-            oldest = jnp.maximum(items - self.q_buffers, 0)
-            gpu.loop(oldest, items, functools.partial(drain, shared.q_free, self.q_buffers))
+                    def drain(i, barriers=barriers, turn=turn):
+                        gpu.wait(barriers.at[self._slot(turn, i)])
 
-    def _walk(self, cta, tiles, ctas, step):
+                    gpu.loop(jnp.maximum(count - self.stages, 0), count, drain)
+
+            def drain_q(i):
+                gpu.wait(shared.q_free.at[lax.rem(i, jnp.int32(self.q_buffers))])
+
+            gpu.loop(jnp.maximum(items - self.q_buffers, 0), items, drain_q)
+
+    def _slot(self, turn, count):
+        """Where in shared memory a turn's KV tile is that has had `count` before."""
+        slot = lax.rem(count, jnp.int32(self.stages))
+        return slot if self.turns == 1 else turn * self.stages + slot
+
+    def _part(self, item: _Item, turn):
+        """Which of an item's KV tiles a turn takes: the number of the first, and how many.
+
+        All, or every other: by their positions and the head alone, and a row's sums with them.
+        """
+        if self.turns == 1:
+            return jnp.int32(0), item.size
+        first = (item.low + item.head + turn) & 1
+        return first, (item.size - first + 1) >> 1
+
+    def _walk(self, cta, tiles, ctas, step, turns):
         """Calls `step(item, index, KV tiles before it)`, where `item()` reads the item's scalars.
 
-        Returns how many items and KV tiles there were.
+        Returns how many items and KV tiles there were; KV tiles are counted for each of `turns`.
         """
         kv_heads = self.geometry.kv_heads
 
@@ -268,7 +380,9 @@ class _Kernel:
             read = functools.partial(self._item, cta, tiles, tile, head, offset, left)
             item = read()
             step(read, i, done)
-            offset, left, done = offset + item.size, left - item.size, done + item.size
+            parts = [self._part(item, turn) for turn in turns]
+            done = tuple(n + count for n, (_, count) in zip(done, parts, strict=True))
+            offset, left = offset + item.size, left - item.size
             ended = offset == tiles[tile, Tile.COUNT]
             head = jnp.where(ended, head + 1, head)
             offset = jnp.where(ended, 0, offset)
@@ -277,7 +391,7 @@ class _Kernel:
             return tile, head, offset, left, done
 
         columns = (Cta.TILE, Cta.HEAD, Cta.OFFSET, Cta.LEFT)
-        start = (*(ctas[cta, column] for column in columns), jnp.int32(0))
+        start = (*(ctas[cta, column] for column in columns), (jnp.int32(0),) * len(turns))
         items = ctas[cta, Cta.ITEMS]
         *_, done = lax.fori_loop(0, items, over_items, start)
         return items, done
@@ -319,7 +433,7 @@ class _Kernel:
             partial=jnp.where(whole, -1, partial),
         )
 
-    def _produce(self, shared: _Shared, block_tables, q, kv, read, index, kv_tiles):
+    def _produce(self, shared: _Shared, block_tables, q, cache, read, index, kv_tiles):
         g, piece, block_size, item = self.geometry, self.piece, self.block_size, read()
         buffer = lax.rem(index, jnp.int32(self.q_buffers))
 
@@ -333,7 +447,12 @@ class _Kernel:
             gpu.copy_in(q.at[item.q_slice + j], rows, shared.q_full.at[buffer])
 
         def over_kv_tiles(i):
-            slot = lax.rem(kv_tiles + i, jnp.int32(self.stages))
+            if self.turns == 1:
+                turn, before = jnp.int32(0), kv_tiles[0] + i
+            else:
+                turn = (item.low + item.head + i) & 1
+                before = jnp.where(turn == 0, *kv_tiles) + (i >> 1)
+            slot = self._slot(turn, before)
             position = (item.low + i) * KV_TILE
 
             def piece_of(position):
@@ -341,38 +460,53 @@ class _Kernel:
                 first = (block * (2 * g.kv_heads) + item.head) * (block_size // piece)
                 return first + lax.div(lax.rem(position, jnp.int32(block_size)), jnp.int32(piece))
 
-            @pl.when(kv_tiles + i >= self.stages)
+            @pl.when(before >= self.stages)
             def _():
                 gpu.wait(shared.k_free.at[slot])
                 gpu.wait(shared.v_free.at[slot])
 
-            pieces = []
-            for j in range(KV_TILE // piece):
+            def source(j):
                 # Table entries beyond the sequence may hold anything: something that exists.
                 inside = position + j * piece < item.kv_len
-                pieces.append(piece_of(jnp.where(inside, position + j * piece, position)))
+                return piece_of(jnp.where(inside, position + j * piece, position))
+
+            def copy(j, source, array, buffer, full):
+                tokens = buffer.at[slot, pl.ds(j * piece, piece)]
+                gpu.copy_in(array.at[source], tokens, full.at[slot])
+
             to_values = g.kv_heads * (block_size // piece)
-            for buffers, full, distance in (
-                (shared.k, shared.k_full, 0),
-                (shared.v, shared.v_full, to_values),
-            ):
-                for j, source in enumerate(pieces):
-                    rows = buffers.at[slot, pl.ds(j * piece, piece)]
-                    gpu.copy_in(kv.at[source + distance], rows, full.at[slot])
+            if shared.quantized is None:
+                sources = [source(j) for j in range(KV_TILE // piece)]
+                for j, at in enumerate(sources):
+                    copy(j, at, cache[0], shared.k, shared.k_full)
+                for j, at in enumerate(sources):
+                    copy(j, at + to_values, cache[0], shared.v, shared.v_full)
+                return
+            data, scale = cache
+            for j in range(KV_TILE // piece):  # the sources of all would take too many registers
+                at = source(j)
+                copy(j, at, data, shared.k, shared.k_full)
+                copy(j, at, scale, shared.quantized.k_scale, shared.k_full)
+                copy(j, at + to_values, data, shared.v, shared.v_full)
+                copy(j, at + to_values, scale, shared.quantized.v_scale, shared.v_full)
 
         gpu.loop(0, item.size, over_kv_tiles)
 
     def _compute(self, warpgroup, shared: _Shared, outputs, read, index, kv_tiles):
-        (parts, lse), item = outputs, read()
+        item = read()
         buffer = lax.rem(index, jnp.int32(self.q_buffers))
         gpu.wait(shared.q_full.at[buffer])
-        q = shared.q.at[buffer, warpgroup]
+        turn, row_group = (0, warpgroup) if self.turns == 1 else (warpgroup, 0)
+        q = shared.q.at[buffer, row_group]
         step = functools.partial(self._kv_tile, warpgroup, shared, q, item, kv_tiles)
         # Tiles whose keys are all visible to all rows need no mask.
         plain = jnp.int32(0)
         if self.geometry.window is None:
             plain = lax.div(item.position + 1, jnp.int32(KV_TILE)) - item.low
             plain = jnp.clip(plain, 0, item.size)
+        first, count = self._part(item, turn)
+        if self.turns == 2:
+            plain = (plain - first + 1) >> 1
         state = (
             gpu.full((gpu.ROWS, self.head_dim), 0.0),
             gpu.full((gpu.ROWS,), NO_SCORE),
@@ -380,21 +514,57 @@ class _Kernel:
         )
         if self.geometry.window is None:
             state = lax.fori_loop(0, plain, functools.partial(step, masked=False), state)
-        state = lax.fori_loop(plain, item.size, functools.partial(step, masked=True), state)
-        acc, top, total = state
+        state = lax.fori_loop(plain, count, functools.partial(step, masked=True), state)
         gpu.arrive(shared.q_free.at[buffer])
+        if self.turns == 1:
+            self._finish(row_group, shared, outputs, read(), state)
+            return
 
-        item = read()  # again: in the loops every register counts
+        @pl.when(warpgroup == 0)
+        def _():
+            self._finish(row_group, shared, outputs, read(), self._take_over(shared, state))
+
+        @pl.when(warpgroup == 1)
+        def _():
+            self._hand_over(shared, state)
+
+    def _hand_over(self, shared: _Shared, state):
+        """Warpgroup 1's result goes to warpgroup 0, by way of the room for the item's result."""
+        assert shared.quantized is not None
+        acc, top, total = state
+        sums = shared.quantized.sums
+        gpu.wait(shared.quantized.out_free.at[0])
+        shared.out[0], sums[0], sums[1] = acc, top, total
+        gpu.arrive(shared.quantized.out_full.at[0])
+
+    def _take_over(self, shared: _Shared, state):
+        """Warpgroup 0's result and then warpgroup 1's: one state."""
+        assert shared.quantized is not None
+        acc, top, total = state
+        gpu.wait_copied_out(read_only=True)
+        gpu.arrive(shared.quantized.out_free.at[0])
+        gpu.wait(shared.quantized.out_full.at[0])
+        their_top = gpu.load_rows(shared.quantized.sums.at[0])
+        their_total = gpu.load_rows(shared.quantized.sums.at[1])
+        new_top = jnp.maximum(top, their_top)
+        mine, theirs = jnp.exp2(top - new_top), jnp.exp2(their_top - new_top)
+        acc = acc * gpu.columns(mine, self.head_dim)
+        acc = acc + gpu.load_matrix(shared.out.at[0]) * gpu.columns(theirs, self.head_dim)
+        return acc, new_top, total * mine + their_total * theirs
+
+    def _finish(self, row_group, shared: _Shared, outputs, item: _Item, state):
+        """Copies an item's result out; `item` is read again: in the loops every register counts."""
+        (parts, lse), (acc, top, total) = outputs, state
         total = jnp.where(total > 0.0, total, 1.0)
         factor = 1.0 / total
-        out = shared.out.at[warpgroup]
-        first = warpgroup * (gpu.ROWS // SLICE)
+        out = shared.out.at[row_group]
+        first = row_group * (gpu.ROWS // SLICE)
         width = out.shape[1]
         for column in range(0, self.head_dim, width):
             gpu.wait_copied_out(read_only=True)
             out[...] = acc[:, column : column + width] * gpu.columns(factor, width)
             if column == 0:
-                shared.lse[warpgroup] = top + jnp.log2(total)
+                shared.lse[row_group] = top + jnp.log2(total)
             gpu.commit()
 
             def copy_slice(j, column=column):
@@ -406,12 +576,21 @@ class _Kernel:
 
         @pl.when(item.partial >= 0)
         def _():
-            gpu.copy_out(shared.lse.at[warpgroup], lse.at[item.partial, warpgroup])
+            gpu.copy_out(shared.lse.at[row_group], lse.at[item.partial, row_group])
 
     def _kv_tile(self, warpgroup, shared: _Shared, q, item: _Item, kv_tiles, i, state, *, masked):
-        acc, top, total = state
-        slot = lax.rem(kv_tiles + i, jnp.int32(self.stages))
-        first_key = (item.low + i) * KV_TILE
+        """The softmax goes on over the warpgroup's KV tile number i of the item."""
+        turn = 0 if self.turns == 1 else warpgroup
+        slot = self._slot(turn, kv_tiles[0] + i)
+        tile = i if self.turns == 1 else self._part(item, turn)[0] + 2 * i
+        first_key = (item.low + tile) * KV_TILE
+        row_group = warpgroup if self.turns == 1 else 0
+        softmax = functools.partial(self._softmax, row_group, item, masked)
+        if self.quantized:
+            exists = item.kv_len - first_key if masked else None
+            return self._kv_tile_8_bits(
+                warpgroup, shared, q, slot, first_key, exists, softmax, state
+            )
         if masked:
             # Here, where few registers are in use.
             gpu.wait(shared.v_full.at[slot])
@@ -419,45 +598,118 @@ class _Kernel:
         gpu.wait(shared.k_full.at[slot])
         scores = gpu.times_transposed(q, shared.k.at[slot])
         gpu.arrive(shared.k_free.at[slot])
-        if self.soft_cap is None:
-            scores = scores * (self.sm_scale * LOG2_E)
-        else:
-            capped = jnp.tanh(scores * (self.sm_scale / self.soft_cap))
-            scores = capped * (self.soft_cap * LOG2_E)
-        if masked:
-            scores = self._masked(scores, warpgroup, item, first_key)
-        new_top = jnp.maximum(top, scores.max(axis=1))
-        decay = jnp.exp2(top - new_top)
-        weights = jnp.exp2(scores - gpu.columns(new_top, KV_TILE))
-        total = total * decay + weights.sum(axis=1)
-        acc = acc * gpu.columns(decay, self.head_dim)
+        weights, (acc, *sums) = softmax(first_key, scores * self._score_factor, state)
         if not masked:
             gpu.wait(shared.v_full.at[slot])
-        acc = gpu.add_product(acc, weights.astype(self.dtype), shared.v.at[slot], self.interpret)
+        values = shared.v.at[slot]
+        acc = gpu.add_product(acc, weights.astype(self.dtype), values, self.interpret)
         gpu.arrive(shared.v_free.at[slot])
-        return acc, new_top, total
+        return acc, *sums
 
-    def _masked(self, scores, warpgroup, item: _Item, first_key):
-        """f32[ROWS, KV_TILE]: -inf for keys after the query, or before its window."""
-        row = gpu.row_index() + warpgroup * gpu.ROWS
+    def _kv_tile_8_bits(
+        self, warpgroup, shared: _Shared, q, slot, first_key, exists, softmax, state
+    ):
+        """Keys and values are converted to 16 bits without their scales, which are of any size.
+
+        A key's scale multiplies its scores. A value's multiplies its weights, when they have been
+        summed. `exists`: tokens from that number on are none, and may be NaN.
+        """
+        extra = shared.quantized
+        assert extra is not None
+        keys, values = extra.keys.at[warpgroup], extra.values.at[warpgroup]
+        gpu.wait(shared.k_full.at[slot])
+        if not self.wide:
+            # The commit at a conversion's end keeps what has been read apart from the next copy.
+            k_scale = gpu.load_columns(extra.k_scale.at[slot]) * self._score_factor
+            gpu.convert(shared.k.at[slot], keys, VALUE_COLUMNS)
+            gpu.arrive(shared.k_free.at[slot])
+
+            def convert_values():
+                gpu.wait(shared.v_full.at[slot])
+                self._convert_values(shared.v.at[slot], values, exists)
+
+            scores = gpu.times_transposed(q, keys, convert_values)
+            weights, (acc, *sums) = softmax(first_key, scores * gpu.rows(k_scale), state)
+            v_scale = self._value_scale(extra.v_scale.at[slot], exists)
+            weights = (weights * gpu.rows(v_scale)).astype(self.value_dtype)
+            gpu.commit()
+            gpu.arrive(shared.v_free.at[slot])
+            return gpu.add_product(acc, weights, values, self.interpret), *sums
+
+        # The results of wide heads leave registers for half as many scores.
+        gpu.convert(shared.k.at[slot], keys, VALUE_COLUMNS)
+        gpu.wait(shared.v_full.at[slot])
+        self._convert_values(shared.v.at[slot], values, exists)
+
+        def half(i, state):
+            start = pl.multiple_of(i * (KV_TILE // 2), KV_TILE // 2)
+            tokens = pl.ds(start, KV_TILE // 2)
+            scores = gpu.times_transposed(q, keys.at[tokens])
+            k_scale = gpu.load_columns(extra.k_scale.at[slot, tokens]) * self._score_factor
+            weights, (acc, *sums) = softmax(first_key + start, scores * gpu.rows(k_scale), state)
+            v_scale = self._value_scale(
+                extra.v_scale.at[slot, tokens], None if exists is None else exists - start
+            )
+            weights = (weights * gpu.rows(v_scale)).astype(self.value_dtype)
+            return gpu.add_product(acc, weights, values.at[tokens], self.interpret), *sums
+
+        state = lax.fori_loop(0, 2, half, state)
+        gpu.commit()
+        gpu.arrive(shared.k_free.at[slot])
+        gpu.arrive(shared.v_free.at[slot])
+        return state
+
+    def _value_scale(self, scale, exists):
+        """f32[n]; 0 for tokens from number `exists` on, if that is given."""
+        scale = gpu.load_columns(scale)
+        if exists is not None:
+            scale = jnp.where(gpu.column_index(scale.shape[0]) < exists, scale, 0.0)
+        return scale
+
+    def _convert_values(self, source, values, exists):
+        gpu.convert(source, values, VALUE_COLUMNS)
+        if exists is not None and self.kv_dtype != jnp.int8:  # which has no NaN
+
+            @pl.when(exists < KV_TILE)
+            def _():
+                self._clean(values, exists)
+
+    @property
+    def _score_factor(self) -> float:
+        """To the logarithm's base, or to what is capped."""
+        if self.soft_cap is None:
+            return self.sm_scale * LOG2_E
+        return self.sm_scale / self.soft_cap
+
+    def _softmax(self, row_group, item: _Item, masked, first_key, scores, state):
+        """Weights f32[ROWS, n] of `n` keys, and the state before their values are added."""
+        acc, top, total = state
+        if self.soft_cap is not None:
+            scores = jnp.tanh(scores) * (self.soft_cap * LOG2_E)
+        if masked:
+            scores = self._masked(scores, row_group, item, first_key)
+        new_top = jnp.maximum(top, scores.max(axis=1))
+        decay = jnp.exp2(top - new_top)
+        weights = jnp.exp2(scores - gpu.columns(new_top, scores.shape[1]))
+        total = total * decay + weights.sum(axis=1)
+        return weights, (acc * gpu.columns(decay, self.head_dim), new_top, total)
+
+    def _masked(self, scores, row_group, item: _Item, first_key):
+        """f32[ROWS, n]: -inf for keys after the query, or before its window."""
+        row = gpu.row_index() + row_group * gpu.ROWS
         query = item.position + lax.div(row, jnp.int32(self.geometry.group))
-        column = gpu.index((gpu.ROWS, KV_TILE), 1)
-        behind = gpu.columns(query - first_key, KV_TILE) - column
+        column = gpu.index(scores.shape, 1)
+        behind = gpu.columns(query - first_key, scores.shape[1]) - column
         # After the query is behind it by a lot, if the number has no sign: one comparison.
         window = self.geometry.window or 2**31
         return jnp.where(behind.astype(jnp.uint32) < jnp.uint32(window), scores, -jnp.inf)
 
     def _clean_values(self, warpgroup, shared: _Shared, slot, num_tokens):
-        """Zeros in place of what lies beyond the sequence: it may be NaN, and 0 * NaN is NaN."""
+        """Of the values that the warpgroups share, by the first of them."""
 
         @pl.when((num_tokens < KV_TILE) & (warpgroup == 0))
         def _():
-            for column in range(0, self.head_dim, VALUE_COLUMNS):
-                size = min(VALUE_COLUMNS, self.head_dim - column)
-                values = shared.v.at[slot, :, pl.ds(column, size)]
-                exists = gpu.index((KV_TILE, size), 0) < num_tokens
-                values[...] = jnp.where(exists, values[...], jnp.zeros((), self.dtype))
-            gpu.commit()
+            self._clean(shared.v.at[slot], num_tokens)
             if self.warpgroups > 1:
                 gpu.arrive(shared.v_clean.at[slot])
 
@@ -466,6 +718,15 @@ class _Kernel:
             @pl.when((num_tokens < KV_TILE) & (warpgroup != 0))
             def _():
                 gpu.wait(shared.v_clean.at[slot])
+
+    def _clean(self, values, num_tokens):
+        """Zeros in place of what lies beyond the sequence: it may be NaN, and 0 * NaN is NaN."""
+        for column in range(0, self.head_dim, VALUE_COLUMNS):
+            size = min(VALUE_COLUMNS, self.head_dim - column)
+            part = values.at[:, pl.ds(column, size)]
+            exists = gpu.index((KV_TILE, size), 0) < num_tokens
+            part[...] = jnp.where(exists, part[...], jnp.zeros((), self.value_dtype))
+        gpu.commit()
 
     def add_up(self, plan: Plan, parts: jax.Array, lse: jax.Array) -> jax.Array:
         """[slices, SLICE, D] of q's type: partial results weighed by their sums, in order."""
