@@ -8,6 +8,7 @@ fed back here, so the host never has to know token t to dispatch step t + 1.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
@@ -115,8 +116,8 @@ def _sample_rows(
 
     # Drafts before a row would be output if they are accepted; scored tokens are the prompt's.
     num_output = m.num_output[seq] + jnp.where(m.scoring[seq] > 0, 0, row_in_seq)
-    sampled = sampling.sample(
-        _process(slots, params, slot, num_output, logits, flags),
+    sample = partial(
+        sampling.sample,
         temperature=float_column(params, Column.TEMPERATURE),
         top_k=params[:, Column.TOP_K],
         top_p=float_column(params, Column.TOP_P),
@@ -124,9 +125,18 @@ def _sample_rows(
         seed=params[:, :2].view(jnp.uint32),
         position=positions[m.row_token] + 1,
         any_random=_has(flags, meta_bits.RANDOM),
-        any_filter=_has(flags, meta_bits.FILTER),
         num_rows=m.header[2],
         implementation=sampler,
+    )
+
+    def sample_changed() -> jax.Array:
+        changed = _process(slots, params, slot, num_output, logits, flags)
+        return sample(changed, any_filter=_has(flags, meta_bits.FILTER))
+
+    # What most steps do apart from the rest: to pass the logits on unchanged is to copy them.
+    rest = meta_bits.FILTER | meta_bits.BIAS | meta_bits.PENALTIES | meta_bits.MIN_TOKENS
+    sampled = jax.lax.cond(
+        _has(flags, rest), sample_changed, lambda: sample(logits, any_filter=False)
     )
     sampled = jnp.where(row_valid & ~fault, sampled, 0)
 
