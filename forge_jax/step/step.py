@@ -52,26 +52,27 @@ def make_step(
         packed: jax.Array,  # i32[shape.width]
     ) -> tuple[tuple[jax.Array, ...], Slots, StepOut]:
         m: Meta = shape.split(packed)
-        num_slots, max_blocks = slots.block_tables.shape
-        block_tables = (
-            slots.block_tables.reshape(-1)
-            .at[m.table_index]
-            .set(m.table_block, mode="drop")
-            .reshape(num_slots, max_blocks)
-        )
-        slots = slots._replace(block_tables=block_tables)
+        with jax.named_scope("inputs"):
+            num_slots, max_blocks = slots.block_tables.shape
+            block_tables = (
+                slots.block_tables.reshape(-1)
+                .at[m.table_index]
+                .set(m.table_block, mode="drop")
+                .reshape(num_slots, max_blocks)
+            )
+            slots = slots._replace(block_tables=block_tables)
 
-        num_seqs, num_tokens = m.header[0], m.header[1]
-        tables = block_tables[m.slot]  # [S, max_blocks]
-        kv_lens = m.start + m.cu_q_lens[1:] - m.cu_q_lens[:-1]
-        valid = jnp.arange(shape.num_tokens) < num_tokens
-        seq = jnp.minimum(m.token_seq, shape.num_seqs - 1)
-        tokens = jnp.where(m.tokens < 0, slots.last_token[m.slot[seq]], m.tokens)
-        positions = m.start[seq] + jnp.arange(shape.num_tokens) - m.cu_q_lens[seq]
-        positions = jnp.where(valid, positions, 0)
-        blocks = tables[seq, positions // block_size]
-        num_kv = kv[0].shape[0] * block_size
-        slot_mapping = jnp.where(valid, blocks * block_size + positions % block_size, num_kv)
+            num_seqs, num_tokens = m.header[0], m.header[1]
+            tables = block_tables[m.slot]  # [S, max_blocks]
+            kv_lens = m.start + m.cu_q_lens[1:] - m.cu_q_lens[:-1]
+            valid = jnp.arange(shape.num_tokens) < num_tokens
+            seq = jnp.minimum(m.token_seq, shape.num_seqs - 1)
+            tokens = jnp.where(m.tokens < 0, slots.last_token[m.slot[seq]], m.tokens)
+            positions = m.start[seq] + jnp.arange(shape.num_tokens) - m.cu_q_lens[seq]
+            positions = jnp.where(valid, positions, 0)
+            blocks = tables[seq, positions // block_size]
+            num_kv = kv[0].shape[0] * block_size
+            slot_mapping = jnp.where(valid, blocks * block_size + positions % block_size, num_kv)
 
         kv, hidden = model.forward(
             leaves,
@@ -87,9 +88,12 @@ def make_step(
             max_q_len=shape.max_q_len,
             uniform=uniform,
         )
-        rows = model.logits(leaves, embed(hidden, m.row_token), m.header[2])  # f32[R, V]
+        with jax.named_scope("rows"):
+            hidden = embed(hidden, m.row_token)
+        rows = model.logits(leaves, hidden, m.header[2])  # f32[R, V]
         sampler = "cpu" if implementation == "cpu" else "xla"
-        slots, out = _sample_rows(shape, slots, m, rows, tokens, positions, sampler)
+        with jax.named_scope("sample"):
+            slots, out = _sample_rows(shape, slots, m, rows, tokens, positions, sampler)
         return kv, slots, out
 
     step.__name__ = shape.name.replace("[", "_").replace("]", "")
@@ -112,7 +116,8 @@ def _sample_rows(
     slot = m.slot[seq]  # [R]
     params = slots.params[slot]  # [R, NUM_COLUMNS]
     row_in_seq = row - m.cu_rows[seq]
-    fault = row_valid & ~jnp.isfinite(logits).all(axis=1)
+    with jax.named_scope("fault"):
+        fault = row_valid & ~jnp.isfinite(logits).all(axis=1)
 
     # Drafts before a row would be output if they are accepted; scored tokens are the prompt's.
     num_output = m.num_output[seq] + jnp.where(m.scoring[seq] > 0, 0, row_in_seq)
@@ -129,6 +134,7 @@ def _sample_rows(
         implementation=sampler,
     )
 
+    @jax.named_scope("changed")
     def sample_changed() -> jax.Array:
         changed = _process(slots, params, slot, num_output, logits, flags)
         return sample(changed, any_filter=_has(flags, meta_bits.FILTER))
@@ -167,7 +173,8 @@ def _sample_rows(
         return jnp.zeros(shape.num_rows), jnp.zeros(top, jnp.int32), jnp.zeros(top)
 
     asked = _has(flags, meta_bits.LOGPROBS)
-    logprob, top_ids, top_logprobs = jax.lax.cond(asked, logprobs, nothing, logits)
+    with jax.named_scope("logprobs"):
+        logprob, top_ids, top_logprobs = jax.lax.cond(asked, logprobs, nothing, logits)
     packed = jnp.concatenate([sampled, fault.astype(jnp.int32), accepted])
     slots = slots._replace(last_token=last_token, counts=counts)
     return slots, StepOut(packed, logprob, top_ids, top_logprobs)
@@ -206,9 +213,12 @@ def _process(
     def same(logits: jax.Array) -> jax.Array:
         return logits
 
-    logits = jax.lax.cond(_has(flags, meta_bits.BIAS), bias, same, logits)
-    logits = jax.lax.cond(_has(flags, meta_bits.PENALTIES), penalise, same, logits)
-    return jax.lax.cond(_has(flags, meta_bits.MIN_TOKENS), hold, same, logits)
+    with jax.named_scope("bias"):
+        logits = jax.lax.cond(_has(flags, meta_bits.BIAS), bias, same, logits)
+    with jax.named_scope("penalties"):
+        logits = jax.lax.cond(_has(flags, meta_bits.PENALTIES), penalise, same, logits)
+    with jax.named_scope("min_tokens"):
+        return jax.lax.cond(_has(flags, meta_bits.MIN_TOKENS), hold, same, logits)
 
 
 def _has(flags: jax.Array, bit: int) -> jax.Array:

@@ -184,7 +184,7 @@ def step_faults(program: deviceless.Program, layers: int) -> Iterator[str]:
         yield f"{attention} calls of the kernels in {layers} layers"
 
 
-SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+SIZES = {"pred": 1, "s8": 1, "u8": 1, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 NO_WORK = {"parameter", "get-tuple-element", "bitcast", "tuple", "constant"}
 
 

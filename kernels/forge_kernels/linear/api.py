@@ -59,12 +59,18 @@ def linear(
             out_dtype=out_dtype,
         )
     if norm is not None:
-        x = rms_norm(x, *norm)
-    y = _multiply(x, w).astype(out_dtype)
+        with jax.named_scope("norm"):
+            x = rms_norm(x, *norm)
+    with jax.named_scope("product"):
+        y = _multiply(x, w).astype(out_dtype)
     if swiglu:
-        gate, up = jnp.split(y, 2, axis=-1)
-        y = jax.nn.silu(gate) * up
-    return y if residual is None else residual + y
+        with jax.named_scope("swiglu"):
+            gate, up = jnp.split(y, 2, axis=-1)
+            return jax.nn.silu(gate) * up
+    if residual is None:
+        return y
+    with jax.named_scope("residual"):
+        return residual + y
 
 
 def _multiply(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -81,8 +81,10 @@ def filter_threshold(
         return jnp.where(nucleus, jnp.minimum(found, order_key(highest)), jnp.uint32(0))
 
     everything = jnp.zeros(highest.shape, jnp.uint32)
-    by_k = where_needed(limited.any(), search_k, everything)
-    by_p = where_needed(nucleus.any(), search_p, everything)
+    with jax.named_scope("top_k"):
+        by_k = where_needed(limited.any(), search_k, everything)
+    with jax.named_scope("top_p"):
+        by_p = where_needed(nucleus.any(), search_p, everything)
     by_min_p = jnp.where(min_p > 0.0, highest + jnp.log(min_p), -jnp.inf)
     return jnp.maximum(from_order_key(jnp.maximum(by_k, by_p)), by_min_p)
 
@@ -129,12 +131,14 @@ def sample(
             num_rows=count,
         )
 
+    @jax.named_scope("random")
     def draw() -> jax.Array:
         random = (temperature > 0)[:, None]
         scaled = logits / jnp.where(random, temperature[:, None], 1.0)
         noisy = jnp.where(random, scaled + gumbel(seed, position, logits.shape[1]), scaled)
         if any_filter is not False:
-            lowest = threshold(scaled)
+            with jax.named_scope("filter"):
+                lowest = threshold(scaled)
             noisy = jnp.where(scaled >= lowest[:, None], noisy, -jnp.inf)
         return jnp.argmax(noisy, axis=1).astype(jnp.int32)
 
@@ -144,6 +148,7 @@ def sample(
 
         return where_needed(any_filter, find, jnp.full(scaled.shape[:1], -jnp.inf, jnp.float32))
 
+    @jax.named_scope("greedy")
     def greedy() -> jax.Array:
         return jnp.argmax(logits, axis=1).astype(jnp.int32)
 
