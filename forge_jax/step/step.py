@@ -73,6 +73,8 @@ def make_step(
             blocks = tables[seq, positions // block_size]
             num_kv = kv[0].shape[0] * block_size
             slot_mapping = jnp.where(valid, blocks * block_size + positions % block_size, num_kv)
+            # Else XLA:GPU computes the places anew, from their tables, in each layer's write.
+            slot_mapping = jax.lax.optimization_barrier(slot_mapping)
 
         kv, hidden = model.forward(
             leaves,

@@ -114,9 +114,7 @@ def used(fused: Computation) -> dict[int, float]:
             else:
                 count = part * source.bytes
             read[operand] = min(source.bytes, read.get(operand, 0.0) + count)
-    return {
-        i.number: read.get(i.name, 0.0) for i in order if i.opcode == "parameter"
-    }
+    return {i.number: read.get(i.name, 0.0) for i in order if i.opcode == "parameter"}
 
 
 def written(i: Instruction, computations: dict[str, Computation]) -> dict[str, float]:
