@@ -136,15 +136,22 @@ def _sample_rows(
         implementation=sampler,
     )
 
+    change = meta_bits.BIAS | meta_bits.PENALTIES | meta_bits.MIN_TOKENS
+
     @jax.named_scope("changed")
     def sample_changed() -> jax.Array:
-        changed = _process(slots, params, slot, num_output, logits, flags)
+        changed = jax.lax.cond(
+            _has(flags, change),
+            lambda: _process(slots, params, slot, num_output, logits, flags),
+            lambda: logits,
+        )
         return sample(changed, any_filter=_has(flags, meta_bits.FILTER))
 
-    # What most steps do apart from the rest: to pass the logits on unchanged is to copy them.
-    rest = meta_bits.FILTER | meta_bits.BIAS | meta_bits.PENALTIES | meta_bits.MIN_TOKENS
+    # What most steps do is apart: where logits may be changed, those that are not are copied.
     sampled = jax.lax.cond(
-        _has(flags, rest), sample_changed, lambda: sample(logits, any_filter=False)
+        _has(flags, change | meta_bits.FILTER),
+        sample_changed,
+        lambda: sample(logits, any_filter=False),
     )
     sampled = jnp.where(row_valid & ~fault, sampled, 0)
 

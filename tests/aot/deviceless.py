@@ -31,6 +31,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec  #
 
 H200 = Path(__file__).with_name("h200.txtpb")
 SHARED_LIMIT = 232448  # bytes of a CTA
+KERNELS = ("mpmd_map", "pallas_call")  # the primitives of Pallas
 
 
 @dataclass(frozen=True)
@@ -146,10 +147,15 @@ def _find(pattern: str, text: str) -> tuple[str, ...]:
 
 
 def _conditions(jaxpr: Any) -> int:
-    """Those of a function; not the choices between platforms, which are made before compiling."""
+    """Those of a function.
+
+    Not those inside kernels; nor choices between platforms, which are made before compiling.
+    """
     platform = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "platform_index"}
     count = 0
     for eqn in jaxpr.eqns:
+        if eqn.primitive.name in KERNELS:
+            continue
         inner = [_conditions(sub) for sub in jaxprs_in_params(eqn.params)]
         if eqn.primitive.name != "cond":
             count += sum(inner)

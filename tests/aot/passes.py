@@ -93,7 +93,6 @@ def parse(hlo: str) -> tuple[dict[str, Computation], Computation]:
 
 def used(fused: Computation) -> dict[int, float]:
     """Of each parameter, the bytes that the computation reads."""
-    whole: set[str] = set()
     read: dict[str, float] = {}
     order = list(fused.instructions.values())
     for instruction in reversed(order):
@@ -109,7 +108,7 @@ def used(fused: Computation) -> dict[int, float]:
                 continue
             if position == 0 and instruction.opcode in SLICES:
                 count = wanted
-            elif instruction.opcode in IN_PLACE or name in whole:
+            elif instruction.opcode in IN_PLACE:
                 count = source.bytes
             else:
                 count = part * source.bytes

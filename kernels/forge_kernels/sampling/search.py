@@ -1,8 +1,8 @@
 """A search over the bits of floats instead of a sort, row by row.
 
 To compare a row with a threshold, and to sum, is one pass over it. The CPU's form settles one bit a
-pass, in a loop: there the arithmetic takes the time. The other is unrolled, for a loop would break a
-step's command buffer in pieces, and settles `DIGIT` bits a pass: as many sums as there are
+pass, in a loop: there the arithmetic takes the time. The other is unrolled, for a loop would break
+a step's command buffer in pieces, and settles `DIGIT` bits a pass: as many sums as there are
 thresholds to choose from, in one reduction that reads the row once.
 """
 
