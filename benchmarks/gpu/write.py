@@ -1,4 +1,4 @@
-"""Writing new keys and values into the cache, alone: what a kernel that does more at once could save.
+"""Writing new keys and values into the cache, alone: what one kernel for more could save.
 
 The step rotates queries and keys and writes keys and values by a scatter per layer, in place.
 """
