@@ -5,6 +5,7 @@ The step rotates queries and keys and writes keys and values by a scatter per la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,20 +38,18 @@ def write(tiny: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _scatter(qkv: jax.Array, kv: jax.Array, tables: tuple[jax.Array, ...], slots: jax.Array):
+def _scatter(qkv: jax.Array, kv: jax.Array, half: jax.Array, slots: jax.Array):
     K = LLAMA_3_1_8B.kv_heads
     return qkv, write_kv(kv, qkv[:, -2 * K : -K], qkv[:, -K:], slots)
 
 
-def _rotate_and_scatter(
-    qkv: jax.Array, kv: jax.Array, tables: tuple[jax.Array, ...], slots: jax.Array
-):
-    q, kv = rotate_and_write(qkv, kv, *tables, slots)
+def _rotate_and_scatter(qkv: jax.Array, kv: jax.Array, half: jax.Array, slots: jax.Array):
+    q, kv = rotate_and_write(qkv, kv, half, half, slots)
     # The next layer's input is made of this one's queries, so that no layer is left out.
     return jnp.concatenate([q, qkv[:, q.shape[1] :]], axis=1), kv
 
 
-def _per_layer_s(call: Any, batch: int, layers: int, blocks: int) -> float:
+def _per_layer_s(call: Callable[..., Any], batch: int, layers: int, blocks: int) -> float:
     shape, block_size = LLAMA_3_1_8B, 64
     key = jax.random.key(0)
     heads = shape.heads + 2 * shape.kv_heads
@@ -64,7 +63,7 @@ def _per_layer_s(call: Any, batch: int, layers: int, blocks: int) -> float:
     def step(cache: list[jax.Array], qkv: jax.Array, half: jax.Array, slots: jax.Array):
         written = []
         for kv in cache:
-            qkv, kv = call(qkv, kv, (half, half), slots)
+            qkv, kv = call(qkv, kv, half, slots)
             written.append(kv)
         return written, qkv
 

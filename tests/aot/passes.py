@@ -1,6 +1,6 @@
 """Where a step's kernels and bytes go, by its named scopes, from its optimised HLO.
 
-    python tests/aot/passes.py [--layers N] [--output FILE]
+    python tests/aot/passes.py [--only TEXT] [--cublas] [--layers N] [--output FILE]
 
 A kernel's bytes are those it must move at least: of a gather or slice its own size, of a scatter
 what it writes. The least of a part is what crosses its border: what others have made and it reads,
@@ -43,6 +43,7 @@ class Instruction:
     operands: list[str]
     called: list[str]
     scope: str
+    target: str  # of a custom call
     number: int  # of a parameter, or of a tuple's element
 
     @property
@@ -72,6 +73,7 @@ def parse(hlo: str) -> tuple[dict[str, Computation], Computation]:
         root, name, shape, opcode, rest = made.groups()
         arguments = rest.split("), ", 1)[0]
         scope = re.search(r'op_name="([^"]*)"', rest)
+        target = re.search(r'custom_call_target="([^"]*)"', rest)
         number = re.search(r"\bindex=(\d+)", rest) or re.match(r"(\d+)\)", rest)
         current.instructions[name] = Instruction(
             name=name,
@@ -84,6 +86,7 @@ def parse(hlo: str) -> tuple[dict[str, Computation], Computation]:
             operands=re.findall(r"%([\w.-]+)", arguments),
             called=re.findall(r"(?:calls|true_computation|false_computation)=%([\w.-]+)", rest),
             scope=scope[1] if scope else "",
+            target=target[1] if target else "",
             number=int(number[1]) if number else 0,
         )
         if root:
@@ -197,7 +200,8 @@ def _kernels(
                 part=" ".join(dict.fromkeys(names[-2:])) or "other",
                 layer=int(layer[1]) if layer else None,
                 asked=asked,
-                matrices=fused is not None and multiplies(fused, computations),
+                matrices="cublas" in i.target
+                or (fused is not None and multiplies(fused, computations)),
                 reads=reads,
                 writes=written(i, computations),
             )
@@ -280,8 +284,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--only", default="", help="steps whose names contain this")
+    parser.add_argument("--cublas", action="store_true", help="all products by cuBLAS")
     parser.add_argument("--output", type=Path, help="write the tables there too")
     args = parser.parse_args()
+    options = {"xla_gpu_enable_triton_gemm": False} if args.cublas else {}
+    note = ", products by cuBLAS" if args.cublas else ""
     compiler, sections = deviceless.Compiler(), []
     for shape in (
         StepShape.decode(1),
@@ -290,8 +297,8 @@ def main() -> None:
         StepShape.mixed(512, SEQS, SEQS, 64),
     ):
         if args.only in shape.name:
-            program = compile_step(compiler, shape, args.layers, {})
-            section = f"## {shape.name}\n\n{table(kernels(program.hlo), args.layers)}"
+            program = compile_step(compiler, shape, args.layers, options)
+            section = f"## {shape.name}{note}\n\n{table(kernels(program.hlo), args.layers)}"
             print(section, flush=True)
             sections.append(section)
     if args.output is not None:
