@@ -35,6 +35,7 @@ PARTS = {
     "numerics": Part("attention", "numerics", 120.0),
     "attention": Part("attention", "decode", 150.0),
     "step": Part("step", "step", 200.0),
+    "write": Part("write", "write", 40.0),
     "prefill": Part("attention", "prefill", 60.0),
     "engine": Part("engine", "engine", 240.0),
     "flashinfer": Part("peers", "flashinfer", 60.0),

@@ -118,32 +118,36 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
         """x: dtype[T, d]; kv: one layer's -> (kv, x with the attention added)."""
         H, K, D = self.heads, self.kv_heads, self.head_dim
-        qkv = self.qkv(x, norm=self.norm, num_rows=ragged.num_tokens)
-        q, kv = rotate_and_write(
-            qkv.reshape(-1, H + 2 * K, D),
-            kv,
-            ragged.cos,
-            ragged.sin,
-            ragged.slot_mapping,
-            num_tokens=ragged.num_tokens,
-            kv_dtype=ragged.kv_dtype,
-            implementation=ragged.implementation,
-        )
-        out = ragged_paged_attention(
-            q,
-            kv,
-            ragged.block_tables,
-            ragged.kv_lens,
-            ragged.cu_q_lens,
-            ragged.num_seqs,
-            sm_scale=self.sm_scale,
-            kv_dtype=ragged.kv_dtype,
-            max_q_len=ragged.max_q_len,
-            implementation=ragged.implementation,
-            uniform=ragged.uniform,
-        )
+        with jax.named_scope("qkv"):
+            qkv = self.qkv(x, norm=self.norm, num_rows=ragged.num_tokens)
+        with jax.named_scope("rope_write"):
+            q, kv = rotate_and_write(
+                qkv.reshape(-1, H + 2 * K, D),
+                kv,
+                ragged.cos,
+                ragged.sin,
+                ragged.slot_mapping,
+                num_tokens=ragged.num_tokens,
+                kv_dtype=ragged.kv_dtype,
+                implementation=ragged.implementation,
+            )
+        with jax.named_scope("attention"):
+            out = ragged_paged_attention(
+                q,
+                kv,
+                ragged.block_tables,
+                ragged.kv_lens,
+                ragged.cu_q_lens,
+                ragged.num_seqs,
+                sm_scale=self.sm_scale,
+                kv_dtype=ragged.kv_dtype,
+                max_q_len=ragged.max_q_len,
+                implementation=ragged.implementation,
+                uniform=ragged.uniform,
+            )
         out = out.reshape(-1, H * D)
-        return kv, self.out(out, residual=x, num_rows=ragged.num_tokens)
+        with jax.named_scope("attention_out"):
+            return kv, self.out(out, residual=x, num_rows=ragged.num_tokens)
 
 
 class MLP(nnx.Module):
@@ -158,8 +162,10 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """dtype[T, d] -> x with the MLP added."""
-        inner = self.gate_up(x, norm=self.norm, swiglu=True, num_rows=ragged.num_tokens)
-        return self.down(inner, residual=x, num_rows=ragged.num_tokens)
+        with jax.named_scope("gate_up"):
+            inner = self.gate_up(x, norm=self.norm, swiglu=True, num_rows=ragged.num_tokens)
+        with jax.named_scope("down"):
+            return self.down(inner, residual=x, num_rows=ragged.num_tokens)
 
 
 class DecoderLayer(nnx.Module):
@@ -195,17 +201,21 @@ class Decoder(nnx.Module):
         ragged: Ragged,
     ) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
         """(kv, dtype[T, d] after the final norm, the stream before each layer and after all)."""
-        x = embed((self.embedding or self.head).matrix, tokens)
+        with jax.named_scope("embed"):
+            x = embed((self.embedding or self.head).matrix, tokens)
         stream, new_kv = [x], []
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
-            layer_kv, x = layer(x, layer_kv, ragged)
+        for i, (layer, layer_kv) in enumerate(zip(self.layers, kv, strict=True)):
+            with jax.named_scope(f"layer_{i}"):
+                layer_kv, x = layer(x, layer_kv, ragged)
             new_kv.append(layer_kv)
             stream.append(x)
-        return tuple(new_kv), self.norm(x), tuple(stream)
+        with jax.named_scope("final_norm"):
+            return tuple(new_kv), self.norm(x), tuple(stream)
 
     def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
         """dtype[B, d] -> f32[B, V]."""
-        return self.head(hidden, num_rows=num_rows, out_dtype=jnp.float32)
+        with jax.named_scope("logits"):
+            return self.head(hidden, num_rows=num_rows, out_dtype=jnp.float32)
 
 
 def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
@@ -323,7 +333,8 @@ class Model:
             implementation="reference".
         """
         frequencies = rope_frequencies(self.spec.rope, self.spec.head_dim)
-        cos, sin = rope_tables(positions, frequencies)
+        with jax.named_scope("rope_tables"):
+            cos, sin = rope_tables(positions, frequencies)
         ragged = Ragged(
             cos=cos,
             sin=sin,

@@ -8,6 +8,7 @@ fed back here, so the host never has to know token t to dispatch step t + 1.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
@@ -59,26 +60,29 @@ def make_step(
         packed: jax.Array,  # i32[shape.width]
     ) -> tuple[KV, Slots, StepOut]:
         m: Meta = shape.split(packed)
-        num_slots, max_blocks = slots.block_tables.shape
-        block_tables = (
-            slots.block_tables.reshape(-1)
-            .at[m.table_index]
-            .set(m.table_block, mode="drop")
-            .reshape(num_slots, max_blocks)
-        )
-        slots = slots._replace(block_tables=block_tables)
+        with jax.named_scope("inputs"):
+            num_slots, max_blocks = slots.block_tables.shape
+            block_tables = (
+                slots.block_tables.reshape(-1)
+                .at[m.table_index]
+                .set(m.table_block, mode="drop")
+                .reshape(num_slots, max_blocks)
+            )
+            slots = slots._replace(block_tables=block_tables)
 
-        num_seqs, num_tokens = m.header[0], m.header[1]
-        tables = block_tables[m.slot]  # [S, max_blocks]
-        kv_lens = m.start + m.cu_q_lens[1:] - m.cu_q_lens[:-1]
-        valid = jnp.arange(shape.num_tokens) < num_tokens
-        seq = jnp.minimum(m.token_seq, shape.num_seqs - 1)
-        tokens = jnp.where(m.tokens < 0, slots.last_token[m.slot[seq]], m.tokens)
-        positions = m.start[seq] + jnp.arange(shape.num_tokens) - m.cu_q_lens[seq]
-        positions = jnp.where(valid, positions, 0)
-        blocks = tables[seq, positions // block_size]
-        num_kv = kv[0].shape[0] * block_size
-        slot_mapping = jnp.where(valid, blocks * block_size + positions % block_size, num_kv)
+            num_seqs, num_tokens = m.header[0], m.header[1]
+            tables = block_tables[m.slot]  # [S, max_blocks]
+            kv_lens = m.start + m.cu_q_lens[1:] - m.cu_q_lens[:-1]
+            valid = jnp.arange(shape.num_tokens) < num_tokens
+            seq = jnp.minimum(m.token_seq, shape.num_seqs - 1)
+            tokens = jnp.where(m.tokens < 0, slots.last_token[m.slot[seq]], m.tokens)
+            positions = m.start[seq] + jnp.arange(shape.num_tokens) - m.cu_q_lens[seq]
+            positions = jnp.where(valid, positions, 0)
+            blocks = tables[seq, positions // block_size]
+            num_kv = kv[0].shape[0] * block_size
+            slot_mapping = jnp.where(valid, blocks * block_size + positions % block_size, num_kv)
+            # Else XLA:GPU computes the places anew, from their tables, in each layer's write.
+            slot_mapping = jax.lax.optimization_barrier(slot_mapping)
 
         kv, hidden = model.forward(
             leaves,
@@ -94,8 +98,11 @@ def make_step(
             max_q_len=shape.max_q_len,
             uniform=uniform,
         )
-        rows = model.logits(leaves, embed(hidden, m.row_token), m.header[2])  # f32[R, V]
-        slots, out = _sample_rows(shape, slots, m, rows, tokens, positions, sampler)
+        with jax.named_scope("rows"):
+            hidden = embed(hidden, m.row_token)
+        rows = model.logits(leaves, hidden, m.header[2])  # f32[R, V]
+        with jax.named_scope("sample"):
+            slots, out = _sample_rows(shape, slots, m, rows, tokens, positions, sampler)
         return kv, slots, out
 
     step.__name__ = shape.name.replace("[", "_").replace("]", "")
@@ -118,12 +125,13 @@ def _sample_rows(
     slot = m.slot[seq]  # [R]
     params = slots.params[slot]  # [R, NUM_COLUMNS]
     row_in_seq = row - m.cu_rows[seq]
-    fault = row_valid & ~jnp.isfinite(logits).all(axis=1)
+    with jax.named_scope("fault"):
+        fault = row_valid & ~jnp.isfinite(logits).all(axis=1)
 
     # Drafts before a row would be output if they are accepted; scored tokens are the prompt's.
     num_output = m.num_output[seq] + jnp.where(m.scoring[seq] > 0, 0, row_in_seq)
-    sampled = sampling.sample(
-        _process(slots, params, slot, num_output, logits, flags),
+    sample = partial(
+        sampling.sample,
         temperature=float_column(params, Column.TEMPERATURE),
         top_k=params[:, Column.TOP_K],
         top_p=float_column(params, Column.TOP_P),
@@ -131,9 +139,26 @@ def _sample_rows(
         seed=params[:, :2].view(jnp.uint32),
         position=positions[m.row_token] + 1,
         any_random=_has(flags, meta_bits.RANDOM),
-        any_filter=_has(flags, meta_bits.FILTER),
         num_rows=m.header[2],
         implementation=sampler,
+    )
+
+    change = meta_bits.BIAS | meta_bits.PENALTIES | meta_bits.MIN_TOKENS
+
+    @jax.named_scope("changed")
+    def sample_changed() -> jax.Array:
+        changed = jax.lax.cond(
+            _has(flags, change),
+            lambda: _process(slots, params, slot, num_output, logits, flags),
+            lambda: logits,
+        )
+        return sample(changed, any_filter=_has(flags, meta_bits.FILTER))
+
+    # What most steps do is apart: where logits may be changed, those that are not are copied.
+    sampled = jax.lax.cond(
+        _has(flags, change | meta_bits.FILTER),
+        sample_changed,
+        lambda: sample(logits, any_filter=False),
     )
     sampled = jnp.where(row_valid & ~fault, sampled, 0)
 
@@ -164,7 +189,8 @@ def _sample_rows(
         return jnp.zeros(shape.num_rows), jnp.zeros(top, jnp.int32), jnp.zeros(top)
 
     asked = _has(flags, meta_bits.LOGPROBS)
-    logprob, top_ids, top_logprobs = jax.lax.cond(asked, logprobs, nothing, logits)
+    with jax.named_scope("logprobs"):
+        logprob, top_ids, top_logprobs = jax.lax.cond(asked, logprobs, nothing, logits)
     packed = jnp.concatenate([sampled, fault.astype(jnp.int32), accepted])
     slots = slots._replace(last_token=last_token, counts=counts)
     return slots, StepOut(packed, logprob, top_ids, top_logprobs)
@@ -203,9 +229,12 @@ def _process(
     def same(logits: jax.Array) -> jax.Array:
         return logits
 
-    logits = jax.lax.cond(_has(flags, meta_bits.BIAS), bias, same, logits)
-    logits = jax.lax.cond(_has(flags, meta_bits.PENALTIES), penalise, same, logits)
-    return jax.lax.cond(_has(flags, meta_bits.MIN_TOKENS), hold, same, logits)
+    with jax.named_scope("bias"):
+        logits = jax.lax.cond(_has(flags, meta_bits.BIAS), bias, same, logits)
+    with jax.named_scope("penalties"):
+        logits = jax.lax.cond(_has(flags, meta_bits.PENALTIES), penalise, same, logits)
+    with jax.named_scope("min_tokens"):
+        return jax.lax.cond(_has(flags, meta_bits.MIN_TOKENS), hold, same, logits)
 
 
 def _has(flags: jax.Array, bit: int) -> jax.Array:

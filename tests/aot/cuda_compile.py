@@ -1,9 +1,10 @@
 """Compiles the GPU kernels, and a whole step, for an H200: `make test-cuda-compile`.
 
-    python tests/aot/cuda_compile.py [--only TEXT] [--layers N] [--output FILE]
+    python tests/aot/cuda_compile.py [--only TEXT] [--layers N] [--quick] [--output FILE]
 
 Prints a table, and ends with status 1 where something spills registers, needs more shared memory
-than there is, copies a layer's cache or a matrix, or falls apart into several command buffers.
+than there is, copies a layer's cache or a matrix, falls apart into several command buffers, or
+computes what no row has asked for.
 """
 
 import deviceless  # first: it sets what jax reads when it starts  # isort: skip
@@ -35,11 +36,8 @@ from forge_kernels.attention.shapes import LLAMA_3_1_8B, SHAPES, AttentionShape
 
 BLOCKS, MAX_BLOCKS, SEQS = 2048, 128, 64
 MATRIX_BYTES = 4096 * 4096 * 2  # the smallest of a layer of Llama 3.1 8B
-# With loops in command buffers too, which XLA leaves out unless it is told.
-WITH_LOOPS = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
-    "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-}
+QUICK = ("llama-3.1-8b, decode", "llama-3.1-8b, mixed", "gemma-2-9b, mixed", "the check", "step")
+QUICK_MIXED_LAYERS = 4
 
 
 @dataclass
@@ -222,12 +220,20 @@ def step_faults(program: deviceless.Program, layers: int, kv_dtype: str = "auto"
     )
     if len(writes) != layers * len(arrays):
         yield f"{len(writes)} writes into the {len(arrays)} arrays of {layers} layers"
+    if (program.command_buffers, program.outside) != (1, ()):
+        outside = " and ".join(program.outside) or "nothing"
+        yield f"{program.command_buffers} command buffers, and {outside} outside of them"
+    if program.compiled_conditions != program.written_conditions:
+        yield (
+            f"{program.compiled_conditions} of {program.written_conditions} conditions are left: "
+            "of the others both sides are computed in each step"
+        )
     attention = program.hlo.count('custom_call_target="mosaic_gpu')
     if attention != 2 * layers:
         yield f"{attention} calls of the kernels in {layers} layers"
 
 
-SIZES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2}
+SIZES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "u16": 2, "bf16": 2, "f16": 2}
 SIZES |= {"s32": 4, "u32": 4, "f32": 4}
 NO_WORK = {"parameter", "get-tuple-element", "bitcast", "tuple", "constant"}
 
@@ -250,44 +256,52 @@ def large_results(hlo: str, limit: int, shapes: Collection[tuple[int, ...]] = ()
             yield line.strip()[:120]
 
 
-def run(only: str, layers: int) -> Iterator[Result]:
+def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
+    def wanted(name: str) -> bool:
+        return only in name and (not quick or any(name.startswith(text) for text in QUICK))
+
     compiler = deviceless.Compiler()
     for name, case in cases():
-        if only in name:
+        if wanted(name):
             start = time.perf_counter()
             program = compile_case(compiler, case)
             result = Result(name, program, time.perf_counter() - start)
             result.faults += kernel_faults(program)
             yield result
-    if only in "the check":
+    if wanted("the check"):
         check_the_check(compiler)
-    defaults = compiler_options("gpu", command_buffers=True, deterministic=False)
-    for shape, options, kv_dtype, note in (
-        (StepShape.decode(SEQS), defaults, "auto", ""),
-        (StepShape.decode(SEQS), WITH_LOOPS, "auto", ", loops in command buffers"),
-        (StepShape.mixed(512, SEQS, SEQS, 64), defaults, "auto", ""),
-        (StepShape.decode(SEQS), defaults, "fp8", ", fp8 cache"),
+    options = compiler_options("gpu", command_buffers=True, deterministic=False)
+    mixed_layers = min(layers, QUICK_MIXED_LAYERS) if quick else layers
+    decode, mixed = StepShape.decode(SEQS), StepShape.mixed(512, SEQS, SEQS, 64)
+    for shape, count, kv_dtype, note in (
+        (decode, layers, "auto", ""),
+        (mixed, mixed_layers, "auto", ""),
+        (decode, mixed_layers if quick else layers, "fp8", ", fp8 cache"),
     ):
-        name = f"step {shape.name} of llama-3.1-8b, {layers} layers{note}"
-        if only not in name:
-            continue
-        start = time.perf_counter()
-        program = compile_step(compiler, shape, layers, options, kv_dtype=kv_dtype)
-        result = Result(name, program, time.perf_counter() - start)
-        result.faults += step_faults(program, layers, kv_dtype)
-        # The search for a row's top-k and top-p is a loop in a branch, and stands outside.
-        wanted = (1, ()) if options is WITH_LOOPS else (2, ("kConditional",))
-        if (program.command_buffers, program.outside) != wanted:
-            result.faults.append(f"command buffers: {program.command_buffers} {program.outside}")
-        yield result
+        name = f"step {shape.name} of llama-3.1-8b, {count} layers{note}"
+        if wanted(name):
+            start = time.perf_counter()
+            program = compile_step(compiler, shape, count, options, kv_dtype=kv_dtype)
+            result = Result(name, program, time.perf_counter() - start)
+            result.faults += step_faults(program, count, kv_dtype)
+            yield result
 
 
 def check_the_check(compiler: deviceless.Compiler) -> None:
-    """A step that does not own its cache has to copy it."""
+    """A step that does not own its cache has to copy it; a loop breaks a command buffer."""
     program = compile_step(compiler, StepShape.decode(SEQS), 1, {}, donated=())
     faults = list(step_faults(program, 1))
     noticed = ("written in place", "makes an array as large as a matrix")
     assert all(any(text in fault for fault in faults) for text in noticed), faults
+    program = compiler(_loop_and_lost_condition, jax.ShapeDtypeStruct((64, 4096), jnp.float32))
+    faults = list(step_faults(program, 0))
+    noticed = ("kWhile", "0 of 1 conditions are left")
+    assert all(any(text in fault for fault in faults) for text in noticed), faults
+
+
+def _loop_and_lost_condition(x: jax.Array) -> jax.Array:
+    total = jax.lax.cond(x[0, 0] > 0, lambda: x.sum(axis=1), lambda: jnp.zeros(x.shape[0]))
+    return jax.lax.fori_loop(0, x.shape[1], lambda i, y: jnp.sin(y) + x[:, i].max(), total)
 
 
 def table(rows: list[list[str]]) -> str:
@@ -300,10 +314,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="programs whose names contain this")
     parser.add_argument("--layers", type=int, default=LLAMA_3_1_8B.layers)
+    parser.add_argument("--quick", action="store_true", help="a few kernels, fewer layers")
     parser.add_argument("--output", type=Path, help="write the table there too")
     args = parser.parse_args()
     results = []
-    for result in run(args.only, args.layers):
+    for result in run(args.only, args.layers, args.quick):
         results.append(result)
         print(" | ".join(result.row), flush=True)
         for fault in result.faults:

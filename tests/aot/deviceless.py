@@ -24,12 +24,14 @@ os.environ["TF_CPP_VMODULE"] = "subprocess_compilation=3"  # ptxas' report, on s
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
 
 import jax  # noqa: E402
+from jax._src.core import jaxprs_in_params  # noqa: E402
 from jax._src.mesh import AbstractDevice  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 H200 = Path(__file__).with_name("h200.txtpb")
 SHARED_LIMIT = 232448  # bytes of a CTA
+KERNELS = ("mpmd_map", "pallas_call")  # the primitives of Pallas
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ class Program:
     kernels: tuple[Kernel, ...]
     shared_bytes: tuple[int, ...]  # of each Mosaic kernel
     command_buffers: int
-    outside: tuple[str, ...]  # what the executable runs besides command buffers
+    outside: tuple[str, ...]  # kinds of what the executable runs besides command buffers
+    written_conditions: int  # in the function
+    compiled_conditions: int  # what XLA has left of them: of the others it computes both sides
 
 
 class Compiler:
@@ -83,8 +87,9 @@ class Compiler:
         new = sorted(set(DUMP.iterdir()) - before)
         memory = compiled.memory_analysis()
         buffers, outside = _thunks(new)
+        hlo = compiled.as_text()
         return Program(
-            hlo=compiled.as_text(),
+            hlo=hlo,
             temp_bytes=memory.temp_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,
             kernels=tuple(_kernels(log[0])),
@@ -95,6 +100,8 @@ class Compiler:
             ),
             command_buffers=buffers,
             outside=outside,
+            written_conditions=_conditions(traced.jaxpr.jaxpr),
+            compiled_conditions=hlo.count(" conditional("),
         )
 
 
@@ -139,10 +146,32 @@ def _find(pattern: str, text: str) -> tuple[str, ...]:
     return found.groups()
 
 
+def _conditions(jaxpr: Any) -> int:
+    """Those of a function.
+
+    Not those inside kernels; nor choices between platforms, which are made before compiling.
+    """
+    platform = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "platform_index"}
+    count = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in KERNELS:
+            continue
+        inner = [_conditions(sub) for sub in jaxprs_in_params(eqn.params)]
+        if eqn.primitive.name != "cond":
+            count += sum(inner)
+        elif eqn.invars[0] in platform:
+            count += max(inner)
+        else:
+            count += 1 + sum(inner)
+    return count
+
+
 def _thunks(files: list[Path]) -> tuple[int, tuple[str, ...]]:
     """How many command buffers there are, and what stands beside them."""
-    (path,) = (p for p in files if p.name.endswith("thunk_sequence_after_thunk_passes.txt"))
+    # Where nothing was grouped, only the first of the two is there.
+    names = ("thunk_sequence.txt", "thunk_sequence_after_thunk_passes.txt")
+    *_, path = (p for name in names for p in files if p.name.endswith(name))
     top = [re.match(r"(?:\d+: )?(k\w+)", line) for line in path.read_text().splitlines()]
     kinds = [match[1] for match in top if match is not None]
-    outside = tuple(kind for kind in kinds if kind != "kCommandBuffer")
-    return kinds.count("kCommandBuffer"), outside
+    outside = dict.fromkeys(kind for kind in kinds if kind != "kCommandBuffer")
+    return kinds.count("kCommandBuffer"), tuple(outside)

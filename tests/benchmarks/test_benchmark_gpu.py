@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from functools import partial
 
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import attention, engine, model, parts
+from benchmarks.gpu import attention, clock, engine, model, parts, write
 from benchmarks.gpu.tables import markdown
 from forge_jax import LLM, SamplingParams
 
@@ -85,6 +86,14 @@ def test_the_small_checks_are_right_here():
     mine = [row for row in rows if row["implementation"] == "xla"]
     assert {row["kv"] for row in mine} == {"bfloat16", "fp8"}
     assert all(row.get("right") for row in mine), rows
+
+
+def test_writes_into_the_cache_are_timed(monkeypatch):
+    monkeypatch.setattr(write, "seconds", partial(clock.seconds, target_s=0.01, rounds=2))
+    rows = write.write(True)
+    assert [row["batch"] for row in rows] == [1, 4]
+    for row in rows:
+        assert row["scatter_us"] > 0 and row["rotate_and_scatter_us"] > 0, row
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])

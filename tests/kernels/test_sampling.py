@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from forge_kernels.sampling import (
+    api,
     apply_penalties,
     filter_threshold,
     gumbel,
@@ -16,7 +17,8 @@ from forge_kernels.sampling import (
     suppress,
     token_logprobs,
 )
-from forge_kernels.sampling.api import IN_PROMPT
+from forge_kernels.sampling.api import CHUNK, IN_PROMPT
+from forge_kernels.sampling.search import by_bits, by_digits, from_order_key, order_key
 
 
 def kept_by_oracle(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -53,6 +55,137 @@ def test_filters_keep_what_the_definition_keeps(vocab_size):
         assert kept == kept_by_oracle(scaled[row], *setting), setting
 
 
+@pytest.mark.parametrize("search", [by_bits, by_digits])
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_the_search_finds_the_largest_key(search, dtype):
+    rng = np.random.default_rng(0)
+    rows, width = 40, 301
+    key = rng.integers(0, 2**32, (rows, width), dtype=np.uint32)
+    key[10:20] = rng.integers(2**31 - 2, 2**31 + 2, (10, width))  # ties
+    key[20:25, :150], key[20:25, 150:] = 0, 2**32 - 1
+    key[25] = 7
+    # Whole numbers, so that sums are exact in any order.
+    weight = rng.integers(0, 5, (rows, width)).astype(dtype)
+    wanted = rng.integers(0, 700, rows).astype(dtype)
+    wanted[:3] = (0, 1, 10**6)
+    found = np.asarray(jax.jit(search)(key, weight, wanted))
+    for row in range(rows):
+        enough = [t for t in key[row] if weight[row, key[row] >= t].sum() >= wanted[row]]
+        largest = 2**32 - 1 if wanted[row] == 0 else max(enough, default=0)
+        assert found[row] == largest, row
+
+
+def test_keys_are_in_the_order_of_their_floats():
+    tiny = np.float32(1e-45)
+    floats = np.array([-np.inf, -3e38, -1, -tiny, -0.0, 0.0, tiny, 1, 3e38, np.inf], np.float32)
+    key = np.asarray(order_key(jnp.array(floats)))
+    assert (np.diff(key.astype(np.int64)) > 0).all() and key[0] > 0
+    np.testing.assert_array_equal(from_order_key(jnp.array(key)), floats)
+    assert np.isneginf(from_order_key(jnp.zeros(1, jnp.uint32)))[0]
+
+
+def edge_rows(vocab_size: int) -> np.ndarray:
+    rng = np.random.default_rng(vocab_size)
+    rows = (rng.normal(size=(7, vocab_size)) * 3).astype(np.float32)
+    rows[1] = rng.integers(-2, 3, vocab_size)  # ties
+    rows[2] = 0.25
+    rows[3, 1::2] = -np.inf
+    rows[4] = -np.inf
+    rows[4, vocab_size // 2] = -3.0
+    rows[5] = rng.permutation(vocab_size) * np.float32(-1e-7)  # all but equal
+    rows[6] *= 30
+    return rows
+
+
+def kept_for_certain(scaled: np.ndarray, top_k: int, top_p: float) -> tuple[set[int], set[int]]:
+    """What must be kept, and what may be: float32 sums decide between them. Ties stay together."""
+    order = np.sort(scaled)[::-1]
+    by_k = order[min(top_k, len(scaled)) - 1] if top_k > 0 else -np.inf
+    mass = np.exp(scaled.astype(np.float64) - order[0])
+    mass[scaled < by_k] = 0
+    above = np.array([mass[scaled > x].sum() for x in scaled]) / mass.sum()
+    must, may = ((scaled >= by_k) & (above < top_p + slack) for slack in (-1e-6, 1e-6))
+    if top_p == 1:
+        must = may = scaled >= by_k
+    best = scaled == order[0]
+    return set(np.flatnonzero(must | best)), set(np.flatnonzero(may | best))
+
+
+@pytest.mark.parametrize("search", [by_bits, by_digits])
+@pytest.mark.parametrize("vocab_size", [1, 2, 97, 1001])
+def test_filters_at_their_edges(search, vocab_size, monkeypatch):
+    monkeypatch.setattr(api, "largest_key", search)
+    almost = float(np.nextafter(np.float32(1), np.float32(0)))
+    settings = [
+        (k, p)
+        for k in (0, 1, 2, vocab_size - 1, vocab_size, vocab_size + 1)
+        for p in (1.0, almost, 0.7, 1e-3, 1e-30)
+    ]
+    rows = edge_rows(vocab_size)
+    scaled = np.tile(rows, (len(settings), 1))
+    k, p = (np.repeat(column, len(rows)) for column in zip(*settings, strict=True))
+    lowest = np.asarray(
+        jax.jit(filter_threshold)(
+            jnp.array(scaled),
+            top_k=jnp.array(k, jnp.int32),
+            top_p=jnp.array(p, jnp.float32),
+            min_p=jnp.zeros(len(k), jnp.float32),
+        )
+    )
+    assert not np.isnan(lowest).any()
+    for i, row in enumerate(scaled):
+        kept = set(np.flatnonzero(row >= lowest[i]))
+        must, may = kept_for_certain(row, k[i], np.float32(p[i]))
+        assert must <= kept <= may, (i % len(rows), k[i], p[i])
+
+
+@pytest.mark.parametrize("search", [by_bits, by_digits])
+def test_a_threshold_is_the_same_bits_whatever_the_other_rows(search, monkeypatch):
+    monkeypatch.setattr(api, "largest_key", search)
+    rng = np.random.default_rng(0)
+    find = jax.jit(filter_threshold)
+    scaled = (rng.normal(size=(8, 1001)) * 3).astype(np.float32)
+    k = np.array([0, 5, 0, 50, 0, 0, 700, 0], np.int32)
+    p = np.array([1, 1, 0.9, 0.8, 0.5, 1, 0.99, 1], np.float32)
+
+    def thresholds(order: list[int], scaled: np.ndarray) -> np.ndarray:
+        arguments = (jnp.array(column[order]) for column in (scaled, k, p))
+        logits, top_k, top_p = arguments
+        return np.asarray(find(logits, top_k=top_k, top_p=top_p, min_p=jnp.zeros(8)))
+
+    together = thresholds(list(range(8)), scaled)
+    others = (rng.normal(size=(8, 1001)) * 9).astype(np.float32)
+    others[1] = np.nan
+    for row in range(8):
+        mixed = others.copy()
+        mixed[row] = scaled[row]
+        place = (row + 3) % 8
+        order = [i if i not in (row, place) else row + place - i for i in range(8)]
+        assert thresholds(order, mixed)[place] == together[row]
+
+
+def test_greedy_rows_beside_random_ones_take_the_first_best_token():
+    logits = np.random.default_rng(0).normal(size=(6, 300)).astype(np.float32)
+    logits[:3, [17, 200]] = 9.0
+    temperature = jnp.array([0, 0, 1, 0, 1, 0], jnp.float32)
+    for filters in (True, False):
+        tokens = np.asarray(
+            sample(
+                jnp.array(logits),
+                temperature=temperature,
+                top_k=jnp.full(6, 4 if filters else 0),
+                top_p=jnp.full(6, 0.1 if filters else 1.0),
+                min_p=jnp.zeros(6),
+                seed=jnp.ones((6, 2), jnp.uint32),
+                position=jnp.arange(6),
+                any_filter=filters,
+            )
+        )
+        greedy = np.asarray(temperature) == 0
+        np.testing.assert_array_equal(tokens[greedy], logits.argmax(1)[greedy])
+    assert tokens[0] == 17
+
+
 def test_filters_never_keep_a_forbidden_token():
     logits = jnp.array([[1.0, -jnp.inf, 0.0, -jnp.inf]])
     lowest = filter_threshold(
@@ -64,8 +197,11 @@ def test_filters_never_keep_a_forbidden_token():
     assert set(tokens) == {0, 2} and not np.isnan(float(lowest[0]))
 
 
+jitted_sample = jax.jit(sample)
+
+
 def draw(row, *, seed=0, position=0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    return sample(
+    return jitted_sample(
         row[None],
         temperature=jnp.array([temperature], jnp.float32),
         top_k=jnp.array([top_k], jnp.int32),
@@ -262,3 +398,20 @@ def test_logprobs_are_the_log_softmax():
     np.testing.assert_allclose(logprob, exact[np.arange(3), chosen], atol=1e-5)
     np.testing.assert_array_equal(ids, np.argsort(-logits, axis=1)[:, :20])
     np.testing.assert_allclose(top, -np.sort(-exact, axis=1)[:, :20], atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [20, 20 * CHUNK + 1, 40 * CHUNK, 3001])
+def test_the_likeliest_tokens_come_in_the_order_of_a_stable_sort(vocab_size):
+    rng = np.random.default_rng(vocab_size)
+    logits = rng.normal(size=(6, vocab_size)).astype(np.float32)
+    logits[1] = rng.integers(-2, 3, vocab_size)  # ties within chunks and across them
+    logits[2] = 0.5
+    logits[3] = -np.inf
+    logits[3, [1, vocab_size - 1]] = 2.0
+    logits[4] = np.arange(vocab_size)  # all in the last chunk
+    logits[5, ::CHUNK] = 7.0  # one in each chunk
+    _, ids, top = token_logprobs(jnp.array(logits), jnp.zeros(6, jnp.int32), 20)
+    best = np.argsort(-logits, axis=1, kind="stable")[:, :20]
+    np.testing.assert_array_equal(ids, best)
+    assert ids.dtype == jnp.int32
+    assert (np.diff(np.asarray(top)[[0, 1, 2, 4, 5]], axis=1) <= 0).all()

@@ -4,6 +4,8 @@ A plain matrix is multiplied by XLA, in the form that it runs fast on every back
 `PackedWeight` by the CPU kernels, which do all of it in one pass over the weight.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -59,22 +61,39 @@ def linear(
             out_dtype=out_dtype,
         )
     if norm is not None:
-        x = rms_norm(x, *norm)
-    y = _multiply(x, w).astype(out_dtype)
+        with jax.named_scope("norm"):
+            x = rms_norm(x, *norm)
+    with jax.named_scope("product"):
+        y = _multiply(x, w, out_dtype)
     if swiglu:
-        gate, up = jnp.split(y, 2, axis=-1)
-        y = jax.nn.silu(gate) * up
-    return y if residual is None else residual + y
+        with jax.named_scope("swiglu"):
+            gate, up = jnp.split(y, 2, axis=-1)
+            return jax.nn.silu(gate) * up
+    if residual is None:
+        return y
+    with jax.named_scope("residual"):
+        return residual + y
 
 
-def _multiply(x: jax.Array, w: jax.Array) -> jax.Array:
-    """float[T, K_in], float[N_out, K_in] -> f32[T, N_out]."""
-    rows = x.shape[0]
-    if rows == 1 and x.dtype.itemsize == 2:
-        # XLA:CPU computes a 16-bit matrix-vector product 10 times slower than one of two rows.
-        x = jnp.pad(x, ((0, 1), (0, 0)))
+# Traced and lowered once for all the layers of a model.
+@functools.partial(jax.jit, static_argnums=2)
+def _multiply(x: jax.Array, w: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+    """float[T, K_in], float[N_out, K_in] -> [T, N_out] of `out_dtype`, summed in float32."""
     contract = (((1,), (1,)), ((), ()))
-    return lax.dot_general(x, w, contract, preferred_element_type=jnp.float32)[:rows]
+
+    def by_way_of_float32(x: jax.Array, w: jax.Array) -> jax.Array:
+        rows = x.shape[0]
+        if rows == 1 and x.dtype.itemsize == 2:
+            # XLA:CPU computes a 16-bit matrix-vector product 10 times slower than one of two rows.
+            x = jnp.pad(x, ((0, 1), (0, 0)))
+        y = lax.dot_general(x, w, contract, preferred_element_type=jnp.float32)[:rows]
+        return y.astype(out_dtype)
+
+    def directly(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.dot_general(x, w, contract, preferred_element_type=out_dtype)
+
+    # XLA:CPU is 10 times slower at 16-bit results. On GPUs cuBLAS would write float32 to memory.
+    return lax.platform_dependent(x, w, cpu=by_way_of_float32, default=directly)
 
 
 def _check(

@@ -1,9 +1,10 @@
 """From logits to tokens. Every function works row by row: a row's result depends on that row only.
 
-Nothing here sorts the vocabulary: thresholds are found by bisection over the bits of the floats
-(32 passes), which on a CPU is some hundred times cheaper than a sort.
+Nothing here sorts the vocabulary: thresholds are found by a search over the bits of the floats (see
+`search`), which on a CPU is some hundred times cheaper than a sort.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -11,8 +12,10 @@ import jax.numpy as jnp
 
 from forge_kernels.sampling.cpu_ffi import cpu_sample
 from forge_kernels.sampling.noise import gumbel
+from forge_kernels.sampling.search import from_order_key, largest_key, order_key
 
 IN_PROMPT = 1 << 30  # this bit of a count says that the token stands in the prompt
+CHUNK = 64  # tokens of which the best is looked at first
 
 
 def apply_penalties(
@@ -61,20 +64,29 @@ def filter_threshold(
     Returns:
       f32[R].
     """
-    vocab_size = scaled.shape[1]
-    key = _order_key(scaled)
-    k = jnp.where(top_k < 1, vocab_size, jnp.minimum(top_k, vocab_size))
+    key = order_key(scaled)
     highest = scaled.max(axis=1)
-    mass = jnp.exp(scaled - highest[:, None])
+    limited = (top_k >= 1) & (top_k < scaled.shape[1])
+    nucleus = top_p < 1.0
 
-    by_k = _bisect(lambda t: (key >= t[:, None]).sum(axis=1, dtype=jnp.int32) >= k, k.shape)
-    mass = jnp.where(key >= by_k[:, None], mass, 0.0)
-    wanted = jnp.where(top_p < 1.0, top_p, 0.0) * mass.sum(axis=1)
-    by_p = _bisect(lambda t: jnp.where(key >= t[:, None], mass, 0.0).sum(axis=1) >= wanted, k.shape)
-    # A top_p that underflows is met by no mass at all: the likeliest token always stays.
-    by_p = jnp.where(top_p < 1.0, jnp.minimum(by_p, _order_key(highest)), jnp.uint32(0))
+    def search_k() -> jax.Array:
+        found = largest_key(key, jnp.ones((1, 1), jnp.int32), top_k)
+        return jnp.where(limited, found, jnp.uint32(0))
+
+    def search_p() -> jax.Array:
+        mass = jnp.exp(scaled - highest[:, None])
+        mass = jnp.where(key >= by_k[:, None], mass, 0.0)
+        found = largest_key(key, mass, top_p * mass.sum(axis=1))
+        # A top_p that underflows is met by no mass at all: the likeliest token always stays.
+        return jnp.where(nucleus, jnp.minimum(found, order_key(highest)), jnp.uint32(0))
+
+    everything = jnp.zeros(highest.shape, jnp.uint32)
+    with jax.named_scope("top_k"):
+        by_k = where_needed(limited.any(), search_k, everything)
+    with jax.named_scope("top_p"):
+        by_p = where_needed(nucleus.any(), search_p, everything)
     by_min_p = jnp.where(min_p > 0.0, highest + jnp.log(min_p), -jnp.inf)
-    return jnp.maximum(_from_order_key(jnp.maximum(by_k, by_p)), by_min_p)
+    return jnp.maximum(from_order_key(jnp.maximum(by_k, by_p)), by_min_p)
 
 
 def sample(
@@ -97,7 +109,8 @@ def sample(
       logits: f32[R, V], after penalties and bias.
       temperature, top_p, min_p: f32[R]; top_k: i32[R].
       seed: u32[R, 2]; position: i32[R], the absolute position of the sampled token.
-      any_random, any_filter: bool[], false where no row needs that work.
+      any_random, any_filter: bool[], false where no row needs that work. With `any_filter=False`
+        filters are not compiled.
       num_rows: i32[], a promise that rows from there on are not needed.
       implementation: `cpu` is the C++ kernels', where they have been loaded. It draws from the same
         random bits; its logarithms may differ in the last place.
@@ -117,24 +130,41 @@ def sample(
             position=position,
             num_rows=count,
         )
-    greedy = jnp.argmax(logits, axis=1).astype(jnp.int32)
 
-    def draw(logits: jax.Array) -> jax.Array:
-        scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    @jax.named_scope("random")
+    def draw() -> jax.Array:
+        random = (temperature > 0)[:, None]
+        scaled = logits / jnp.where(random, temperature[:, None], 1.0)
+        noisy = jnp.where(random, scaled + gumbel(seed, position, logits.shape[1]), scaled)
+        if any_filter is not False:
+            with jax.named_scope("filter"):
+                lowest = threshold(scaled)
+            noisy = jnp.where(scaled >= lowest[:, None], noisy, -jnp.inf)
+        return jnp.argmax(noisy, axis=1).astype(jnp.int32)
 
-        def threshold(scaled: jax.Array) -> jax.Array:
+    def threshold(scaled: jax.Array) -> jax.Array:
+        def find() -> jax.Array:
             return filter_threshold(scaled, top_k=top_k, top_p=top_p, min_p=min_p)
 
-        def nothing(scaled: jax.Array) -> jax.Array:
-            return jnp.full(scaled.shape[:1], -jnp.inf, jnp.float32)
+        return where_needed(any_filter, find, jnp.full(scaled.shape[:1], -jnp.inf, jnp.float32))
 
-        lowest = jax.lax.cond(any_filter, threshold, nothing, scaled)
-        noisy = scaled + gumbel(seed, position, logits.shape[1])
-        noisy = jnp.where(scaled >= lowest[:, None], noisy, -jnp.inf)
-        drawn = jnp.argmax(noisy, axis=1).astype(jnp.int32)
-        return jnp.where(temperature > 0, drawn, greedy)
+    @jax.named_scope("greedy")
+    def greedy() -> jax.Array:
+        return jnp.argmax(logits, axis=1).astype(jnp.int32)
 
-    return jax.lax.cond(any_random, draw, lambda _: greedy, logits)
+    return jax.lax.cond(any_random, draw, greedy)
+
+
+def where_needed(
+    needed: jax.Array | bool, work: Callable[[], jax.Array], otherwise: jax.Array
+) -> jax.Array:
+    """`work()` if it is needed, else `otherwise`.
+
+    XLA computes both sides of a condition where it thinks both cheap, and it thinks so of sums over
+    a vocabulary; but never where one side only passes on an operand that is no constant.
+    """
+    otherwise = jax.lax.optimization_barrier(otherwise)
+    return jax.lax.cond(needed, lambda _: work(), lambda given: given, otherwise)
 
 
 def token_logprobs(
@@ -150,27 +180,27 @@ def token_logprobs(
     """
     log_z = jax.nn.logsumexp(logits, axis=1)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
-    top, ids = jax.lax.top_k(logits, num_top)
-    return chosen - log_z, ids.astype(jnp.int32), top - log_z[:, None]
+    top, ids = _top(logits, num_top)
+    return chosen - log_z, ids, top - log_z[:, None]
 
 
-def _order_key(x: jax.Array) -> jax.Array:
-    """u32 that compare as the floats do."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(0x80000000))
+def _top(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """`jax.lax.top_k`, which is a sort on GPUs, in one pass and two sorts of little.
 
-
-def _from_order_key(key: jax.Array) -> jax.Array:
-    bits = jnp.where(key >> 31, key & jnp.uint32(0x7FFFFFFF), ~key)
-    x = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return jnp.where(key == 0, -jnp.inf, x)
-
-
-def _bisect(holds, shape: tuple[int, ...]) -> jax.Array:
-    """The largest u32 for which `holds` (true at 0, monotone), row by row."""
-
-    def body(i: jax.Array, found: jax.Array) -> jax.Array:
-        candidate = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        return jnp.where(holds(candidate), candidate, found)
-
-    return jax.lax.fori_loop(0, 32, body, jnp.zeros(shape, jnp.uint32))
+    The `count` best tokens stand in the `count` chunks with the best maxima; of equal ones, in both
+    cases, the first.
+    """
+    rows, vocab_size = logits.shape
+    chunks = -(-vocab_size // CHUNK)
+    if chunks <= count:
+        top, ids = jax.lax.top_k(logits, count)
+        return top, ids.astype(jnp.int32)
+    padding = ((0, 0), (0, chunks * CHUNK - vocab_size))
+    padded = jnp.pad(logits, padding, constant_values=-jnp.inf)
+    _, chosen = jax.lax.top_k(padded.reshape(rows, chunks, CHUNK).max(axis=2), count)
+    chosen = jnp.sort(chosen.astype(jnp.int32), axis=1)  # so that tokens stay in their order
+    ids = (chosen[:, :, None] * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)).reshape(rows, -1)
+    row = jnp.arange(rows)[:, None]
+    some = logits.at[row, ids].get(mode="fill", fill_value=-jnp.inf)
+    top, place = jax.lax.top_k(some, count)
+    return top, jnp.take_along_axis(ids, place, axis=1)

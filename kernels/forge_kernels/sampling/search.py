@@ -1,0 +1,72 @@
+"""A search over the bits of floats instead of a sort, row by row.
+
+To compare a row with a threshold, and to sum, is one pass over it. The CPU's form settles one bit a
+pass, in a loop: there the arithmetic takes the time. The other is unrolled, for a loop would break
+a step's command buffer in pieces, and settles `DIGIT` bits a pass: as many sums as there are
+thresholds to choose from, in one reduction that reads the row once.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+DIGIT = 3  # bits; with more, a GPU's arithmetic takes longer than its reading
+
+
+def order_key(x: jax.Array) -> jax.Array:
+    """u32 that compare as the floats do."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(0x80000000))
+
+
+def from_order_key(key: jax.Array) -> jax.Array:
+    """The inverse of `order_key`; 0, which is below all floats, gives -inf."""
+    bits = jnp.where(key >> 31, key & jnp.uint32(0x7FFFFFFF), ~key)
+    x = lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(key == 0, -jnp.inf, x)
+
+
+def largest_key(key: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The largest threshold at and above which there is enough of a row.
+
+    Args:
+      key: u32[R, V].
+      weight: i32 or f32, [R, V] or [1, 1]; not negative.
+      wanted: [R] of weight's type.
+
+    Returns:
+      u32[R]: the largest t for which the `weight` of `key >= t` add up to `wanted`; 0 if none does.
+    """
+    return lax.platform_dependent(key, weight, wanted, cpu=by_bits, default=by_digits)
+
+
+def by_bits(key: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
+    """`largest_key` in a loop of 32 passes."""
+
+    def settle(i: jax.Array, found: jax.Array) -> jax.Array:
+        candidate = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        kept = jnp.where(key >= candidate[:, None], weight, jnp.zeros((), weight.dtype))
+        return jnp.where(kept.sum(axis=1, dtype=weight.dtype) >= wanted, candidate, found)
+
+    return lax.fori_loop(0, 32, settle, jnp.zeros(key.shape[:1], jnp.uint32))
+
+
+def by_digits(key: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
+    """`largest_key` without a loop, `DIGIT` bits a pass."""
+    found = jnp.zeros(key.shape[:1], jnp.uint32)
+    zero = weight.dtype.type(0)
+    low = 32
+    while low > 0:
+        width = min(DIGIT, low)
+        low -= width
+        candidates = [found | jnp.uint32(digit << low) for digit in range(1, 1 << width)]
+        kept = tuple(jnp.where(key >= t[:, None], weight, zero) for t in candidates)
+        sums = lax.reduce(kept, (zero,) * len(kept), _add, (1,))
+        # As many as hold, since what holds for a threshold holds for those below it.
+        digit = sum((s >= wanted).astype(jnp.uint32) for s in sums)
+        found = found | (digit << low)
+    return found
+
+
+def _add(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
