@@ -264,6 +264,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def running(self) -> Seq[Sequence]:
+        """Who has a slot, by rank; not to be changed."""
+        return self._running
+
+    @property
     def num_in_flight(self) -> int:
         """Steps that have been scheduled and not committed."""
         return len(self._in_flight)
@@ -777,8 +782,9 @@ class Scheduler:
     def _register(self, seq: Sequence, num_full: int, *, seen: bool, more: Seq[int] = ()) -> None:
         """Puts the blocks that a step has filled into the prefix cache.
 
-        `more` are tokens in them that `seq` has yet to take: drafts that were right. Only when logits that depend on them were `seen` to be finite: a chunk in the middle of a
+        Only when logits that depend on them were `seen` to be finite: a chunk in the middle of a
         prompt has none, so its blocks wait for the prompt's last. Hashing them does not wait.
+        `more` are tokens in them that `seq` has yet to take: drafts that were right.
         """
         while len(seq.block_hashes) < num_full:
             self._hash_next_block(seq, more)
