@@ -486,6 +486,8 @@ class EngineCore:
             seq.stop_reason,
             None,
             seq.num_cached,
+            seq.num_drafted,
+            seq.num_accepted,
         )
 
     def _text_to_an_end(

@@ -217,6 +217,9 @@ class FakeDevice:
         slot.computed = end
         if fault:
             slot.last_token = 0
+            if scheduled.num_drafts:
+                slot.forget(end - scheduled.num_drafts)
+                slot.last_token = None
             return SequenceResult((0,) * scheduled.samples, fault=scheduled.num_rows > 0)
         params = admission.params
         token_ids: tuple[int, ...] = ()

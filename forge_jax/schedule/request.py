@@ -109,6 +109,7 @@ class Sequence:
     num_computed: int = 0
     num_pending: int = 0
     num_verifying: int = 0  # drafts in flight
+    takes_drafts: bool = True
     num_drafted: int = 0  # drafts that have been verified, and how many of them were right
     num_accepted: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission

@@ -284,7 +284,9 @@ class Scheduler:
         return [
             seq
             for seq in self._running
-            if not seq.num_pending and len(seq.tokens) == seq.num_computed + 1 < seq.max_len - 1
+            if not seq.num_pending
+            and len(seq.tokens) == seq.num_computed + 1 < seq.max_len - 1
+            and seq.takes_drafts
         ]
 
     def schedule(self, drafts: Mapping[Sequence, Seq[int]] | None = None) -> StepPlan | None:
@@ -708,6 +710,9 @@ class Scheduler:
             if seq.status is _FINISHED:
                 continue
             seq.num_pending -= row.samples
+            if got.fault and row.num_drafts:
+                self._verify_nothing(seq, epoch)
+                continue
             if got.fault:
                 gains.append(self._fail(seq))
                 continue
@@ -733,6 +738,12 @@ class Scheduler:
         if epoch == seq.epoch:
             seq.num_computed, seq.num_verifying = end, 0
         return end
+
+    def _verify_nothing(self, seq: Sequence, epoch: int) -> None:
+        """The sequence begins anew, without drafts: one of them may have been the fault."""
+        seq.takes_drafts = False
+        if epoch == seq.epoch:
+            self._preempt(seq)
 
     def _fail(self, seq: Sequence) -> Gain:
         self._finish(seq, "error", None)

@@ -21,14 +21,17 @@ from forge_jax.speculate.length import Experience, LengthPolicy
 LOOK_PART = 0.01  # of a step's time that may be spent on guessing whether to wait
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SpeculationStats:
-    """Counters since the start; the lists are by position in the draft."""
+    """Counters since the start."""
 
-    num_drafts: int = 0  # sequences times steps that verified some
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_position: list[int]
+    num_drafts: int  # sequences that had some verified, over all steps
+    num_draft_tokens: int
+    accepted_per_position: tuple[int, ...]  # in the draft
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_per_position)
 
 
 class Speculator:
@@ -50,7 +53,6 @@ class Speculator:
         one_step_ahead: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.stats = SpeculationStats(accepted_per_position=[0] * max_draft_tokens)
         self.policy = LengthPolicy()
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
@@ -58,9 +60,19 @@ class Speculator:
         self._clock = clock
         self._experience: dict[Sequence, Experience] = {}
         self._verifying: dict[Sequence, Draft] = {}
+        self._num_drafts = self._num_draft_tokens = 0
+        self._accepted = [0] * max_draft_tokens  # by position
         self._look_s = 0.0  # what a look at one sequence takes
         self._looks_to_skip = 0
         self._read_s: float | None = None  # when the last step was read, if steps have come since
+
+    def stats(self) -> SpeculationStats:
+        """Any thread may ask."""
+        return SpeculationStats(
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            accepted_per_position=tuple(self._accepted),
+        )
 
     # ---- before a step -------------------------------------------------------------------------
 
@@ -136,18 +148,16 @@ class Speculator:
         if not plan.num_drafts:
             return
         lengths = {row.seq_key: row.num_drafts for row in plan.chunks if row.num_drafts}
-        stats = self.stats
         for seq, got in gains:
             draft = self._verifying.pop(seq, None)
             length = lengths.get(seq.key)
             if draft is None or length is None or got.fault:
                 continue
             num_right = max(len(got.token_ids) - 1, 0)
-            stats.num_drafts += 1
-            stats.num_draft_tokens += length
-            stats.num_accepted_tokens += num_right
+            self._num_drafts += 1
+            self._num_draft_tokens += length
             for position in range(num_right):
-                stats.accepted_per_position[position] += 1
+                self._accepted[position] += 1
             if not seq.finished:
                 experience = self._of(seq)
                 self.policy.acceptance.learn(draft.confidence[:length], num_right, experience)

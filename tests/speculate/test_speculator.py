@@ -107,9 +107,8 @@ def test_drafts_change_nothing_but_the_number_of_steps(options, right, seed):
     drafter = Oracle({k: v[0] for k, v in expected.items()}, right=right, length=3 + 3 * seed)
     core = make_core(drafter, **options)
     assert serve(core, requests(30, seed)) == expected
-    stats = core.speculator.stats
+    stats = core.speculator.stats()
     assert stats.num_draft_tokens > 0
-    assert stats.num_accepted_tokens == sum(stats.accepted_per_position)
     if right == 1.0:
         assert core.num_steps < 0.8 * plain.num_steps
         assert stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens
@@ -123,4 +122,4 @@ def test_steps_that_raise_lose_nothing_with_drafts():
     count = itertools.count()
     core = make_core(drafter, device=lambda d: FailingDevice(d, lambda *_: next(count) % 23 == 22))
     assert serve(core, requests(40, 5)) == expected
-    assert core.num_recoveries > 5 and core.speculator.stats.num_accepted_tokens > 100
+    assert core.num_recoveries > 5 and core.speculator.stats().num_accepted_tokens > 100
