@@ -1,6 +1,7 @@
 """Speculative decoding: guesses, how many of them to verify, and what they came to."""
 
 from forge_jax.config import EngineConfig
+from forge_jax.speculate.drafter import OneByOne
 from forge_jax.speculate.speculator import SpeculationStats, Speculator
 
 __all__ = ["SpeculationStats", "Speculator", "make_speculator"]
@@ -14,9 +15,9 @@ def make_speculator(config: EngineConfig) -> Speculator | None:
     if kind == "ngram":
         from forge_jax.speculate.ngram import NgramDrafter
 
-        drafter = NgramDrafter(most)
+        drafter = OneByOne(NgramDrafter(most))
     else:
         from forge_jax.speculate.suffix import SuffixDrafter
 
-        drafter = SuffixDrafter(most)
+        drafter = OneByOne(SuffixDrafter(most))
     return Speculator(drafter, max_draft_tokens=most, one_step_ahead=config.batch.one_step_ahead)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from forge_jax.schedule.plan import StepPlan
@@ -83,15 +84,12 @@ class Speculator:
         if plan.chunks or not len(plan.decodes) or not self._may_look(len(plan.decodes)):
             return False
         began_s = self._clock()
+        seqs = [seq for seq in scheduler.running if seq.num_pending == 1 and seq.takes_drafts]
         gains: list[float] = []
-        seqs = [seq for seq in scheduler.running if seq.num_pending == 1]
-        for seq in seqs:
-            draft = self._propose(seq)
-            # The first guess is of the token that is in flight: it brings nothing, but if it is
-            # wrong so is the rest.
-            gains += self.policy.acceptance.reach(draft.confidence, self._of(seq))[1:]
+        for seq, confidence in zip(seqs, self._drafter.foresee(seqs), strict=True):
+            gains += self._reach(seq, confidence)
         gains.sort(reverse=True)
-        chosen = self.policy.choose(len(seqs), gains)
+        chosen = self.policy.choose(len(plan.decodes), gains)
         took_s = (self._clock() - began_s) / max(len(seqs), 1)
         self._look_s += 0.1 * (took_s - self._look_s)
         return chosen > 0
@@ -100,17 +98,16 @@ class Speculator:
         """What the next step should verify, the likeliest first."""
         self._verifying.clear()
         seqs = scheduler.verifiable()
+        if not seqs:
+            return {}
         drafts: dict[Sequence, Draft] = {}
         reach: dict[Sequence, list[float]] = {}
         gains: list[float] = []
-        for seq in seqs:
-            draft = self._propose(seq)
+        for seq, draft in zip(seqs, self._drafter.propose(seqs), strict=True):
             if draft.token_ids:
                 drafts[seq] = draft
-                reach[seq] = self.policy.acceptance.reach(draft.confidence, self._of(seq))
+                reach[seq] = self._reach(seq, draft.confidence)
                 gains += reach[seq]
-        if not gains:
-            return {}
         gains.sort(reverse=True)
         count = self.policy.choose(scheduler.num_running, gains)
         if not count:
@@ -166,16 +163,14 @@ class Speculator:
         """The sequence has ended."""
         self._experience.pop(seq, None)
         self._verifying.pop(seq, None)
-        self._drafter.end(seq.key, seq.tokens, seq.prompt_len, seq.salt)
+        self._drafter.end(seq)
 
     # ---- helpers -------------------------------------------------------------------------------
 
-    def _propose(self, seq: Sequence) -> Draft:
-        draft = self._drafter.propose(seq.key, seq.tokens, seq.prompt_len, seq.salt)
-        most = self._max_draft_tokens
-        if len(draft.token_ids) > most:
-            return Draft(draft.token_ids[:most], draft.confidence[:most])
-        return draft
+    def _reach(self, seq: Sequence, confidence: Seq[float]) -> list[float]:
+        """How likely each token of a draft brings one, as far as drafts may go."""
+        confidence = confidence[: self._max_draft_tokens]
+        return self.policy.acceptance.reach(confidence, self._of(seq))
 
     def _of(self, seq: Sequence) -> Experience:
         experience = self._experience.get(seq)

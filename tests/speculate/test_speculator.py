@@ -10,7 +10,7 @@ from forge_jax.core import EngineCore
 from forge_jax.fake import assemble_fake
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request
-from forge_jax.speculate.drafter import Draft
+from forge_jax.speculate.drafter import Draft, OneByOne
 from forge_jax.speculate.speculator import Speculator
 from forge_jax.testing import FailingDevice
 
@@ -64,7 +64,9 @@ def make_core(drafter=None, *, device=None, **options) -> EngineCore:
         core._device = device(core._device)
     if drafter is not None:
         one_step_ahead = config.batch.one_step_ahead
-        core.speculator = Speculator(drafter, max_draft_tokens=8, one_step_ahead=one_step_ahead)
+        core.speculator = Speculator(
+            OneByOne(drafter), max_draft_tokens=8, one_step_ahead=one_step_ahead
+        )
         drafts_always_pay(core.speculator)
     return core
 
