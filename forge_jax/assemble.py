@@ -40,6 +40,7 @@ from forge_jax.models.registry import build_model, read_spec, resolve_dtype
 from forge_jax.observe.compilations import SinceReady
 from forge_jax.observe.memory import available_host_bytes, device_bytes, give_back_freed_memory
 from forge_jax.observe.startup import StartupTimes
+from forge_jax.speculate import make_speculator
 from forge_jax.step.runner import Runner, first_shapes, step_shapes
 from forge_jax.step.slots import MAX_END_TOKENS
 from forge_jax.step.step import Sampler
@@ -133,6 +134,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
         one_step_ahead=config.batch.one_step_ahead,
+        speculator=make_speculator(config),
     )
     late = _Late(runner, scheduler, compilations)
     ready = late.settle()
@@ -193,11 +195,13 @@ def _make_runner(
     memory_limit: int,
     kernels: _Kernels,
 ) -> Runner:
+    speculation = config.speculation
     shapes = step_shapes(
         max_num_seqs=config.batch.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_rows=max_rows(config.batch.max_num_seqs),
         block_size=sizes.kv.block_size,
+        max_drafts=speculation.max_draft_tokens if speculation.speculation != "off" else 0,
         deterministic=config.model.deterministic,
     )
     return Runner(

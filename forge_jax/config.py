@@ -16,6 +16,8 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 MAX_NUM_SEQS = 4096  # each is a row of the largest decode executable
 KVDType = Literal["auto", "fp8", "int8"]
 Policy = Literal["fcfs", "priority", "prefix"]
+Speculation = Literal["off", "ngram", "suffix"]
+MAX_DRAFT_TOKENS = 31  # each is a row of the executables that verify
 Batching = Literal["continuous", "static"]
 
 
@@ -99,6 +101,18 @@ class BatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    speculation: Speculation = option(
+        "off",
+        "guess tokens and verify several in one step: from what the text itself repeats (ngram), "
+        "from that and earlier outputs of the same tenant (suffix)",
+    )
+    max_draft_tokens: int = option(
+        7, "most guessed tokens of one sequence in one step; how many is decided from step to step"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     backend: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs")
     device: int = option(0, "index of the device")
@@ -123,6 +137,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
@@ -135,6 +150,7 @@ class EngineConfig:
             ("--max-num-seqs", self.batch.max_num_seqs),
             ("--max-num-batched-tokens", self.batch.max_num_batched_tokens),
             ("--prefill-chunk-size", self.batch.prefill_chunk_size),
+            ("--max-draft-tokens", self.speculation.max_draft_tokens),
         )
         for flag, value in positive:
             if value is not None and value < 1:
@@ -142,6 +158,11 @@ class EngineConfig:
         if self.batch.max_num_seqs > MAX_NUM_SEQS:
             raise ConfigError(
                 f"--max-num-seqs must be at most {MAX_NUM_SEQS}, not {self.batch.max_num_seqs}"
+            )
+        if self.speculation.max_draft_tokens > MAX_DRAFT_TOKENS:
+            raise ConfigError(
+                f"--max-draft-tokens must be at most {MAX_DRAFT_TOKENS}, not "
+                f"{self.speculation.max_draft_tokens}"
             )
         if self.batch.prefill_chunk_size is not None and not self.batch.chunked_prefill:
             raise ConfigError(

@@ -23,9 +23,16 @@ from forge_jax.observe.phases import PhaseTimes
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
 from forge_jax.recovery import Bisection
-from forge_jax.schedule.plan import Device, SequenceResult, StepPlan, TokenLogprobs
+from forge_jax.schedule.plan import (
+    Device,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from forge_jax.schedule.request import Request, Sequence, output_room
 from forge_jax.schedule.scheduler import Gain, Scheduler, SchedulerConfig
+from forge_jax.speculate.speculator import Speculator
 from forge_jax.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -82,6 +89,7 @@ class EngineParts:
 class _InFlight:
     plan: StepPlan
     pending: Any
+    alone: bool  # nothing else was in flight when it was dispatched
 
 
 class _SequenceText:
@@ -167,6 +175,7 @@ class EngineCore:
 
     With `one_step_ahead` a tick dispatches a step and reads the one before, which the device has
     meanwhile been computing; without it, a tick waits for the very step that it has dispatched.
+    With a `speculator`, a tick whose step had better begin with drafts reads the one before first.
 
     Not thread-safe: one thread owns it.
     """
@@ -179,6 +188,7 @@ class EngineCore:
         tokenizer: Tokenizer | None,
         vocab_size: int,
         one_step_ahead: bool = True,
+        speculator: Speculator | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.scheduler = scheduler
@@ -191,6 +201,7 @@ class EngineCore:
         self.phases = PhaseTimes()
         self._device = device
         self._one_step_ahead = one_step_ahead
+        self.speculator = speculator
         self._in_flight: _InFlight | None = None
         self._texts: dict[Sequence, _SequenceText] = {}
         self._prompt_logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = {}
@@ -241,6 +252,7 @@ class EngineCore:
         aborted = self.scheduler.abort(request_id)
         for seq in aborted:
             self._forget(seq)
+            self._end_drafts(seq)
             self._immediate.setdefault(request_id, []).append(
                 Delta(seq.index, finish_reason="abort")
             )
@@ -293,38 +305,70 @@ class EngineCore:
         return outputs
 
     def _tick(self) -> Outputs:
-        phases = self.phases
+        phases, speculator = self.phases, self.speculator
         phases.begin()
-        plan = self.scheduler.schedule()
-        phases.end("schedule")
+        gains: list[Gain] | None = None  # of the step that has been read
+        if speculator is not None and self._in_flight is not None:
+            waits = speculator.waits(self._in_flight.plan, self.scheduler)
+            phases.end("draft")
+            if waits:
+                step, self._in_flight = self._in_flight, None
+                try:
+                    result = self._device.read(step.pending)
+                except Exception as error:
+                    return self._recover(step.plan, error)
+                gains = self._commit(step, result)
+        plan = self._schedule()
         dispatched = None
         if plan is not None:
             try:
-                dispatched = _InFlight(plan, self._device.dispatch(plan))
+                pending = self._device.dispatch(plan)
             except Exception as error:
+                self._add_deltas(gains or [], self._immediate)
                 return self._recover(plan, error)
+            dispatched = _InFlight(plan, pending, self._in_flight is None)
             self.num_steps += 1
             phases.end("dispatch")
         if self._one_step_ahead:
             step, self._in_flight = self._in_flight, dispatched
         else:
             step = dispatched
-        if step is None:
-            return self._take_immediate()
-        try:
-            result = self._device.read(step.pending)
-        except Exception as error:
-            return self._recover(step.plan, error)
+        if step is not None:
+            try:
+                result = self._device.read(step.pending)
+            except Exception as error:
+                return self._recover(step.plan, error)
+            gains = self._commit(step, result)
+        elif dispatched is None and speculator is not None:
+            speculator.idle()
         outputs = self._take_immediate()
+        if gains is not None:
+            self._add_deltas(gains, outputs)
+            phases.end("text")
+        return outputs
+
+    def _schedule(self) -> StepPlan | None:
+        drafts = None
+        if self.speculator is not None:
+            drafts = self.speculator.drafts(self.scheduler)
+            self.phases.end("draft")
+        plan = self.scheduler.schedule(drafts)
+        self.phases.end("schedule")
+        return plan
+
+    def _commit(self, step: _InFlight, result: StepResult) -> list[Gain]:
+        """Takes the result of a step that has just been read: what its sequences gained."""
         self._progress_s = self._clock()
-        phases.end("read")
+        if self.speculator is not None:
+            self.speculator.read(step.plan, alone=step.alone)
+        self.phases.end("read")
         gains = self.scheduler.commit(step.plan, result)
-        phases.end("commit")
-        self._add_deltas(gains, outputs)
+        if self.speculator is not None:
+            self.speculator.learn(step.plan, gains)
         if self._bisection.drop(seq for seq, got in gains if got.token_ids or seq.finished):
             self.scheduler.restrict(self._bisection.only)
-        phases.end("text")
-        return outputs
+        self.phases.end("commit")
+        return gains
 
     def _take_immediate(self) -> Outputs:
         outputs, self._immediate = self._immediate, {}
@@ -354,6 +398,7 @@ class EngineCore:
         for seq in self._bisection.failed(reached):
             log.error("request %s made its step fail each time: given up", seq.request_id)
             self._forget(seq)
+            self._end_drafts(seq)
             self.scheduler.finish(seq, "error")
             failure = StepError("the model could not compute this request")
             self._immediate.setdefault(seq.request_id, []).append(
@@ -396,6 +441,10 @@ class EngineCore:
             else:
                 outputs[request_id] = [delta]
         self.generation_tokens += num_plain
+        if self.speculator is not None:
+            for seq, _ in gains:
+                if seq.finished:
+                    self._end_drafts(seq)
 
     def _without_text(self, seq: Sequence) -> Delta:
         log.exception("request %s: its tokens could not be turned into text", seq.request_id)
@@ -437,6 +486,8 @@ class EngineCore:
             seq.stop_reason,
             None,
             seq.num_cached,
+            seq.num_drafted,
+            seq.num_accepted,
         )
 
     def _text_to_an_end(
@@ -460,6 +511,10 @@ class EngineCore:
         if seq.finish_reason is not None:
             del self._texts[seq]
         return text, num_taken
+
+    def _end_drafts(self, seq: Sequence) -> None:
+        if self.speculator is not None:
+            self.speculator.end(seq)
 
     def _forget(self, seq: Sequence) -> None:
         self._texts.pop(seq, None)

@@ -166,6 +166,7 @@ class Engine(StreamingEngine):
             compilations_after_ready=self._parts.compilations(),
             step_phases=core.phases.totals(),
             startup_seconds=self._parts.startup.seconds,
+            speculation=None if core.speculator is None else core.speculator.stats(),
         )
 
     def _command(self, verb: str, argument: Any) -> None:

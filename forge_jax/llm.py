@@ -340,6 +340,8 @@ class _Collected:
                     finish_reason=s.last.finish_reason,
                     stop_reason=s.last.stop_reason,
                     error=s.last.error,
+                    num_draft_tokens=s.last.num_draft_tokens,
+                    num_accepted_tokens=s.last.num_accepted_tokens,
                 )
             )
         return RequestOutput(

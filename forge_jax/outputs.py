@@ -16,7 +16,8 @@ class Delta:
 
     `text` is whole characters and never a part of a stop string; it may lag behind `token_ids`.
     The last delta of a sample has a `finish_reason`; with "error" it has an `error`.
-    `prompt_logprobs` comes once; entry i is of prompt token i + 1.
+    `prompt_logprobs` comes once; entry i is of prompt token i + 1. How many drafts were verified,
+    and how many of them were right, comes with the last delta.
     """
 
     index: int
@@ -28,6 +29,8 @@ class Delta:
     stop_reason: int | str | None = None
     error: ForgeError | None = None
     num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,8 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: int | str | None
     error: ForgeError | None = None
+    num_draft_tokens: int = 0  # that were verified
+    num_accepted_tokens: int = 0  # of them; these are part of `token_ids`
 
 
 @dataclass(frozen=True, kw_only=True)

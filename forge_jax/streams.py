@@ -24,6 +24,7 @@ from forge_jax.observe.phases import Phase, PhaseTotals
 from forge_jax.outputs import Delta
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request
+from forge_jax.speculate.speculator import SpeculationStats
 
 if TYPE_CHECKING:
     from forge_jax.text import ChatTemplate, Tokenizer
@@ -59,6 +60,7 @@ class EngineStats:
     compilations_after_ready: int
     step_phases: dict[Phase, PhaseTotals]  # the host's time by phase of a step
     startup_seconds: dict[str, float]  # by phase; "serving" and "ready" since the beginning
+    speculation: SpeculationStats | None = None  # where it is off
 
 
 class Stream:

@@ -64,6 +64,11 @@ class _Slot:
         self.tokens.append(token)
         self.rolling.append(_extend(self.rolling[-1], token))
 
+    def forget(self, length: int) -> None:
+        """The tokens from there on were wrong guesses."""
+        if length < len(self.tokens):
+            del self.tokens[length:], self.rolling[length + 1 :], self.expected_kv[length:]
+
     def known(self) -> list[int]:
         """All tokens, with one that has been sampled and not been fed back yet."""
         if self.last_token is None or self.computed != len(self.tokens):
@@ -213,18 +218,24 @@ class FakeDevice:
         slot.computed = end
         if fault:
             slot.last_token = 0
+            if scheduled.num_drafts:
+                slot.forget(end - scheduled.num_drafts)
+                slot.last_token = None
             return SequenceResult((0,) * scheduled.samples, fault=scheduled.num_rows > 0)
         params = admission.params
         token_ids: tuple[int, ...] = ()
         logprobs = prompt_logprobs = None
         if scheduled.samples:
-            stops = admission.stop_ids if scheduled.num_output < params.min_tokens else ()
-            seed = 0 if params.greedy else admission.seed
-            token = self._sample(slot.tokens, slot.rolling[end], seed, stops)
-            slot.last_token = token
-            token_ids = (token,)
+            token_ids = tuple(self._verify(slot, scheduled))
+            slot.last_token = token_ids[-1]
+            first = end - scheduled.num_drafts
             if params.logprobs is not None:
-                logprobs = (self._logprobs(slot.rolling[end], token, params.logprobs),)
+                logprobs = tuple(
+                    self._logprobs(slot.rolling[first + row], token, params.logprobs)
+                    for row, token in enumerate(token_ids)
+                )
+            slot.computed = first + len(token_ids) - 1
+            slot.forget(slot.computed)
         if scheduled.scoring and params.prompt_logprobs is not None:
             first = end - scheduled.num_rows + 1
             prompt_logprobs = tuple(
@@ -232,6 +243,21 @@ class FakeDevice:
                 for row, target in enumerate(scheduled.targets)
             )
         return SequenceResult(token_ids, False, logprobs, prompt_logprobs)
+
+    def _verify(self, slot: _Slot, scheduled: ScheduledSequence) -> list[int]:
+        """What the rows sample, up to the first draft that is another token."""
+        params = slot.admission.params
+        seed = 0 if params.greedy else slot.admission.seed
+        sampled: list[int] = []
+        first = scheduled.start + scheduled.num_tokens - scheduled.num_drafts
+        for row, end in enumerate(range(first, first + scheduled.num_drafts + 1)):
+            held_back = scheduled.num_output + row < params.min_tokens
+            stops = slot.admission.stop_ids if held_back else ()
+            tokens = slot.tokens if end == len(slot.tokens) else slot.tokens[:end]
+            sampled.append(self._sample(tokens, slot.rolling[end], seed, stops))
+            if end < len(slot.tokens) and slot.tokens[end] != sampled[-1]:
+                break
+        return sampled
 
     def _sample(self, tokens: Seq[int], rolling: int, seed: int, stops: Seq[int]) -> int:
         if self._next_token is not None:
@@ -278,7 +304,8 @@ class FakeDevice:
         assert 0 <= scheduled.num_rows <= scheduled.num_tokens
         if scheduled.samples:
             assert scheduled.num_rows and end == len(slot.tokens), f"{key}: samples too early"
-            assert scheduled.num_output == end - admission.prompt_len, f"{key}: num_output"
+            num_output = end - scheduled.num_drafts - admission.prompt_len
+            assert scheduled.num_output == num_output, f"{key}: num_output"
         if scheduled.scoring:
             first = end - scheduled.num_rows + 1
             prompt = slot.tokens[: admission.prompt_len]

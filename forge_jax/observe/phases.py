@@ -6,10 +6,10 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-Phase = Literal["schedule", "dispatch", "read", "commit", "text", "deliver"]
-PHASES: tuple[Phase, ...] = ("schedule", "dispatch", "read", "commit", "text", "deliver")
+Phase = Literal["draft", "schedule", "dispatch", "read", "commit", "text", "deliver"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 BOUNDS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),

@@ -70,6 +70,8 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: WireError | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @classmethod
     def of(cls, delta: Delta) -> WireDelta:
@@ -83,6 +85,8 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
             delta.logprobs,
             delta.prompt_logprobs,
             None if delta.error is None else WireError.of(delta.error),
+            delta.num_draft_tokens,
+            delta.num_accepted_tokens,
         )
 
     def delta(self) -> Delta:
@@ -96,6 +100,8 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
             self.stop_reason,
             None if self.error is None else self.error.error(),
             self.num_cached_tokens,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
         )
 
 

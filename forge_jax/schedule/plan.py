@@ -64,6 +64,11 @@ class ScheduledSequence:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def num_drafts(self) -> int:
+        """How many of the last tokens are drafts, to be verified."""
+        return self.num_rows - 1 if self.samples and not self.scoring else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decodes:
@@ -106,7 +111,7 @@ class Decodes:
 class StepPlan:
     step: int
     admissions: tuple[Admission, ...]
-    chunks: tuple[ScheduledSequence, ...]  # what comes after the decodes: usually prompts
+    chunks: tuple[ScheduledSequence, ...]  # what comes after the decodes: drafts, then prompts
     decodes: Decodes = Decodes()
 
     @property
@@ -126,6 +131,10 @@ class StepPlan:
     def num_rows(self) -> int:
         return len(self.decodes) + sum(s.num_rows for s in self.chunks)
 
+    @property
+    def num_drafts(self) -> int:
+        return sum(s.num_drafts for s in self.chunks)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -138,7 +147,10 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class SequenceResult:
-    """What one scheduled sequence got: `token_ids` is empty where it did not sample."""
+    """What one scheduled sequence got: `token_ids` is empty where it did not sample.
+
+    Of verified drafts, `token_ids` are those that were accepted, and the token sampled after them.
+    """
 
     token_ids: tuple[int, ...] = ()
     fault: bool = False  # its logits were not finite; the tokens mean nothing

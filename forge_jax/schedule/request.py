@@ -85,7 +85,9 @@ class Sequence:
 
     `tokens` are the tokens the host knows: prompt, then output. `num_pending` more have been
     sampled by dispatched steps whose results have not been read (their values are on the device).
-    `num_computed` counts tokens whose KV has been written by a dispatched step.
+    `num_computed` counts tokens whose KV has been written by a dispatched step. While a step that
+    verifies drafts is in flight they count as computed, `num_pending` counts the one token that is
+    certain, and the sequence waits: only the result says how many tokens there are.
 
     A preempted sequence keeps its tokens and loses its slot and blocks; `epoch` counts that, so
     that a result which comes back late is not taken for one of the blocks it holds now.
@@ -106,6 +108,10 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_pending: int = 0
+    num_verifying: int = 0  # drafts in flight
+    takes_drafts: bool = True
+    num_drafted: int = 0  # drafts that have been verified, and how many of them were right
+    num_accepted: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_scored: int = 0  # prompt tokens whose logprobs have been read
     num_registered: int = 0  # leading blocks that are in the prefix cache, or need not be

@@ -14,6 +14,12 @@ flight. And a block enters the prefix cache only in `commit`, up to the tokens w
 back: a row that turns out to be burnt (its sequence stopped in the step before) writes behind
 them, into a block that is neither shared nor registered.
 
+Drafts are tokens that somebody guesses a sequence will go on with. A step computes them behind the
+last known token, and samples at each; `commit` learns how many were right. What was written for the
+others lies behind the sequence's tokens, like a burnt row, and is written over. Until then nobody
+knows the sequence's length, so it cannot be scheduled: steps with drafts are read before the next
+is scheduled, or their sequences stay out of it.
+
 The module knows ints only: no device, no clock and no random source of its own.
 """
 
@@ -23,7 +29,7 @@ import itertools
 import random
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -258,16 +264,40 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def running(self) -> Seq[Sequence]:
+        """Who has a slot, by rank; not to be changed."""
+        return self._running
+
+    @property
     def num_in_flight(self) -> int:
         """Steps that have been scheduled and not committed."""
         return len(self._in_flight)
 
     # ---- scheduling ----------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan | None:
+    def verifiable(self) -> list[Sequence]:
+        """Sequences whose next step could verify drafts, by rank.
+
+        All of their tokens have been read, the last is all that has to be computed, and there is
+        room for an output token after the next.
+        """
+        return [
+            seq
+            for seq in self._running
+            if not seq.num_pending
+            and len(seq.tokens) == seq.num_computed + 1 < seq.max_len - 1
+            and seq.takes_drafts
+        ]
+
+    def schedule(self, drafts: Mapping[Sequence, Seq[int]] | None = None) -> StepPlan | None:
         """The next step, to be dispatched before anything else is asked of this scheduler.
 
         None if nothing can run before a step in flight is committed, or there is no work.
+
+        Args:
+          drafts: guesses for what `verifiable` sequences go on with. They get what is left of the
+            step when everything else has been scheduled, in the order of the mapping, and only free
+            blocks: never one that is reserved, let alone another's.
         """
         config, running = self.config, self._running
         block_size = self.pool.block_size
@@ -284,9 +314,9 @@ class Scheduler:
         for seq in running:
             known, computed = len(seq.tokens) + seq.num_pending, seq.num_computed
             if known != computed + 1 or known >= seq.max_len:
-                if known < seq.max_len or computed < seq.prompt_len:
+                if (known < seq.max_len or computed < seq.prompt_len) and not seq.num_verifying:
                     prompts.append(seq)
-                continue  # or its last token has been sampled and only needs to be read
+                continue  # or its last tokens have been sampled and only need to be read
             if not tokens_left or not rows_left:
                 continue
             if not computed % block_size:  # else its last block has room
@@ -349,7 +379,62 @@ class Scheduler:
         if not decodes and not chunks:
             assert self._in_flight or not self._requests, "there is work, and none of it can run"
             return None
-        return self._plan(decodes, grown, chunks, new_blocks, admissions)
+        verified: dict[Sequence, ScheduledSequence] = {}
+        if drafts and decodes and tokens_left and rows_left:
+            room = min(tokens_left, rows_left)
+            decodes, grown, verified = self._verify(drafts, decodes, grown, room)
+        return self._plan(decodes, grown, verified, chunks, new_blocks, admissions)
+
+    def _verify(
+        self,
+        drafts: Mapping[Sequence, Seq[int]],
+        decodes: list[Sequence],
+        grown: list[tuple[int, int, int]],
+        room: int,
+    ) -> tuple[list[Sequence], list[tuple[int, int, int]], dict[Sequence, ScheduledSequence]]:
+        """Has some of the decodes verify drafts, at most `room` of them together.
+
+        Returns the decodes that are left with their new blocks, and the rows of the others.
+        """
+        row_of = {seq: row for row, seq in enumerate(decodes)}
+        blocks_of = {row: ((index, block),) for row, index, block in grown}
+        verified: dict[Sequence, ScheduledSequence] = {}
+        for seq, guesses in drafts.items():
+            row = row_of.get(seq)
+            count = min(len(guesses), room, seq.max_len - len(seq.tokens) - 1)
+            if row is None or seq.num_pending or count < 1:
+                continue
+            computed = len(seq.tokens)
+            missing = self._num_blocks(computed + count) - len(seq.blocks)
+            added: tuple[tuple[int, int], ...] = ()
+            if missing > 0 and self.pool.num_free >= missing + self._reserved_blocks():
+                added = self._grow(seq, computed + count) or ()
+            count = min(count, len(seq.blocks) * self.pool.block_size - computed)
+            if count < 1:
+                continue
+            assert seq.slot is not None
+            verified[seq] = ScheduledSequence(
+                slot=seq.slot,
+                start=seq.num_computed,
+                token_ids=(seq.tokens[-1], *guesses[:count]),
+                num_rows=1 + count,
+                samples=True,
+                new_blocks=(*blocks_of.get(row, ()), *added),
+                num_output=seq.num_output,
+                seq_key=seq.key,
+                salt=seq.salt,
+            )
+            room -= count
+            if not room:
+                break
+        rest = [seq for seq in decodes if seq not in verified]
+        row_of = {seq: row for row, seq in enumerate(rest)}
+        grown = [
+            (row_of[decodes[row]], index, block)
+            for row, index, block in grown
+            if decodes[row] in row_of
+        ]
+        return rest, grown, verified
 
     def _chunk(
         self, seq: Sequence, start: int, tokens_left: int, rows_left: int
@@ -458,6 +543,7 @@ class Scheduler:
         self,
         decodes: list[Sequence],
         grown: list[tuple[int, int, int]],
+        verified: dict[Sequence, ScheduledSequence],
         chunks: list[tuple[Sequence, int, int]],
         new_blocks: dict[Sequence, tuple[tuple[int, int], ...]],
         admissions: list[Admission],
@@ -469,11 +555,20 @@ class Scheduler:
             seq.num_computed += 1
             seq.num_pending += 1
         rows: list[ScheduledSequence] = []
-        if chunks:
-            chunks.sort(key=lambda chunk: chunk[1] > 1)  # stable: single tokens first
-            for seq, num_tokens, num_rows in chunks:
-                rows.append(self._chunk_row(seq, num_tokens, num_rows, new_blocks.get(seq, ())))
-            seqs = decodes + [seq for seq, _, _ in chunks]
+        if chunks or verified:
+            others = {
+                seq: self._chunk_row(seq, num_tokens, num_rows, new_blocks.get(seq, ()))
+                for seq, num_tokens, num_rows in chunks
+            }
+            for seq, row in verified.items():
+                seq.num_computed += row.num_rows
+                seq.num_verifying = row.num_drafts
+                seq.num_pending += 1
+            # Single tokens first, as the decodes; drafts before prompts. The sort is stable.
+            others = verified | others
+            ordered = sorted(others, key=lambda seq: others[seq].num_tokens > 1)
+            rows = [others[seq] for seq in ordered]
+            seqs = decodes + ordered
             epochs = [seq.epoch for seq in seqs]
         self._last_step = next(self._steps)
         self._in_flight.append(_InFlight(self._last_step, seqs, epochs))
@@ -615,19 +710,40 @@ class Scheduler:
             if seq.status is _FINISHED:
                 continue
             seq.num_pending -= row.samples
+            if got.fault and row.num_drafts:
+                self._verify_nothing(seq, epoch)
+                continue
             if got.fault:
                 gains.append(self._fail(seq))
                 continue
             end = row.start + len(row.token_ids)
+            if row.num_drafts:
+                end = self._settle(seq, epoch, row, len(got.token_ids) - 1)
             if epoch == seq.epoch:
                 if registers and end // block_size > seq.num_registered:
-                    self._register(seq, end // block_size, seen=row.num_rows > 0)
+                    seen, accepted = row.num_rows > 0, got.token_ids[:-1]
+                    self._register(seq, end // block_size, seen=seen, more=accepted)
                 if self._followers and end >= seq.prompt_len:
                     self._release_followers(seq.request_id)
             if row.samples and not row.scoring:
                 gains.append((seq, self._accept(seq, got)))
             else:
                 self._commit_prompt(seq, end, row, got, gains)
+
+    def _settle(self, seq: Sequence, epoch: int, row: ScheduledSequence, accepted: int) -> int:
+        """Takes back the drafts that were wrong; returns how many tokens have been computed."""
+        end = row.start + 1 + accepted
+        seq.num_drafted += row.num_drafts
+        seq.num_accepted += accepted
+        if epoch == seq.epoch:
+            seq.num_computed, seq.num_verifying = end, 0
+        return end
+
+    def _verify_nothing(self, seq: Sequence, epoch: int) -> None:
+        """The sequence begins anew, without drafts: one of them may have been the fault."""
+        seq.takes_drafts = False
+        if epoch == seq.epoch:
+            self._preempt(seq)
 
     def _fail(self, seq: Sequence) -> Gain:
         self._finish(seq, "error", None)
@@ -674,14 +790,15 @@ class Scheduler:
         if seq.finished or got.prompt_logprobs:
             gains.append((seq, got))
 
-    def _register(self, seq: Sequence, num_full: int, *, seen: bool) -> None:
+    def _register(self, seq: Sequence, num_full: int, *, seen: bool, more: Seq[int] = ()) -> None:
         """Puts the blocks that a step has filled into the prefix cache.
 
         Only when logits that depend on them were `seen` to be finite: a chunk in the middle of a
         prompt has none, so its blocks wait for the prompt's last. Hashing them does not wait.
+        `more` are tokens in them that `seq` has yet to take: drafts that were right.
         """
         while len(seq.block_hashes) < num_full:
-            self._hash_next_block(seq)
+            self._hash_next_block(seq, more)
         if seen:
             for index in range(seq.num_registered, num_full):
                 self.pool.register(seq.blocks[index], seq.block_hashes[index])
@@ -707,7 +824,7 @@ class Scheduler:
         self._last_read = self._last_step
         for seqs in self._requests.values():
             for seq in seqs:
-                seq.num_pending = 0
+                seq.num_pending = seq.num_verifying = 0
         for seq in reversed(self._running.copy()):
             self._unschedule(seq)
             seq.status = Status.WAITING
@@ -758,9 +875,12 @@ class Scheduler:
                 self._hash_next_block(seq)
             yield seq.block_hashes[index]
 
-    def _hash_next_block(self, seq: Sequence) -> None:
-        hashes, block_size = seq.block_hashes, self.pool.block_size
-        tokens = seq.tokens[len(hashes) * block_size : (len(hashes) + 1) * block_size]
+    def _hash_next_block(self, seq: Sequence, more: Seq[int] = ()) -> None:
+        hashes, block_size, known = seq.block_hashes, self.pool.block_size, len(seq.tokens)
+        start = len(hashes) * block_size
+        tokens = seq.tokens[start : start + block_size]
+        if len(tokens) < block_size:
+            tokens += more[max(start - known, 0) : max(start + block_size - known, 0)]
         assert len(tokens) == block_size, "only full blocks have a hash"
         parent = hashes[-1] if hashes else None
         hashes.append(self.pool.hash_block(parent, tokens, seq.salt))
@@ -798,6 +918,6 @@ class Scheduler:
         self.pool.release(seq.blocks)
         seq.slot = None
         seq.blocks = []
-        seq.num_computed = 0
+        seq.num_computed = seq.num_verifying = 0
         seq.num_registered = 0
         seq.epoch += 1

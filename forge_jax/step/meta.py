@@ -48,6 +48,7 @@ class StepShape:
     num_rows: int  # R
     num_updates: int  # U
     max_q_len: int  # tokens of one sequence
+    max_drafts: int = 0  # of one sequence
 
     @classmethod
     def decode(cls, batch: int) -> StepShape:
@@ -55,11 +56,29 @@ class StepShape:
         return cls(f"decode[{batch}]", batch, batch, batch, batch, max_q_len=1)
 
     @classmethod
-    def mixed(cls, num_tokens: int, max_num_seqs: int, max_rows: int, block_size: int) -> StepShape:
+    def verify(
+        cls, num_tokens: int, max_num_seqs: int, block_size: int, max_drafts: int
+    ) -> StepShape:
+        """A row for each token: the last of a sequence, and drafts of what comes after it."""
+        num_seqs = min(max_num_seqs, num_tokens)
+        updates = num_seqs + num_tokens // block_size + 1
+        sizes = (num_tokens, num_seqs, num_tokens, updates)
+        return cls(f"verify[{num_tokens}]", *sizes, max_q_len=1 + max_drafts, max_drafts=max_drafts)
+
+    @classmethod
+    def mixed(
+        cls,
+        num_tokens: int,
+        max_num_seqs: int,
+        max_rows: int,
+        block_size: int,
+        max_drafts: int = 0,
+    ) -> StepShape:
         num_seqs = min(max_num_seqs, num_tokens)
         updates = num_seqs + num_tokens // block_size + 1
         rows = min(max_rows, num_tokens)
-        return cls(f"mixed[{num_tokens}]", num_tokens, num_seqs, rows, updates, num_tokens)
+        sizes = (num_tokens, num_seqs, rows, updates)
+        return cls(f"mixed[{num_tokens}]", *sizes, max_q_len=num_tokens, max_drafts=max_drafts)
 
     @cached_property
     def segments(self) -> tuple[slice, ...]:

@@ -83,20 +83,32 @@ def step_shapes(
     max_num_batched_tokens: int,
     max_rows: int,
     block_size: int,
+    max_drafts: int = 0,
     deterministic: bool = False,
 ) -> list[StepShape]:
     """The executables of an engine, smallest first: a few decode sizes, a few mixed sizes.
 
-    The deterministic tier has one shape for every step: another may round differently.
+    With drafts (at most `max_drafts` of a sequence), also a few sizes for nothing but those. The
+    deterministic tier has one shape for every step: another may round differently.
     """
+
+    def mixed(num_tokens: int) -> StepShape:
+        return StepShape.mixed(num_tokens, max_num_seqs, max_rows, block_size, max_drafts)
+
     if deterministic:
-        return [StepShape.mixed(max_num_batched_tokens, max_num_seqs, max_rows, block_size)]
+        return [mixed(max_num_batched_tokens)]
     largest = min(max_num_seqs, max_num_batched_tokens)
     decode = [b for b in (4, 16, 64) if b < largest] + [largest]
-    mixed = [t for t in (64, 256, 1024) if t < max_num_batched_tokens] + [max_num_batched_tokens]
-    return [StepShape.decode(b) for b in decode] + [
-        StepShape.mixed(t, max_num_seqs, max_rows, block_size) for t in mixed
-    ]
+    shapes = [StepShape.decode(b) for b in decode]
+    if max_drafts:
+        most = min(max_num_batched_tokens, max_num_seqs * (1 + max_drafts))
+        shapes += [
+            StepShape.verify(t, max_num_seqs, block_size, max_drafts)
+            for t in (8, 32, 128)
+            if t <= most
+        ]
+    several = [t for t in (64, 256, 1024) if t < max_num_batched_tokens] + [max_num_batched_tokens]
+    return shapes + [mixed(t) for t in several]
 
 
 def first_shapes(shapes: Iterable[StepShape], platform: str) -> list[StepShape]:
@@ -106,7 +118,7 @@ def first_shapes(shapes: Iterable[StepShape], platform: str) -> list[StepShape]:
     needs the most memory, so that all that the memory must hold is known before serving begins.
     """
     *smaller, largest = shapes
-    mixed = [shape for shape in smaller if shape.max_q_len > 1] + [largest]
+    mixed = [shape for shape in smaller if shape.max_q_len == shape.num_tokens > 1] + [largest]
     return mixed[:1] if platform == "cpu" else mixed[-1:]
 
 

@@ -129,7 +129,9 @@ def _sample_rows(
         fault = row_valid & ~jnp.isfinite(logits).all(axis=1)
 
     # Drafts before a row would be output if they are accepted; scored tokens are the prompt's.
-    num_output = m.num_output[seq] + jnp.where(m.scoring[seq] > 0, 0, row_in_seq)
+    num_before = jnp.where(m.scoring[seq] > 0, 0, row_in_seq)
+    num_output = m.num_output[seq] + num_before
+    before = _drafts_before(shape, m, tokens, num_before)
     sample = partial(
         sampling.sample,
         temperature=float_column(params, Column.TEMPERATURE),
@@ -149,7 +151,7 @@ def _sample_rows(
     def sample_changed() -> jax.Array:
         changed = jax.lax.cond(
             _has(flags, change),
-            lambda: _process(slots, params, slot, num_output, logits, flags),
+            lambda: _process(slots, params, slot, num_output, before, logits, flags),
             lambda: logits,
         )
         return sample(changed, any_filter=_has(flags, meta_bits.FILTER))
@@ -196,11 +198,24 @@ def _sample_rows(
     return slots, StepOut(packed, logprob, top_ids, top_logprobs)
 
 
+def _drafts_before(
+    shape: StepShape,
+    m: Meta,
+    tokens: jax.Array,  # i32[T]
+    num_before: jax.Array,  # i32[R], drafts of the row's sequence up to its own token
+) -> jax.Array:
+    """i32[R, max_drafts]: the drafts that a row takes for output; PADDING where there are less."""
+    back = jnp.arange(shape.max_drafts)
+    index = jnp.maximum(m.row_token[:, None] - back, 0)
+    return jnp.where(back < num_before[:, None], tokens[index], PADDING)
+
+
 def _process(
     slots: Slots,
     params: jax.Array,  # i32[R, NUM_COLUMNS]
     slot: jax.Array,  # i32[R]
     num_output: jax.Array,  # i32[R]
+    before: jax.Array,  # i32[R, max_drafts], see `_drafts_before`
     logits: jax.Array,  # f32[R, V]
     flags: jax.Array,
 ) -> jax.Array:
@@ -214,9 +229,10 @@ def _process(
 
     def penalise(logits: jax.Array) -> jax.Array:
         penalised = params[:, Column.PENALISED] > 0
+        counts = slots.counts[slot].at[rows, before].add(1, mode="drop")
         return sampling.apply_penalties(
             logits,
-            jnp.where(penalised[:, None], slots.counts[slot], 0),
+            jnp.where(penalised[:, None], counts, 0),
             presence=float_column(params, Column.PRESENCE),
             frequency=float_column(params, Column.FREQUENCY),
             repetition=float_column(params, Column.REPETITION),

@@ -129,6 +129,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int]
 
 
 type News = list[tuple[int, Delta]]  # (choice, delta) pairs of one step, or of several
@@ -162,6 +163,7 @@ class Generation:
         self._submitted_s = time.monotonic()
         self._last_s: list[float | None] = [None] * len(prompts)  # of its last tokens, by prompt
         self._cached = [0] * len(prompts)
+        self._num_drafted = self._num_accepted = 0
         self._streams: list[Stream] = []
         self._receive: Callable[[News], None] | None = None
         self._timeout_s = timeout_s
@@ -198,6 +200,10 @@ class Generation:
             completion_tokens=self.num_output_tokens,
             total_tokens=self.num_prompt_tokens + self.num_output_tokens,
             prompt_tokens_details={"cached_tokens": sum(self._cached)},
+            completion_tokens_details={
+                "accepted_prediction_tokens": self._num_accepted,
+                "rejected_prediction_tokens": self._num_drafted - self._num_accepted,
+            },
         )
 
     def begin(self, receive: Callable[[News], None]) -> None:
@@ -276,6 +282,8 @@ class Generation:
                 self._cached[prompt] = max(self._cached[prompt], delta.num_cached_tokens)
             if delta.finish_reason is not None:
                 self.unfinished -= 1
+                self._num_drafted += delta.num_draft_tokens
+                self._num_accepted += delta.num_accepted_tokens
                 self._metrics.finished(delta.finish_reason)
                 if delta.finish_reason == "error":
                     self.failure = delta.error or EngineError("the engine gave no reason")

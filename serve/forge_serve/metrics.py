@@ -163,6 +163,22 @@ class _EngineCollector(Collector):
                 stats.compilations_after_ready,
             ),
         }
+        speculation = stats.speculation
+        if speculation is not None:
+            counters |= {
+                "spec_decode_num_drafts": (
+                    "Drafts that were verified",
+                    speculation.num_drafts,
+                ),
+                "spec_decode_num_draft_tokens": (
+                    "Tokens of drafts that were verified",
+                    speculation.num_draft_tokens,
+                ),
+                "spec_decode_num_accepted_tokens": (
+                    "Tokens of drafts that were right",
+                    sum(speculation.accepted_per_position),
+                ),
+            }
         label = [self._model_name()]
         for name, (doc, value) in gauges.items():
             gauge = GaugeMetricFamily(f"forge:{name}", doc, labels=["model_name"])
@@ -180,6 +196,15 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"forge:{name}", doc, labels=["model_name"])
             counter.add_metric(label, value)
             yield counter
+        if speculation is not None:
+            per_position = CounterMetricFamily(
+                "forge:spec_decode_num_accepted_tokens_per_pos",
+                "Tokens of drafts that were right, by place in the draft",
+                labels=["model_name", "position"],
+            )
+            for position, count in enumerate(speculation.accepted_per_position):
+                per_position.add_metric([*label, str(position)], count)
+            yield per_position
         yield _phases(self._model_name(), stats)
 
 

@@ -8,7 +8,8 @@ every KV slot holds, `Simulation.check` what the scheduler and the pool believe,
 goes before whom, and each output is compared with the continuation that the fake device computes
 for the prompt alone.
 
-The scheduler gives one token a row: there are no drafts to accept or to take back.
+Drafts come from somebody who knows the answer and spoils it as the run has it: all right, all
+wrong, or right up to a random place; for random sequences, and longer than there is room for.
 
 How long anybody waits is bounded in two ways. While there are troubles: no sequence is admitted
 before one of a better rank, or before one that has waited beyond the aging bound and came earlier;
@@ -106,6 +107,8 @@ class Simulation:
         self.moves = rng.choice((0.0, 0.2))
         self.cache_resets = rng.choice((0.0, 0.05))
         self.clock_jumps = rng.choice((0.0, 0.2))
+        self.drafts = rng.choice((0.0, 0.0, 0.3, 1.0))  # of the sequences that could verify some
+        self.right_drafts = rng.choice((0.0, 0.5, 0.9, 1.0))  # of their tokens
         self.salts = ("", "a") if rng.random() < 0.5 else ("",)
         # Steps in flight when the next is scheduled: as the engine has them, or later each time.
         self.depths = rng.choice(((0,), (1,), (1,), (2,), (0, 1), (0, 1, 2, 3)))
@@ -174,7 +177,7 @@ class Simulation:
 
     def _schedule_and_commit(self) -> None:
         before = Before(self)
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self._drafts())
         self.check()
         self._check_order(plan, before)
         if plan is not None:
@@ -190,6 +193,19 @@ class Simulation:
             self._may_raise("after commit")
             if plan is None:
                 break
+
+    def _drafts(self) -> dict[Sequence, list[int]]:
+        drafts = {}
+        for seq in self.scheduler.verifiable():
+            if self.rng.random() < self.drafts:
+                right = self.expected[seq].tokens[seq.num_output :][: self.rng.randint(1, 9)]
+                drafts[seq] = [
+                    token
+                    if self.rng.random() < self.right_drafts
+                    else self.rng.randrange(self.vocab_size)
+                    for token in right
+                ]
+        return drafts
 
     def _longest_stretch(self) -> int:
         """Steps in which no token, no score and no end may come once the troubles have stopped.
@@ -226,9 +242,11 @@ class Simulation:
             waiting += seq.status is Status.WAITING
             running = seq.status is Status.RUNNING
             assert running == (seq.slot is not None), f"{seq.key}: a slot for who runs, and only"
-            assert seq.slot is not None or not seq.blocks, "a waiting sequence holds blocks"
+            held = (len(seq.blocks), seq.num_computed, seq.num_verifying)
+            assert seq.slot is not None or not any(held), "a waiting sequence holds something"
             assert not seq.finished, f"{seq.key}: ended, and nobody was told"
-            assert seq.num_computed <= seq.num_tokens <= seq.max_len, f"{seq.key}: counts"
+            certain = seq.num_computed - seq.num_verifying
+            assert certain <= seq.num_tokens <= seq.max_len, f"{seq.key}: counts"
             assert len(seq.blocks) <= seq.max_blocks, f"{seq.key}: more blocks than it can fill"
             assert seq.tokens == expected.known, f"{seq.key}: tokens that had come have changed"
         assert waiting == scheduler.num_waiting, "the queue has lost or doubled somebody"
@@ -397,10 +415,13 @@ class Simulation:
         assert plan.num_rows <= config.max_rows, "the row budget"
         assert plan.num_sequences <= config.max_num_seqs, "the budget of sequences"
         chunk = config.prefill_chunk_size
-        assert chunk is None or all(s.num_tokens <= chunk for s in plan.sequences), "chunk size"
+        assert chunk is None or all(s.num_tokens - s.num_drafts <= chunk for s in plan.sequences), (
+            "chunk size"
+        )
         self.counts["cached"] = self.pool.hit_tokens
         self.counts["preemptions"] = self.scheduler.num_preemptions
         self.counts["rows"] += plan.num_rows
+        self.counts["drafts"] += plan.num_drafts
 
     def _check_order(self, plan: StepPlan | None, before: Before) -> None:
         """Who gave way, who was admitted and who got tokens, in the right order."""
@@ -488,6 +509,7 @@ class Simulation:
     def _gained(self, seq: Sequence, got: SequenceResult) -> None:
         expected = self.expected[seq]  # a KeyError here: it has already ended
         self.last_progress = self.counts["steps"]
+        self.counts["accepted drafts"] += max(len(got.token_ids) - 1, 0)
         if got.fault:
             assert seq.key in self.faulted, "a fault has spread to another request"
             assert seq.finish_reason == "error"
@@ -495,9 +517,13 @@ class Simulation:
             self._ended(seq)
             return
         expected.prompt_logprobs += got.prompt_logprobs or ()
-        expected.logprobs += len(got.logprobs or ())
-        new = tuple(expected.tokens[expected.seen : expected.seen + len(got.token_ids)])
-        assert got.token_ids == new, f"{seq.key}: output differs from the oracle"
+        token_ids, logprobs = got.token_ids, got.logprobs or ()
+        if expected.stop_string_at is not None:  # what was accepted after it is nobody's
+            token_ids = token_ids[: expected.stop_string_at - expected.seen]
+            logprobs = logprobs[: len(token_ids)]
+        expected.logprobs += len(logprobs)
+        new = tuple(expected.tokens[expected.seen : expected.seen + len(token_ids)])
+        assert token_ids == new, f"{seq.key}: output differs from the oracle"
         expected.seen += len(new)
         expected.known += new
         if expected.seen == expected.stop_string_at:
@@ -508,7 +534,16 @@ class Simulation:
     def _ended(self, seq: Sequence) -> None:
         expected = self._gone(seq)
         assert seq.slot is None and not seq.blocks
-        assert seq.tokens == expected.known, f"{seq.key}: other tokens than have come"
+        known = seq.tokens
+        if seq.stop_reason == "STOP":
+            known = known[: len(expected.known)]
+        assert known == expected.known, f"{seq.key}: other tokens than have come"
+        block_size, parent = self.pool.block_size, None
+        for index, block_hash in enumerate(seq.block_hashes):
+            block = seq.tokens[index * block_size : (index + 1) * block_size]
+            if len(block) == block_size:
+                parent = self.pool.hash_block(parent, block, seq.salt)
+                assert block_hash == parent, f"{seq.key}: block {index} has another's hash"
         self.log.update(f"{seq.key} {seq.tokens} {seq.finish_reason}".encode())
         self.counts[f"ended:{seq.finish_reason}"] += 1
         if expected.aborted or seq.finish_reason == "error":

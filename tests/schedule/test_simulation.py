@@ -27,7 +27,7 @@ def test_every_output_is_the_oracles_whatever_happens(first_seed):
     assert counts["steps"] * SEEDS / AT_ONCE > 200_000
     # The troubles did occur: a simulation of nothing proves nothing.
     troubles = ("preemptions", "cached", "faults", "refused", "victims", "cache resets")
-    troubles += ("restrictions", "releases", "moves")
+    troubles += ("restrictions", "releases", "moves", "drafts", "accepted drafts")
     errors = ("error:dispatch", "error:read", "error:after commit")
     clock = ("clock forwards", "clock backwards", "aged", "gave way")
     switches = ("static batches", "cut anyway", "whole prompts")
@@ -272,7 +272,7 @@ def cut_prompts_that_a_step_would_hold(monkeypatch):
 def join_a_static_batch(monkeypatch):
     right = Scheduler.schedule
 
-    def schedule(self):
+    def schedule(self, drafts=None):
         static = self.config
         self.config = dataclasses.replace(static, batching="continuous")
         plan = right(self)
@@ -547,6 +547,106 @@ def begin_a_moved_request_anew(monkeypatch):
     monkeypatch.setattr(Scheduler, "add", add)
 
 
+def keep_wrong_drafts(monkeypatch):
+    def settle(self, seq, epoch, row, accepted):
+        return right(self, seq, epoch, row, row.num_drafts)
+
+    right = Scheduler._settle
+    monkeypatch.setattr(Scheduler, "_settle", settle)
+
+
+def take_right_drafts_back(monkeypatch):
+    right = Scheduler._settle
+    monkeypatch.setattr(
+        Scheduler,
+        "_settle",
+        lambda self, seq, epoch, row, accepted: right(self, seq, epoch, row, 0),
+    )
+
+
+def take_drafts_back_from_a_preempted_sequence(monkeypatch):
+    right = Scheduler._settle
+    monkeypatch.setattr(
+        Scheduler,
+        "_settle",
+        lambda self, seq, epoch, row, accepted: right(self, seq, seq.epoch, row, accepted),
+    )
+
+
+def register_wrong_drafts(monkeypatch):
+    right = Scheduler._settle
+
+    def settle(self, seq, epoch, row, accepted):
+        right(self, seq, epoch, row, accepted)
+        return row.start + row.num_tokens
+
+    monkeypatch.setattr(Scheduler, "_settle", settle)
+
+
+def hash_right_drafts_without_their_place(monkeypatch):
+    right = Scheduler._hash_next_block
+
+    def hash_next_block(self, seq, more=()):
+        known = len(seq.tokens)
+        if more and (len(seq.block_hashes) + 1) * self.pool.block_size > known:
+            more = more[-1:] * len(more)
+        right(self, seq, more)
+
+    monkeypatch.setattr(Scheduler, "_hash_next_block", hash_next_block)
+
+
+def schedule_while_drafts_are_in_flight(monkeypatch):
+    right = Scheduler.schedule
+
+    def schedule(self, drafts=None):
+        for seq in self._running:
+            if seq.num_verifying:
+                seq.num_computed -= seq.num_verifying
+                seq.num_verifying = 0
+        return right(self, drafts)
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+
+
+def draft_past_the_end(monkeypatch):
+    right = Scheduler._verify
+
+    def verify(self, drafts, *rest):
+        for seq in drafts:
+            seq.max_len += 3
+        try:
+            return right(self, drafts, *rest)
+        finally:
+            for seq in drafts:
+                seq.max_len -= 3
+
+    monkeypatch.setattr(Scheduler, "_verify", verify)
+
+
+def preempt_for_drafts(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_reserved_blocks", lambda self: -(10**6))
+
+
+def draft_beyond_the_step(monkeypatch):
+    right = Scheduler._verify
+
+    def verify(self, drafts, decodes, grown, room):
+        return right(self, drafts, decodes, grown, room + 4)
+
+    monkeypatch.setattr(Scheduler, "_verify", verify)
+
+
+def recover_with_drafts_still_in_flight(monkeypatch):
+    right = Scheduler._unschedule
+
+    def unschedule(self, seq):
+        verifying = seq.num_verifying
+        right(self, seq)
+        seq.num_verifying = verifying
+
+    monkeypatch.setattr(Scheduler, "_unschedule", unschedule)
+
+
 BUGS = [
     lose_a_reference,
     free_shared_blocks,
@@ -596,6 +696,16 @@ BUGS = [
     keep_out_for_ever,
     score_the_prompt_of_a_moved_request_again,
     begin_a_moved_request_anew,
+    keep_wrong_drafts,
+    take_right_drafts_back,
+    take_drafts_back_from_a_preempted_sequence,
+    register_wrong_drafts,
+    hash_right_drafts_without_their_place,
+    schedule_while_drafts_are_in_flight,
+    draft_past_the_end,
+    preempt_for_drafts,
+    draft_beyond_the_step,
+    recover_with_drafts_still_in_flight,
 ]
 
 

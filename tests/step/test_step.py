@@ -35,7 +35,11 @@ def compiled(model, leaves):
     runner = Runner(
         model,
         shapes=step_shapes(
-            max_num_seqs=SLOTS, max_num_batched_tokens=48, max_rows=32, block_size=BLOCK
+            max_num_seqs=SLOTS,
+            max_num_batched_tokens=48,
+            max_rows=32,
+            block_size=BLOCK,
+            max_drafts=4,
         ),
         kv_shape=KVShape(
             num_layers=spec.num_hidden_layers,
@@ -181,6 +185,36 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(runner, dense_logits):
         after = rows(1, len(PROMPT) + 1 + wrong_at, [FED_BACK], num_output=2 + wrong_at)
         [result] = run(runner, [after])
         assert list(result.token_ids) == greedy(dense_logits, PROMPT + truth[: 2 + wrong_at], 1)
+
+
+@pytest.mark.parametrize("beside", [0, 12], ids=["verify shape", "mixed shape"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_count_as_output_in_the_penalties_of_the_rows_after_them(
+    runner, beside, temperature
+):
+    params = SamplingParams(
+        temperature=temperature, max_tokens=16, frequency_penalty=2.0, repetition_penalty=1.8
+    )
+    # Row by row, and then as drafts: the first two right, and all of them.
+    run(runner, [rows(1, 0, PROMPT)], [admission(1, PROMPT, params=params)])
+    truth = []
+    for i in range(5):
+        step = rows(1, len(PROMPT) + i, [FED_BACK], num_output=i + 1)
+        truth += run(runner, [step])[0].token_ids
+    for num_right in (2, 4):
+        drafts = truth[:num_right] + [(t + 1) % (V - 1) for t in truth[num_right:4]]
+        run(runner, [rows(1, 0, PROMPT)], [admission(1, PROMPT, params=params)])
+        verify = rows(1, len(PROMPT), [FED_BACK, *drafts], num_rows=5, num_output=1)
+        others = [rows(2, 0, [3] * beside)] if beside else []
+        admissions = [admission(2, [3] * beside)] if beside else []
+        assert run(runner, [verify, *others], admissions)[0].token_ids == tuple(
+            truth[: num_right + 1]
+        )
+        # The counts on the device hold what was accepted, and nothing else.
+        after = rows(1, len(PROMPT) + 1 + num_right, [FED_BACK], num_output=2 + num_right)
+        again = run(runner, [after])[0].token_ids
+        if num_right < 4:
+            assert again == tuple(truth[num_right + 1 : num_right + 2])
 
 
 def test_a_row_that_is_not_finite_fails_alone(runner):

@@ -1,0 +1,88 @@
+"""What proposes drafts: tokens that a sequence may well go on with.
+
+A draft is only a guess: the target model verifies it, and what is put out does not depend on it. A
+drafter is asked by the thread that schedules, so its time is the device's idle time.
+
+Drafters of two kinds: a `TextDrafter` looks at one text at a time; what runs a model is asked for
+all sequences of a step together, as every `Drafter` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, Protocol
+
+from forge_jax.schedule.request import Sequence
+
+
+class Draft(NamedTuple):
+    token_ids: tuple[int, ...] = ()
+    # For each token: how likely it is to be accepted if those before it are, by the drafter's
+    # own reckoning. Only their order matters: the length policy learns what they are worth.
+    confidence: tuple[float, ...] = ()
+
+
+class Drafter(Protocol):
+    """Drafts for sequences of the scheduler, whose tokens have all been read."""
+
+    def propose(self, seqs: Seq[Sequence]) -> list[Draft]:
+        """A draft, maybe an empty one, for each of them."""
+        ...
+
+    def foresee(self, seqs: Seq[Sequence]) -> list[Seq[float]]:
+        """What the confidence of `propose` would be, one step early and cheaply.
+
+        The last token of each sequence has been sampled and not been read. The values are of the
+        tokens after it: the first, that it and the one before are what the drafter thinks.
+        """
+        ...
+
+    def end(self, seq: Sequence) -> None:
+        """The sequence has ended. It may never have been asked for."""
+        ...
+
+
+class TextDrafter(Protocol):
+    """Knows the tokens of live sequences, by key, and those of earlier ones as it sees fit.
+
+    Nothing is done for a sequence that is never asked for: tokens are taken in by `propose`.
+    """
+
+    def propose(self, key: Hashable, tokens: Seq[int], prompt_len: int, salt: str) -> Draft:
+        """Guesses what follows `tokens` (prompt, then output): as much as it has a reason for.
+
+        Calls for one key come with the same list, grown at its end.
+
+        Args:
+          tokens: of the sequence, known to the host; not changed, and not kept beyond the call.
+          prompt_len: how many of them are the prompt's.
+          salt: nothing that came with another salt may show in the draft.
+        """
+        ...
+
+    def end(self, key: Hashable, tokens: Seq[int], prompt_len: int, salt: str) -> None:
+        """The sequence has ended, with these tokens. Unknown keys are fine."""
+        ...
+
+
+class OneByOne:
+    """A `Drafter` of a `TextDrafter`."""
+
+    def __init__(self, drafter: TextDrafter):
+        self._drafter = drafter
+
+    def propose(self, seqs: Seq[Sequence]) -> list[Draft]:
+        propose = self._drafter.propose
+        return [propose(seq.key, seq.tokens, seq.prompt_len, seq.salt) for seq in seqs]
+
+    def foresee(self, seqs: Seq[Sequence]) -> list[Seq[float]]:
+        foreseen: list[Seq[float]] = []
+        for draft in self.propose(seqs):
+            # If the guess of the token in flight is wrong, so is the rest.
+            first, *rest = draft.confidence or (0.0,)
+            foreseen.append([first * rest[0], *rest[1:]] if rest else [])
+        return foreseen
+
+    def end(self, seq: Sequence) -> None:
+        self._drafter.end(seq.key, seq.tokens, seq.prompt_len, seq.salt)

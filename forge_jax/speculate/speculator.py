@@ -1,0 +1,191 @@
+"""Between the scheduler and a drafter: who drafts, how much, and whether to wait for it.
+
+A drafter on the host needs to know all tokens of a sequence, and the engine runs a step ahead of
+what it knows. So a step whose sequences could verify drafts has to wait for the one before it,
+which costs the time in which host and device would have worked at once. `waits` decides that from
+what the drafter would guess already, one token early.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from forge_jax.schedule.plan import StepPlan
+from forge_jax.schedule.request import Sequence
+from forge_jax.schedule.scheduler import Gain, Scheduler
+from forge_jax.speculate.drafter import Draft, Drafter
+from forge_jax.speculate.length import Experience, LengthPolicy
+
+LOOK_PART = 0.01  # of a step's time that may be spent on guessing whether to wait
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationStats:
+    """Counters since the start."""
+
+    num_drafts: int  # sequences that had some verified, over all steps
+    num_draft_tokens: int
+    accepted_per_position: tuple[int, ...]  # in the draft
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_per_position)
+
+
+class Speculator:
+    """Proposes drafts for the next step and learns from what became of them.
+
+    One thread owns it.
+
+    Args:
+      max_draft_tokens: of one sequence in one step.
+      one_step_ahead: whether the engine dispatches a step before it has read the one before.
+      clock: seconds.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        max_draft_tokens: int,
+        one_step_ahead: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.policy = LengthPolicy()
+        self._drafter = drafter
+        self._max_draft_tokens = max_draft_tokens
+        self._one_step_ahead = one_step_ahead
+        self._clock = clock
+        self._experience: dict[Sequence, Experience] = {}
+        self._verifying: dict[Sequence, Draft] = {}
+        self._num_drafts = self._num_draft_tokens = 0
+        self._accepted = [0] * max_draft_tokens  # by position
+        self._look_s = 0.0  # what a look at one sequence takes
+        self._looks_to_skip = 0
+        self._read_s: float | None = None  # when the last step was read, if steps have come since
+
+    def stats(self) -> SpeculationStats:
+        """Any thread may ask."""
+        return SpeculationStats(
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            accepted_per_position=tuple(self._accepted),
+        )
+
+    # ---- before a step -------------------------------------------------------------------------
+
+    def waits(self, plan: StepPlan, scheduler: Scheduler) -> bool:
+        """Whether the step in flight, that of `plan`, should be read before the next is made."""
+        if plan.num_drafts:
+            return True
+        if plan.chunks or not len(plan.decodes) or not self._may_look(len(plan.decodes)):
+            return False
+        began_s = self._clock()
+        seqs = [seq for seq in scheduler.running if seq.num_pending == 1 and seq.takes_drafts]
+        gains: list[float] = []
+        for seq, confidence in zip(seqs, self._drafter.foresee(seqs), strict=True):
+            gains += self._reach(seq, confidence)
+        gains.sort(reverse=True)
+        chosen = self.policy.choose(len(plan.decodes), gains)
+        took_s = (self._clock() - began_s) / max(len(seqs), 1)
+        self._look_s += 0.1 * (took_s - self._look_s)
+        return chosen > 0
+
+    def drafts(self, scheduler: Scheduler) -> dict[Sequence, tuple[int, ...]]:
+        """What the next step should verify, the likeliest first."""
+        self._verifying.clear()
+        seqs = scheduler.verifiable()
+        if not seqs:
+            return {}
+        drafts: dict[Sequence, Draft] = {}
+        reach: dict[Sequence, list[float]] = {}
+        gains: list[float] = []
+        for seq, draft in zip(seqs, self._drafter.propose(seqs), strict=True):
+            if draft.token_ids:
+                drafts[seq] = draft
+                reach[seq] = self._reach(seq, draft.confidence)
+                gains += reach[seq]
+        gains.sort(reverse=True)
+        count = self.policy.choose(scheduler.num_running, gains)
+        if not count:
+            return {}
+        least = gains[count - 1]
+        chosen: dict[Sequence, tuple[int, ...]] = {}
+        for seq in sorted(drafts, key=lambda seq: reach[seq][0], reverse=True):
+            length = sum(value >= least for value in reach[seq])
+            if length:
+                chosen[seq] = drafts[seq].token_ids[:length]
+                self._verifying[seq] = drafts[seq]
+        return chosen
+
+    # ---- after a step --------------------------------------------------------------------------
+
+    def read(self, plan: StepPlan, *, alone: bool) -> None:
+        """The step of `plan` has just been read.
+
+        Args:
+          alone: nothing else was in flight when it was dispatched.
+        """
+        now_s = self._clock()
+        if self._read_s is not None and all(row.num_drafts for row in plan.chunks):
+            waited = alone if self._one_step_ahead else bool(plan.num_drafts)
+            times = self.policy.waited if waited else self.policy.ahead
+            times.record(plan.num_tokens, now_s - self._read_s)
+        self._read_s = now_s
+
+    def idle(self) -> None:
+        """Nothing is in flight: the time until the next result is not a step's."""
+        self._read_s = None
+
+    def learn(self, plan: StepPlan, gains: Iterable[Gain]) -> None:
+        """What became of the drafts of `plan`."""
+        if not plan.num_drafts:
+            return
+        lengths = {row.seq_key: row.num_drafts for row in plan.chunks if row.num_drafts}
+        for seq, got in gains:
+            draft = self._verifying.pop(seq, None)
+            length = lengths.get(seq.key)
+            if draft is None or length is None or got.fault:
+                continue
+            num_right = max(len(got.token_ids) - 1, 0)
+            self._num_drafts += 1
+            self._num_draft_tokens += length
+            for position in range(num_right):
+                self._accepted[position] += 1
+            if not seq.finished:
+                experience = self._of(seq)
+                self.policy.acceptance.learn(draft.confidence[:length], num_right, experience)
+
+    def end(self, seq: Sequence) -> None:
+        """The sequence has ended."""
+        self._experience.pop(seq, None)
+        self._verifying.pop(seq, None)
+        self._drafter.end(seq)
+
+    # ---- helpers -------------------------------------------------------------------------------
+
+    def _reach(self, seq: Sequence, confidence: Seq[float]) -> list[float]:
+        """How likely each token of a draft brings one, as far as drafts may go."""
+        confidence = confidence[: self._max_draft_tokens]
+        return self.policy.acceptance.reach(confidence, self._of(seq))
+
+    def _of(self, seq: Sequence) -> Experience:
+        experience = self._experience.get(seq)
+        if experience is None:
+            experience = self._experience[seq] = Experience()
+        experience.fade()
+        return experience
+
+    def _may_look(self, num_sequences: int) -> bool:
+        """Whether guessing for all sequences is cheap enough, or enough steps have gone by."""
+        if self._looks_to_skip > 0:
+            self._looks_to_skip -= 1
+            return False
+        step_s = self.policy.ahead.expect(num_sequences)
+        if not step_s:
+            return False
+        self._looks_to_skip = int(self._look_s * num_sequences / (LOOK_PART * step_s))
+        return True

@@ -1,0 +1,418 @@
+"""Speculation changes nothing: tokens, texts, logprobs and logits are the bits they are without.
+
+Each combination of what drafts, what the request asks for and how it is scheduled runs through the
+real scheduler and the compiled step of the deterministic tier, beside other requests that are
+drafted for as well, and is compared with the same request without drafts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from test_determinism import RecordingRunner, Rows, Thief
+
+from forge_jax.cache.block_pool import BlockPool
+from forge_jax.cache.kv import KVShape
+from forge_jax.core import EngineCore
+from forge_jax.fake import fake_tokenizer
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.request import Request, Sequence, Status
+from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
+from forge_jax.speculate.drafter import Draft, OneByOne, TextDrafter
+from forge_jax.speculate.ngram import NgramDrafter
+from forge_jax.speculate.speculator import SpeculationStats, Speculator
+from forge_jax.speculate.suffix import SuffixDrafter
+from forge_jax.step import step as step_file
+from forge_jax.step.runner import step_shapes
+from forge_jax.testing import random_leaves, tiny_model
+from forge_kernels.attention import kv_storage_dtype
+
+BLOCK, NUM_BLOCKS, MAX_LEN, SLOTS, T = 8, 320, 160, 12, 64
+MAX_DRAFTS = 6
+OUTPUT = 24  # tokens of each sample
+TARGET = "target"
+TOKENIZER = fake_tokenizer()
+VOCAB = TOKENIZER.vocab_size
+NAN_TOKEN = VOCAB - 2  # in some models: its embedding is not finite
+
+
+class AcceptedRows(RecordingRunner):
+    """Keeps the logits of rows that count: what a wrong draft came to is nobody's."""
+
+    def read(self, pending):
+        result = super(RecordingRunner, self).read(pending)
+        logits = np.asarray(pending.out.logits)
+        first = 0
+        for s, got in zip(pending.plan.sequences, result.sequences, strict=True):
+            name, sample = s.seq_key
+            if name == TARGET and s.samples and not got.fault:
+                position = s.start + len(s.token_ids) - s.num_rows
+                for row in range(len(got.token_ids)):
+                    self.rows[sample, position + row].add(logits[first + row].tobytes())
+            first += s.num_rows
+        return result
+
+
+@cache
+def make_runner(dtype: str, *, one_shape: bool = True, nan: bool = False) -> AcceptedRows:
+    model = tiny_model(
+        max_position_embeddings=MAX_LEN,
+        dtype=dtype,
+        vocab_size=VOCAB,
+        hidden_size=64,
+        head_dim=16,
+        tie_word_embeddings=not nan,
+    )
+    spec = model.spec
+    runner = AcceptedRows(
+        model,
+        shapes=step_shapes(
+            max_num_seqs=SLOTS,
+            max_num_batched_tokens=T,
+            max_rows=T,
+            block_size=BLOCK,
+            max_drafts=MAX_DRAFTS,
+            deterministic=one_shape,
+        ),
+        kv_shape=KVShape(
+            num_layers=spec.num_hidden_layers,
+            num_blocks=NUM_BLOCKS,
+            num_kv_heads=spec.num_key_value_heads,
+            block_size=BLOCK,
+            head_dim=spec.head_dim,
+            storage=kv_storage_dtype(model.dtype, "cpu"),
+        ),
+        num_slots=SLOTS,
+        max_blocks=MAX_LEN // BLOCK,
+        device=jax.devices()[0],
+        deterministic=one_shape,
+    )
+    sample_rows = step_file._sample_rows
+
+    class OutWithLogits(NamedTuple):
+        packed: jax.Array
+        logprob: jax.Array
+        top_ids: jax.Array
+        top_logprobs: jax.Array
+        logits: jax.Array
+
+    def with_logits(shape, slots, m, logits, *rest):
+        slots, out = sample_rows(shape, slots, m, logits, *rest)
+        return slots, OutWithLogits(*out, logits)
+
+    leaves = list(random_leaves(model, seed=5))
+    if nan:
+        embedding = model.names.index("embedding.weight")
+        leaves[embedding] = leaves[embedding].at[NAN_TOKEN].set(np.nan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_file, "_sample_rows", with_logits)
+        runner.compile()
+        runner.start(tuple(leaves))
+        runner.wait()
+        runner.adopt()
+    return runner
+
+
+# ---- who drafts ----------------------------------------------------------------------------------
+
+
+class Spoiler:
+    """Drafts the target's own outputs, of which `right` are left as they are."""
+
+    def __init__(self, outputs: dict[int, list[int]], right: float, wrong_token: int | None = None):
+        self._outputs = outputs
+        self._right = right
+        self._wrong_token = wrong_token
+        self._rng = random.Random(3)
+
+    def propose(self, key, tokens, prompt_len, salt):
+        rng, known = self._rng, len(tokens) - prompt_len
+        name, sample = key
+        if name == TARGET:
+            rest = self._outputs[sample][known : known + rng.randint(1, MAX_DRAFTS)]
+        else:
+            rest = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 3))]
+        drafts = []
+        for token in rest:
+            if rng.random() >= self._right:
+                token = self._wrong_token or (token + rng.randrange(1, VOCAB)) % VOCAB
+            drafts.append(token)
+        return Draft(tuple(drafts), (0.9,) * len(drafts))
+
+    def end(self, key, tokens, prompt_len, salt):
+        pass
+
+
+def make_drafter(kind: str, outputs: dict[int, list[int]]) -> TextDrafter:
+    match kind:
+        case "ngram":
+            return NgramDrafter(MAX_DRAFTS, min_match=1)
+        case "suffix":
+            return SuffixDrafter(MAX_DRAFTS)
+        case "oracle":
+            return Spoiler(outputs, 1.0)
+        case "half right":
+            return Spoiler(outputs, 0.6)
+        case "wrong":
+            return Spoiler(outputs, 0.0)
+        case "not finite":
+            return Spoiler(outputs, 0.5, NAN_TOKEN)
+    raise AssertionError(kind)
+
+
+def make_speculator(drafter: TextDrafter) -> Speculator:
+    """Verifies whatever is drafted: no step seems to take longer for it."""
+    speculator = Speculator(OneByOne(drafter), max_draft_tokens=MAX_DRAFTS)
+    policy = speculator.policy
+    policy.ahead.record(1, 1.0)
+    policy.ahead.record = policy.waited.record = lambda *_: None
+    policy.acceptance.reach = lambda confidence, _: [1.0] * len(confidence)
+    return speculator
+
+
+# ---- the matrix ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    drafter: str = "half right"
+    asked: str = "nothing"
+    temperature: float = 0.0
+    schedule: str = "alone"
+    n: int = 1
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "penalties": {
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+        "logprobs": 0,
+    },
+    "logit_bias": {"logit_bias": {5: 3.0, 9: -2.0, 40: 2.5}},
+    "logprobs": {"logprobs": 5},
+    "stop strings": {"stop": ("old", "e w", "\ufffd")},
+    "stop tokens": {"stop_token_ids": tuple(range(0, VOCAB, 17)), "min_tokens": 3},
+    "min_tokens": {"stop_token_ids": tuple(range(0, VOCAB, 6)), "min_tokens": 9},
+    "top_k and min_p": {"top_k": 8, "min_p": 0.05},
+}
+AXES: dict[str, tuple[Any, ...]] = {
+    "drafter": ("ngram", "suffix", "oracle", "half right", "wrong"),
+    "asked": tuple(ASKED),
+    "temperature": (0.0, 0.9),
+    "schedule": ("alone", "beside others", "in chunks", "preempted", "after a prefix"),
+    "n": (1, 3),
+}
+MATRIX = [
+    Combination(**dict(zip(AXES, values, strict=True)))
+    for values in itertools.product(*AXES.values())
+]
+
+
+class Outcome(NamedTuple):
+    tokens: dict[int, list[int]]  # by sample
+    text: dict[int, str]
+    logprobs: dict[int, list]
+    ends: dict[int, tuple]
+    rows: Rows
+
+
+@dataclass
+class Seen:
+    """That what is to be shown has happened."""
+
+    preempted: int = 0
+    cached: int = 0
+    stats: list[SpeculationStats] = field(default_factory=list)
+
+
+def target(combination: Combination) -> Request:
+    params = SamplingParams(
+        n=combination.n,
+        max_tokens=OUTPUT,
+        temperature=combination.temperature,
+        top_p=0.95,
+        ignore_eos=True,
+    )
+    rng = random.Random(1)
+    motif = [rng.randrange(VOCAB) for _ in range(7)]
+    prompt = [*motif, *(rng.randrange(VOCAB) for _ in range(20)), *motif]
+    return Request(
+        request_id=TARGET,
+        prompt_token_ids=prompt,
+        params=replace(params, **ASKED[combination.asked]),
+        seed=11,
+    )
+
+
+def companions(rng: random.Random) -> list[Request]:
+    made = []
+    for i in range(5):
+        params = SamplingParams(
+            max_tokens=rng.randint(5, 40),
+            temperature=rng.choice((0.0, 1.2)),
+            frequency_penalty=rng.choice((0.0, 0.5)),
+            logprobs=rng.choice((None, 3)),
+            prompt_logprobs=rng.choice((None, None, 0)),
+        )
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, 9, 30, 70)))]
+        made.append(Request(request_id=f"other-{i}", prompt_token_ids=prompt, params=params))
+    return made
+
+
+def run(
+    runner: AcceptedRows,
+    combination: Combination,
+    speculator: Speculator | None,
+    seed: int = 0,
+    seen: Seen | None = None,
+) -> Outcome:
+    rng = random.Random(seed)
+    runner.reset()
+    schedule = combination.schedule
+    pool = BlockPool(NUM_BLOCKS, BLOCK, prefix_cache=schedule == "after a prefix")
+    limits = SchedulerConfig(
+        max_num_seqs=SLOTS,
+        max_num_batched_tokens=T,
+        max_rows=T,
+        max_model_len=MAX_LEN,
+        prefill_chunk_size=5 if schedule == "in chunks" else None,
+    )
+    scheduler = Scheduler(limits, pool, clock=lambda: 0.0, rng=rng)
+    core = EngineCore(
+        scheduler=scheduler,
+        device=runner,
+        tokenizer=TOKENIZER,
+        vocab_size=VOCAB,
+        speculator=speculator,
+    )
+    request = target(combination)
+    if schedule == "after a prefix":
+        core.add(replace(request, request_id="before", params=SamplingParams(max_tokens=1)))
+        while core.has_work:
+            core.tick()
+    if schedule in ("beside others", "in chunks", "preempted"):
+        for other in companions(rng):
+            core.add(other)
+    core.add(request)
+    samples: list[Sequence] = scheduler._requests[TARGET].copy()
+    thief = Thief(scheduler, 6) if schedule == "preempted" else None
+    tokens, text, logprobs = defaultdict(list), defaultdict(str), defaultdict(list)
+    ends = {}
+    for tick in itertools.count():
+        if thief is not None and any(seq.status is Status.RUNNING for seq in samples):
+            thief.visit(tick)
+        for delta in core.tick().get(TARGET, ()):
+            assert delta.error is None
+            tokens[delta.index] += delta.token_ids
+            text[delta.index] += delta.text
+            logprobs[delta.index] += delta.logprobs or ()
+            if delta.finish_reason is not None:
+                ends[delta.index] = (delta.finish_reason, delta.stop_reason)
+            if seen is not None:
+                seen.cached += delta.num_cached_tokens > 0
+        if len(ends) == combination.n:
+            break
+        if thief is not None:
+            thief.leave_if_noticed()
+    core.drain()
+    if seen is not None:
+        seen.preempted += any(seq.num_preemptions for seq in samples)
+        assert speculator is not None
+        seen.stats.append(speculator.stats())
+    return Outcome(tokens, text, logprobs, ends, runner.rows)
+
+
+class Plain:
+    """What requests come to without drafts, alone; one run for all combinations of a kind."""
+
+    def __init__(self, runner: AcceptedRows):
+        self._runner = runner
+        self._known: dict[tuple[str, float], Outcome] = {}
+
+    def __call__(self, combination: Combination) -> Outcome:
+        key = combination.asked, combination.temperature
+        if key not in self._known:
+            alone = Combination(asked=key[0], temperature=key[1], n=3)
+            self._known[key] = run(self._runner, alone, None)
+        return self._known[key]
+
+
+def difference(expected: Outcome, got: Outcome) -> str:
+    for sample, tokens in got.tokens.items():
+        for what in ("tokens", "text", "logprobs", "ends"):
+            if getattr(got, what)[sample] != getattr(expected, what)[sample]:
+                return f"sample {sample}: other {what}"
+        assert tokens
+    for (sample, position), bits in sorted(got.rows.items()):
+        # After a stop string or at a preemption more rows may have been computed than counted.
+        if (sample, position) in expected.rows and bits != expected.rows[sample, position]:
+            return f"sample {sample}: other logits at position {position}"
+    return ""
+
+
+def compare(runner: AcceptedRows, combinations: list[Combination]) -> tuple[list, Seen]:
+    """The combinations that differ from no speculation, and what has happened in all of them."""
+    plain, seen, differing = Plain(runner), Seen(), []
+    for seed, combination in enumerate(combinations):
+        expected = plain(combination)
+        speculator = make_speculator(make_drafter(combination.drafter, expected.tokens))
+        got = run(runner, combination, speculator, seed, seen)
+        if found := difference(expected, got):
+            differing.append((combination, found))
+    return differing, seen
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("drafter", AXES["drafter"])
+def test_with_and_without_drafts_everything_is_equal(drafter):
+    combinations = [c for c in MATRIX if c.drafter == drafter]
+    assert len(combinations) * len(AXES["drafter"]) >= 500
+    differing, seen = compare(make_runner("float32"), combinations)
+    assert differing == []
+    assert seen.preempted > 0.5 * len(combinations) / 5
+    assert seen.cached >= len(combinations) / 5
+    drafted = sum(stats.num_draft_tokens for stats in seen.stats)
+    accepted = sum(stats.num_accepted_tokens for stats in seen.stats)
+    assert drafted > len(combinations)
+    if drafter == "wrong":
+        assert accepted < 0.1 * drafted
+    else:
+        assert accepted > 0
+    if drafter == "oracle":
+        assert accepted > 0.5 * drafted  # the others' drafts are wrong
+
+
+@pytest.mark.timeout(400)
+def test_in_bfloat16():
+    differing, _ = compare(make_runner("bfloat16"), random.Random(2).sample(MATRIX, 80))
+    assert differing == []
+
+
+def test_in_the_default_tier_rounding_differs():
+    """Else the comparison would see nothing."""
+    differing, _ = compare(
+        make_runner("float32", one_shape=False), random.Random(2).sample(MATRIX, 40)
+    )
+    assert differing
+
+
+def test_a_draft_that_makes_the_step_not_finite_costs_its_request_nothing():
+    runner = make_runner("float32", nan=True)
+    combinations = [
+        Combination(drafter="not finite", asked=asked, n=n)
+        for asked in ("nothing", "penalties", "stop tokens")
+        for n in (1, 3)
+    ]
+    differing, seen = compare(runner, combinations)
+    assert differing == []
+    assert seen.preempted == len(combinations)
