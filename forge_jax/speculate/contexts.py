@@ -46,6 +46,7 @@ class ContextIndex:
         assert lengths[-1] <= reach
         self._lengths = tuple(lengths)
         self._reach = reach
+        # The latest position of each context: never a forgotten one.
         self._heads: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
         # For position p and lengths[i], at (p - base) * len(lengths) + i: how far back the position
         # before p with the same context is, 0 if there is none.
@@ -109,7 +110,7 @@ class ContextIndex:
             limit -= max(stop - begin, 0)
 
     def _enter(self, first: int, places: range) -> None:
-        text, base, start, lengths = self.text, self.base, self.start, self._lengths
+        text, base, lengths = self.text, self.base, self._lengths
         heads, back, width = self._heads, self._back, len(lengths)
         for at in places:
             for i, length in enumerate(lengths):
@@ -119,20 +120,16 @@ class ContextIndex:
                 shard = heads[key >> _SHARD_SHIFT & _SHARDS - 1]
                 last = shard.get(key, -1)
                 shard[key] = base + at
-                if last < start:
+                if last < 0:
                     break  # it stands here only, and so does every longer one
                 back[at * width + i] = base + at - last
-                further = back[(last - base) * width + i]
-                if not further or last - further < start:
+                if not back[(last - base) * width + i]:
                     self._lengthen(last - base, i + 1)
 
     def _lengthen(self, at: int, i: int) -> None:
-        """Enters a position whose shorter context stood there only, until now."""
-        if i == len(self._lengths) or at < self._lengths[i]:
-            return
-        context = self.text[at - self._lengths[i] : at]
-        if None not in context:
-            key = hash(tuple(context))
+        """Enters a position whose shorter context has stood there only, until now."""
+        if i < len(self._lengths) and at >= self._lengths[i]:
+            key = hash(tuple(self.text[at - self._lengths[i] : at]))
             self._heads[key >> _SHARD_SHIFT & _SHARDS - 1][key] = self.base + at
 
     def find(self, tail: Seq[int], limit: int) -> tuple[list[int], int]:
@@ -148,7 +145,7 @@ class ContextIndex:
                 break
             key = hash(tuple(tail[n - length :]))
             last = heads[key >> _SHARD_SHIFT & _SHARDS - 1].get(key, -1)
-            if last < start:
+            if last < 0:
                 break
             found, level = last, i
         if found < 0:

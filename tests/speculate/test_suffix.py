@@ -208,11 +208,20 @@ def test_others_of_a_salt_find_what_a_sequence_still_puts_out(monkeypatch):
         drafter.propose("key", tokens[:end], 5, "")
     # Output 5 to 34: three whole pieces, which are one text.
     assert drafter.propose("other", [8, 9], 2, "").token_ids == (10, 11, 12, 13)
-    assert drafter.propose("other", [13, 14], 2, "").token_ids == (15, 16, 17, 18)
+    assert drafter.propose("other", [12, 13], 2, "").token_ids == (14, 15, 16, 17)
     assert drafter.propose("other", [33], 1, "").token_ids == (34,)
     assert drafter.propose("other", [34], 1, "") == Draft()
     drafter.end("key", tokens[:50], 5, "")
     assert drafter.propose("other", [33, 34], 2, "").token_ids == (35, 36, 37, 38)
+
+
+def test_outputs_that_follow_each_other_under_one_key_are_two_texts(monkeypatch):
+    monkeypatch.setattr(suffix, "_PIECE", 2)
+    drafter = SuffixDrafter(4)
+    for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        drafter.propose("key", tokens, 0, "")
+    assert drafter.propose("other", [2, 3], 2, "").token_ids == (4,)
+    assert drafter.propose("other", [6, 7], 2, "").token_ids == (8,)
 
 
 # --- room -------------------------------------------------------------------------------------
@@ -222,6 +231,15 @@ def test_who_was_never_asked_for_leaves_nothing():
     drafter = SuffixDrafter(4)
     drafter.end("unknown", [1, 2, 3] * 100, 0, "")
     assert drafter.num_live == drafter.num_shared == 0
+
+
+def test_who_has_ended_leaves_only_its_output():
+    drafter = SuffixDrafter(4)
+    drafter.propose("key", [*range(50)], 40, "")
+    assert (drafter.num_live, drafter.num_shared) == (50, 0)
+    drafter.end("key", [*range(60)], 40, "")
+    context = 16  # tokens that the output stands after, and the mark before them
+    assert (drafter.num_live, drafter.num_shared) == (0, 20 + context + 1)
 
 
 @given(st.lists(FEW, min_size=1, max_size=4), st.lists(FEW, min_size=1, max_size=4), FEW)
