@@ -23,6 +23,7 @@ _SHARDS = 16
 _SHARD_SHIFT = 57  # by the hash's high bits: a dictionary looks at the low ones first
 
 _FORGET = 128  # tokens at a time
+_FREE = 1024  # entries at a time: all of a long text's at once would take tens of milliseconds
 _COMPARED = 8  # tokens that tell whether a text is the one that was followed
 
 
@@ -160,6 +161,15 @@ class ContextIndex:
             places.append(found - base)
         return places, self._lengths[level]
 
+    def clear(self) -> list[dict[int, int]]:
+        """Forgets everything. Returns the entries, which take long to free."""
+        entries, self._heads = self._heads, [{} for _ in range(_SHARDS)]
+        self._waiting.clear()
+        self.base = self.start = self._first = self.end
+        self.text = []
+        self._back = array("i")
+        return entries
+
     def forget(self, count: int) -> None:
         """Forgets the `count` oldest positions."""
         text, base, heads = self.text, self.base, self._heads
@@ -197,12 +207,20 @@ class IndexPool:
         self._max_tokens = max_tokens
         self._max_names = max_names
         self._indexes: OrderedDict[Hashable, ContextIndex] = OrderedDict()
+        self._dropped: list[dict[int, int]] = []
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._indexes)
 
+    @property
+    def num_dropped(self) -> int:
+        """Entries of dropped indexes that are still to be freed, a few with each call."""
+        return sum(map(len, self._dropped))
+
     def get(self, name: Hashable) -> ContextIndex | None:
+        if self._dropped:
+            self._free()
         index = self._indexes.get(name)
         if index is not None:
             self._indexes.move_to_end(name)
@@ -212,6 +230,19 @@ class IndexPool:
         index = self._indexes.pop(name, None)
         if index is not None:
             self.num_tokens -= len(index)
+            self._dropped += filter(None, index.clear())
+            self._free()
+
+    def _free(self) -> None:
+        left = _FREE
+        while self._dropped and left > 0:
+            entries = self._dropped[-1]
+            if len(entries) > left:
+                for _ in range(left):
+                    entries.popitem()
+                return
+            left -= len(entries)
+            self._dropped.pop()
 
     def follow(self, name: Hashable, tokens: Seq[int], limit: int) -> ContextIndex:
         """The index of one text, whose positions are those in `tokens`.

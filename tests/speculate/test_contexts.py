@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -159,6 +160,23 @@ def test_the_oldest_tokens_go_first():
     index.enter(10_000)
     found = [token for token in range(1000) if index.find([token], 1)[0]]
     assert found and min(found) >= 700 and {*range(800, 899)} < {*found}
+
+
+def test_a_dropped_index_is_freed_bit_by_bit():
+    indexes = pool(100_000)
+    text = list(range(20_000))
+    for _ in range(40):
+        indexes.follow("long", text, 500)
+    indexes.follow("short", [1, 2, 3], 500)
+    indexes.drop("short")
+    assert indexes.num_dropped == 0
+    indexes.drop("long")
+    left = [indexes.num_dropped]
+    while left[-1]:
+        assert indexes.get("long") is None
+        left.append(indexes.num_dropped)
+    assert 15_000 < left[0] < 20_000
+    assert all(0 < a - b <= 1024 for a, b in pairwise(left))
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 20])
