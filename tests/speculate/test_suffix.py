@@ -294,10 +294,10 @@ def test_repetitive_text_costs_a_bounded_amount_per_token(period):
     drafter = SuffixDrafter(8)
     tokens: list[int] = []
     costs = []
-    for at in range(1000):
+    for at in range(700):
         tokens.append(at % period)
         costs.append(lines_executed(lambda: drafter.propose("key", tokens, 0, "")))
-    assert sum(costs[-300:]) / 300 <= 1.5 * sum(costs[350:650]) / 300
+    assert sum(costs[-150:]) <= 1.5 * sum(costs[350:500])
     assert sorted(costs)[-20] <= 2000  # all but the calls that share a piece
 
 
