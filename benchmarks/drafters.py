@@ -2,8 +2,9 @@
 
     python -m benchmarks.drafters [--only cost step acceptance] [--text FILE] [--output FILE.json]
 
-Acceptance is replayed: the text stands for what the model puts out, greedily. No model runs. Takes
-about two minutes.
+Acceptance is replayed: the text stands for what the model puts out. No model runs. The texts are
+this repository's own documents and sources, so that figures of different commits differ a little,
+and what the bundled model was trained on. Takes about a minute.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _cost_at(name: str, text: list[int]) -> Report:
     tail = min(64, len(text) // 2)
     prompt = text[: len(text) - tail]
     calls_s, single_s, end_s = [], [], []
-    for _ in range(3):
+    for _ in range(2):
         drafter = DRAFTERS[name](8)
         tokens, calls = list(prompt), []
         for _ in range(-(-len(prompt) // 512)):

@@ -3,8 +3,8 @@
 Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), with what matters of its two trees: contexts of
 this sequence, prompt and output, and of the outputs of other sequences of the same salt. Here they
 are no trees. A `ContextIndex` finds where the context stands, latest first, and what follows at the
-latest of these places is counted when it is asked for: entering a token costs the same whatever its
-surroundings, and forgetting leaves no count behind.
+latest of these places is counted when it is asked for: to enter a token takes a few dictionary
+operations whatever stands around it, and forgetting leaves no count behind.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import tracemalloc
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_jax.speculate.contexts import ContextIndex, IndexPool, agreement
@@ -56,6 +56,7 @@ def index_of(texts, lengths, chunk: int = 1000) -> ContextIndex:
     return index
 
 
+@settings(deadline=None)
 @given(TEXTS, LENGTHS, st.integers(1, 50), st.integers(0, 120), st.lists(FEW, max_size=10))
 def test_what_is_found_is_what_a_search_finds(texts, lengths, chunk, forgotten, tail):
     index = index_of(texts, lengths, chunk)
@@ -64,6 +65,7 @@ def test_what_is_found_is_what_a_search_finds(texts, lengths, chunk, forgotten, 
         assert following(index, query) == naive(texts, forgotten, query, lengths)
 
 
+@settings(deadline=None)
 @given(TEXTS, TEXTS, LENGTHS)
 def test_forgetting_leaves_what_never_knowing_would(old, new, lengths):
     index = index_of(old + new, lengths)
@@ -74,6 +76,7 @@ def test_forgetting_leaves_what_never_knowing_would(old, new, lengths):
             assert following(index, tokens[:end]) == following(fresh, tokens[:end])
 
 
+@settings(deadline=None)
 @given(TEXTS, LENGTHS)
 def test_when_all_is_forgotten_nothing_is_left(texts, lengths):
     index = index_of(texts, lengths)
@@ -111,6 +114,7 @@ def test_what_is_forgotten_while_it_waits_is_never_entered():
     assert following(index, [7]) == [[2]] and index.num_entries == 1
 
 
+@settings(deadline=None)
 @given(st.lists(FEW, max_size=30), st.lists(FEW, max_size=30), st.data())
 def test_agreement_counts_equal_tokens_backwards(text, tail, data):
     at = data.draw(st.integers(0, len(text)))
@@ -128,6 +132,7 @@ def pool(max_tokens: int, max_names: int = 100) -> IndexPool:
     return IndexPool((1, 2, 4), 8, max_tokens, max_names)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 400), st.booleans()), max_size=30))
 def test_the_pool_never_holds_more_than_it_may(calls):
     indexes = pool(500, max_names=4)
