@@ -251,15 +251,17 @@ class IndexPool:
         that is not the one known by this name, grown, is begun anew.
         """
         index = self.get(name)
+        end = 0
         if index is not None:
+            end = index.end
             known = index.text[-_COMPARED:]
-            if known != list(tokens[index.end - len(known) : index.end]):
+            if known != list(tokens[end - len(known) : end]):
                 self.drop(name)
-                index = None
+                index, end = None, 0
         if index is None:
             index = self._open(name)
-        if index.end < len(tokens):
-            new = tokens[index.end : index.end + limit]
+        if end < len(tokens):
+            new = tokens[end : end + limit]
             index.extend(new)
             self._count(len(new))
         return index
