@@ -23,6 +23,7 @@ _SHARDS = 16
 _SHARD_SHIFT = 57  # by the hash's high bits: a dictionary looks at the low ones first
 
 _FORGET = 128  # tokens at a time
+_FREE = 1024  # entries at a time: all of a long text's at once would take tens of milliseconds
 _COMPARED = 8  # tokens that tell whether a text is the one that was followed
 
 
@@ -46,6 +47,7 @@ class ContextIndex:
         assert lengths[-1] <= reach
         self._lengths = tuple(lengths)
         self._reach = reach
+        # The latest position of each context: never a forgotten one.
         self._heads: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
         # For position p and lengths[i], at (p - base) * len(lengths) + i: how far back the position
         # before p with the same context is, 0 if there is none.
@@ -109,7 +111,7 @@ class ContextIndex:
             limit -= max(stop - begin, 0)
 
     def _enter(self, first: int, places: range) -> None:
-        text, base, start, lengths = self.text, self.base, self.start, self._lengths
+        text, base, lengths = self.text, self.base, self._lengths
         heads, back, width = self._heads, self._back, len(lengths)
         for at in places:
             for i, length in enumerate(lengths):
@@ -119,20 +121,16 @@ class ContextIndex:
                 shard = heads[key >> _SHARD_SHIFT & _SHARDS - 1]
                 last = shard.get(key, -1)
                 shard[key] = base + at
-                if last < start:
+                if last < 0:
                     break  # it stands here only, and so does every longer one
                 back[at * width + i] = base + at - last
-                further = back[(last - base) * width + i]
-                if not further or last - further < start:
+                if not back[(last - base) * width + i]:
                     self._lengthen(last - base, i + 1)
 
     def _lengthen(self, at: int, i: int) -> None:
-        """Enters a position whose shorter context stood there only, until now."""
-        if i == len(self._lengths) or at < self._lengths[i]:
-            return
-        context = self.text[at - self._lengths[i] : at]
-        if None not in context:
-            key = hash(tuple(context))
+        """Enters a position whose shorter context has stood there only, until now."""
+        if i < len(self._lengths) and at >= self._lengths[i]:
+            key = hash(tuple(self.text[at - self._lengths[i] : at]))
             self._heads[key >> _SHARD_SHIFT & _SHARDS - 1][key] = self.base + at
 
     def find(self, tail: Seq[int], limit: int) -> tuple[list[int], int]:
@@ -148,7 +146,7 @@ class ContextIndex:
                 break
             key = hash(tuple(tail[n - length :]))
             last = heads[key >> _SHARD_SHIFT & _SHARDS - 1].get(key, -1)
-            if last < start:
+            if last < 0:
                 break
             found, level = last, i
         if found < 0:
@@ -162,6 +160,15 @@ class ContextIndex:
                 break
             places.append(found - base)
         return places, self._lengths[level]
+
+    def clear(self) -> list[dict[int, int]]:
+        """Forgets everything. Returns the entries, which take long to free."""
+        entries, self._heads = self._heads, [{} for _ in range(_SHARDS)]
+        self._waiting.clear()
+        self.base = self.start = self._first = self.end
+        self.text = []
+        self._back = array("i")
+        return entries
 
     def forget(self, count: int) -> None:
         """Forgets the `count` oldest positions."""
@@ -200,12 +207,20 @@ class IndexPool:
         self._max_tokens = max_tokens
         self._max_names = max_names
         self._indexes: OrderedDict[Hashable, ContextIndex] = OrderedDict()
+        self._dropped: list[dict[int, int]] = []
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._indexes)
 
+    @property
+    def num_dropped(self) -> int:
+        """Entries of dropped indexes that are still to be freed, a few with each call."""
+        return sum(map(len, self._dropped))
+
     def get(self, name: Hashable) -> ContextIndex | None:
+        if self._dropped:
+            self._free()
         index = self._indexes.get(name)
         if index is not None:
             self._indexes.move_to_end(name)
@@ -215,6 +230,19 @@ class IndexPool:
         index = self._indexes.pop(name, None)
         if index is not None:
             self.num_tokens -= len(index)
+            self._dropped += filter(None, index.clear())
+            self._free()
+
+    def _free(self) -> None:
+        left = _FREE
+        while self._dropped and left > 0:
+            entries = self._dropped[-1]
+            if len(entries) > left:
+                for _ in range(left):
+                    entries.popitem()
+                return
+            left -= len(entries)
+            self._dropped.pop()
 
     def follow(self, name: Hashable, tokens: Seq[int], limit: int) -> ContextIndex:
         """The index of one text, whose positions are those in `tokens`.
@@ -223,15 +251,17 @@ class IndexPool:
         that is not the one known by this name, grown, is begun anew.
         """
         index = self.get(name)
+        end = 0
         if index is not None:
+            end = index.end
             known = index.text[-_COMPARED:]
-            if known != list(tokens[index.end - len(known) : index.end]):
+            if known != list(tokens[end - len(known) : end]):
                 self.drop(name)
-                index = None
+                index, end = None, 0
         if index is None:
             index = self._open(name)
-        if index.end < len(tokens):
-            new = tokens[index.end : index.end + limit]
+        if end < len(tokens):
+            new = tokens[end : end + limit]
             index.extend(new)
             self._count(len(new))
         return index

@@ -3,8 +3,8 @@
 Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), with what matters of its two trees: contexts of
 this sequence, prompt and output, and of the outputs of other sequences of the same salt. Here they
 are no trees. A `ContextIndex` finds where the context stands, latest first, and what follows at the
-latest of these places is counted when it is asked for: entering a token costs the same whatever its
-surroundings, and forgetting leaves no count behind.
+latest of these places is counted when it is asked for: to enter a token takes a few dictionary
+operations whatever stands around it, and forgetting leaves no count behind.
 """
 
 from __future__ import annotations
@@ -154,14 +154,15 @@ def _vote(
     tokens = [text[place + ahead] if place + ahead < size else None for place in places]
     if None not in tokens and tokens.count(tokens[0]) == len(tokens):
         return tokens[0], places, len(places)
-    ways: dict[int, list[int]] = {}
-    for token, place in zip(tokens, places, strict=True):
-        if token is not None:
-            ways.setdefault(token, []).append(place)
-    if not ways:
+    counts = dict.fromkeys(tokens, 0)
+    for token in tokens:
+        counts[token] += 1
+    ended = counts.pop(None, 0)
+    if not counts:
         return None, [], 0
-    token = max(ways, key=lambda way: len(ways[way]))  # of equals, the latest
-    return token, ways[token], sum(map(len, ways.values()))
+    most = max(counts, key=counts.__getitem__)  # of equals, the latest
+    agreeing = [place for place, token in zip(places, tokens, strict=True) if token == most]
+    return most, agreeing, len(tokens) - ended
 
 
 def _longest(

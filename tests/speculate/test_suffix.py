@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from counting import lines_executed
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forge_jax.speculate import suffix
@@ -77,6 +77,7 @@ def check(draft: Draft, own: list[int], outputs: list[list[int]], k: int, factor
     assert list(draft.confidence) == pytest.approx(confidence)
 
 
+@settings(deadline=None)
 @given(st.lists(FEW, max_size=5), FEW, st.integers(1, 9), st.sampled_from([0.5, 1.0, 4.0]))
 @example([[0, 1, 2, 0, 1] * 8] * 5, [0, 1, 2] * 20, 9, 4.0)
 def test_the_draft_is_the_most_frequent_way_on(outputs, tokens, max_tokens, factor):
@@ -118,6 +119,7 @@ def see(drafter: SuffixDrafter, output: list[int], salt: str, key: str = "seen")
     drafter.end(key, output, 0, salt)
 
 
+@settings(deadline=None)
 @given(FEW, st.lists(st.integers(1, 20)))
 def test_lumps_and_single_tokens_give_the_same_draft(tokens, lumps):
     one_by_one, in_lumps = SuffixDrafter(8), SuffixDrafter(8)
@@ -175,6 +177,7 @@ def test_no_token_crosses_salts_when_room_is_short(seed):
 SMALL = st.lists(st.sampled_from([0, 1, 2, -1, -2, 2**61 - 1]), min_size=1, max_size=12)
 
 
+@settings(deadline=None)
 @given(SMALL, SMALL, st.sampled_from(["same key", "another"]), st.booleans())
 def test_a_secret_continuation_is_not_found_under_another_salt(context, tail, key, ended):
     secret = [1000, 1001, 1002, 1003]
@@ -208,11 +211,20 @@ def test_others_of_a_salt_find_what_a_sequence_still_puts_out(monkeypatch):
         drafter.propose("key", tokens[:end], 5, "")
     # Output 5 to 34: three whole pieces, which are one text.
     assert drafter.propose("other", [8, 9], 2, "").token_ids == (10, 11, 12, 13)
-    assert drafter.propose("other", [13, 14], 2, "").token_ids == (15, 16, 17, 18)
+    assert drafter.propose("other", [12, 13], 2, "").token_ids == (14, 15, 16, 17)
     assert drafter.propose("other", [33], 1, "").token_ids == (34,)
     assert drafter.propose("other", [34], 1, "") == Draft()
     drafter.end("key", tokens[:50], 5, "")
     assert drafter.propose("other", [33, 34], 2, "").token_ids == (35, 36, 37, 38)
+
+
+def test_outputs_that_follow_each_other_under_one_key_are_two_texts(monkeypatch):
+    monkeypatch.setattr(suffix, "_PIECE", 2)
+    drafter = SuffixDrafter(4)
+    for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        drafter.propose("key", tokens, 0, "")
+    assert drafter.propose("other", [2, 3], 2, "").token_ids == (4,)
+    assert drafter.propose("other", [6, 7], 2, "").token_ids == (8,)
 
 
 # --- room -------------------------------------------------------------------------------------
@@ -224,6 +236,16 @@ def test_who_was_never_asked_for_leaves_nothing():
     assert drafter.num_live == drafter.num_shared == 0
 
 
+def test_who_has_ended_leaves_only_its_output():
+    drafter = SuffixDrafter(4)
+    drafter.propose("key", [*range(50)], 40, "")
+    assert (drafter.num_live, drafter.num_shared) == (50, 0)
+    drafter.end("key", [*range(60)], 40, "")
+    context = 16  # tokens that the output stands after, and the mark before them
+    assert (drafter.num_live, drafter.num_shared) == (0, 20 + context + 1)
+
+
+@settings(deadline=None)
 @given(st.lists(FEW, min_size=1, max_size=4), st.lists(FEW, min_size=1, max_size=4), FEW)
 def test_when_an_output_is_forgotten_drafts_are_as_if_it_had_never_been(old, new, query):
     drafter, fresh = drafter_that_saw(*old, *new), drafter_that_saw(*new)
@@ -276,10 +298,10 @@ def test_repetitive_text_costs_a_bounded_amount_per_token(period):
     drafter = SuffixDrafter(8)
     tokens: list[int] = []
     costs = []
-    for at in range(1000):
+    for at in range(700):
         tokens.append(at % period)
         costs.append(lines_executed(lambda: drafter.propose("key", tokens, 0, "")))
-    assert sum(costs[-300:]) / 300 <= 1.5 * sum(costs[350:650]) / 300
+    assert sum(costs[-150:]) <= 1.5 * sum(costs[350:500])
     assert sorted(costs)[-20] <= 2000  # all but the calls that share a piece
 
 
@@ -311,6 +333,7 @@ def test_what_does_not_repeat_gives_no_draft(tokens):
     assert SuffixDrafter(4).propose("key", tokens, 0, "") == Draft()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), FEW, st.integers(0, 60), st.booleans())))
 def test_calls_that_should_not_be_do_not_crash(calls):
     """Lists that shrink or change under a key, prompts longer than the list, ends out of order."""
@@ -331,6 +354,7 @@ def test_a_list_that_shrank_begins_anew():
     assert drafter.num_live == 4
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.sampled_from([-1, -2, 0, 1, 2**31, 2**61 - 1, 2**61, 2**64, -(2**70)]), max_size=40)
 )
