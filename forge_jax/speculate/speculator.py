@@ -20,6 +20,7 @@ from forge_jax.speculate.drafter import Draft, Drafter
 from forge_jax.speculate.length import Experience, LengthPolicy
 
 LOOK_PART = 0.01  # of a step's time that may be spent on guessing whether to wait
+LOOK_AT = 8  # sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,8 @@ class Speculator:
         self._verifying: dict[Sequence, Draft] = {}
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted = [0] * max_draft_tokens  # by position
-        self._look_s = 0.0  # what a look at one sequence takes
+        self._num_looks = 0
+        self._look_s = 0.0  # what a look takes
         self._looks_to_skip = 0
         self._read_s: float | None = None  # when the last step was read, if steps have come since
 
@@ -85,13 +87,17 @@ class Speculator:
             return False
         began_s = self._clock()
         seqs = [seq for seq in scheduler.running if seq.num_pending == 1 and seq.takes_drafts]
+        if len(seqs) > LOOK_AT:  # they stand for all
+            first = self._num_looks * LOOK_AT % len(seqs)
+            seqs = [*seqs[first:], *seqs[:first]][:LOOK_AT]
+        self._num_looks += 1
         gains: list[float] = []
         for seq, confidence in zip(seqs, self._drafter.foresee(seqs), strict=True):
             gains += self._reach(seq, confidence)
+        gains *= len(plan.decodes) // max(len(seqs), 1)
         gains.sort(reverse=True)
         chosen = self.policy.choose(len(plan.decodes), gains)
-        took_s = (self._clock() - began_s) / max(len(seqs), 1)
-        self._look_s += 0.1 * (took_s - self._look_s)
+        self._look_s += 0.1 * (self._clock() - began_s - self._look_s)
         return chosen > 0
 
     def drafts(self, scheduler: Scheduler) -> dict[Sequence, tuple[int, ...]]:
@@ -180,12 +186,12 @@ class Speculator:
         return experience
 
     def _may_look(self, num_sequences: int) -> bool:
-        """Whether guessing for all sequences is cheap enough, or enough steps have gone by."""
+        """Whether a look is cheap beside a step, or enough steps have gone by since the last."""
         if self._looks_to_skip > 0:
             self._looks_to_skip -= 1
             return False
         step_s = self.policy.ahead.expect(num_sequences)
         if not step_s:
             return False
-        self._looks_to_skip = int(self._look_s * num_sequences / (LOOK_PART * step_s))
+        self._looks_to_skip = int(self._look_s / (LOOK_PART * step_s))
         return True
