@@ -4,8 +4,10 @@
         [--drafters ngram suffix] [--parts questions replay load] [--output FILE.json]
 
 `--questions` is a file in Spec-Bench's form (Xia et al. 2024, arXiv:2401.07851): a JSON object a
-line with `question_id`, `category` and `turns`. Three parts:
+line with `question_id`, `category` and `turns`. Four parts:
 
+- usual: what the bundled model was made for, stories, facts, sums, extraction, from the grammars of
+  its training text with a seed of its own, one at a time, at temperature 0.7.
 - questions: every question once, one at a time, greedy, what the model says of itself. Each round
   has other questions, so that nothing is drafted from an earlier answer to the same one.
 - replay: texts that repeat what is in their prompt, edits of a document and JSON extracted from
@@ -49,8 +51,11 @@ from forge_jax.errors import ForgeError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request, sequence_seed
 from forge_jax.step import step as step_file
+from training.forge_tiny.corpus import documents
 
-PARTS = ("questions", "replay", "load")
+PARTS = ("usual", "questions", "replay", "load")
+USUAL = 40  # requests of a round
+USUAL_SEED = 77_777  # none that it was trained with
 LOADS = (1, 4, 16, 64)
 ANSWER = 160  # most tokens of an answer
 RECORD = 192  # of a replayed text
@@ -203,6 +208,7 @@ class Run:
     """One side's answers to the requests of a round."""
 
     wall_s: float
+    decode_s: float  # from the first to the last token of each request, all together
     steps: int
     drafts: int
     draft_tokens: int
@@ -219,6 +225,8 @@ def serve(parts: EngineParts, requests: Sequence[Request], at_once: int) -> Run:
     core, before = parts.core, _counters(parts.core)
     waiting, live = list(reversed(requests)), 0
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    first_s: dict[str, float] = {}
+    decode_s = 0.0
     begun = time.perf_counter()
     with parts.guard():
         while waiting or live:
@@ -226,11 +234,16 @@ def serve(parts: EngineParts, requests: Sequence[Request], at_once: int) -> Run:
                 core.add(waiting.pop())
                 live += 1
             for request_id, deltas in core.tick().items():
+                now = time.perf_counter()
                 for delta in deltas:
                     if delta.error is not None:
                         raise BenchmarkError(f"{request_id}: {delta.error}")
                     tokens[request_id] += delta.token_ids
-                    live -= delta.finish_reason is not None
+                    if delta.token_ids:
+                        first_s.setdefault(request_id, now)
+                    if delta.finish_reason is not None:
+                        live -= 1
+                        decode_s += now - first_s.get(request_id, now)
         wall_s = time.perf_counter() - begun
         while core.has_work:
             core.tick()
@@ -239,6 +252,7 @@ def serve(parts: EngineParts, requests: Sequence[Request], at_once: int) -> Run:
     )
     return Run(
         wall_s=wall_s,
+        decode_s=decode_s,
         steps=steps,
         drafts=drafts,
         draft_tokens=draft_tokens,
@@ -281,6 +295,7 @@ def summary(rounds: Sequence[dict[str, Run]], name: str) -> dict[str, Any]:
     runs = [round_[name] for round_ in rounds]
     off = [round_[OFF] for round_ in rounds]
     ratios = [plain.wall_s / run.wall_s for plain, run in zip(off, runs, strict=True)]
+    decoding = [plain.decode_s / run.decode_s for plain, run in zip(off, runs, strict=True)]
     num_tokens, steps = sum(r.num_tokens for r in runs), sum(r.steps for r in runs)
     drafts, tokens = sum(r.drafts for r in runs), sum(r.draft_tokens for r in runs)
     accepted = sum(r.accepted for r in runs)
@@ -290,6 +305,7 @@ def summary(rounds: Sequence[dict[str, Run]], name: str) -> dict[str, Any]:
         "speedup": statistics.median(ratios),
         "speedup_low": low,
         "speedup_high": high,
+        "decode_speedup": statistics.median(decoding),
         "tokens_per_s": num_tokens / sum(r.wall_s for r in runs),
         "tokens": num_tokens,
         "tokens_per_step": num_tokens / steps,
@@ -317,6 +333,20 @@ def run_questions(sides: Sides, questions: Sequence[str], rounds: int) -> list[d
     for index in tqdm(range(rounds), desc="questions", leave=False):
         chosen = questions[index::rounds]
         done.append(sides.round(index, question_requests(parts, chosen, 0.0, f"q{index}")))
+    return done
+
+
+def run_usual(sides: Sides, rounds: int) -> list[dict[str, Run]]:
+    parts = sides.parts[OFF]
+    chats = [d for d in documents(USUAL_SEED, 4 * USUAL * rounds) if d.turns[0][0] == "user"]
+    asked = [document.turns[0][1] for document in chats][: USUAL * rounds]
+    done = []
+    for index in tqdm(range(rounds), desc="usual", leave=False):
+        requests = question_requests(parts, asked[index::rounds], 0.7, f"u{index}")
+        requests = [dataclasses.replace(r, seed=1000 * index + i) for i, r in enumerate(requests)]
+        if not index:
+            serve_warm_up(sides, requests[:5])
+        done.append(sides.round(index, requests))
     return done
 
 
@@ -375,7 +405,7 @@ def run_replay(
 
 
 HEADER = (
-    *("part", "drafts", "speed-up", "95% interval", "tokens/s", "tokens a step"),
+    *("part", "drafts", "speed-up", "95% interval", "decoding", "tokens/s", "tokens a step"),
     *("accepted", "length", "differing"),
 )
 
@@ -391,6 +421,7 @@ def rows(report: dict[str, Any]) -> list[list[str]]:
                     name,
                     number(s["speedup"], 2),
                     f"{s['speedup_low']:.2f} to {s['speedup_high']:.2f}",
+                    number(s["decode_speedup"], 2),
                     number(s["tokens_per_s"]),
                     number(s["tokens_per_step"], 2),
                     accepted,
@@ -428,8 +459,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         random.Random(0).shuffle(questions)
         questions = questions[: args.limit]
         done: dict[str, list[dict[str, Run]]] = {}
-        if set(args.parts) & {"questions", "load"}:
+        if set(args.parts) & {"usual", "questions", "load"}:
             sides = Sides(names, **options)
+            if "usual" in args.parts:
+                done["usual"] = run_usual(sides, args.rounds)
             if "questions" in args.parts:
                 done["questions"] = run_questions(sides, questions, args.rounds)
             for at_once in args.loads if "load" in args.parts else ():

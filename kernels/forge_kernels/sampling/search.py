@@ -6,6 +6,8 @@ a step's command buffer in pieces, and settles `DIGIT` bits a pass: as many sums
 thresholds to choose from, in one reduction that reads the row once.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -53,20 +55,26 @@ def by_bits(key: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
 
 def by_digits(key: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
     """`largest_key` without a loop, `DIGIT` bits a pass."""
+    # In lax, not jnp: this is traced for every executable, and is as much as ten layers.
+    weight = jnp.broadcast_to(weight, key.shape)
+    zero, zeros = weight.dtype.type(0), jnp.zeros(key.shape, weight.dtype)
     found = jnp.zeros(key.shape[:1], jnp.uint32)
-    zero = weight.dtype.type(0)
     low = 32
     while low > 0:
         width = min(DIGIT, low)
         low -= width
-        candidates = [found | jnp.uint32(digit << low) for digit in range(1, 1 << width)]
-        kept = tuple(jnp.where(key >= t[:, None], weight, zero) for t in candidates)
-        sums = lax.reduce(kept, (zero,) * len(kept), _add, (1,))
-        # As many as hold, since what holds for a threshold holds for those below it.
-        digit = sum((s >= wanted).astype(jnp.uint32) for s in sums)
-        found = found | (digit << low)
+        kept = []
+        for digit in range(1, 1 << width):
+            candidate = lax.bitwise_or(found, lax.full_like(found, digit << low))
+            above = lax.ge(key, lax.broadcast_in_dim(candidate, key.shape, (0,)))
+            kept.append(lax.select(above, weight, zeros))
+        sums = lax.reduce(tuple(kept), (zero,) * len(kept), _add, (1,))
+        # As many hold as the digit says, for what holds for a threshold holds for those below it.
+        held = [lax.convert_element_type(lax.ge(s, wanted), jnp.uint32) for s in sums]
+        digit = functools.reduce(lax.add, held)
+        found = lax.bitwise_or(found, lax.shift_left(digit, lax.full_like(digit, low)))
     return found
 
 
 def _add(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
+    return tuple(map(lax.add, a, b))
