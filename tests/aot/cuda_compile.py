@@ -35,6 +35,8 @@ from forge_kernels.attention.quantized import QuantizedKV
 from forge_kernels.attention.shapes import LLAMA_3_1_8B, SHAPES, AttentionShape
 
 BLOCKS, MAX_BLOCKS, SEQS = 2048, 128, 64
+# One of each head size.
+OF_8_BITS = ("llama-3.2-1b", "phi-2", "phi-3-mini", "llama-3.1-8b", "gemma-2-9b")
 MATRIX_BYTES = 4096 * 4096 * 2  # the smallest of a layer of Llama 3.1 8B
 QUICK = ("llama-3.1-8b, decode", "llama-3.1-8b, mixed", "gemma-2-9b, mixed", "the check", "step")
 QUICK_MIXED_LAYERS = 4
@@ -97,22 +99,22 @@ def cases() -> Iterator[tuple[str, Case]]:
             llama(tokens=SEQS, max_q_len=1, block_size=block_size),
         )
     for kv_dtype in map(str, PRODUCT_DTYPES):
-        for name, shape in SHAPES.items():
+        of_8_bits = partial(Case, kv_dtype=kv_dtype)
+        for name in OF_8_BITS:
+            shape = SHAPES[name]
+            decode = of_8_bits(shape=shape, tokens=SEQS, max_q_len=1)
+            yield f"{name}, decode, {kv_dtype}", decode
+            yield f"{name}, mixed, {kv_dtype}", replace(decode, tokens=512, max_q_len=512)
+        llama = partial(of_8_bits, shape=LLAMA_3_1_8B)
+        verify = llama(tokens=5 * SEQS, max_q_len=5)
+        yield f"llama-3.1-8b, verify, {kv_dtype}", verify
+        uniform = llama(tokens=256, max_q_len=256, seqs=256, uniform=True)
+        yield f"llama-3.1-8b, uniform, {kv_dtype}", uniform
+        for block_size in (8, 16):
             yield (
-                f"{name}, decode, {kv_dtype}",
-                Case(shape=shape, tokens=SEQS, max_q_len=1, kv_dtype=kv_dtype),
+                f"llama-3.1-8b, blocks of {block_size}, {kv_dtype}",
+                llama(tokens=SEQS, max_q_len=1, block_size=block_size),
             )
-        for name, case in (
-            ("mixed", llama(tokens=512, max_q_len=512)),
-            ("verify", llama(tokens=5 * SEQS, max_q_len=5)),
-            ("uniform", llama(tokens=256, max_q_len=256, seqs=256, uniform=True)),
-            ("float16", llama(tokens=SEQS, max_q_len=1, dtype="float16")),
-            *(
-                (f"blocks of {size}", llama(tokens=SEQS, max_q_len=1, block_size=size))
-                for size in (8, 16, 128)
-            ),
-        ):
-            yield f"llama-3.1-8b, {name}, {kv_dtype}", replace(case, kv_dtype=kv_dtype)
 
 
 def compile_case(compiler: deviceless.Compiler, case: Case) -> deviceless.Program:
