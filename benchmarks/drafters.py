@@ -27,12 +27,12 @@ from tokenizers import Tokenizer
 from benchmarks import report as reports
 from benchmarks.client import percentile
 from forge_jax.checkpoint.hub import BUNDLED, resolve
-from forge_jax.speculate.drafter import Drafter
+from forge_jax.speculate.drafter import TextDrafter
 from forge_jax.speculate.ngram import NgramDrafter
 from forge_jax.speculate.suffix import SuffixDrafter
 from training.forge_tiny.corpus import extraction, stories
 
-DRAFTERS: dict[str, Callable[[int], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
+DRAFTERS: dict[str, Callable[[int], TextDrafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 CONTEXTS = (100, 4_000, 100_000)
 DRAFT_LENGTHS = (4, 8, 16)
 SEQUENCES = 256
@@ -151,7 +151,7 @@ def _step(name: str, text: list[int]) -> Report:
     }
 
 
-def _propose_s(drafter: Drafter, tokens: list[int], prompt_len: int) -> float:
+def _propose_s(drafter: TextDrafter, tokens: list[int], prompt_len: int) -> float:
     begin = time.perf_counter()
     drafter.propose("key", tokens, prompt_len, "")
     return time.perf_counter() - begin
@@ -172,7 +172,7 @@ def acceptance(samples_of: dict[str, list[Sample]]) -> list[Report]:
     return results
 
 
-def play(drafter: Drafter, samples: list[Sample], one_salt: bool = True) -> Report:
+def play(drafter: TextDrafter, samples: list[Sample], one_salt: bool = True) -> Report:
     """One sequence after the other; each step puts out what was accepted and one token more.
 
     Without `one_salt` every sequence has a salt of its own.

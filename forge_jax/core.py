@@ -349,7 +349,7 @@ class EngineCore:
 
     def _schedule(self) -> StepPlan | None:
         drafts = None
-        if self.speculator is not None:
+        if self.speculator is not None and self._in_flight is None:  # else tokens are not known
             drafts = self.speculator.drafts(self.scheduler)
             self.phases.end("draft")
         plan = self.scheduler.schedule(drafts)

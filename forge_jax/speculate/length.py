@@ -28,12 +28,17 @@ class StepTimes:
     Sizes share an average where they are within a sixth of each other.
     """
 
-    WEIGHT = 0.1  # of a new time
+    WEIGHT = 0.2  # of a new time
     OUTLIER = 3.0  # no time counts as more than so many times the average
 
     def __init__(self) -> None:
         self._mean_s: dict[int, float] = {}
         self._count: dict[int, int] = {}
+
+    @property
+    def known(self) -> bool:
+        """Whether anything is."""
+        return bool(self._mean_s)
 
     def record(self, num_tokens: int, seconds: float) -> None:
         place = _place(num_tokens)
@@ -60,10 +65,6 @@ class StepTimes:
             return None if nearest is None else self._mean_s[nearest]
         part = (place - below) / (above - below)
         return self._mean_s[below] + part * (self._mean_s[above] - self._mean_s[below])
-
-    def forget(self) -> None:
-        self._mean_s.clear()
-        self._count.clear()
 
 
 def _place(num_tokens: int) -> int:
@@ -148,29 +149,25 @@ class LengthPolicy:
         plain_s = self.ahead.expect(num_sequences)
         if not plain_s or not gains:
             return 0
-        best, best_rate, hoped = 0, WORTH * num_sequences / plain_s, False
+        best, best_rate = 0, WORTH * num_sequences / plain_s
+        doubts = self._refusals >= self._retry
         expected, counted = float(num_sequences), 0
         for count in _counts(len(gains)):
             expected += sum(gains[counted:count])
             counted = count
-            # Where nothing has been measured, hope: it will be.
-            seconds = self.waited.expect(num_sequences + count)
+            seconds = None if doubts else self.waited.expect(num_sequences + count)
+            # Where nothing has been measured, hope: it will be. Times that speak against drafts
+            # would never be measured again: once in a while they are doubted.
             rate = expected / (seconds or plain_s)
             if rate > best_rate:
-                best, best_rate, hoped = count, rate, seconds is None
+                best, best_rate = count, rate
         if not best:
-            self._refuse()
-        elif not hoped:
+            self._refusals += 1
+        elif doubts:
+            self._refusals, self._retry = 0, min(2 * self._retry, LAST_RETRY)
+        elif self.waited.known:
             self._refusals, self._retry = 0, FIRST_RETRY
         return best
-
-    def _refuse(self) -> None:
-        """Times that speak against drafts are never measured again unless they are doubted."""
-        self._refusals += 1
-        if self._refusals >= self._retry:
-            self._refusals = 0
-            self._retry = min(2 * self._retry, LAST_RETRY)
-            self.waited.forget()
 
 
 def _counts(most: int) -> list[int]:
