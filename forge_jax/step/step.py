@@ -156,12 +156,15 @@ def _sample_rows(
         )
         return sample(changed, any_filter=_has(flags, meta_bits.FILTER))
 
-    # What most steps do is apart: where logits may be changed, those that are not are copied.
-    sampled = jax.lax.cond(
-        _has(flags, change | meta_bits.FILTER),
-        sample_changed,
-        lambda: sample(logits, any_filter=False),
-    )
+    if sampler == "cpu":  # traced once: a CPU's start counts more than a copy of a few rows
+        sampled = sample_changed()
+    else:
+        # What most steps do is apart: where logits may be changed, those that are not are copied.
+        sampled = jax.lax.cond(
+            _has(flags, change | meta_bits.FILTER),
+            sample_changed,
+            lambda: sample(logits, any_filter=False),
+        )
     sampled = jnp.where(row_valid & ~fault, sampled, 0)
 
     # Row j + 1 of a verified sequence was computed from draft j: it counts while each draft
