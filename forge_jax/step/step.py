@@ -87,12 +87,17 @@ def make_step(
             uniform=uniform,
         )
         rows = model.logits(leaves, embed(hidden, m.row_token), m.header[2])  # f32[R, V]
-        sampler = "cpu" if implementation == "cpu" else "xla"
+        sampler = sampler_of(implementation)
         slots, out = _sample_rows(shape, slots, m, rows, tokens, positions, sampler)
         return kv, slots, out
 
     step.__name__ = shape.name.replace("[", "_").replace("]", "")
     return step
+
+
+def sampler_of(implementation: Implementation) -> Literal["xla", "cpu"]:
+    """What samples where attention is computed so."""
+    return "cpu" if implementation == "cpu" else "xla"
 
 
 def _sample_rows(
