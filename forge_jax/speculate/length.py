@@ -148,21 +148,20 @@ class LengthPolicy:
         plain_s = self.ahead.expect(num_sequences)
         if not plain_s or not gains:
             return 0
-        best, best_rate = 0, WORTH * num_sequences / plain_s
+        best, best_rate, hoped = 0, WORTH * num_sequences / plain_s, False
         expected, counted = float(num_sequences), 0
         for count in _counts(len(gains)):
             expected += sum(gains[counted:count])
             counted = count
             # Where nothing has been measured, hope: it will be.
-            seconds = self.waited.expect(num_sequences + count) or plain_s
-            rate = expected / seconds
+            seconds = self.waited.expect(num_sequences + count)
+            rate = expected / (seconds or plain_s)
             if rate > best_rate:
-                best, best_rate = count, rate
-        if best:
-            self._refusals = 0
-            self._retry = FIRST_RETRY
-        else:
+                best, best_rate, hoped = count, rate, seconds is None
+        if not best:
             self._refuse()
+        elif not hoped:
+            self._refusals, self._retry = 0, FIRST_RETRY
         return best
 
     def _refuse(self) -> None:

@@ -1,0 +1,454 @@
+"""What do drafts bring? The same requests with and without them, in turns, in this process.
+
+    python -m benchmarks.speculation --questions FILE.jsonl [--model forge-tiny] [--rounds 5]
+        [--drafters ngram suffix] [--parts questions replay load] [--output FILE.json]
+
+`--questions` is a file in Spec-Bench's form (Xia et al. 2024, arXiv:2401.07851): a JSON object a
+line with `question_id`, `category` and `turns`. Three parts:
+
+- questions: every question once, one at a time, greedy, what the model says of itself. Each round
+  has other questions, so that nothing is drafted from an earlier answer to the same one.
+- replay: texts that repeat what is in their prompt, edits of a document and JSON extracted from
+  sentences, one at a time. A small model cannot write these, so the step's own choice is replaced
+  by the recorded token: everything is computed as ever, sampling too, and drafts are verified
+  against the record.
+- load: questions at temperature 0.7 with 1, 4, 16 and 64 at once, for the slowdown that drafts
+  bring at their worst: the 95% interval of the median ratio, by bootstrap over the rounds.
+
+Outputs must be equal with and without drafts where the tier is deterministic; in the default one
+the share of requests that differ is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks import report as reports
+from benchmarks.errors import BenchmarkError
+from benchmarks.report import number
+from forge_jax.assemble import assemble
+from forge_jax.config import EngineConfig
+from forge_jax.core import EngineCore, EngineParts
+from forge_jax.errors import ForgeError
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.request import Request, sequence_seed
+from forge_jax.step import step as step_file
+
+PARTS = ("questions", "replay", "load")
+LOADS = (1, 4, 16, 64)
+ANSWER = 160  # most tokens of an answer
+RECORD = 192  # of a replayed text
+OFF = "off"
+
+
+# ---- requests ------------------------------------------------------------------------------------
+
+
+def read_questions(path: Path) -> list[str]:
+    """The first turn of each question.
+
+    Raises:
+      BenchmarkError: it is no such file.
+    """
+    try:
+        lines = path.read_text().splitlines()
+        return [json.loads(line)["turns"][0] for line in lines if line.strip()]
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise BenchmarkError(f"--questions {path}: not in Spec-Bench's form ({error})") from error
+
+
+def chat_prompt(parts: EngineParts, question: str, room: int) -> list[int]:
+    """The token ids of a chat with one question, which is cut where it leaves no room."""
+    assert parts.tokenizer is not None and parts.chat_template is not None
+    while True:
+        text = parts.chat_template.render([{"role": "user", "content": question}])
+        ids = parts.tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) <= room:
+            return list(ids)
+        question = question[: len(question) * room // len(ids) - 8]
+
+
+def question_requests(
+    parts: EngineParts, questions: Sequence[str], temperature: float, tag: str
+) -> list[Request]:
+    room = parts.max_model_len - ANSWER
+    return [
+        Request(
+            request_id=f"{tag}-{i}",
+            prompt_token_ids=chat_prompt(parts, question, room),
+            params=SamplingParams(max_tokens=ANSWER, temperature=temperature),
+            seed=i,
+        )
+        for i, question in enumerate(questions)
+    ]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A text to replay: the words of the prompt, and what is answered."""
+
+    prompt: str
+    answer: str
+
+
+def edits(documents: Sequence[str], count: int, rng: random.Random) -> list[Record]:
+    """A document, and the same with one word put for another wherever it stands."""
+    records = []
+    for document in rng.sample([d for d in documents if len(d) > 400], count):
+        document = document[: rng.randint(350, 500)]
+        words = [word for word in document.split() if word.isalpha() and len(word) > 3]
+        old = rng.choice(words) if words else "the"
+        prompt = f"Write this text again, but with Zanzibar for {old}:\n{document}\n"
+        records.append(Record(prompt, document.replace(old, "Zanzibar")))
+    return records
+
+
+def extractions(count: int, rng: random.Random) -> list[Record]:
+    """Sentences about people, and the same as JSON."""
+    first = (
+        "Anna Boris Carla David Elena Felix Greta Hugo Irina Jonas Karin Leon Maria Nils".split()
+    )
+    last = "Abel Brandt Carlsen Dvorak Engel Fischer Gruber Hansen Ibsen Jung Keller Lang".split()
+    towns = "Berlin Oslo Prague Vienna Lisbon Dublin Athens Riga Turin Ghent".split()
+    records = []
+    for _ in range(count):
+        people = [
+            {
+                "name": f"{rng.choice(first)} {rng.choice(last)}",
+                "age": rng.randint(18, 90),
+                "city": rng.choice(towns),
+            }
+            for _ in range(5)
+        ]
+        said = " ".join(f"{p['name']} is {p['age']} and lives in {p['city']}." for p in people)
+        prompt = f"Extract name, age and city of everybody as JSON:\n{said}\n"
+        records.append(Record(prompt, "\n".join(json.dumps(person) for person in people)))
+    return records
+
+
+def replay_requests(parts: EngineParts, records: Sequence[Record], tag: str) -> list[Request]:
+    assert parts.tokenizer is not None
+    requests = []
+    for i, record in enumerate(records):
+        prompt = parts.tokenizer.encode(record.prompt, add_special_tokens=True)
+        answer = parts.tokenizer.encode(record.answer, add_special_tokens=False)[:RECORD]
+        params = SamplingParams(max_tokens=len(answer), temperature=0.0, ignore_eos=True)
+        requests.append(
+            Request(
+                request_id=f"{tag}-{i}",
+                prompt_token_ids=list(prompt),
+                params=params,
+                seed=i,
+                outputs=None,
+            )
+        )
+    return requests
+
+
+class Records:
+    """The tokens that requests are to give, by seed and position; for the step as constants."""
+
+    def __init__(self, parts: EngineParts, records: Sequence[Record]):
+        assert parts.tokenizer is not None
+        self.seeds = np.array(
+            [sequence_seed(i, 0) & 0xFFFFFFFF for i in range(len(records))], np.uint32
+        )
+        self.tokens = np.full((len(records), parts.max_model_len + 1), -1, np.int32)
+        for i, record in enumerate(records):
+            start = len(parts.tokenizer.encode(record.prompt, add_special_tokens=True))
+            answer = parts.tokenizer.encode(record.answer, add_special_tokens=False)[:RECORD]
+            self.tokens[i, start : start + len(answer)] = answer
+
+    @contextlib.contextmanager
+    def instead_of_samples(self) -> Iterator[None]:
+        """Steps that are traced meanwhile put the recorded tokens in the place of their own."""
+        sample = step_file.sampling.sample
+        seeds, tokens = jnp.asarray(self.seeds), jnp.asarray(self.tokens)
+
+        def recorded(logits: jax.Array, **options: Any) -> jax.Array:
+            own = sample(logits, **options)
+            row = jnp.argmax(options["seed"][:, :1] == seeds[None], axis=1)
+            position = jnp.clip(options["position"], 0, tokens.shape[1] - 1)
+            token = tokens[row, position]
+            return jnp.where(token >= 0, token, own)
+
+        step_file.sampling.sample = recorded
+        try:
+            yield
+        finally:
+            step_file.sampling.sample = sample
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One side's answers to the requests of a round."""
+
+    wall_s: float
+    steps: int
+    drafts: int
+    draft_tokens: int
+    accepted: int
+    tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens.values()))
+
+
+def serve(parts: EngineParts, requests: Sequence[Request], at_once: int) -> Run:
+    """Answers them in order, `at_once` at any time, in this thread."""
+    core, before = parts.core, _counters(parts.core)
+    waiting, live = list(reversed(requests)), 0
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    begun = time.perf_counter()
+    with parts.guard():
+        while waiting or live:
+            while waiting and live < at_once:
+                core.add(waiting.pop())
+                live += 1
+            for request_id, deltas in core.tick().items():
+                for delta in deltas:
+                    if delta.error is not None:
+                        raise BenchmarkError(f"{request_id}: {delta.error}")
+                    tokens[request_id] += delta.token_ids
+                    live -= delta.finish_reason is not None
+        wall_s = time.perf_counter() - begun
+        while core.has_work:
+            core.tick()
+    steps, drafts, draft_tokens, accepted = (
+        after - first for after, first in zip(_counters(core), before, strict=True)
+    )
+    return Run(
+        wall_s=wall_s,
+        steps=steps,
+        drafts=drafts,
+        draft_tokens=draft_tokens,
+        accepted=accepted,
+        tokens={request_id: tuple(ids) for request_id, ids in tokens.items()},
+    )
+
+
+def _counters(core: EngineCore) -> tuple[int, int, int, int]:
+    if core.speculator is None:
+        return core.num_steps, 0, 0, 0
+    stats = core.speculator.stats()
+    return core.num_steps, stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens
+
+
+class Sides:
+    """An engine for each side; they take turns, in another order each round."""
+
+    def __init__(self, names: Sequence[str], **options: Any):
+        self.parts: dict[str, EngineParts] = {}
+        for name in names:
+            parts = assemble(EngineConfig.from_options(speculation=name, **options))
+            if parts.late is not None:
+                parts.late.wait()
+                parts.late.adopt()
+            self.parts[name] = parts
+
+    def round(self, index: int, requests: Sequence[Request], at_once: int = 1) -> dict[str, Run]:
+        names = list(self.parts)
+        turn = index % len(names)
+        names = names[turn:] + names[:turn]
+        if index // len(names) % 2:
+            names.reverse()
+        runs = {name: serve(self.parts[name], requests, at_once) for name in names}
+        return {name: runs[name] for name in self.parts}
+
+
+def summary(rounds: Sequence[dict[str, Run]], name: str) -> dict[str, Any]:
+    """The figures of one side over all rounds; times are ratios to no drafts within a round."""
+    runs = [round_[name] for round_ in rounds]
+    off = [round_[OFF] for round_ in rounds]
+    ratios = [plain.wall_s / run.wall_s for plain, run in zip(off, runs, strict=True)]
+    num_tokens, steps = sum(r.num_tokens for r in runs), sum(r.steps for r in runs)
+    drafts, tokens = sum(r.drafts for r in runs), sum(r.draft_tokens for r in runs)
+    accepted = sum(r.accepted for r in runs)
+    pairs = [(p.tokens[i], r.tokens[i]) for p, r in zip(off, runs, strict=True) for i in r.tokens]
+    low, high = interval(ratios)
+    return {
+        "speedup": statistics.median(ratios),
+        "speedup_low": low,
+        "speedup_high": high,
+        "tokens_per_s": num_tokens / sum(r.wall_s for r in runs),
+        "tokens": num_tokens,
+        "tokens_per_step": num_tokens / steps,
+        "acceptance": accepted / tokens if tokens else None,
+        "mean_accepted_length": accepted / drafts if drafts else None,
+        "draft_tokens": tokens,
+        "differing_requests": sum(a != b for a, b in pairs) / len(pairs),
+    }
+
+
+def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
+    """The 95% interval of the median, by bootstrap."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+
+
+# ---- parts ---------------------------------------------------------------------------------------
+
+
+def run_questions(sides: Sides, questions: Sequence[str], rounds: int) -> list[dict[str, Run]]:
+    parts = sides.parts[OFF]
+    serve_warm_up(sides, question_requests(parts, questions[:2], 0.0, "warm"))
+    done = []
+    for index in tqdm(range(rounds), desc="questions", leave=False):
+        chosen = questions[index::rounds]
+        done.append(sides.round(index, question_requests(parts, chosen, 0.0, f"q{index}")))
+    return done
+
+
+def run_load(
+    sides: Sides, questions: Sequence[str], rounds: int, at_once: int
+) -> list[dict[str, Run]]:
+    parts, rng = sides.parts[OFF], random.Random(at_once)
+    done = []
+    for index in tqdm(range(rounds), desc=f"{at_once} at once", leave=False):
+        chosen = rng.sample(questions, min(max(12, 3 * at_once), len(questions)))
+        requests = question_requests(parts, chosen, 0.7, f"l{at_once}-{index}")
+        requests = [dataclasses.replace(r, seed=rng.getrandbits(32)) for r in requests]
+        if not index:
+            serve_warm_up(sides, requests, at_once)
+        done.append(sides.round(index, requests, at_once))
+    return done
+
+
+def serve_warm_up(sides: Sides, requests: Sequence[Request], at_once: int = 1) -> None:
+    for parts in sides.parts.values():
+        serve(
+            parts,
+            [dataclasses.replace(r, request_id=f"w-{r.request_id}") for r in requests],
+            at_once,
+        )
+
+
+def run_replay(
+    names: Sequence[str], questions: Sequence[str], rounds: int, options: dict[str, Any]
+) -> dict[str, list[dict[str, Run]]]:
+    rng, each = random.Random(7), 6
+    kinds = {
+        "edit": edits(questions, each * rounds, rng),
+        "json": extractions(each * rounds, rng),
+    }
+    done = {}
+    for kind, records in kinds.items():
+        parts = assemble(EngineConfig.from_options(**options))  # for its tokenizer
+        recorded = Records(parts, records)
+        with recorded.instead_of_samples():
+            sides = Sides(names, **options, compile_cache=False)
+        requests = replay_requests(sides.parts[OFF], records, kind)
+        serve_warm_up(sides, requests[:2])
+        done[kind] = [
+            sides.round(index, requests[index * each : (index + 1) * each])
+            for index in tqdm(range(rounds), desc=kind, leave=False)
+        ]
+        for round_ in done[kind]:
+            for run in round_.values():
+                for request_id, ids in run.tokens.items():
+                    i = int(request_id.rpartition("-")[2])
+                    wanted = recorded.tokens[i][recorded.tokens[i] >= 0]
+                    if tuple(wanted) != ids:
+                        raise BenchmarkError(f"{request_id} is not what was recorded")
+    return done
+
+
+HEADER = (
+    *("part", "drafts", "speed-up", "95% interval", "tokens/s", "tokens a step"),
+    *("accepted", "length", "differing"),
+)
+
+
+def rows(report: dict[str, Any]) -> list[list[str]]:
+    made = []
+    for part, sides in report["parts"].items():
+        for name, s in sides.items():
+            accepted = "-" if s["acceptance"] is None else f"{100 * s['acceptance']:.0f}%"
+            made.append(
+                [
+                    part,
+                    name,
+                    number(s["speedup"], 2),
+                    f"{s['speedup_low']:.2f} to {s['speedup_high']:.2f}",
+                    number(s["tokens_per_s"]),
+                    number(s["tokens_per_step"], 2),
+                    accepted,
+                    number(s["mean_accepted_length"], 2),
+                    f"{100 * s['differing_requests']:.1f}%",
+                ]
+            )
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.speculation", description="What do drafts bring?"
+    )
+    parser.add_argument("--questions", type=Path, required=True, help="in Spec-Bench's form")
+    parser.add_argument("--model", default="forge-tiny")
+    parser.add_argument("--drafters", nargs="+", default=["ngram", "suffix"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--load-rounds", type=int, default=20)
+    parser.add_argument("--loads", type=int, nargs="+", default=LOADS)
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--limit", type=int, help="use only so many of the questions")
+    parser.add_argument("--output", type=Path, help="write the report here as JSON")
+    args = parser.parse_args(argv)
+    options: dict[str, Any] = {
+        "model": args.model,
+        "deterministic": args.deterministic,
+        "max_num_seqs": max(args.loads),
+    }
+    names = [OFF, *args.drafters]
+    report = reports.new("speculation", model=args.model, rounds=args.rounds, parts={})
+    try:
+        questions = read_questions(args.questions)
+        random.Random(0).shuffle(questions)
+        questions = questions[: args.limit]
+        done: dict[str, list[dict[str, Run]]] = {}
+        if set(args.parts) & {"questions", "load"}:
+            sides = Sides(names, **options)
+            if "questions" in args.parts:
+                done["questions"] = run_questions(sides, questions, args.rounds)
+            for at_once in args.loads if "load" in args.parts else ():
+                done[f"{at_once} at once"] = run_load(sides, questions, args.load_rounds, at_once)
+        if "replay" in args.parts:
+            replayed = run_replay(names, questions, args.rounds, options)
+            done |= {f"replay: {kind}": rounds for kind, rounds in replayed.items()}
+    except (BenchmarkError, ForgeError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    report["parts"] = {
+        part: {name: summary(rounds, name) for name in names} for part, rounds in done.items()
+    }
+    print(reports.heading(report))
+    print(reports.table(HEADER, rows(report)))
+    if args.output is not None:
+        reports.write(report, args.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

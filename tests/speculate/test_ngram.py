@@ -1,0 +1,172 @@
+"""Prompt lookup against the naive search, and what it may cost."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from counting import lines_executed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge_jax.speculate.drafter import Draft
+from forge_jax.speculate.ngram import NgramDrafter
+
+FEW = st.lists(st.integers(0, 2), max_size=60)
+
+
+def naive(tokens: list[int], max_tokens: int, min_match: int, max_match: int) -> list[int]:
+    """What followed the latest occurrence of the longest n-gram, repeated if it meets the end."""
+    for length in range(max_match, min_match - 1, -1):
+        for at in range(len(tokens) - 1, length - 1, -1):
+            if length <= len(tokens) and tokens[at - length : at] == tokens[-length:]:
+                text = list(tokens)
+                for ahead in range(max_tokens):
+                    text.append(text[at + ahead])
+                return text[len(tokens) :]
+    return []
+
+
+@given(FEW, st.integers(1, 9), st.integers(1, 4), st.integers(0, 4))
+def test_the_draft_is_what_followed_the_latest_longest_match(tokens, max_tokens, least, more):
+    drafter = NgramDrafter(max_tokens, min_match=least, max_match=least + more)
+    for end in range(len(tokens) + 1):
+        draft = drafter.propose("key", tokens[:end], 0, "")
+        assert list(draft.token_ids) == naive(tokens[:end], max_tokens, least, least + more)
+
+
+@given(FEW, st.lists(st.integers(1, 20)))
+def test_lumps_and_single_tokens_give_the_same_draft(tokens, lumps):
+    one_by_one, in_lumps = NgramDrafter(8), NgramDrafter(8)
+    end = 0
+    for lump in [*lumps, len(tokens)]:
+        for at in range(end, min(end + lump, len(tokens)) + 1):
+            expected = one_by_one.propose(1, tokens[:at], 0, "")
+        end = min(end + lump, len(tokens))
+        assert in_lumps.propose(1, tokens[:end], 0, "") == expected
+
+
+def test_text_that_repeats_goes_on_repeating():
+    draft = NgramDrafter(7).propose("key", [9, 1, 2, 3, 1, 2, 3], 3, "")
+    assert draft.token_ids == (1, 2, 3, 1, 2, 3, 1)
+
+
+def test_a_longer_match_is_trusted_more_and_no_token_more_than_the_one_before():
+    rng = random.Random(0)
+    text = [rng.randrange(1000) for _ in range(80)]
+    drafts = [
+        NgramDrafter(6).propose("key", [*text, 5000, *text[20 - match : 20]], 0, "")
+        for match in range(1, 20)
+    ]
+    assert all(draft.token_ids == tuple(text[20:26]) for draft in drafts)
+    for draft in drafts:
+        assert all(0 < b <= a < 1 for a, b in pairwise(draft.confidence))
+        assert len(draft.confidence) == len(draft.token_ids)
+    assert all(a.confidence < b.confidence for a, b in pairwise(drafts))
+
+
+def test_a_long_prompt_is_taken_in_over_several_calls_which_answer_by_what_they_know():
+    rng = random.Random(0)
+    text = [rng.randrange(50_000) for _ in range(5000)]
+    early, late = [*text, *text[100:104]], [*text, *text[4000:4004]]
+    drafter = NgramDrafter(4, max_catch_up=500)
+    assert drafter.propose("early", early, 5000, "").token_ids == tuple(text[104:108])
+    assert drafter.num_indexed == 500
+    drafts = [drafter.propose("late", late, 5000, "") for _ in range(11)]
+    assert drafts[:8] == [Draft()] * 8
+    assert [draft.token_ids for draft in drafts[8:]] == [tuple(text[4004:4008])] * 3
+    assert drafter.num_indexed == 500 + len(late)
+
+
+def test_one_call_costs_no_more_for_a_longer_prompt():
+    costs = [
+        lines_executed(
+            lambda length=length: NgramDrafter(4, max_catch_up=100).propose(
+                1, list(range(length)), length, ""
+            )
+        )
+        for length in (500, 50_000)
+    ]
+    assert costs[0] == costs[1] > 100
+
+
+@pytest.mark.parametrize("period", [1, 2, 7, 300])
+def test_repetitive_text_costs_a_bounded_amount_per_token(period):
+    drafter = NgramDrafter(8)
+    tokens: list[int] = []
+    costs = []
+    for at in range(1200):
+        tokens.append(at % period)
+        costs.append(lines_executed(lambda: drafter.propose("key", tokens, 0, "")))
+    assert max(costs[-period - 1 :]) <= max(costs[period : 2 * period + 100]) <= 200
+
+
+def test_memory_is_bounded_over_all_sequences():
+    drafter = NgramDrafter(4, max_indexed=1000, max_sequences=5)
+    for key in range(20):
+        tokens: list[int] = []
+        for _ in range(10):
+            tokens += [key] * 50
+            drafter.propose(key, tokens, 0, "")
+            assert drafter.num_indexed <= 1000
+    assert len(drafter._live) == 5
+
+
+# --- odd calls ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 2]])
+def test_what_does_not_repeat_gives_no_draft(tokens):
+    assert NgramDrafter(4).propose("key", tokens, 0, "") == Draft()
+
+
+def test_a_sequence_goes_on_after_preemption_as_if_nothing_had_been():
+    tokens = [1, 2, 3, 4, 1, 2]
+    drafter = NgramDrafter(2)
+    first = drafter.propose("key", tokens, 3, "")
+    assert first.token_ids == (3, 4)
+    assert drafter.propose("key", tokens, 3, "") == first
+    assert drafter.propose("key", [*tokens, 3], 3, "").token_ids == (4, 1)
+
+
+@given(st.lists(FEW, max_size=6))
+def test_a_list_that_is_not_the_one_before_begins_anew(lists):
+    drafter = NgramDrafter(4)
+    for tokens in lists:
+        grown = [*tokens, 7, 8]
+        # What was taken in before is told from another text by its last tokens.
+        drafter.propose("key", grown, 0, "")
+        assert drafter.propose("key", [5, 6], 0, "") == Draft()
+        assert drafter.propose("key", [5, 6, 5], 0, "").token_ids == (6, 5, 6, 5)
+
+
+def test_nothing_is_kept_of_who_was_never_asked_or_has_ended():
+    drafter = NgramDrafter(4)
+    drafter.end("unknown", [1, 2, 1, 2], 0, "")
+    drafter.propose("key", [1, 2, 1, 2], 0, "")
+    drafter.end("key", [1, 2, 1, 2], 0, "")
+    assert drafter.num_indexed == 0
+    assert drafter.propose("key", [1], 0, "") == Draft()
+
+
+@given(
+    st.lists(st.sampled_from([-1, -2, 0, 1, 2**31, 2**61 - 1, 2**61, 2**64, -(2**70)]), max_size=40)
+)
+def test_any_integers_are_tokens(tokens):
+    drafter = NgramDrafter(4)
+    for end in range(len(tokens) + 1):
+        draft = drafter.propose("key", tokens[:end], 0, "")
+        assert set(draft.token_ids) <= set(tokens[:end])
+
+
+def test_tokens_may_be_any_sequence():
+    assert NgramDrafter(2).propose("key", (1, 2, 3, 1), 0, "").token_ids == (2, 3)
+
+
+def test_a_key_means_another_sequence_under_another_salt():
+    drafter = NgramDrafter(4)
+    drafter.propose("key", [1, 2, 3], 0, "a")
+    assert drafter.propose("key", [1, 2, 3, 1], 0, "b").token_ids == (2, 3, 1, 2)
+    drafter.end("key", [1, 2, 3, 1], 0, "b")
+    assert drafter.num_indexed == 3
