@@ -362,7 +362,8 @@ def run(
             core.add(other)
     core.add(request)
     samples: list[Sequence] = scheduler._requests[TARGET].copy()
-    thief = Thief(scheduler, 6) if schedule == "preempted" else None
+    soon = 3 if combination.drafter in DRAFT_MODELS else 6  # or the sample has ended
+    thief = Thief(scheduler, soon) if schedule == "preempted" else None
     tokens, text, logprobs = defaultdict(list), defaultdict(str), defaultdict(list)
     ends = {}
     for tick in itertools.count():
@@ -463,25 +464,26 @@ def test_with_and_without_drafts_everything_is_equal(drafter):
 )
 def test_with_a_draft_model_everything_is_equal(drafter, dtype):
     rng = random.Random(DRAFT_MODELS.index(drafter))
-    combinations = [
-        Combination(drafter=drafter, asked=asked, temperature=0.9, n=3) for asked in ASKED
-    ]
+    combinations = [Combination(asked=asked, temperature=0.9) for asked in ASKED]
     for schedule in AXES["schedule"][1:]:
-        some = rng.sample([c for c in MATRIX if c.schedule == schedule], 2)
-        combinations += [replace(combination, drafter=drafter) for combination in some]
+        combinations.append(Combination(asked="penalties", schedule=schedule, n=3))
+    combinations += rng.sample(MATRIX, 2)
+    combinations = [replace(combination, drafter=drafter) for combination in combinations]
     differing, seen = compare(make_runner(dtype), combinations)
     assert differing == []
     assert seen.preempted and seen.cached
     for combination, stats in zip(combinations, seen.stats, strict=True):
         same_distribution = combination.asked in ("nothing", "logprobs", "top_k and min_p")
         if same_distribution and combination.schedule in ("alone", "after a prefix"):
-            assert stats.num_draft_tokens > 20
+            assert stats.num_draft_tokens >= OUTPUT // 2
             if drafter == "itself":
                 assert stats.num_accepted_tokens == stats.num_draft_tokens
     drafted = sum(stats.num_draft_tokens for stats in seen.stats)
     accepted = sum(stats.num_accepted_tokens for stats in seen.stats)
-    assert accepted > (0.5 if drafter == "itself" else 0.01) * drafted
-    assert drafter == "itself" or accepted < 0.5 * drafted
+    if drafter == "itself":
+        assert accepted > 0.5 * drafted
+    else:
+        assert 0 < accepted < 0.5 * drafted
 
 
 @pytest.mark.timeout(400)
