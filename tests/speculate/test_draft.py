@@ -340,8 +340,11 @@ def test_where_there_is_no_room_nothing_is_written_and_the_rest_is_right(made):
     for layer in written:
         assert layer[4].all() and not np.delete(layer, 4, axis=0).any()
     assert np.isfinite(probabilities).all()
+    block = [np.asarray(kv)[4] for kv in model._kv]
     model.extend([row._replace(blocks=[4, 9])])
     full, _ = model.draft([taken._replace(blocks=[4, 9], end=2 * BLOCK)])
+    for before, kv in zip(block, model._kv, strict=True):
+        np.testing.assert_allclose(before, np.asarray(kv)[4], rtol=1e-5)
     room = BLOCK - len(tokens) + 1  # one is not computed
     assert room == 3 and (short[0, :room] == full[0, :room]).all()
 
