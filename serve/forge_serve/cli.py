@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import forge_jax
-from forge_jax.config import BatchConfig, CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from forge_jax.config import (
+    BatchConfig,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SpeculationConfig,
+)
 from forge_jax.errors import ForgeError
 from forge_jax.observe.startup import StartupTimes
 from forge_serve.config import ServerConfig
@@ -26,6 +33,7 @@ SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "KV cache": CacheConfig,
     "batch": BatchConfig,
+    "speculation": SpeculationConfig,
     "device": ParallelConfig,
     "server": ServerConfig,
     "limits": Limits,
