@@ -110,7 +110,7 @@ class SpeculationConfig:
         "model that guesses, with the same vocabulary: a folder, a Hugging Face id, or self for "
         "the first layers of the model",
     )
-    draft_layers: int | None = option(None, "how many layers, with --draft-model self")
+    draft_layers: int | None = option(None, "how many layers --draft-model self has")
 
 
 @dataclass(frozen=True, kw_only=True)
