@@ -31,7 +31,7 @@ from forge_jax.cache.kv import (
 )
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import check_weights, load_weights
-from forge_jax.config import EngineConfig
+from forge_jax.config import SELF, EngineConfig
 from forge_jax.core import EngineCore, EngineParts, make_scheduler, max_rows
 from forge_jax.errors import ConfigError, UnsupportedModelError
 from forge_jax.fingerprint import system_fingerprint
@@ -41,7 +41,8 @@ from forge_jax.observe.compilations import SinceReady
 from forge_jax.observe.memory import available_host_bytes, device_bytes, give_back_freed_memory
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.speculate import make_speculator
-from forge_jax.step.runner import Runner, first_shapes, step_shapes
+from forge_jax.speculate.draft_model import DraftModel, draft_shapes
+from forge_jax.step.runner import Runner, compiler_options, first_shapes, step_shapes
 from forge_jax.step.slots import MAX_END_TOKENS
 from forge_jax.step.step import Sampler
 from forge_jax.text.load import load_text
@@ -51,7 +52,7 @@ from forge_kernels.attention.cpu_ffi import unsupported
 from forge_kernels.linear import Format
 
 if TYPE_CHECKING:
-    from forge_jax.models.decoder import Model
+    from forge_jax.models.decoder import Leaves, Model
     from forge_jax.models.spec import ModelSpec
     from forge_jax.schedule.scheduler import Scheduler
     from forge_jax.text import Tokenizer
@@ -79,7 +80,8 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         kernels = _choose_kernels(config, spec, device)
         model = build_model(spec, config.model.dtype, kernels.forms)
         check_weights(model, folder)  # before anything that takes long
-        sizes = _Sizes.choose(config, model, device)
+        draft = _choose_draft(config, model, kernels, device)
+        sizes = _Sizes.choose(config, model, draft, device)
         use_compilation_cache(config)
     compilations = SinceReady()
     memory_limit = _free_bytes(device)
@@ -89,23 +91,30 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         tokenizer, template = load_text(folder, config.model.chat_template, spec.vocab_size)
     with startup.phase("weights"):
         leaves = load_weights(model, folder, device=device)
+        draft_leaves = () if draft is None else draft.load(model, leaves, device)
     with startup.phase("compile"):  # what is left of it
         runner.allocate()
-        needed = runner.memory_bytes()
+        needed = runner.memory_bytes() + sizes.draft_bytes
         if needed > memory_limit:
             runner.cancel()
             sizes = sizes.smaller(config, needed - memory_limit)
             runner = _make_runner(config, model, sizes, device, memory_limit, kernels)
             runner.compile()
-            still = runner.memory_bytes() - memory_limit
+            still = runner.memory_bytes() + sizes.draft_bytes - memory_limit
             if still > 0:
                 runner.cancel()
                 raise ConfigError(
                     f"the steps need {still / GIB:.2f} GiB more than the device has, with "
                     f"{sizes.kv.num_blocks} KV blocks: set --num-blocks to less"
                 )
+    draft_model = None
+    if draft is not None:
+        draft_model = _make_draft_model(config, draft, sizes, runner, device, memory_limit, kernels)
+        draft_model.compile()
     with startup.phase("warm-up"):
         runner.start(leaves)
+        if draft_model is not None:
+            draft_model.start(draft_leaves)
     log.info(
         "%s: %.2f GB of weights, KV cache of %d blocks x %d tokens in %s (%.2f GiB), context %d, "
         "on %s",
@@ -118,6 +127,13 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         sizes.max_model_len,
         device,
     )
+    if draft is not None and sizes.draft_kv is not None:
+        log.info(
+            "draft model %s: %.2f GB of weights of its own, KV cache of %.2f GiB",
+            config.speculation.draft_model,
+            draft.param_bytes / 1e9,
+            sizes.draft_kv.total_bytes / GIB,
+        )
     rng = random.Random(config.model.seed)
     scheduler = make_scheduler(
         config,
@@ -134,9 +150,9 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
         one_step_ahead=config.batch.one_step_ahead,
-        speculator=make_speculator(config),
+        speculator=make_speculator(config, draft_model),
     )
-    late = _Late(runner, scheduler, compilations)
+    late = _Late(runner, draft_model, scheduler, compilations)
     ready = late.settle()
     fingerprint = None
     if config.model.deterministic:
@@ -157,34 +173,49 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
 
 
 class _Late:
-    """`core.Late` of a runner: with the executables grow the limits of a step."""
+    """`core.Late` of a runner: with the executables grow the limits of a step.
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, compilations: SinceReady):
+    And of a draft model, where there is one.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        draft_model: DraftModel | None,
+        scheduler: Scheduler,
+        compilations: SinceReady,
+    ):
         self._runner = runner
+        self._parts = [runner] if draft_model is None else [runner, draft_model]
         self._scheduler = scheduler
         self._compilations = compilations
 
     def adopt(self) -> bool:
-        self._runner.adopt()
+        for part in self._parts:
+            part.adopt()
         return self.settle()
 
     def settle(self) -> bool:
         """Has plans keep to what can run now; True if that is everything."""
         limits = self._runner.limits
         self._scheduler.config = dataclasses.replace(self._scheduler.config, **limits._asdict())
-        if self._runner.complete:
+        complete = all(part.complete for part in self._parts)
+        if complete:
             self._compilations.ready()
             give_back_freed_memory()
-        return self._runner.complete
+        return complete
 
     def on_compiled(self, call: Callable[[], None]) -> None:
-        self._runner.on_compiled(call)
+        for part in self._parts:
+            part.on_compiled(call)
 
     def wait(self) -> None:
-        self._runner.wait()
+        for part in self._parts:
+            part.wait()
 
     def cancel(self) -> None:
-        self._runner.cancel()
+        for part in self._parts:
+            part.cancel()
 
 
 def _make_runner(
@@ -216,7 +247,42 @@ def _make_runner(
         sampler=kernels.sampler,
         deterministic=config.model.deterministic,
         command_buffers=config.parallel.command_buffers,
-        memory_limit=memory_limit,
+        memory_limit=memory_limit - sizes.draft_bytes,
+    )
+
+
+def _make_draft_model(
+    config: EngineConfig,
+    draft: _Draft,
+    sizes: _Sizes,
+    runner: Runner,
+    device: jax.Device,
+    memory_limit: int,
+    kernels: _Kernels,
+) -> DraftModel:
+    assert sizes.draft_kv is not None
+    shared_bytes = draft.model.param_bytes - draft.param_bytes
+    return DraftModel(
+        draft.model,
+        shapes=draft_shapes(
+            max_num_seqs=config.batch.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_rows=max_rows(config.batch.max_num_seqs),
+            max_blocks=sizes.blocks_per_sequence,
+            deterministic=config.model.deterministic,
+        ),
+        kv_shape=sizes.draft_kv,
+        max_draft_tokens=config.speculation.max_draft_tokens,
+        device=device,
+        implementation=draft.implementation,
+        sampler=kernels.sampler,
+        uniform=config.model.deterministic,
+        compiler_options=compiler_options(
+            device.platform,
+            command_buffers=config.parallel.command_buffers,
+            deterministic=config.model.deterministic,
+        ),
+        memory_limit=memory_limit - runner.resident_bytes + shared_bytes,
     )
 
 
@@ -283,6 +349,59 @@ def _choose_kernels(config: EngineConfig, spec: ModelSpec, device: jax.Device) -
     return _Kernels()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Draft:
+    """The draft model that is asked for."""
+
+    model: Model
+    folder: Path | None  # None: its weights are the first layers of the model's
+    implementation: Implementation
+
+    @property
+    def param_bytes(self) -> int:
+        """Of weights that are its own."""
+        return 0 if self.folder is None else self.model.param_bytes
+
+    def load(self, target: Model, leaves: Leaves, device: jax.Device) -> Leaves:
+        """The weights: read, or the very arrays of the model."""
+        if self.folder is not None:
+            return load_weights(self.model, self.folder, device=device)
+        named = dict(zip(target.names, leaves, strict=True))
+        return tuple(named[name] for name in self.model.names)
+
+
+def _choose_draft(
+    config: EngineConfig, target: Model, kernels: _Kernels, device: jax.Device
+) -> _Draft | None:
+    """The model that `--draft-model` names; None without one.
+
+    Raises:
+      ModelError: it cannot be served.
+      ConfigError: it does not fit the model.
+    """
+    name, layers = config.speculation.draft_model, config.speculation.draft_layers
+    if name is None:
+        return None
+    if name == SELF:
+        most = target.spec.num_hidden_layers
+        if layers is None or layers > most:
+            raise ConfigError(f"--draft-layers must be from 1 to the model's {most}, not {layers}")
+        spec = dataclasses.replace(target.spec, num_hidden_layers=layers)
+        model = build_model(spec, config.model.dtype, kernels.forms)
+        return _Draft(model=model, folder=None, implementation=kernels.attention)
+    folder = resolve(name)
+    spec = read_spec(folder)
+    if spec.vocab_size != target.spec.vocab_size:
+        raise ConfigError(
+            f"--draft-model {name} has a vocabulary of {spec.vocab_size} tokens, and "
+            f"{config.model.model} one of {target.spec.vocab_size}: they must be the same"
+        )
+    own = _choose_kernels(config, spec, device)
+    model = build_model(spec, config.model.dtype, own.forms)
+    check_weights(model, folder)
+    return _Draft(model=model, folder=folder, implementation=own.attention)
+
+
 def use_compilation_cache(config: EngineConfig) -> None:
     """Turns JAX's persistent compilation cache on or off, for the whole process.
 
@@ -338,13 +457,17 @@ class _Sizes:
     max_model_len: int
     max_num_batched_tokens: int
     kv: KVShape
+    draft_kv: KVShape | None  # of the draft model: as many blocks
+    draft_bytes: int  # of the draft model: its own weights, and `draft_kv`
 
     @property
     def blocks_per_sequence(self) -> int:
         return -(-self.max_model_len // self.kv.block_size)
 
     @classmethod
-    def choose(cls, config: EngineConfig, model: Model, device: jax.Device) -> _Sizes:
+    def choose(
+        cls, config: EngineConfig, model: Model, draft: _Draft | None, device: jax.Device
+    ) -> _Sizes:
         spec, cache, batch = model.spec, config.cache, config.batch
         on_cpu = device.platform == "cpu"
         asked = config.model.max_model_len
@@ -356,45 +479,52 @@ class _Sizes:
         max_model_len = asked or spec.max_position_embeddings
         max_tokens = batch.max_num_batched_tokens or _step_tokens(config, on_cpu)
 
-        def shape(num_blocks: int, block_size: int) -> KVShape:
+        def shape(of: Model, num_blocks: int, block_size: int) -> KVShape:
+            # A draft model's cache is small, and in the model's own type.
+            kv_dtype = cache.kv_dtype if of is model else "auto"
             return kv_shape(
-                spec,
+                of.spec,
                 num_blocks=num_blocks,
                 block_size=block_size,
-                dtype=element_dtype(cache.kv_dtype, model.dtype),
+                dtype=element_dtype(kv_dtype, of.dtype),
                 platform=device.platform,
             )
+
+        def block_bytes(block_size: int) -> int:
+            models = [model] if draft is None else [model, draft.model]
+            return sum(shape(each, 1, block_size).block_bytes for each in models)
 
         block_size = cache.block_size or (16 if on_cpu else 64)
         if cache.kv_cache == "contiguous":
             block_size = -(-max_model_len // 8) * 8
         if cache.num_blocks is not None:
-            kv = shape(cache.num_blocks, block_size)
+            num_blocks, needed = cache.num_blocks, cache.num_blocks * block_bytes(block_size)
             max_model_len = _fit_context(asked, max_model_len, cache.num_blocks * block_size)
             free = _memory_bytes(device)
-            if kv.total_bytes > free:
+            if needed > free:
                 raise ConfigError(
-                    f"--num-blocks {cache.num_blocks} needs {kv.total_bytes / GIB:,.1f} GiB, and "
-                    f"the device has {free / GIB:,.1f}: at most {free // kv.block_bytes} blocks fit"
+                    f"--num-blocks {num_blocks} needs {needed / GIB:,.1f} GiB, and the device has "
+                    f"{free / GIB:,.1f}: at most {free // block_bytes(block_size)} blocks fit"
                 )
         else:
-            free = _kv_bytes(config, model, device, max_tokens)
-            block_bytes = shape(1, block_size).block_bytes
-            room = coarse(free // block_bytes) * block_size
+            free = _kv_bytes(config, model, draft, device, max_tokens)
+            room = coarse(free // block_bytes(block_size)) * block_size
             if asked is None and cache.kv_cache == "paged" and room:
                 max_model_len = _fit_context(None, max_model_len, room)
             per_sequence = -(-max_model_len // block_size)
             num_blocks = fit_num_blocks(
-                block_bytes=block_bytes,
+                block_bytes=block_bytes(block_size),
                 free_bytes=free,
                 blocks_per_sequence=per_sequence,
                 max_num_seqs=batch.max_num_seqs,
             )
-            kv = shape(num_blocks, block_size)
+        draft_kv = None if draft is None else shape(draft.model, num_blocks, block_size)
         return cls(
             max_model_len=max_model_len,
             max_num_batched_tokens=max_tokens,
-            kv=kv,
+            kv=shape(model, num_blocks, block_size),
+            draft_kv=draft_kv,
+            draft_bytes=draft.param_bytes + draft_kv.total_bytes if draft and draft_kv else 0,
         )
 
     def smaller(self, config: EngineConfig, excess: int) -> _Sizes:
@@ -403,7 +533,9 @@ class _Sizes:
         Raises:
           ConfigError: there is no room for one, or `--num-blocks` asked for this many.
         """
-        blocks = coarse((self.kv.total_bytes - excess) // self.kv.block_bytes)
+        draft_block_bytes = 0 if self.draft_kv is None else self.draft_kv.block_bytes
+        block_bytes = self.kv.block_bytes + draft_block_bytes
+        blocks = coarse((self.kv.num_blocks * block_bytes - excess) // block_bytes)
         room = blocks * self.kv.block_size
         what = f"the steps need {excess / GIB:.2f} GiB more than the device has"
         if config.cache.num_blocks is not None:
@@ -420,6 +552,8 @@ class _Sizes:
             self,
             max_model_len=_fit_context(config.model.max_model_len, self.max_model_len, room),
             kv=dataclasses.replace(self.kv, num_blocks=blocks),
+            draft_kv=self.draft_kv and dataclasses.replace(self.draft_kv, num_blocks=blocks),
+            draft_bytes=self.draft_bytes - (self.kv.num_blocks - blocks) * draft_block_bytes,
         )
 
 
@@ -460,14 +594,19 @@ def _free_bytes(device: jax.Device) -> int:
     return available_host_bytes() if memory is None else memory[0] - memory[1]
 
 
-def _kv_bytes(config: EngineConfig, model: Model, device: jax.Device, max_tokens: int) -> int:
-    """Bytes for the KV cache, after weights and an analytic bound on activations."""
+def _kv_bytes(
+    config: EngineConfig, model: Model, draft: _Draft | None, device: jax.Device, max_tokens: int
+) -> int:
+    """Bytes for the KV caches, after weights and an analytic bound on activations."""
     memory = device_bytes(device)
+    weights = model.param_bytes + (0 if draft is None else draft.param_bytes)
     if memory is None:
-        return cpu_kv_bytes(available_host_bytes() - model.param_bytes)
+        return cpu_kv_bytes(available_host_bytes() - weights)
     limit, in_use = memory
-    activations = activation_bytes(model.spec, max_tokens, max_rows(config.batch.max_num_seqs))
-    return int(limit * config.cache.memory_fraction) - in_use - model.param_bytes - activations
+    num_rows = max_rows(config.batch.max_num_seqs)
+    specs = [model.spec] if draft is None else [model.spec, draft.model.spec]
+    activations = max(activation_bytes(spec, max_tokens, num_rows) for spec in specs)
+    return int(limit * config.cache.memory_fraction) - in_use - weights - activations
 
 
 def activation_bytes(spec: ModelSpec, max_tokens: int, num_rows: int) -> int:

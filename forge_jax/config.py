@@ -16,7 +16,8 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 MAX_NUM_SEQS = 4096  # each is a row of the largest decode executable
 KVDType = Literal["auto", "fp8", "int8"]
 Policy = Literal["fcfs", "priority", "prefix"]
-Speculation = Literal["off", "ngram", "suffix"]
+Speculation = Literal["off", "ngram", "suffix", "draft"]
+SELF = "self"  # as a draft model: the first layers of the model itself
 MAX_DRAFT_TOKENS = 31  # each is a row of the executables that verify
 Batching = Literal["continuous", "static"]
 
@@ -105,11 +106,17 @@ class SpeculationConfig:
     speculation: Speculation = option(
         "off",
         "guess tokens and verify several in one step: from what the text itself repeats (ngram), "
-        "from that and earlier outputs of the same tenant (suffix)",
+        "from that and earlier outputs of the same tenant (suffix), with a smaller model (draft)",
     )
     max_draft_tokens: int = option(
         7, "most guessed tokens of one sequence in one step; how many is decided from step to step"
     )
+    draft_model: str | None = option(
+        None,
+        "model that guesses, with the same vocabulary: a folder, a Hugging Face id, or self for "
+        "the first layers of the model",
+    )
+    draft_layers: int | None = option(None, "how many layers --draft-model self has")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +158,7 @@ class EngineConfig:
             ("--max-num-batched-tokens", self.batch.max_num_batched_tokens),
             ("--prefill-chunk-size", self.batch.prefill_chunk_size),
             ("--max-draft-tokens", self.speculation.max_draft_tokens),
+            ("--draft-layers", self.speculation.draft_layers),
         )
         for flag, value in positive:
             if value is not None and value < 1:
@@ -164,6 +172,7 @@ class EngineConfig:
                 f"--max-draft-tokens must be at most {MAX_DRAFT_TOKENS}, not "
                 f"{self.speculation.max_draft_tokens}"
             )
+        _check_draft_model(self.speculation)
         if self.batch.prefill_chunk_size is not None and not self.batch.chunked_prefill:
             raise ConfigError(
                 "--prefill-chunk-size cuts prompts, which --no-chunked-prefill forbids: "
@@ -195,6 +204,25 @@ class EngineConfig:
         if options:
             raise ConfigError(f"no such option: {', '.join(sorted(options))}")
         return cls(**sections)
+
+
+def _check_draft_model(speculation: SpeculationConfig) -> None:
+    model, layers = speculation.draft_model, speculation.draft_layers
+    if speculation.speculation == "draft":
+        if model is None:
+            raise ConfigError(
+                "--speculation draft needs a --draft-model: a folder, a Hugging Face id, or self"
+            )
+        if (model == SELF) != (layers is not None):
+            raise ConfigError(
+                "--draft-model self needs --draft-layers"
+                if model == SELF
+                else "--draft-layers is for --draft-model self only: leave it out"
+            )
+        return
+    for flag, value in (("--draft-model", model), ("--draft-layers", layers)):
+        if value is not None:
+            raise ConfigError(f"{flag} is for --speculation draft only")
 
 
 def _check_types(section: Any) -> None:

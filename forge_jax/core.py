@@ -389,6 +389,8 @@ class EngineCore:
         seqs = self.scheduler.sequences_of(plan)
         self._in_flight = None
         self._device.reset()
+        if self.speculator is not None:
+            self.speculator.reset()
         self.scheduler.recover()
         reached = [
             (seq, row.start + row.num_tokens)

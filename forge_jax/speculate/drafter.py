@@ -42,6 +42,10 @@ class Drafter(Protocol):
         """The sequence has ended. It may never have been asked for."""
         ...
 
+    def reset(self) -> None:
+        """A step has raised: what the device holds is lost. The sequences go on."""
+        ...
+
 
 class TextDrafter(Protocol):
     """Knows the tokens of live sequences, by key, and those of earlier ones as it sees fit.
@@ -86,3 +90,6 @@ class OneByOne:
 
     def end(self, seq: Sequence) -> None:
         self._drafter.end(seq.key, seq.tokens, seq.prompt_len, seq.salt)
+
+    def reset(self) -> None:
+        """Knows nothing of the device."""

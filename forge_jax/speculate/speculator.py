@@ -8,6 +8,7 @@ what the drafter would guess already, one token early.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -18,6 +19,8 @@ from forge_jax.schedule.request import Sequence
 from forge_jax.schedule.scheduler import Gain, Scheduler
 from forge_jax.speculate.drafter import Draft, Drafter
 from forge_jax.speculate.length import Experience, LengthPolicy
+
+log = logging.getLogger(__name__)
 
 LOOK_PART = 0.01  # of a step's time that may be spent on guessing whether to wait
 LOOK_AT = 8  # sequences
@@ -39,6 +42,8 @@ class SpeculationStats:
 class Speculator:
     """Proposes drafts for the next step and learns from what became of them.
 
+    A drafter that raises is asked no more: then there are no drafts, and everything else goes on.
+
     One thread owns it.
 
     Args:
@@ -56,7 +61,7 @@ class Speculator:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.policy = LengthPolicy()
-        self._drafter = drafter
+        self._drafter: Drafter | None = drafter  # None: it has raised
         self._max_draft_tokens = max_draft_tokens
         self._one_step_ahead = one_step_ahead
         self._clock = clock
@@ -77,13 +82,20 @@ class Speculator:
             accepted_per_position=tuple(self._accepted),
         )
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the drafter has raised, and is asked no more."""
+        return self._drafter is None
+
     # ---- before a step -------------------------------------------------------------------------
 
     def waits(self, plan: StepPlan, scheduler: Scheduler) -> bool:
         """Whether the step in flight, that of `plan`, should be read before the next is made."""
         if plan.num_drafts:
             return True
-        if plan.chunks or not len(plan.decodes) or not self._may_look(len(plan.decodes)):
+        if self._drafter is None or plan.chunks or not len(plan.decodes):
+            return False
+        if not self._may_look(len(plan.decodes)):
             return False
         began_s = self._clock()
         seqs = [seq for seq in scheduler.running if seq.num_pending == 1 and seq.takes_drafts]
@@ -92,7 +104,8 @@ class Speculator:
             seqs = [*seqs[first:], *seqs[:first]][:LOOK_AT]
         self._num_looks += 1
         gains: list[float] = []
-        for seq, confidence in zip(seqs, self._drafter.foresee(seqs), strict=True):
+        foreseen = self._ask(lambda drafter: drafter.foresee(seqs), [()] * len(seqs))
+        for seq, confidence in zip(seqs, foreseen, strict=True):
             gains += self._reach(seq, confidence)
         gains *= len(plan.decodes) // max(len(seqs), 1)
         gains.sort(reverse=True)
@@ -109,7 +122,8 @@ class Speculator:
         drafts: dict[Sequence, Draft] = {}
         reach: dict[Sequence, list[float]] = {}
         gains: list[float] = []
-        for seq, draft in zip(seqs, self._drafter.propose(seqs), strict=True):
+        proposed = self._ask(lambda drafter: drafter.propose(seqs), [Draft()] * len(seqs))
+        for seq, draft in zip(seqs, proposed, strict=True):
             if draft.token_ids:
                 drafts[seq] = draft
                 reach[seq] = self._reach(seq, draft.confidence)
@@ -169,9 +183,24 @@ class Speculator:
         """The sequence has ended."""
         self._experience.pop(seq, None)
         self._verifying.pop(seq, None)
-        self._drafter.end(seq)
+        self._ask(lambda drafter: drafter.end(seq), None)
+
+    def reset(self) -> None:
+        """A step has raised: its drafts are given up, and what the device holds is lost."""
+        self._verifying.clear()
+        self._ask(lambda drafter: drafter.reset(), None)
 
     # ---- helpers -------------------------------------------------------------------------------
+
+    def _ask[T](self, ask: Callable[[Drafter], T], otherwise: T) -> T:
+        if self._drafter is None:
+            return otherwise
+        try:
+            return ask(self._drafter)
+        except Exception:
+            log.exception("the drafter failed: there are no more drafts")
+            self._drafter = None
+            return otherwise
 
     def _reach(self, seq: Sequence, confidence: Seq[float]) -> list[float]:
         """How likely each token of a draft brings one, as far as drafts may go."""

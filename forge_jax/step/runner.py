@@ -250,6 +250,12 @@ class Runner:
             add_step(shape)
         self._executables.close()
 
+    @property
+    def resident_bytes(self) -> int:
+        """What it holds between two steps: weights, KV cache and slots."""
+        slots = sum(s.size * s.dtype.itemsize for s in self._slots_shape)
+        return self._model.param_bytes + self._kv_shape.total_bytes + slots
+
     def memory_bytes(self) -> int:
         """What the first executables need at most, weights and KV cache included. Waits for them.
 

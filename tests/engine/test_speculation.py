@@ -26,7 +26,9 @@ from forge_jax.fake import fake_tokenizer
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request, Sequence, Status
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
-from forge_jax.speculate.drafter import Draft, OneByOne, TextDrafter
+from forge_jax.speculate.draft import ModelDrafter
+from forge_jax.speculate.draft_model import DraftModel, draft_shapes
+from forge_jax.speculate.drafter import Draft, Drafter, OneByOne
 from forge_jax.speculate.ngram import NgramDrafter
 from forge_jax.speculate.speculator import SpeculationStats, Speculator
 from forge_jax.speculate.suffix import SuffixDrafter
@@ -151,26 +153,81 @@ class Spoiler:
         pass
 
 
-def make_drafter(kind: str, outputs: dict[int, list[int]]) -> TextDrafter:
+class Unwritten(DraftModel):
+    """Where nobody has written, its cache holds no numbers."""
+
+    def reset(self) -> None:
+        layer, layers = self.kv_shape.layer, self.kv_shape.num_layers
+        nan = np.full(layer.shape, 0x7FC0 if layer.dtype == np.uint16 else np.nan, layer.dtype)
+        self._kv = tuple(jax.device_put(nan) for _ in range(layers))
+
+
+DRAFT_MODELS = ("itself", "its first layer", "another model")
+
+
+@cache
+def make_draft_model(runner: AcceptedRows, kind: str) -> DraftModel:
+    target, dtype = runner._model, str(runner._model.dtype)
+    options = {"max_position_embeddings": MAX_LEN, "dtype": dtype, "vocab_size": VOCAB}
+    if kind == "another model":
+        model = tiny_model(**options)
+        leaves = random_leaves(model, seed=6)
+    else:
+        layers = target.spec.num_hidden_layers if kind == "itself" else 1
+        model = tiny_model(num_hidden_layers=layers, hidden_size=64, head_dim=16, **options)
+        named = dict(zip(target.names, runner._leaves, strict=True))
+        leaves = tuple(named[name] for name in model.names)
+    spec = model.spec
+    draft_model = Unwritten(
+        model,
+        shapes=draft_shapes(
+            max_num_seqs=SLOTS,
+            max_num_batched_tokens=T,
+            max_rows=T,
+            max_blocks=MAX_LEN // BLOCK,
+            deterministic=True,
+        ),
+        kv_shape=KVShape(
+            num_layers=spec.num_hidden_layers,
+            num_blocks=60,  # not enough for all
+            num_kv_heads=spec.num_key_value_heads,
+            block_size=BLOCK,
+            head_dim=spec.head_dim,
+            storage=kv_storage_dtype(model.dtype, "cpu"),
+        ),
+        max_draft_tokens=MAX_DRAFTS,
+        device=jax.devices()[0],
+        uniform=True,
+    )
+    draft_model.compile()
+    draft_model.start(leaves)
+    draft_model.wait()
+    draft_model.adopt()
+    return draft_model
+
+
+def make_drafter(kind: str, outputs: dict[int, list[int]], runner: AcceptedRows) -> Drafter:
     match kind:
         case "ngram":
-            return NgramDrafter(MAX_DRAFTS, min_match=1)
+            return OneByOne(NgramDrafter(MAX_DRAFTS, min_match=1))
         case "suffix":
-            return SuffixDrafter(MAX_DRAFTS)
+            return OneByOne(SuffixDrafter(MAX_DRAFTS))
         case "oracle":
-            return Spoiler(outputs, 1.0)
+            return OneByOne(Spoiler(outputs, 1.0))
         case "half right":
-            return Spoiler(outputs, 0.6)
+            return OneByOne(Spoiler(outputs, 0.6))
         case "wrong":
-            return Spoiler(outputs, 0.0)
+            return OneByOne(Spoiler(outputs, 0.0))
         case "not finite":
-            return Spoiler(outputs, 0.5, NAN_TOKEN)
-    raise AssertionError(kind)
+            return OneByOne(Spoiler(outputs, 0.5, NAN_TOKEN))
+    drafter = ModelDrafter(make_draft_model(runner, kind))
+    drafter.reset()
+    return drafter
 
 
-def make_speculator(drafter: TextDrafter) -> Speculator:
+def make_speculator(drafter: Drafter) -> Speculator:
     """Verifies whatever is drafted: no step seems to take longer for it."""
-    speculator = Speculator(OneByOne(drafter), max_draft_tokens=MAX_DRAFTS)
+    speculator = Speculator(drafter, max_draft_tokens=MAX_DRAFTS)
     policy = speculator.policy
     policy.ahead.record(1, 1.0)
     policy.ahead.record = policy.waited.record = lambda *_: None
@@ -305,7 +362,8 @@ def run(
             core.add(other)
     core.add(request)
     samples: list[Sequence] = scheduler._requests[TARGET].copy()
-    thief = Thief(scheduler, 6) if schedule == "preempted" else None
+    soon = 3 if combination.drafter in DRAFT_MODELS else 6  # or the sample has ended
+    thief = Thief(scheduler, soon) if schedule == "preempted" else None
     tokens, text, logprobs = defaultdict(list), defaultdict(str), defaultdict(list)
     ends = {}
     for tick in itertools.count():
@@ -365,8 +423,10 @@ def compare(runner: AcceptedRows, combinations: list[Combination]) -> tuple[list
     plain, seen, differing = Plain(runner), Seen(), []
     for seed, combination in enumerate(combinations):
         expected = plain(combination)
-        speculator = make_speculator(make_drafter(combination.drafter, expected.tokens))
+        drafter = make_drafter(combination.drafter, expected.tokens, runner)
+        speculator = make_speculator(drafter)
         got = run(runner, combination, speculator, seed, seen)
+        assert not speculator.has_failed
         if found := difference(expected, got):
             differing.append((combination, found))
     return differing, seen
@@ -390,6 +450,40 @@ def test_with_and_without_drafts_everything_is_equal(drafter):
         assert accepted > 0
     if drafter == "oracle":
         assert accepted > 0.5 * drafted  # the others' drafts are wrong
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("drafter", "dtype"),
+    [
+        ("itself", "float32"),
+        ("itself", "bfloat16"),
+        ("its first layer", "float32"),
+        ("another model", "bfloat16"),
+    ],
+)
+def test_with_a_draft_model_everything_is_equal(drafter, dtype):
+    rng = random.Random(DRAFT_MODELS.index(drafter))
+    combinations = [Combination(asked=asked, temperature=0.9) for asked in ASKED]
+    for schedule in AXES["schedule"][1:]:
+        combinations.append(Combination(asked="penalties", schedule=schedule, n=3))
+    combinations += rng.sample(MATRIX, 2)
+    combinations = [replace(combination, drafter=drafter) for combination in combinations]
+    differing, seen = compare(make_runner(dtype), combinations)
+    assert differing == []
+    assert seen.preempted and seen.cached
+    for combination, stats in zip(combinations, seen.stats, strict=True):
+        same_distribution = combination.asked in ("nothing", "logprobs", "top_k and min_p")
+        if same_distribution and combination.schedule in ("alone", "after a prefix"):
+            assert stats.num_draft_tokens >= OUTPUT // 2
+            if drafter == "itself":
+                assert stats.num_accepted_tokens == stats.num_draft_tokens
+    drafted = sum(stats.num_draft_tokens for stats in seen.stats)
+    accepted = sum(stats.num_accepted_tokens for stats in seen.stats)
+    if drafter == "itself":
+        assert accepted > 0.5 * drafted
+    else:
+        assert 0 < accepted < 0.5 * drafted
 
 
 @pytest.mark.timeout(400)
