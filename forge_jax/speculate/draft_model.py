@@ -12,7 +12,7 @@ Nothing here knows requests or blocks in use: `draft.py` does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -430,7 +430,7 @@ class DraftModel:
         """Starts to lower and compile everything in threads."""
         leaves = self._on_device(self._model.leaves)
         layers = self.kv_shape.num_layers
-        kv = tuple(self._on_device([self.kv_shape.layer] * layers))
+        kv = self._on_device((self.kv_shape.layer,) * layers)
         block_size, add = self.kv_shape.block_size, self._executables.add
         options = {"implementation": self._implementation, "uniform": self._uniform}
         add("new_kv", self._new_kv, out_shardings=self._sharding)
@@ -544,7 +544,7 @@ class DraftModel:
     def _i32(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._sharding)
 
-    def _on_device(self, shapes: Iterable[jax.ShapeDtypeStruct]) -> tuple[Any, ...]:
-        return tuple(
-            jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding) for s in shapes
+    def _on_device(self, tree: Any) -> Any:
+        return jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding), tree
         )
