@@ -463,30 +463,32 @@ class DraftModel:
     def adopt(self) -> None:
         """Takes what has been compiled since, and runs each once. Between steps only.
 
-        What failed to compile, or does not fit into the memory, is left out.
+        What fails to compile or to run, or does not fit into the memory, is left out.
         """
         for shape in [s for s in self._late if self._executables.is_done(s.name)]:
             self._late.remove(shape)
             try:
-                needed = self._executables.memory_bytes(shape.name)
-            except Exception:
-                log.exception("%s could not be compiled: it is left out", shape.name)
-                continue
-            if self._memory_limit is not None and needed > self._memory_limit:
-                log.warning(
-                    "%s needs %.2f GiB, and there is %.2f: it is left out (less --num-blocks makes "
-                    "room)",
-                    shape.name,
-                    needed / GIB,
-                    self._memory_limit / GIB,
-                )
-                continue
-            self._compiled[shape.name] = self._executables[shape.name]
-            self._call(shape, ())  # writes nothing, for every index is padding
-            jax.block_until_ready(self._kv)
-            self._ready.append(shape)
+                self._adopt(shape)
+            except Exception:  # drafts are dispensable: the engine goes on
+                log.exception("%s cannot run: it is left out", shape.name)
         if self.complete and not self.can_draft:
             log.error("the draft model cannot run: no drafts")
+
+    def _adopt(self, shape: DraftShape) -> None:
+        needed = self._executables.memory_bytes(shape.name)
+        if self._memory_limit is not None and needed > self._memory_limit:
+            log.warning(
+                "%s needs %.2f GiB, and there is %.2f: it is left out (less --num-blocks makes "
+                "room)",
+                shape.name,
+                needed / GIB,
+                self._memory_limit / GIB,
+            )
+            return
+        self._compiled[shape.name] = self._executables[shape.name]
+        self._call(shape, ())  # writes nothing, for every index is padding
+        jax.block_until_ready(self._kv)
+        self._ready.append(shape)
 
     def on_compiled(self, call: Callable[[], None]) -> None:
         """Has `call` called, in another thread, whenever `adopt` has something to do."""

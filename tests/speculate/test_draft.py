@@ -383,6 +383,29 @@ def test_the_cache_is_updated_in_place_by_every_executable(made):
         assert memory.temp_size_in_bytes < kv_bytes / 8
 
 
+def test_an_executable_that_cannot_run_is_left_out(made, monkeypatch, caplog):
+    model, _ = made
+    whole = [*model._ready]
+    only, *others = [shape for shape in whole if shape.name.startswith("extend")]
+    assert not others
+    monkeypatch.setattr(model, "_ready", [shape for shape in whole if shape is not only])
+    monkeypatch.setattr(model, "_late", [only])
+    assert not model.can_draft and not model.complete
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "_call", lambda *_: 1 / 0)
+        model.adopt()
+    assert model.complete and not model.can_draft
+    assert "extend[32] cannot run: it is left out" in caplog.text
+    model._late.append(only)
+    monkeypatch.setattr(model, "_memory_limit", 1000)
+    model.adopt()
+    assert "and there is 0.00: it is left out" in caplog.text and not model.can_draft
+    monkeypatch.setattr(model, "_memory_limit", None)
+    model._late.append(only)
+    model.adopt()
+    assert model.can_draft and sorted(map(str, model._ready)) == sorted(map(str, whole))
+
+
 def test_the_deterministic_tier_has_one_shape_for_every_pass():
     shapes = draft_shapes(
         max_num_seqs=100, max_num_batched_tokens=64, max_rows=128, max_blocks=4, deterministic=True
