@@ -222,7 +222,7 @@ class Server:
             with suppress(msgspec.DecodeError):
                 decoded = _decode(stats)
                 if isinstance(decoded, dict):
-                    return {n: decoded[n] for n in COUNTERS if n in decoded}
+                    return _from_stats(decoded)
         text = await _get_or_none(self.session, f"{self.url}/metrics")
         return {} if text is None else parse_counters(text.decode(errors="replace"))
 
@@ -236,7 +236,21 @@ COUNTERS = {
     "prefix_cache_queries": ("prefix_cache_queries", "gpu_prefix_cache_queries"),
     "prefix_cache_hits": ("prefix_cache_hits", "gpu_prefix_cache_hits", "cached_tokens"),
     "compilations_after_ready": ("compilations_after_ready",),
+    "drafts": ("spec_decode_num_drafts",),
+    "draft_tokens": ("spec_decode_num_draft_tokens",),
+    "accepted_draft_tokens": ("spec_decode_num_accepted_tokens",),
 }
+
+
+def _from_stats(stats: dict[str, Any]) -> dict[str, float]:
+    """The counters of our own server's /stats."""
+    found = {name: stats[name] for name in COUNTERS if name in stats}
+    speculation = stats.get("speculation")
+    if speculation:
+        found["drafts"] = speculation["num_drafts"]
+        found["draft_tokens"] = speculation["num_draft_tokens"]
+        found["accepted_draft_tokens"] = sum(speculation["accepted_per_position"])
+    return found
 
 
 def parse_counters(text: str) -> dict[str, float]:

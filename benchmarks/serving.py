@@ -84,6 +84,11 @@ def counted(before: dict[str, float], after: dict[str, float]) -> dict[str, floa
     if during.get("prefix_cache_queries"):
         hits = during.get("prefix_cache_hits", 0)
         during["prefix_cache_hit_rate"] = hits / during["prefix_cache_queries"]
+    accepted = during.get("accepted_draft_tokens", 0)
+    if during.get("draft_tokens"):
+        during["draft_acceptance"] = accepted / during["draft_tokens"]
+    if during.get("drafts"):
+        during["mean_accepted_length"] = accepted / during["drafts"]
     return during
 
 

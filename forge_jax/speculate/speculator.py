@@ -93,31 +93,16 @@ class Speculator:
         """Whether the step in flight, that of `plan`, should be read before the next is made."""
         if plan.num_drafts:
             return True
-        if self._drafter is None or plan.chunks or not len(plan.decodes):
+        if plan.chunks:
             return False
-        if not self._may_look(len(plan.decodes)):
-            return False
-        began_s = self._clock()
         seqs = [seq for seq in scheduler.running if seq.num_pending == 1 and seq.takes_drafts]
-        if len(seqs) > LOOK_AT:  # they stand for all
-            first = self._num_looks * LOOK_AT % len(seqs)
-            seqs = [*seqs[first:], *seqs[:first]][:LOOK_AT]
-        self._num_looks += 1
-        gains: list[float] = []
-        foreseen = self._ask(lambda drafter: drafter.foresee(seqs), [()] * len(seqs))
-        for seq, confidence in zip(seqs, foreseen, strict=True):
-            gains += self._reach(seq, confidence)
-        gains *= len(plan.decodes) // max(len(seqs), 1)
-        gains.sort(reverse=True)
-        chosen = self.policy.choose(len(plan.decodes), gains)
-        self._look_s += 0.1 * (self._clock() - began_s - self._look_s)
-        return chosen > 0
+        return self._pays(seqs, len(plan.decodes))
 
     def drafts(self, scheduler: Scheduler) -> dict[Sequence, tuple[int, ...]]:
         """What the next step should verify, the likeliest first."""
         self._verifying.clear()
         seqs = scheduler.verifiable()
-        if not seqs:
+        if not seqs or not (self._one_step_ahead or self._pays(seqs, scheduler.num_running)):
             return {}
         drafts: dict[Sequence, Draft] = {}
         reach: dict[Sequence, list[float]] = {}
@@ -214,13 +199,29 @@ class Speculator:
         experience.fade()
         return experience
 
-    def _may_look(self, num_sequences: int) -> bool:
-        """Whether a look is cheap beside a step, or enough steps have gone by since the last."""
+    def _pays(self, seqs: Seq[Sequence], num_sequences: int) -> bool:
+        """Whether drafts for `seqs` would pay in a step of so many, as far as a look tells.
+
+        A few stand for all, and a look that takes long beside a step is not taken at each.
+        """
+        step_s = self.policy.ahead.expect(num_sequences) if seqs else None
+        if self._drafter is None or not step_s:
+            return False
         if self._looks_to_skip > 0:
             self._looks_to_skip -= 1
             return False
-        step_s = self.policy.ahead.expect(num_sequences)
-        if not step_s:
-            return False
+        began_s = self._clock()
+        if len(seqs) > LOOK_AT:
+            first = self._num_looks * LOOK_AT % len(seqs)
+            seqs = [*seqs[first:], *seqs[:first]][:LOOK_AT]
+        self._num_looks += 1
+        gains: list[float] = []
+        foreseen = self._ask(lambda drafter: drafter.foresee(seqs), [()] * len(seqs))
+        for seq, confidence in zip(seqs, foreseen, strict=True):
+            gains += self._reach(seq, confidence)
+        gains *= num_sequences // len(seqs)
+        gains.sort(reverse=True)
+        chosen = self.policy.choose(num_sequences, gains)
+        self._look_s += 0.1 * (self._clock() - began_s - self._look_s)
         self._looks_to_skip = int(self._look_s / (LOOK_PART * step_s))
-        return True
+        return chosen > 0

@@ -221,6 +221,10 @@ vllm:prefix_cache_hits_created{engine="0"} 1.7e9
 vllm:num_preemptions_total 2
 forge:compilations_after_ready_total{model_name="m"} 0
 llamacpp:tokens_predicted_total 7
+vllm:spec_decode_num_drafts_total{engine="0"} 4
+vllm:spec_decode_num_draft_tokens_total{engine="0"} 12
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 9
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 4
 other_total 5
 """
     assert parse_counters(text) == {
@@ -229,6 +233,9 @@ other_total 5
         "preemptions": 2.0,
         "compilations_after_ready": 0.0,
         "generation_tokens": 7.0,
+        "drafts": 4.0,
+        "draft_tokens": 12.0,
+        "accepted_draft_tokens": 9.0,
     }
     assert parse_counters("") == {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import serving, workloads
+from benchmarks.client import Server
 from benchmarks.serving_process import serving as served
 from forge_jax.fake import fake_tokenizer
 
@@ -144,3 +146,21 @@ def test_a_server_of_our_own_is_started_and_named(capsys, tmp_path):
     assert told["server"]["arguments"] == ["forge-tiny", "--fake", "--max-model-len", "512"]
     assert told["server"]["ready_s"] > 0
     assert told["server"]["context"] == 512
+
+
+def test_a_server_that_drafts_says_how_well():
+    flags = ["--max-model-len", "512", "--speculation", "suffix", "--fake-step-time-ms", "2"]
+
+    async def ask(url: str) -> dict[str, float]:
+        async with Server.connect(url) as server:
+            before = await server.counters()
+            for _ in range(3):
+                body = {"prompt": "the river", "max_tokens": 50, "temperature": 0}
+                async with server.session.post(f"{url}/v1/completions", json=body) as response:
+                    assert response.status == 200
+            return serving.counted(before, await server.counters())
+
+    with served(["--fake", *flags]) as (url, _):
+        during = asyncio.run(ask(url))
+    assert during["drafts"] > 0
+    assert during["draft_acceptance"] > 0.5 and during["mean_accepted_length"] > 1
