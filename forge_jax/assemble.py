@@ -81,7 +81,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         model = build_model(spec, config.model.dtype, kernels.forms)
         check_weights(model, folder)  # before anything that takes long
         draft = _choose_draft(config, model, kernels, device)
-        sizes = _Sizes.choose(config, model, draft, device)
+        sizes = _Sizes.choose(config, model, device, draft)
         use_compilation_cache(config)
     compilations = SinceReady()
     memory_limit = _free_bytes(device)
@@ -466,7 +466,11 @@ class _Sizes:
 
     @classmethod
     def choose(
-        cls, config: EngineConfig, model: Model, draft: _Draft | None, device: jax.Device
+        cls,
+        config: EngineConfig,
+        model: Model,
+        device: jax.Device,
+        draft: _Draft | None = None,
     ) -> _Sizes:
         spec, cache, batch = model.spec, config.cache, config.batch
         on_cpu = device.platform == "cpu"

@@ -531,8 +531,8 @@ def test_both_caches_are_cut_together():
     sizes = assemble._Sizes.choose(
         EngineConfig(),
         target,
-        assemble._Draft(model=draft, folder=Path(), implementation="auto"),
         jax.devices()[0],
+        assemble._Draft(model=draft, folder=Path(), implementation="auto"),
     )
     smaller = sizes.smaller(EngineConfig(), 1 << 20)
     assert sizes.draft_bytes == draft.param_bytes + sizes.draft_kv.total_bytes
