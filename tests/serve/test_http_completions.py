@@ -347,7 +347,7 @@ def _echoed(tokenizer: Tokenizer, prompt: Prompt, output: Sequence[int]) -> dict
         ),
     )
     num_prompt, num_output = len(prompt.token_ids), len(output)
-    answer = json.loads(form.body(Usage(num_prompt, num_output, num_prompt + num_output, {})))
+    answer = json.loads(form.body(Usage(num_prompt, num_output, num_prompt + num_output, {}, {})))
     return answer["choices"][0]
 
 

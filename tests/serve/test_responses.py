@@ -66,7 +66,7 @@ def test_usage_is_in_every_event_that_shall_have_it():
     form = form_type(
         request, [Prompt([1])], fake_tokenizer(), unique_id="x", model="m", created_s=1
     )
-    usage = Usage(1, 2, 3, {})
+    usage = Usage(1, 2, 3, {}, {})
     for _ in range(2):
         event = form.events(0, Delta(0, "a", (5,)), usage)
         assert json.loads(event.removeprefix(b"data: "))["usage"]["total_tokens"] == 3
