@@ -133,8 +133,8 @@ def forget_the_parent(monkeypatch):
 def register_a_block_before_it_is_full(monkeypatch):
     right = Scheduler._register
 
-    def register(self, seq, num_full, *, seen):
-        right(self, seq, num_full, seen=seen)
+    def register(self, seq, num_full, *, seen, more=()):
+        right(self, seq, num_full, seen=seen, more=more)
         if seen and len(seq.blocks) > num_full and self.pool.prefix_cache:
             block = seq.blocks[num_full]
             if not self.pool.is_registered(block):
@@ -146,7 +146,9 @@ def register_a_block_before_it_is_full(monkeypatch):
 def register_before_logits_were_seen(monkeypatch):
     right = Scheduler._register
     monkeypatch.setattr(
-        Scheduler, "_register", lambda self, seq, full, *, seen: right(self, seq, full, seen=True)
+        Scheduler,
+        "_register",
+        lambda self, seq, full, *, seen, more=(): right(self, seq, full, seen=True, more=more),
     )
 
 
