@@ -27,13 +27,14 @@ def write(tiny: bool) -> list[dict[str, Any]]:
     layers, blocks = (2, 16) if tiny else (LAYERS, BLOCKS)
     rows = []
     for batch in (1, 4) if tiny else BATCHES:
-        row: dict[str, Any] = {"batch": batch}
-        for name, call in (("scatter", _scatter), ("rotate_and_scatter", _rotate_and_scatter)):
-            try:
-                row[f"{name}_us"] = 1e6 * _per_layer_s(call, batch, layers, blocks)
-            except Exception as failure:
-                row[f"{name}_us"] = f"{type(failure).__name__}: {failure}"[:200]
-        row["bytes"] = 2 * 2 * LLAMA_3_1_8B.kv_heads * LLAMA_3_1_8B.head_dim * batch
+        num_bytes = 2 * 2 * LLAMA_3_1_8B.kv_heads * LLAMA_3_1_8B.head_dim * batch
+        row: dict[str, Any] = {"batch": batch, "bytes": num_bytes}
+        try:
+            row["scatter_us"] = 1e6 * _per_layer_s(_scatter, batch, layers, blocks)
+            both = 1e6 * _per_layer_s(_rotate_and_scatter, batch, layers, blocks)
+            row["rotate_and_scatter_us"] = both
+        except Exception as failure:
+            row["failed"] = f"{type(failure).__name__}: {failure}"[:300]
         rows.append(row)
     return rows
 

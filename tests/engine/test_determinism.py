@@ -12,6 +12,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -95,6 +96,20 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
+@contextmanager
+def logits_recorded() -> Iterator[None]:
+    """Steps that are traced meanwhile put out their logits, too."""
+    sample_rows = step_file._sample_rows
+
+    def with_logits(shape, slots, m, logits, *rest):
+        slots, out = sample_rows(shape, slots, m, logits, *rest)
+        return slots, OutWithLogits(*out, logits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_file, "_sample_rows", with_logits)
+        yield
+
+
 @cache
 def make_runner(
     dtype: str,
@@ -128,14 +143,7 @@ def make_runner(
         device=jax.devices()[0],
         deterministic=uniform,
     )
-    sample_rows = step_file._sample_rows
-
-    def with_logits(shape, slots, m, logits, *rest):
-        slots, out = sample_rows(shape, slots, m, logits, *rest)
-        return slots, OutWithLogits(*out, logits)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_file, "_sample_rows", with_logits)
+    with logits_recorded():
         runner.compile()
         runner.start(random_leaves(model, seed=5))
         runner.wait()

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from test_determinism import RecordingRunner, Rows, Thief
+from test_determinism import RecordingRunner, Rows, Thief, logits_recorded
 
 from forge_jax.cache.block_pool import BlockPool
-from forge_jax.cache.kv import KVShape
+from forge_jax.cache.kv import kv_shape
 from forge_jax.core import EngineCore
 from forge_jax.fake import fake_tokenizer
 from forge_jax.sampling_params import SamplingParams
@@ -32,10 +32,8 @@ from forge_jax.speculate.drafter import Draft, Drafter, OneByOne
 from forge_jax.speculate.ngram import NgramDrafter
 from forge_jax.speculate.speculator import SpeculationStats, Speculator
 from forge_jax.speculate.suffix import SuffixDrafter
-from forge_jax.step import step as step_file
 from forge_jax.step.runner import step_shapes
 from forge_jax.testing import random_leaves, tiny_model
-from forge_kernels.attention import kv_storage_dtype
 
 BLOCK, NUM_BLOCKS, MAX_LEN, SLOTS, T = 8, 320, 160, 12, 64
 MAX_DRAFTS = 6
@@ -73,7 +71,6 @@ def make_runner(dtype: str, *, one_shape: bool = True, nan: bool = False) -> Acc
         head_dim=16,
         tie_word_embeddings=not nan,
     )
-    spec = model.spec
     runner = AcceptedRows(
         model,
         shapes=step_shapes(
@@ -84,38 +81,23 @@ def make_runner(dtype: str, *, one_shape: bool = True, nan: bool = False) -> Acc
             max_drafts=MAX_DRAFTS,
             deterministic=one_shape,
         ),
-        kv_shape=KVShape(
-            num_layers=spec.num_hidden_layers,
+        kv_shape=kv_shape(
+            model.spec,
             num_blocks=NUM_BLOCKS,
-            num_kv_heads=spec.num_key_value_heads,
             block_size=BLOCK,
-            head_dim=spec.head_dim,
-            storage=kv_storage_dtype(model.dtype, "cpu"),
+            dtype=model.dtype,
+            platform="cpu",
         ),
         num_slots=SLOTS,
         max_blocks=MAX_LEN // BLOCK,
         device=jax.devices()[0],
         deterministic=one_shape,
     )
-    sample_rows = step_file._sample_rows
-
-    class OutWithLogits(NamedTuple):
-        packed: jax.Array
-        logprob: jax.Array
-        top_ids: jax.Array
-        top_logprobs: jax.Array
-        logits: jax.Array
-
-    def with_logits(shape, slots, m, logits, *rest):
-        slots, out = sample_rows(shape, slots, m, logits, *rest)
-        return slots, OutWithLogits(*out, logits)
-
     leaves = list(random_leaves(model, seed=5))
     if nan:
         embedding = model.names.index("embedding.weight")
         leaves[embedding] = leaves[embedding].at[NAN_TOKEN].set(np.nan)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_file, "_sample_rows", with_logits)
+    with logits_recorded():
         runner.compile()
         runner.start(tuple(leaves))
         runner.wait()
@@ -177,7 +159,6 @@ def make_draft_model(runner: AcceptedRows, kind: str) -> DraftModel:
         model = tiny_model(num_hidden_layers=layers, hidden_size=64, head_dim=16, **options)
         named = dict(zip(target.names, runner._leaves, strict=True))
         leaves = tuple(named[name] for name in model.names)
-    spec = model.spec
     draft_model = Unwritten(
         model,
         shapes=draft_shapes(
@@ -187,13 +168,12 @@ def make_draft_model(runner: AcceptedRows, kind: str) -> DraftModel:
             max_blocks=MAX_LEN // BLOCK,
             deterministic=True,
         ),
-        kv_shape=KVShape(
-            num_layers=spec.num_hidden_layers,
+        kv_shape=kv_shape(
+            model.spec,
             num_blocks=60,  # not enough for all
-            num_kv_heads=spec.num_key_value_heads,
             block_size=BLOCK,
-            head_dim=spec.head_dim,
-            storage=kv_storage_dtype(model.dtype, "cpu"),
+            dtype=model.dtype,
+            platform="cpu",
         ),
         max_draft_tokens=MAX_DRAFTS,
         device=jax.devices()[0],
