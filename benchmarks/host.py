@@ -377,9 +377,6 @@ def _measure_step(parts: EngineParts, num_sequences: int, steps: int) -> Report:
                     values.clear()
             core.tick()
     core.drain()
-    times["execute call"] = [
-        both - put for both, put in zip(times.pop("put and call"), times["device_put"], strict=True)
-    ]
     return {
         "sequences": num_sequences,
         "us": {name: _percentiles(values) for name, values in times.items()},
@@ -389,7 +386,6 @@ def _measure_step(parts: EngineParts, num_sequences: int, steps: int) -> Report:
 @contextmanager
 def _timed_runner(runner: Any, times: dict[str, list[float]]) -> Iterator[None]:
     """Times the parts of the runner's `dispatch` and `read`."""
-    import jax
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         values = times.setdefault(name, [])
@@ -409,15 +405,12 @@ def _timed_runner(runner: Any, times: dict[str, list[float]]) -> Iterator[None]:
         wait(pending)
         return read(pending)
 
-    put = jax.device_put
     runner.dispatch = timed("dispatch in all", runner.dispatch)
-    runner._step = timed("put and call", runner._step)
+    runner._step = timed("upload and call", runner._step)
     runner.read = wait_and_read
-    jax.device_put = timed("device_put", put)
     try:
         yield
     finally:
-        jax.device_put = put
         del runner.dispatch, runner._step, runner.read
 
 

@@ -535,8 +535,7 @@ class DraftModel:
         return next((shape for shape in ready if shape.most(rows) == len(rows)), ready[-1])
 
     def _call(self, shape: DraftShape, rows: Seq[Row]) -> Any:
-        packed = jax.device_put(shape.pack(rows), self._device)
-        self._kv, out = self._compiled[shape.name](self._leaves, self._kv, packed)
+        self._kv, out = self._compiled[shape.name](self._leaves, self._kv, shape.pack(rows))
         return out
 
     def _new_kv(self) -> tuple[jax.Array, ...]:

@@ -12,6 +12,7 @@ Everything here only decides how fast the answer comes, never what it is.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -23,48 +24,53 @@ FIRST_RETRY, LAST_RETRY = 256, 8192  # refusals after which measured times are d
 
 
 class StepTimes:
-    """Seconds that a step takes, by its number of tokens: moving averages.
+    """Seconds that a step takes, by its number of tokens: medians of the latest few.
 
-    Sizes share an average where they are within a sixth of each other.
+    Sizes from nine tokens on share one where they are within a sixth of each other. No means: the
+    first steps of an executable are slow, and now and then the machine does something else.
     """
 
-    WEIGHT = 0.2  # of a new time
-    OUTLIER = 3.0  # no time counts as more than so many times the average
+    LATEST = 15
 
     def __init__(self) -> None:
-        self._mean_s: dict[int, float] = {}
-        self._count: dict[int, int] = {}
+        self._latest: dict[int, deque[tuple[float, int]]] = {}  # seconds, tokens
+        self._known: dict[int, tuple[float, float]] = {}  # mean tokens, median seconds
 
     @property
     def known(self) -> bool:
         """Whether anything is."""
-        return bool(self._mean_s)
+        return bool(self._known)
 
     def record(self, num_tokens: int, seconds: float) -> None:
         place = _place(num_tokens)
-        mean, count = self._mean_s.get(place), self._count.get(place, 0)
-        if mean is None:
-            self._mean_s[place] = seconds
-        else:
-            seconds = min(seconds, self.OUTLIER * mean)
-            self._mean_s[place] = mean + (seconds - mean) * max(self.WEIGHT, 1 / (count + 1))
-        self._count[place] = count + 1
+        latest = self._latest.get(place)
+        if latest is None:
+            latest = self._latest[place] = deque(maxlen=self.LATEST)
+        latest.append((seconds, num_tokens))
+        median_s, _ = sorted(latest)[(len(latest) - 1) // 2]
+        self._known[place] = (sum(tokens for _, tokens in latest) / len(latest), median_s)
 
     def expect(self, num_tokens: int) -> float | None:
         """Between two sizes that are known, a time between theirs; beyond them, the nearest's.
 
         None if nothing is known.
         """
-        place = _place(num_tokens)
-        if place in self._mean_s:
-            return self._mean_s[place]
-        below = max((p for p in self._mean_s if p < place), default=None)
-        above = min((p for p in self._mean_s if p > place), default=None)
+        exact = self._known.get(num_tokens) if num_tokens <= 8 else None
+        if exact is not None:
+            return exact[1]
+        below = max(
+            (known for known in self._known.values() if known[0] <= num_tokens), default=None
+        )
+        above = min(
+            (known for known in self._known.values() if known[0] >= num_tokens), default=None
+        )
         if below is None or above is None:
             nearest = above if below is None else below
-            return None if nearest is None else self._mean_s[nearest]
-        part = (place - below) / (above - below)
-        return self._mean_s[below] + part * (self._mean_s[above] - self._mean_s[below])
+            return None if nearest is None else nearest[1]
+        if below[0] == above[0]:
+            return below[1]
+        part = (num_tokens - below[0]) / (above[0] - below[0])
+        return below[1] + part * (above[1] - below[1])
 
 
 def _place(num_tokens: int) -> int:

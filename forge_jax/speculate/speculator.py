@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -22,8 +22,33 @@ from forge_jax.speculate.length import Experience, LengthPolicy
 
 log = logging.getLogger(__name__)
 
-LOOK_PART = 0.01  # of a step's time that may be spent on guessing whether to wait
 LOOK_AT = 8  # sequences
+
+
+class LookBudget:
+    """How much time may go into guessing whether to wait, in steps' worth.
+
+    Looking costs the most where drafts bring nothing: there it may take a hundredth of the time.
+    Where they bring tokens, it may take a part of what they save.
+    """
+
+    PART = 0.01  # of each step
+    SAVED_PART = 0.25  # of the steps that accepted drafts have spared
+    FIRST, MOST = 4.0, 50.0  # at the start, to try with; and held at most
+
+    def __init__(self) -> None:
+        self._steps = self.FIRST
+
+    @property
+    def left(self) -> bool:
+        return self._steps > 0
+
+    def step(self, saved: float = 0.0) -> None:
+        """A step has been made that spared so many others."""
+        self._steps = min(self._steps + self.PART + self.SAVED_PART * saved, self.MOST)
+
+    def spend(self, steps: float) -> None:
+        self._steps -= steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +95,7 @@ class Speculator:
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted = [0] * max_draft_tokens  # by position
         self._num_looks = 0
-        self._look_s = 0.0  # what a look takes
-        self._looks_to_skip = 0
+        self._budget = LookBudget()
         self._read_s: float | None = None  # when the last step was read, if steps have come since
 
     def stats(self) -> SpeculationStats:
@@ -145,10 +169,13 @@ class Speculator:
         """Nothing is in flight: the time until the next result is not a step's."""
         self._read_s = None
 
-    def learn(self, plan: StepPlan, gains: Iterable[Gain]) -> None:
+    def learn(self, plan: StepPlan, gains: Seq[Gain]) -> None:
         """What became of the drafts of `plan`."""
         if not plan.num_drafts:
+            self._budget.step()
             return
+        accepted = sum(len(got.token_ids) - 1 for _, got in gains if got.token_ids)
+        self._budget.step(saved=accepted / plan.num_sequences)
         lengths = {row.seq_key: row.num_drafts for row in plan.chunks if row.num_drafts}
         for seq, got in gains:
             draft = self._verifying.pop(seq, None)
@@ -202,13 +229,10 @@ class Speculator:
     def _pays(self, seqs: Seq[Sequence], num_sequences: int) -> bool:
         """Whether drafts for `seqs` would pay in a step of so many, as far as a look tells.
 
-        A few stand for all, and a look that takes long beside a step is not taken at each.
+        A few stand for all.
         """
         step_s = self.policy.ahead.expect(num_sequences) if seqs else None
-        if self._drafter is None or not step_s:
-            return False
-        if self._looks_to_skip > 0:
-            self._looks_to_skip -= 1
+        if self._drafter is None or not step_s or not self._budget.left:
             return False
         began_s = self._clock()
         if len(seqs) > LOOK_AT:
@@ -222,6 +246,5 @@ class Speculator:
         gains *= num_sequences // len(seqs)
         gains.sort(reverse=True)
         chosen = self.policy.choose(num_sequences, gains)
-        self._look_s += 0.1 * (self._clock() - began_s - self._look_s)
-        self._looks_to_skip = int(self._look_s / (LOOK_PART * step_s))
+        self._budget.spend((self._clock() - began_s) / step_s)
         return chosen > 0

@@ -147,26 +147,35 @@ def _pack_chunks(m: Meta, chunks: tuple[ScheduledSequence, ...], first: int) -> 
     Returns the tokens and the rows of the step, with those of the decodes.
     """
     end = first + len(chunks)
-    q_lens = np.array([len(s.token_ids) for s in chunks], np.int32)
-    rows = np.array([s.num_rows for s in chunks], np.int32)
-    num_tokens, num_rows = first + int(q_lens.sum()), first + int(rows.sum())
+    tokens: list[int] = []
+    token_seq: list[int] = []
+    row_token: list[int] = []
+    row_seq: list[int] = []
+    cu_q_lens: list[int] = []
+    cu_rows: list[int] = []
+    for i, s in enumerate(chunks, start=first):
+        q_len, rows = len(s.token_ids), s.num_rows
+        tokens += s.token_ids
+        token_seq += [i] * q_len
+        row_seq += [i] * rows
+        num_tokens, num_rows = first + len(tokens), first + len(row_seq)
+        row_token += range(num_tokens - rows, num_tokens)  # the last tokens of the sequence
+        cu_q_lens.append(num_tokens)
+        cu_rows.append(num_rows)
+        if s.targets:
+            m.row_target[num_rows - rows : num_rows - rows + len(s.targets)] = s.targets
+    num_tokens, num_rows = first + len(tokens), first + len(row_seq)
     m.slot[first:end] = [s.slot for s in chunks]
     m.start[first:end] = [s.start for s in chunks]
-    m.cu_q_lens[first + 1 : end + 1] = first + np.cumsum(q_lens)
-    m.cu_rows[first + 1 : end + 1] = first + np.cumsum(rows)
+    m.cu_q_lens[first + 1 : end + 1] = cu_q_lens
+    m.cu_rows[first + 1 : end + 1] = cu_rows
     m.samples[first:end] = [s.samples for s in chunks]
     m.scoring[first:end] = [s.scoring for s in chunks]
     m.num_output[first:end] = [s.num_output for s in chunks]
-    index = np.arange(first, end, dtype=np.int32)
-    m.tokens[first:num_tokens] = [t for s in chunks for t in s.token_ids]
-    m.token_seq[first:num_tokens] = np.repeat(index, q_lens)
-    m.row_seq[first:num_rows] = np.repeat(index, rows)
-    # The rows of a sequence are its last tokens.
-    ends = m.cu_q_lens[first + 1 : end + 1] - m.cu_rows[first + 1 : end + 1]
-    m.row_token[first:num_rows] = np.arange(first, num_rows) + np.repeat(ends, rows)
-    for s, row in zip(chunks, m.cu_rows[first:end], strict=True):
-        if s.targets:
-            m.row_target[row : row + len(s.targets)] = s.targets
+    m.tokens[first:num_tokens] = tokens
+    m.token_seq[first:num_tokens] = token_seq
+    m.row_seq[first:num_rows] = row_seq
+    m.row_token[first:num_rows] = row_token
     return num_tokens, num_rows
 
 

@@ -85,6 +85,16 @@ def test_times_are_shared_by_sizes_that_are_near_and_lie_between_those_that_are_
     assert times.expect(8) < 3.0
 
 
+def test_a_time_is_a_median_so_that_slow_first_steps_are_forgotten():
+    times = StepTimes()
+    for seconds in (9.0, 5.0, 1.0, 1.0, 1.0, 1.0):
+        times.record(8, seconds)
+    assert times.expect(8) == 1.0
+    for _ in range(StepTimes.LATEST):
+        times.record(8, 2.0)
+    assert times.expect(8) == 2.0
+
+
 def test_confidence_means_what_experience_says():
     acceptance, rng, other = Acceptance(), random.Random(0), Experience()
     for _ in range(3000):

@@ -97,6 +97,77 @@ def serve(core: EngineCore, arriving: list[Request], *, at_once: int = 6):
     return found
 
 
+class TimedDevice:
+    """Steps of a second each, on a clock of its own; a look adds to it what it takes."""
+
+    def __init__(self, device):
+        self._device, self.now_s, self.looked_s = device, 0.0, 0.0
+
+    def __getattr__(self, name):
+        return getattr(self._device, name)
+
+    def read(self, pending):
+        self.now_s += 1.0
+        return self._device.read(pending)
+
+    def look(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.looked_s += seconds
+
+
+class TimedDrafter:
+    """Looks take their time; the first at each sequence, long: the prompt is taken in."""
+
+    def __init__(self, drafter, device, *, first_s: float, later_s: float):
+        self._drafter, self._device = drafter, device
+        self._first_s, self._later_s, self._seen = first_s, later_s, set()
+
+    def propose(self, key, *rest):
+        self._device.look(self._later_s if key in self._seen else self._first_s)
+        self._seen.add(key)
+        return self._drafter.propose(key, *rest)
+
+    def end(self, *ended):
+        self._drafter.end(*ended)
+
+
+def timed_core(outputs, *, right: float, first_s: float, later_s: float):
+    """An engine whose times are virtual, which learns them."""
+    core = make_core()
+    device = core._device = TimedDevice(core._device)
+    oracle = Oracle(outputs, right=right, length=8)
+    drafter = TimedDrafter(oracle, device, first_s=first_s, later_s=later_s)
+    core.speculator = Speculator(OneByOne(drafter), max_draft_tokens=8, clock=lambda: device.now_s)
+    return core, device
+
+
+def long_requests(count: int) -> list[Request]:
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    return [
+        Request(request_id=f"r{i}", prompt_token_ids=[i, i + 1], params=params, seed=i)
+        for i in range(count)
+    ]
+
+
+def test_looking_costs_little_where_drafts_bring_nothing():
+    core, device = timed_core({}, right=0.0, first_s=2.0, later_s=0.1)
+    serve(core, long_requests(12), at_once=1)
+    assert core.num_steps > 1000
+    budget = core.speculator._budget
+    most = budget.FIRST + budget.PART * core.num_steps
+    assert 0.5 * most < device.looked_s < most + 2.0
+
+
+def test_a_look_that_takes_long_keeps_nobody_from_looking_where_drafts_are_right():
+    plain = make_core()
+    expected = serve(plain, long_requests(12), at_once=1)
+    outputs = {key: outcome[0] for key, outcome in expected.items()}
+    core, device = timed_core(outputs, right=1.0, first_s=3.0, later_s=0.02)
+    assert serve(core, long_requests(12), at_once=1) == expected
+    assert core.num_steps < 0.25 * plain.num_steps
+    assert device.now_s < 0.35 * plain.num_steps  # with what looking took
+
+
 MODES = [{}, {"one_step_ahead": False}, {"prefill_chunk_size": 7, "max_num_batched_tokens": 20}]
 
 

@@ -146,12 +146,19 @@ def test_tokens_are_fed_back_on_the_device(runner, dense_logits):
 
 def test_a_decode_step_uploads_one_array_and_nothing_else(runner, dense_logits, monkeypatch):
     run(runner, [rows(0, 0, PROMPT)], [admission(0, PROMPT)])
-    put, uploads = jax.device_put, []
-    monkeypatch.setattr(jax, "device_put", lambda x, *to: (uploads.append(x), put(x, *to))[1])
+    step, uploads = runner._compiled["decode[4]"], []
+
+    def upload_and_call(*args):
+        *others, packed = args
+        uploads.append(packed)
+        return step(*others, jax.device_put(packed))
+
     plan = StepPlan(1, (), (rows(0, len(PROMPT), [FED_BACK], num_output=1),))
+    monkeypatch.setitem(runner._compiled, "decode[4]", upload_and_call)
     with jax.transfer_guard_host_to_device("disallow"):  # refuses what is uploaded unasked
         pending = runner.dispatch(plan)
     (packed,) = uploads
+    assert isinstance(packed, np.ndarray)
     assert packed.dtype == np.int32 and packed.nbytes < 4096
     assert runner.read(pending).sequences[0].token_ids[0] == greedy(dense_logits, PROMPT, 2)[1]
 
