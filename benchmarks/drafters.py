@@ -199,6 +199,8 @@ def play(drafter: TextDrafter, samples: list[Sample], one_salt: bool = True) -> 
             tokens += output[done : done + right + 1]
             done += right + 1
         drafter.end(key, tokens, len(prompt), salt)
+        while drafter.study(1000):
+            pass
     return {
         "tokens": sum(len(sample.output) for sample in samples),
         "steps": steps,

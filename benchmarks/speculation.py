@@ -7,7 +7,8 @@
 line with `question_id`, `category` and `turns`. Four parts:
 
 - usual: what the bundled model was made for, stories, facts, sums, extraction, from the grammars of
-  its training text with a seed of its own, one at a time, at temperature 0.7.
+  its training text with a seed of its own, one at a time, at temperature 0.7. `suffix` learns from
+  earlier answers, so the first half of the rounds and the second are told apart.
 - questions: every question once, one at a time, greedy, what the model says of itself. Each round
   has other questions, so that nothing is drafted from an earlier answer to the same one.
 - replay: texts that repeat what is in their prompt, edits of a document and JSON extracted from
@@ -54,7 +55,8 @@ from forge_jax.step import step as step_file
 from training.forge_tiny.corpus import documents
 
 PARTS = ("usual", "questions", "replay", "load")
-USUAL = 40  # requests of a round
+USUAL = 200  # requests of a round
+LEAST_LOAD = 48  # the same
 USUAL_SEED = 77_777  # none that it was trained with
 LOADS = (1, 4, 16, 64)
 ANSWER = 160  # most tokens of an answer
@@ -356,7 +358,7 @@ def run_load(
     parts, rng = sides.parts[OFF], random.Random(at_once)
     done = []
     for index in tqdm(range(rounds), desc=f"{at_once} at once", leave=False):
-        chosen = rng.sample(questions, min(max(12, 3 * at_once), len(questions)))
+        chosen = rng.sample(questions, min(max(LEAST_LOAD, 3 * at_once), len(questions)))
         requests = question_requests(parts, chosen, 0.7, f"l{at_once}-{index}")
         requests = [dataclasses.replace(r, seed=rng.getrandbits(32)) for r in requests]
         if not index:
@@ -462,7 +464,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if set(args.parts) & {"usual", "questions", "load"}:
             sides = Sides(names, **options)
             if "usual" in args.parts:
-                done["usual"] = run_usual(sides, args.rounds)
+                usual = run_usual(sides, 2 * args.rounds)
+                done["usual, first half"] = usual[: args.rounds]
+                done["usual, second half"] = usual[args.rounds :]
             if "questions" in args.parts:
                 done["questions"] = run_questions(sides, questions, args.rounds)
             for at_once in args.loads if "load" in args.parts else ():

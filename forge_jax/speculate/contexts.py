@@ -70,6 +70,11 @@ class ContextIndex:
         return self.base + len(self.text) - self.start
 
     @property
+    def num_waiting(self) -> int:
+        """Positions that `enter` has not come to."""
+        return self.end - max(self._waiting[0][1], self.start) if self._waiting else 0
+
+    @property
     def num_entries(self) -> int:
         """Contexts held, each with its latest position."""
         return sum(map(len, self._heads))

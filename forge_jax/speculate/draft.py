@@ -94,6 +94,10 @@ class ModelDrafter:
         typical = self._typical.tolist()
         return [typical[: self._draft_room(seq)] if self._may(seq) else () for seq in seqs]
 
+    def study(self, limit: int) -> bool:
+        """Learns nothing from texts."""
+        return False
+
     def end(self, seq: Sequence) -> None:
         computed = self._computed.get(seq.key)
         if computed is not None and computed.seq is seq:

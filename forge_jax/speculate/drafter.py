@@ -38,6 +38,13 @@ class Drafter(Protocol):
         """
         ...
 
+    def study(self, limit: int) -> bool:
+        """Takes in so many tokens, at most, of what has ended, for those that come later.
+
+        Returns whether there are more.
+        """
+        ...
+
     def end(self, seq: Sequence) -> None:
         """The sequence has ended. It may never have been asked for."""
         ...
@@ -50,7 +57,8 @@ class Drafter(Protocol):
 class TextDrafter(Protocol):
     """Knows the tokens of live sequences, by key, and those of earlier ones as it sees fit.
 
-    Nothing is done for a sequence that is never asked for: tokens are taken in by `propose`.
+    Tokens are taken in by `propose` and `study`: a sequence that is never asked for costs next to
+    nothing.
     """
 
     def propose(self, key: Hashable, tokens: Seq[int], prompt_len: int, salt: str) -> Draft:
@@ -63,6 +71,10 @@ class TextDrafter(Protocol):
           prompt_len: how many of them are the prompt's.
           salt: nothing that came with another salt may show in the draft.
         """
+        ...
+
+    def study(self, limit: int) -> bool:
+        """Takes in so many tokens, at most, of what was put out, for others: are there more?"""
         ...
 
     def end(self, key: Hashable, tokens: Seq[int], prompt_len: int, salt: str) -> None:
@@ -87,6 +99,9 @@ class OneByOne:
             first, *rest = draft.confidence or (0.0,)
             foreseen.append([first * rest[0], *rest[1:]] if rest else [])
         return foreseen
+
+    def study(self, limit: int) -> bool:
+        return self._drafter.study(limit)
 
     def end(self, seq: Sequence) -> None:
         self._drafter.end(seq.key, seq.tokens, seq.prompt_len, seq.salt)

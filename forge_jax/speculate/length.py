@@ -12,7 +12,6 @@ Everything here only decides how fast the answer comes, never what it is.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -20,50 +19,58 @@ BINS = 8  # of confidence
 PRIOR = 4.0  # drafts that a bin's, or a request's, own experience must outweigh
 WORTH = 1.02  # a choice must be better by this factor: measured times are noisy
 HIGHEST = 0.98  # probability that is believed
-FIRST_RETRY, LAST_RETRY = 256, 8192  # refusals after which measured times are doubted
+TRIAL = 16  # steps with drafts, from which it is judged how long such steps take
+HOPE = 1.25  # of a step without drafts: what one with drafts is taken to need, during a trial
+CONTROL = 5  # steps without drafts that must have been timed, before there are any
+CONTROL_AFTER = 512  # steps with drafts, after which the others are timed anew
+FIRST_RETRY, LAST_RETRY = 1024, 16384  # steps from one trial to the next, where drafts do not pay
 
 
 class StepTimes:
-    """Seconds that a step takes, by its number of tokens: medians of the latest few.
+    """Seconds that a step takes, by its number of tokens: moving averages.
 
-    Sizes from nine tokens on share one where they are within a sixth of each other. No means: the
-    first steps of an executable are slow, and now and then the machine does something else.
+    Sizes share an average where they are near each other.
     """
 
-    LATEST = 15
+    WEIGHT = 1 / 16  # of a new time
+    OUTLIER = 3.0  # no time counts as more than so many times the average
 
     def __init__(self) -> None:
-        self._latest: dict[int, deque[tuple[float, int]]] = {}  # seconds, tokens
-        self._known: dict[int, tuple[float, float]] = {}  # mean tokens, median seconds
-
-    @property
-    def known(self) -> bool:
-        """Whether anything is."""
-        return bool(self._known)
+        self._mean: dict[int, tuple[float, float]] = {}  # tokens, seconds
+        self._count: dict[int, int] = {}
 
     def record(self, num_tokens: int, seconds: float) -> None:
         place = _place(num_tokens)
-        latest = self._latest.get(place)
-        if latest is None:
-            latest = self._latest[place] = deque(maxlen=self.LATEST)
-        latest.append((seconds, num_tokens))
-        median_s, _ = sorted(latest)[(len(latest) - 1) // 2]
-        self._known[place] = (sum(tokens for _, tokens in latest) / len(latest), median_s)
+        tokens, mean_s = self._mean.get(place, (num_tokens, seconds))
+        count = self._count[place] = self._count.get(place, 0) + 1
+        weight = max(self.WEIGHT, 1 / count)
+        seconds = min(seconds, self.OUTLIER * mean_s)
+        self._mean[place] = (
+            tokens + (num_tokens - tokens) * weight,
+            mean_s + (seconds - mean_s) * weight,
+        )
+
+    def count(self, num_tokens: int) -> int:
+        """How many times have been recorded for this size and those near it."""
+        return self._count.get(_place(num_tokens), 0)
+
+    def forget(self, num_tokens: int) -> None:
+        """For this size and those near it."""
+        self._count.pop(_place(num_tokens), None)
+        self._mean.pop(_place(num_tokens), None)
+
+    def clear(self) -> None:
+        self._mean.clear()
+        self._count.clear()
 
     def expect(self, num_tokens: int) -> float | None:
         """Between two sizes that are known, a time between theirs; beyond them, the nearest's.
 
         None if nothing is known.
         """
-        exact = self._known.get(num_tokens) if num_tokens <= 8 else None
-        if exact is not None:
-            return exact[1]
-        below = max(
-            (known for known in self._known.values() if known[0] <= num_tokens), default=None
-        )
-        above = min(
-            (known for known in self._known.values() if known[0] >= num_tokens), default=None
-        )
+        means = self._mean.values()
+        below = max((mean for mean in means if mean[0] <= num_tokens), default=None)
+        above = min((mean for mean in means if mean[0] >= num_tokens), default=None)
         if below is None or above is None:
             nearest = above if below is None else below
             return None if nearest is None else nearest[1]
@@ -74,7 +81,10 @@ class StepTimes:
 
 
 def _place(num_tokens: int) -> int:
-    return num_tokens if num_tokens <= 8 else round(4 * math.log2(num_tokens)) - 4
+    """Up to 8 tokens two places an octave, and four beyond: executables differ there."""
+    if num_tokens <= 8:
+        return round(2 * math.log2(num_tokens))
+    return round(4 * math.log2(num_tokens))
 
 
 @dataclass(slots=True)
@@ -139,8 +149,36 @@ class LengthPolicy:
         self.acceptance = Acceptance()
         self.ahead = StepTimes()  # from one result to the next, with a step always in flight
         self.waited = StepTimes()  # the same, where each is read before the next is made
-        self._refusals = 0
-        self._retry = FIRST_RETRY
+        self._trial = TRIAL  # steps left of it
+        self._retry_in = self._retry = FIRST_RETRY  # steps
+        self._since_control: dict[int, int] = {}  # steps with drafts, by number of sequences
+
+    def step(self) -> bool:
+        """One more has been made. Returns whether a trial begins."""
+        self._retry_in -= 1
+        if self._retry_in > 0:
+            return False
+        # Times that speak against drafts would never be measured again; and those of a few steps
+        # among many others say little of a row of them: what is not run is cold.
+        self._trial = TRIAL
+        self.waited.clear()
+        self._retry = min(2 * self._retry, LAST_RETRY)
+        self._retry_in = self._retry
+        return True
+
+    def tried(self, num_sequences: int) -> None:
+        """The next step verifies what has been chosen."""
+        since = self._since_control.get(num_sequences, 0) + 1
+        if since == CONTROL_AFTER:
+            # They may have been timed under other circumstances, and drafts that seem to pay keep
+            # them from being timed again.
+            self.ahead.forget(num_sequences)
+            since = 0
+        self._since_control[num_sequences] = since
+        if self._trial:
+            self._trial -= 1
+        else:
+            self._retry_in = self._retry = FIRST_RETRY
 
     def choose(self, num_sequences: int, gains: Seq[float]) -> int:
         """How many of the drafts to verify.
@@ -153,26 +191,17 @@ class LengthPolicy:
           0 to `len(gains)`; 0 also where it is not known yet how long a step takes.
         """
         plain_s = self.ahead.expect(num_sequences)
-        if not plain_s or not gains:
+        if not plain_s or not gains or self.ahead.count(num_sequences) < CONTROL:
             return 0
         best, best_rate = 0, WORTH * num_sequences / plain_s
-        doubts = self._refusals >= self._retry
         expected, counted = float(num_sequences), 0
         for count in _counts(len(gains)):
             expected += sum(gains[counted:count])
             counted = count
-            seconds = None if doubts else self.waited.expect(num_sequences + count)
-            # Where nothing has been measured, hope: it will be. Times that speak against drafts
-            # would never be measured again: once in a while they are doubted.
-            rate = expected / (seconds or plain_s)
+            seconds = None if self._trial else self.waited.expect(num_sequences + count)
+            rate = expected / (seconds or HOPE * plain_s)
             if rate > best_rate:
                 best, best_rate = count, rate
-        if not best:
-            self._refusals += 1
-        elif doubts:
-            self._refusals, self._retry = 0, min(2 * self._retry, LAST_RETRY)
-        elif self.waited.known:
-            self._refusals, self._retry = 0, FIRST_RETRY
         return best
 
 

@@ -64,5 +64,9 @@ class NgramDrafter:
                 draft.append(draft[-period])
         return Draft(tuple(draft), (match / (match + 3),) * len(draft))
 
+    def study(self, limit: int) -> bool:
+        """Learns nothing for others."""
+        return False
+
     def end(self, key: Hashable, tokens: Seq[int], prompt_len: int, salt: str) -> None:
         self._live.drop((salt, key))

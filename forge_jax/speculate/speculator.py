@@ -23,32 +23,46 @@ from forge_jax.speculate.length import Experience, LengthPolicy
 log = logging.getLogger(__name__)
 
 LOOK_AT = 8  # sequences
+LOOK_PART, LOOK_SAVED_PART = 0.003, 0.25
+STUDY = 32  # tokens of earlier outputs at a time
+STUDY_PART, STUDY_SAVED_PART = 0.005, 0.05
+STUDY_IDLE = 256  # the same, when there is nothing else to do
+# Which steps are timed of those that run ahead, counted since one was waited for or looked at: what
+# follows upon that takes longer. Nearly all steps are such where drafts bring nothing.
+TIMED, TIMED_EACH = range(2, 8), 8
 
 
-class LookBudget:
-    """How much time may go into guessing whether to wait, in steps' worth.
+class Budget:
+    """How much time the host may spend on something, in steps' worth.
 
-    Looking costs the most where drafts bring nothing: there it may take a hundredth of the time.
-    Where they bring tokens, it may take a part of what they save.
+    Next to none where drafts bring nothing: it costs more than its time where host and device share
+    the processor. Where they bring tokens, a part of what they save. And enough to find out, for
+    each trial of the length policy.
+
+    Args:
+      part: of each step.
+      saved_part: of the steps that accepted drafts have spared.
     """
 
-    PART = 0.01  # of each step
-    SAVED_PART = 0.25  # of the steps that accepted drafts have spared
-    FIRST, MOST = 4.0, 50.0  # at the start, to try with; and held at most
+    TRIAL, MOST = 4.0, 50.0  # for a trial; and held at most
 
-    def __init__(self) -> None:
-        self._steps = self.FIRST
+    def __init__(self, part: float, saved_part: float):
+        self._part, self._saved_part = part, saved_part
+        self._steps = self.TRIAL
 
     @property
     def left(self) -> bool:
         return self._steps > 0
 
-    def step(self, saved: float = 0.0) -> None:
+    def step(self, saved: float) -> None:
         """A step has been made that spared so many others."""
-        self._steps = min(self._steps + self.PART + self.SAVED_PART * saved, self.MOST)
+        self._steps = min(self._steps + self._part + self._saved_part * saved, self.MOST)
 
     def spend(self, steps: float) -> None:
         self._steps -= steps
+
+    def begin_trial(self) -> None:
+        self._steps = max(self._steps, self.TRIAL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +109,10 @@ class Speculator:
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted = [0] * max_draft_tokens  # by position
         self._num_looks = 0
-        self._budget = LookBudget()
+        self._num_ahead = 0  # steps, one after the other
+        self._to_look = Budget(LOOK_PART, LOOK_SAVED_PART)
+        self._to_study = Budget(STUDY_PART, STUDY_SAVED_PART)
+        self._unread = False  # whether there is something to study
         self._read_s: float | None = None  # when the last step was read, if steps have come since
 
     def stats(self) -> SpeculationStats:
@@ -117,7 +134,7 @@ class Speculator:
         """Whether the step in flight, that of `plan`, should be read before the next is made."""
         if plan.num_drafts:
             return True
-        if plan.chunks:
+        if plan.chunks or not self._to_look.left:
             return False
         seqs = [seq for seq in scheduler.running if seq.num_pending == 1 and seq.takes_drafts]
         return self._pays(seqs, len(plan.decodes))
@@ -141,6 +158,7 @@ class Speculator:
         count = self.policy.choose(scheduler.num_running, gains)
         if not count:
             return {}
+        self.policy.tried(scheduler.num_running)
         least = gains[count - 1]
         chosen: dict[Sequence, tuple[int, ...]] = {}
         for seq in sorted(drafts, key=lambda seq: reach[seq][0], reverse=True):
@@ -159,23 +177,40 @@ class Speculator:
           alone: nothing else was in flight when it was dispatched.
         """
         now_s = self._clock()
-        if self._read_s is not None and all(row.num_drafts for row in plan.chunks):
+        if self.policy.step():
+            self._to_look.begin_trial()
+            self._to_study.begin_trial()
+        chunks = plan.chunks
+        if self._read_s is not None and (not chunks or all(row.num_drafts for row in chunks)):
             waited = alone if self._one_step_ahead else bool(plan.num_drafts)
-            times = self.policy.waited if waited else self.policy.ahead
-            times.record(plan.num_tokens, now_s - self._read_s)
+            if waited:
+                self.policy.waited.record(plan.num_tokens, now_s - self._read_s)
+                self._num_ahead = 0
+            else:
+                self._num_ahead += 1
+                if self._num_ahead in TIMED or self._num_ahead % TIMED_EACH == 0:
+                    self.policy.ahead.record(plan.num_tokens, now_s - self._read_s)
         self._read_s = now_s
 
     def idle(self) -> None:
         """Nothing is in flight: the time until the next result is not a step's."""
         self._read_s = None
+        if self._unread:
+            self._unread = self._ask(lambda drafter: drafter.study(STUDY_IDLE), False)
 
     def learn(self, plan: StepPlan, gains: Seq[Gain]) -> None:
         """What became of the drafts of `plan`."""
-        if not plan.num_drafts:
-            self._budget.step()
-            return
-        accepted = sum(len(got.token_ids) - 1 for _, got in gains if got.token_ids)
-        self._budget.step(saved=accepted / plan.num_sequences)
+        saved = 0.0
+        if plan.num_drafts:
+            self._learn(plan, gains)
+            accepted = sum(len(got.token_ids) - 1 for _, got in gains if got.token_ids)
+            saved = accepted / plan.num_sequences
+        self._to_look.step(saved)
+        self._to_study.step(saved)
+        if self._unread and self._to_study.left:
+            self._study(plan.num_sequences)
+
+    def _learn(self, plan: StepPlan, gains: Seq[Gain]) -> None:
         lengths = {row.seq_key: row.num_drafts for row in plan.chunks if row.num_drafts}
         for seq, got in gains:
             draft = self._verifying.pop(seq, None)
@@ -196,6 +231,7 @@ class Speculator:
         self._experience.pop(seq, None)
         self._verifying.pop(seq, None)
         self._ask(lambda drafter: drafter.end(seq), None)
+        self._unread = True
 
     def reset(self) -> None:
         """A step has raised: its drafts are given up, and what the device holds is lost."""
@@ -226,19 +262,26 @@ class Speculator:
         experience.fade()
         return experience
 
+    def _study(self, num_sequences: int) -> None:
+        step_s, began_s = self.policy.ahead.expect(num_sequences), self._clock()
+        if step_s:
+            self._unread = self._ask(lambda drafter: drafter.study(STUDY), False)
+            self._to_study.spend((self._clock() - began_s) / step_s)
+
     def _pays(self, seqs: Seq[Sequence], num_sequences: int) -> bool:
         """Whether drafts for `seqs` would pay in a step of so many, as far as a look tells.
 
         A few stand for all.
         """
         step_s = self.policy.ahead.expect(num_sequences) if seqs else None
-        if self._drafter is None or not step_s or not self._budget.left:
+        if self._drafter is None or not step_s or not self._to_look.left:
             return False
         began_s = self._clock()
         if len(seqs) > LOOK_AT:
             first = self._num_looks * LOOK_AT % len(seqs)
             seqs = [*seqs[first:], *seqs[:first]][:LOOK_AT]
         self._num_looks += 1
+        self._num_ahead = 0
         gains: list[float] = []
         foreseen = self._ask(lambda drafter: drafter.foresee(seqs), [()] * len(seqs))
         for seq, confidence in zip(seqs, foreseen, strict=True):
@@ -246,5 +289,5 @@ class Speculator:
         gains *= num_sequences // len(seqs)
         gains.sort(reverse=True)
         chosen = self.policy.choose(num_sequences, gains)
-        self._budget.spend((self._clock() - began_s) / step_s)
+        self._to_look.spend((self._clock() - began_s) / step_s)
         return chosen > 0

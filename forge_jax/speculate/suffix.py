@@ -18,6 +18,7 @@ from forge_jax.speculate.drafter import Draft
 _LENGTHS = (1, 2, 4, 8, 16)  # of the contexts that are indexed
 _PLACES = 16  # the latest ones, that are counted
 _PIECE = 128  # tokens of an output that others of its salt may find, at a time
+_MOST_WAITING = 8192  # tokens of others' outputs that wait for `study`; what ends then is not kept
 
 
 class SuffixDrafter:
@@ -37,7 +38,7 @@ class SuffixDrafter:
       max_live_tokens, max_shared_tokens: held of live sequences, and of outputs for others, at
         about 200 bytes each. Beyond that whoever holds most, the sequence or the salt, forgets its
         oldest tokens first.
-      max_catch_up: tokens that one call takes in of the sequence, and as many of others' outputs.
+      max_catch_up: tokens of the sequence that one call takes in.
       max_sequences, max_salts: beyond these, the one asked for longest ago is dropped.
     """
 
@@ -64,6 +65,8 @@ class SuffixDrafter:
         lengths = [length for length in _LENGTHS if length <= max_depth]
         self._live = IndexPool(lengths, max_depth, max_live_tokens, max_sequences)
         self._shared = IndexPool(lengths, max_depth, max_shared_tokens, max_salts)
+        self._max_salts = max_salts
+        self._unread: dict[str, None] = {}  # salts with outputs that wait for `study`
 
     @property
     def num_live(self) -> int:
@@ -77,40 +80,57 @@ class SuffixDrafter:
 
     def propose(self, key: Hashable, tokens: Seq[int], prompt_len: int, salt: str) -> Draft:
         own = self._live.follow((salt, key), tokens, self._max_catch_up)
-        self._share(own, key, tokens, prompt_len, salt, _PIECE)
+        own.mark = self._share(own.mark, key, tokens, prompt_len, salt, _PIECE)
         tail = list(tokens[-self._max_depth :])
         repeats = own.end == len(tokens)
         draft, expected = self._go_on(own, tail, repeats)
         shared = self._shared.get(salt)
         if shared is not None:
-            shared.enter(self._max_catch_up)
             other, more = self._go_on(shared, tail, repeats=False)
             if more > expected:
                 return other
         return draft
 
+    def study(self, limit: int) -> bool:
+        salt = next(iter(self._unread), None)
+        if salt is not None:
+            del self._unread[salt]
+            shared = self._shared.get(salt)
+            if shared is not None:
+                shared.enter(limit)
+                if shared.num_waiting:
+                    self._unread[salt] = None
+        return bool(self._unread)
+
     def end(self, key: Hashable, tokens: Seq[int], prompt_len: int, salt: str) -> None:
         own = self._live.get((salt, key))
+        self._share(0 if own is None else own.mark, key, tokens, prompt_len, salt, 1)
         if own is not None:
-            self._share(own, key, tokens, prompt_len, salt, 1)
             self._live.drop((salt, key))
 
     def _share(
         self,
-        own: ContextIndex,
+        mark: int,  # position up to which others know the output, if any
         key: Hashable,
         tokens: Seq[int],
         prompt_len: int,
         salt: str,
         piece: int,
-    ) -> None:
-        """Lets others of the salt find what is new of an output, in whole pieces."""
-        begin = max(own.mark, prompt_len)
+    ) -> int:
+        """Lets others of the salt find what is new of an output, in whole pieces: the new mark."""
+        begin = max(mark, prompt_len)
         end = begin + (len(tokens) - begin) // piece * piece
-        if end > begin:
-            before = tokens[max(begin - _LENGTHS[-1], 0) : begin]
-            self._shared.add(salt, key, before, tokens[begin:end], goes_on=own.mark > 0)
-            own.mark = end
+        if end == begin:
+            return mark
+        shared = self._shared.get(salt)
+        if shared is not None and shared.num_waiting > _MOST_WAITING:
+            return mark
+        self._unread[salt] = None
+        if len(self._unread) > self._max_salts:
+            del self._unread[next(iter(self._unread))]
+        before = tokens[max(begin - _LENGTHS[-1], 0) : begin]
+        self._shared.add(salt, key, before, tokens[begin:end], goes_on=mark > 0)
+        return end
 
     def _go_on(self, index: ContextIndex, tail: list[int], repeats: bool) -> tuple[Draft, float]:
         """The most frequent way on, and how many of its tokens are expected to be accepted.

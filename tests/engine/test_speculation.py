@@ -29,6 +29,7 @@ from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.speculate.draft import ModelDrafter
 from forge_jax.speculate.draft_model import DraftModel, draft_shapes
 from forge_jax.speculate.drafter import Draft, Drafter, OneByOne
+from forge_jax.speculate.length import CONTROL
 from forge_jax.speculate.ngram import NgramDrafter
 from forge_jax.speculate.speculator import SpeculationStats, Speculator
 from forge_jax.speculate.suffix import SuffixDrafter
@@ -131,6 +132,9 @@ class Spoiler:
             drafts.append(token)
         return Draft(tuple(drafts), (0.9,) * len(drafts))
 
+    def study(self, limit):
+        return False
+
     def end(self, key, tokens, prompt_len, salt):
         pass
 
@@ -209,7 +213,8 @@ def make_speculator(drafter: Drafter) -> Speculator:
     """Verifies whatever is drafted: no step seems to take longer for it."""
     speculator = Speculator(drafter, max_draft_tokens=MAX_DRAFTS)
     policy = speculator.policy
-    policy.ahead.record(1, 1.0)
+    policy.ahead.expect = lambda _: 1.0
+    policy.ahead.count = lambda _: CONTROL
     policy.ahead.record = policy.waited.record = lambda *_: None
     policy.acceptance.reach = lambda confidence, _: [1.0] * len(confidence)
     return speculator

@@ -1,12 +1,17 @@
 """How many drafts: the best of what has been measured, and none where they do not pay."""
 
+import itertools
 import random
 
 import pytest
 
 from forge_jax.speculate.length import (
+    CONTROL,
+    CONTROL_AFTER,
     FIRST_RETRY,
     HIGHEST,
+    HOPE,
+    TRIAL,
     Acceptance,
     Experience,
     LengthPolicy,
@@ -17,8 +22,11 @@ from forge_jax.speculate.length import (
 def policy(ahead_s=lambda n: 1.0, waited_s=lambda n: 1.0, sizes=range(1, 257)) -> LengthPolicy:
     made = LengthPolicy()
     for size in sizes:
-        made.ahead.record(size, ahead_s(size))
+        for _ in range(CONTROL):
+            made.ahead.record(size, ahead_s(size))
         made.waited.record(size, waited_s(size))
+    for _ in range(TRIAL):
+        made.tried(1)
     return made
 
 
@@ -56,18 +64,58 @@ def test_nothing_is_drafted_before_a_step_has_been_timed():
     assert LengthPolicy().choose(1, [1.0] * 7) == 0
 
 
-def test_what_has_never_been_timed_is_tried_and_what_was_too_slow_is_doubted_later():
+def timed(seconds: float = 1.0) -> LengthPolicy:
     made = LengthPolicy()
-    made.ahead.record(1, 1.0)
-    assert made.choose(1, [0.5]) == 1
-    made.waited.record(2, 5.0)
-    chosen = [made.choose(1, [0.5]) for _ in range(2 * FIRST_RETRY)]
-    assert sum(chosen) > 0 and sum(chosen[: FIRST_RETRY - 1]) == 0
-    # And each time it is refused, it takes longer.
-    again = next(i for i, count in enumerate(chosen) if count)
-    made.waited.record(2, 5.0)
-    later = [made.choose(1, [0.5]) for _ in range(FIRST_RETRY)]
-    assert again <= FIRST_RETRY and sum(later) == 0
+    for _ in range(CONTROL):
+        made.ahead.record(1, seconds)
+    return made
+
+
+def steps(made: LengthPolicy, count: int, seconds) -> list[int]:
+    """How many drafts each step took, where one with drafts takes `seconds`, and others one."""
+    taken = []
+    for _ in range(count):
+        made.step()
+        chosen = made.choose(1, [0.5])
+        assert made.choose(1, [0.5]) == chosen  # to ask changes nothing
+        taken.append(chosen)
+        if chosen:
+            made.tried(1)
+            made.waited.record(1 + chosen, seconds)
+        else:
+            made.ahead.record(1, 1.0)
+    return taken
+
+
+def test_drafts_that_cost_more_than_they_bring_are_tried_again_ever_less_often():
+    made = timed()
+    taken = steps(made, 8 * FIRST_RETRY, seconds=2.0)
+    begun = [i for i in range(len(taken)) if taken[i] and not (i and taken[i - 1])]
+    assert all(taken[i : i + TRIAL + 1] == [1] * TRIAL + [0] for i in begun)
+    pauses = [later - earlier - TRIAL for earlier, later in itertools.pairwise(begun)]
+    assert begun[1] == FIRST_RETRY - 1
+    wanted = [FIRST_RETRY - TRIAL, 2 * FIRST_RETRY - TRIAL, 4 * FIRST_RETRY - TRIAL]
+    assert pauses == pytest.approx(wanted, abs=1)
+
+
+def test_a_trial_forgets_the_times_that_spoke_against_drafts():
+    made = timed()
+    assert sum(steps(made, FIRST_RETRY - 1, seconds=5.0)) == TRIAL
+    taken = steps(made, 4 * FIRST_RETRY, seconds=1.1)
+    assert taken[-1000:].count(0) <= 2 * CONTROL
+
+
+def test_steps_without_drafts_are_timed_anew_for_a_few_steps():
+    made = timed(3.0)  # when it began, all was slow
+    taken = steps(made, CONTROL_AFTER + CONTROL + TRIAL + 200, seconds=1.8)
+    assert taken[:CONTROL_AFTER] == [1] * CONTROL_AFTER
+    assert taken[CONTROL_AFTER:] == [0] * (CONTROL + TRIAL + 200)
+
+
+def test_a_trial_is_made_with_drafts_that_are_worth_one():
+    made = timed()
+    assert made.choose(1, [HOPE - 1]) == 0
+    assert made.choose(1, [HOPE - 1 + 0.05]) == 1
 
 
 def test_times_are_shared_by_sizes_that_are_near_and_lie_between_those_that_are_not():
@@ -83,16 +131,6 @@ def test_times_are_shared_by_sizes_that_are_near_and_lie_between_those_that_are_
     assert times.expect(8) == pytest.approx(2.0, rel=0.01)
     times.record(8, 1e6)  # the machine slept
     assert times.expect(8) < 3.0
-
-
-def test_a_time_is_a_median_so_that_slow_first_steps_are_forgotten():
-    times = StepTimes()
-    for seconds in (9.0, 5.0, 1.0, 1.0, 1.0, 1.0):
-        times.record(8, seconds)
-    assert times.expect(8) == 1.0
-    for _ in range(StepTimes.LATEST):
-        times.record(8, 2.0)
-    assert times.expect(8) == 2.0
 
 
 def test_confidence_means_what_experience_says():

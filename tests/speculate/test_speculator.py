@@ -11,7 +11,8 @@ from forge_jax.fake import assemble_fake
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request
 from forge_jax.speculate.drafter import Draft, OneByOne
-from forge_jax.speculate.speculator import Speculator
+from forge_jax.speculate.length import CONTROL, FIRST_RETRY
+from forge_jax.speculate.speculator import LOOK_PART, Budget, Speculator
 from forge_jax.testing import FailingDevice
 
 
@@ -28,6 +29,9 @@ class Oracle:
         rest = self.outputs.get(key, ())[known : known + self.length]
         drafts = [t if self.rng.random() < self.right else self.rng.randrange(200) for t in rest]
         return Draft(tuple(drafts), (0.9,) * len(drafts))
+
+    def study(self, limit):
+        return False
 
     def end(self, key, tokens, prompt_len, salt):
         self.ended.append(key)
@@ -73,7 +77,8 @@ def make_core(drafter=None, *, device=None, **options) -> EngineCore:
 
 def drafts_always_pay(speculator: Speculator) -> None:
     """Steps of any size take a second, and waiting costs nothing."""
-    speculator.policy.ahead.record(1, 1.0)
+    speculator.policy.ahead.expect = lambda _: 1.0
+    speculator.policy.ahead.count = lambda _: CONTROL
     speculator.policy.ahead.record = lambda *_: None
     speculator.policy.waited.record = lambda *_: None
 
@@ -127,6 +132,9 @@ class TimedDrafter:
         self._seen.add(key)
         return self._drafter.propose(key, *rest)
 
+    def study(self, limit):
+        return False
+
     def end(self, *ended):
         self._drafter.end(*ended)
 
@@ -153,9 +161,11 @@ def test_looking_costs_little_where_drafts_bring_nothing():
     core, device = timed_core({}, right=0.0, first_s=2.0, later_s=0.1)
     serve(core, long_requests(12), at_once=1)
     assert core.num_steps > 1000
-    budget = core.speculator._budget
-    most = budget.FIRST + budget.PART * core.num_steps
-    assert 0.5 * most < device.looked_s < most + 2.0
+    trials = 1
+    while core.num_steps > FIRST_RETRY * (2**trials - 1):
+        trials += 1
+    most = trials * (Budget.TRIAL + 2.0) + LOOK_PART * core.num_steps
+    assert 0.5 * most < device.looked_s < most
 
 
 def test_a_look_that_takes_long_keeps_nobody_from_looking_where_drafts_are_right():

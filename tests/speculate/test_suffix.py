@@ -14,6 +14,16 @@ from forge_jax.speculate import suffix
 from forge_jax.speculate.drafter import Draft
 from forge_jax.speculate.suffix import SuffixDrafter
 
+
+class Studious(SuffixDrafter):
+    """Takes in at once what others have put out."""
+
+    def propose(self, key, tokens, prompt_len, salt):
+        while self.study(1_000_000):
+            pass
+        return super().propose(key, tokens, prompt_len, salt)
+
+
 FEW = st.lists(st.integers(0, 2), max_size=50)
 LENGTHS, PLACES = (16, 8, 4, 2, 1), 16
 
@@ -81,7 +91,7 @@ def check(draft: Draft, own: list[int], outputs: list[list[int]], k: int, factor
 @given(st.lists(FEW, max_size=5), FEW, st.integers(1, 9), st.sampled_from([0.5, 1.0, 4.0]))
 @example([[0, 1, 2, 0, 1] * 8] * 5, [0, 1, 2] * 20, 9, 4.0)
 def test_the_draft_is_the_most_frequent_way_on(outputs, tokens, max_tokens, factor):
-    drafter = SuffixDrafter(max_tokens, max_spec_factor=factor)
+    drafter = Studious(max_tokens, max_spec_factor=factor)
     for key, output in enumerate(outputs):
         drafter.propose(key, [], 0, "")
         drafter.end(key, output, 0, "")
@@ -91,7 +101,7 @@ def test_the_draft_is_the_most_frequent_way_on(outputs, tokens, max_tokens, fact
 
 
 def test_the_definition_tells_a_wrong_draft():
-    draft = SuffixDrafter(3).propose("key", [0, 1, 2, 0, 1], 0, "")
+    draft = Studious(3).propose("key", [0, 1, 2, 0, 1], 0, "")
     check(draft, [0, 1, 2, 0, 1], [], 3, 4.0)
     with pytest.raises(AssertionError):
         check(Draft((2, 0, 2), draft.confidence), [0, 1, 2, 0, 1], [], 3, 4.0)
@@ -108,7 +118,7 @@ def test_one_place_alone_is_no_certainty_and_two_that_agree_are_more_than_one():
 
 
 def drafter_that_saw(*outputs: list[int], salt: str = "", **options) -> SuffixDrafter:
-    drafter = SuffixDrafter(4, **options)
+    drafter = Studious(4, **options)
     for number, output in enumerate(outputs):
         see(drafter, output, salt, f"seen {number}")
     return drafter
@@ -122,7 +132,7 @@ def see(drafter: SuffixDrafter, output: list[int], salt: str, key: str = "seen")
 @settings(deadline=None)
 @given(FEW, st.lists(st.integers(1, 20)))
 def test_lumps_and_single_tokens_give_the_same_draft(tokens, lumps):
-    one_by_one, in_lumps = SuffixDrafter(8), SuffixDrafter(8)
+    one_by_one, in_lumps = Studious(8), Studious(8)
     end = 0
     for lump in [*lumps, len(tokens)]:
         for at in range(end, min(end + lump, len(tokens)) + 1):
@@ -137,7 +147,7 @@ def test_the_same_calls_give_the_same_drafts():
 
 def session(rng: random.Random, salts: str = "ab", **options) -> list[tuple[str, Draft]]:
     """Sequences of two salts, grown, asked and ended in a random order; what each ask gave."""
-    drafter = SuffixDrafter(6, **options)
+    drafter = Studious(6, **options)
     drafts: list[tuple[str, Draft]] = []
     live: dict[tuple[str, int], list[int]] = {}
     for number in range(600):
@@ -181,7 +191,7 @@ SMALL = st.lists(st.sampled_from([0, 1, 2, -1, -2, 2**61 - 1]), min_size=1, max_
 @given(SMALL, SMALL, st.sampled_from(["same key", "another"]), st.booleans())
 def test_a_secret_continuation_is_not_found_under_another_salt(context, tail, key, ended):
     secret = [1000, 1001, 1002, 1003]
-    drafter = SuffixDrafter(4)
+    drafter = Studious(4)
     planted = [*context, *secret, *tail]
     drafter.propose("same key", planted, 0, "a")
     drafter.propose("same key", [*planted, *planted * 40], 0, "a")
@@ -195,7 +205,7 @@ def test_a_secret_continuation_is_not_found_under_another_salt(context, tail, ke
 
 
 def test_what_a_prompt_says_is_no_draft_for_others():
-    drafter = SuffixDrafter(4)
+    drafter = Studious(4)
     tokens = [1, 2, 3, 4, 5, *range(100, 140)]
     drafter.propose("key", tokens, 5, "")
     drafter.end("key", tokens, 5, "")
@@ -205,7 +215,7 @@ def test_what_a_prompt_says_is_no_draft_for_others():
 
 def test_others_of_a_salt_find_what_a_sequence_still_puts_out(monkeypatch):
     monkeypatch.setattr(suffix, "_PIECE", 10)
-    drafter = SuffixDrafter(4)
+    drafter = Studious(4)
     tokens = list(range(100))
     for end in range(1, 36):
         drafter.propose("key", tokens[:end], 5, "")
@@ -220,7 +230,7 @@ def test_others_of_a_salt_find_what_a_sequence_still_puts_out(monkeypatch):
 
 def test_outputs_that_follow_each_other_under_one_key_are_two_texts(monkeypatch):
     monkeypatch.setattr(suffix, "_PIECE", 2)
-    drafter = SuffixDrafter(4)
+    drafter = Studious(4)
     for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
         drafter.propose("key", tokens, 0, "")
     assert drafter.propose("other", [2, 3], 2, "").token_ids == (4,)
@@ -230,14 +240,16 @@ def test_outputs_that_follow_each_other_under_one_key_are_two_texts(monkeypatch)
 # --- room -------------------------------------------------------------------------------------
 
 
-def test_who_was_never_asked_for_leaves_nothing():
-    drafter = SuffixDrafter(4)
-    drafter.end("unknown", [1, 2, 3] * 100, 0, "")
-    assert drafter.num_live == drafter.num_shared == 0
+def test_who_was_never_asked_for_leaves_its_output_too():
+    drafter = Studious(4)
+    drafter.end("unknown", [1, 2, 3, 4, 5, 6, 7, 8], 3, "")
+    assert drafter.num_live == 0
+    assert drafter.propose("key", [9, 4, 5, 6], 4, "").token_ids[:2] == (7, 8)
+    assert not drafter.propose("other", [9, 1, 2], 3, "").token_ids  # a prompt is nobody else's
 
 
 def test_who_has_ended_leaves_only_its_output():
-    drafter = SuffixDrafter(4)
+    drafter = Studious(4)
     drafter.propose("key", [*range(50)], 40, "")
     assert (drafter.num_live, drafter.num_shared) == (50, 0)
     drafter.end("key", [*range(60)], 40, "")
@@ -260,7 +272,7 @@ def test_when_an_output_is_forgotten_drafts_are_as_if_it_had_never_been(old, new
 
 
 def test_a_salt_that_floods_the_memory_takes_nothing_from_the_others():
-    drafter = SuffixDrafter(4, max_shared_tokens=5000)
+    drafter = Studious(4, max_shared_tokens=5000)
     for salt in range(9):
         see(drafter, list(range(300)), f"salt {salt}")
     rng = random.Random(0)
@@ -273,7 +285,7 @@ def test_a_salt_that_floods_the_memory_takes_nothing_from_the_others():
 
 
 def test_of_too_many_salts_the_one_asked_for_longest_ago_goes():
-    drafter = SuffixDrafter(4, max_salts=2)
+    drafter = Studious(4, max_salts=2)
     for salt in "ab":
         see(drafter, [1, 2, 3, 4], salt)
     drafter.propose("key", [1], 1, "a")
@@ -283,7 +295,7 @@ def test_of_too_many_salts_the_one_asked_for_longest_ago_goes():
 
 
 def test_live_sequences_share_their_room_evenly():
-    drafter = SuffixDrafter(4, max_live_tokens=2000, max_catch_up=10_000)
+    drafter = Studious(4, max_live_tokens=2000, max_catch_up=10_000)
     drafter.propose("short", [*range(300)], 300, "")
     for key in range(3):
         drafter.propose(key, [*range(1000)], 1000, "")
@@ -311,18 +323,56 @@ def test_one_call_costs_no_more_for_a_longer_prompt_or_a_larger_past():
         lines_executed(lambda n=n: drafter.propose(n, list(range(n)), n, "")) for n in (500, 50_000)
     ]
     assert costs[0] == costs[1] > 100
-    drafter.end(50_000, list(range(50_000)), 100, "")
+    drafter.end(50_000, list(range(50_000)), 42_000, "")
     later = [lines_executed(lambda: drafter.propose("a", [1, 2], 2, "")) for _ in range(20)]
-    assert max(later) <= 30 * 100
+    study = [lines_executed(lambda: drafter.study(100)) for _ in range(20)]
+    assert max(later) < 200 and 100 < max(study) <= 30 * 100
 
 
-def test_a_past_that_waits_is_taken_in_call_by_call():
-    drafter = SuffixDrafter(4, max_catch_up=100)
-    see(drafter, list(range(1000)), "")
-    known = [
-        drafter.propose("key", [n, n + 1], 2, "").token_ids for n in (50, 350, 350, 350, 350, 950)
-    ]
-    assert known == [(52, 53, 54, 55), (), (), (352, 353, 354, 355), (352, 353, 354, 355), ()]
+def test_outputs_are_taken_in_bit_by_bit_each_salt_in_its_turn():
+    drafter = SuffixDrafter(4)
+    for salt in ("a", "b"):
+        drafter.end("ended", list(range(1000)), 0, salt)
+
+    def known() -> list[bool]:
+        return [
+            bool(drafter.propose("key", [n, n + 1], 2, salt).token_ids)
+            for salt in ("a", "b")
+            for n in (50, 350)
+        ]
+
+    assert known() == [False, False, False, False]
+    assert drafter.study(200)
+    assert known() == [True, False, False, False]
+    assert drafter.study(200)
+    assert known() == [True, False, True, False]
+    assert drafter.study(200) and drafter.study(200)
+    assert known() == [True] * 4
+    assert drafter.study(1000) and not drafter.study(1000)
+    assert not drafter.study(1000)
+
+
+def test_what_ends_while_much_is_waiting_is_not_kept():
+    drafter = SuffixDrafter(4)
+    drafter.end("long", list(range(10_000)), 0, "")
+    drafter.end("late", [7, 8, 9, 9, 9], 0, "")
+    drafter.end("elsewhere", [7, 8, 6, 6, 6], 0, "a")
+    while drafter.study(1000):
+        pass
+    assert drafter.num_shared < 10_100
+    assert drafter.propose("key", [7, 8], 2, "").token_ids == (9, 10, 11, 12)
+    assert drafter.propose("key", [7, 8], 2, "a").token_ids == (6, 6, 6)
+    drafter.end("next", [7, 8, 5, 5, 5], 0, "")
+    while drafter.study(1000):
+        pass
+    assert drafter.propose("key", [0, 7, 8], 3, "").token_ids[0] in (5, 9)
+
+
+def test_no_more_salts_wait_than_are_held():
+    drafter = SuffixDrafter(4, max_salts=3)
+    for salt in "abcdefgh":
+        drafter.end("key", [1, 2, 3, 4], 0, salt)
+    assert [drafter.study(10) for _ in range(3)] == [True, True, False]
 
 
 # --- odd calls --------------------------------------------------------------------------------
@@ -330,14 +380,14 @@ def test_a_past_that_waits_is_taken_in_call_by_call():
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2]])
 def test_what_does_not_repeat_gives_no_draft(tokens):
-    assert SuffixDrafter(4).propose("key", tokens, 0, "") == Draft()
+    assert Studious(4).propose("key", tokens, 0, "") == Draft()
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), FEW, st.integers(0, 60), st.booleans())))
 def test_calls_that_should_not_be_do_not_crash(calls):
     """Lists that shrink or change under a key, prompts longer than the list, ends out of order."""
-    drafter = SuffixDrafter(4, max_catch_up=7)
+    drafter = Studious(4, max_catch_up=7)
     for key, tokens, prompt_len, ends in calls:
         if ends:
             drafter.end(key, tokens, prompt_len, "")
@@ -348,7 +398,7 @@ def test_calls_that_should_not_be_do_not_crash(calls):
 
 
 def test_a_list_that_shrank_begins_anew():
-    drafter = SuffixDrafter(2)
+    drafter = Studious(2)
     drafter.propose("key", [1, 2, 3, 4, 5, 6], 6, "")
     assert drafter.propose("key", [5, 6, 7, 5], 4, "").token_ids == (6, 7)
     assert drafter.num_live == 4
@@ -359,11 +409,11 @@ def test_a_list_that_shrank_begins_anew():
     st.lists(st.sampled_from([-1, -2, 0, 1, 2**31, 2**61 - 1, 2**61, 2**64, -(2**70)]), max_size=40)
 )
 def test_any_integers_are_tokens(tokens):
-    drafter = drafter_that_saw(tokens[::-1], tokens) if tokens else SuffixDrafter(4)
+    drafter = drafter_that_saw(tokens[::-1], tokens) if tokens else Studious(4)
     for end in range(len(tokens) + 1):
         draft = drafter.propose("key", tokens[:end], 0, "")
         assert set(draft.token_ids) <= set(tokens)
 
 
 def test_tokens_may_be_any_sequence():
-    assert SuffixDrafter(2).propose("key", (1, 2, 3, 1, 2), 0, "").token_ids == (3, 1)
+    assert Studious(2).propose("key", (1, 2, 3, 1, 2), 0, "").token_ids == (3, 1)
