@@ -60,7 +60,7 @@ class FakeDraftModel:
         self.kv_shape = SimpleNamespace(num_blocks=num_blocks, block_size=BLOCK)
         self.max_draft_tokens, self.context = K, context
         self.extend_tokens, self.extend_rows = extend_tokens, 3
-        self.can_draft = True
+        self.can_draft, self.proposes = True, False
         self.computed = []  # tokens of each `extend`
         self.reset()
 

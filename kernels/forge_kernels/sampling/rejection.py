@@ -61,10 +61,15 @@ def verify(
     q_draft = jnp.where(is_draft, q, 0.0).sum(axis=1)
     accepted = uniform(seed, position, ACCEPTANCE) * q_draft < p_draft
 
-    rest = jnp.where(p > q, jnp.log1p(-q / jnp.where(p > q, p, 1.0)), -jnp.inf)
-    rest = jnp.where(drafts.verified[:, None], rest, 0.0)
-    noisy = noisy.at[row, ids].add(rest, mode="drop")
+    change = jnp.where(drafts.verified[:, None], _log_part_left(p, q), 0.0)
+    noisy = noisy.at[row, ids].add(change, mode="drop")
     # Where p and q are the same but for rounding, nothing may be left.
     accepted |= ~(noisy.max(axis=1) > -jnp.inf)
     token = jnp.argmax(noisy, axis=1).astype(jnp.int32)
     return jnp.where(drafts.verified & accepted, drafts.token, token)
+
+
+def _log_part_left(p: jax.Array, q: jax.Array) -> jax.Array:
+    """log((p - q) / p), and -inf where nothing of p is left."""
+    left = p > q
+    return jnp.where(left, jnp.log1p(-q / jnp.where(left, p, 1.0)), -jnp.inf)
