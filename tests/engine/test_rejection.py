@@ -7,7 +7,6 @@ the model, without drafts, what follows everything that can come before.
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 from collections import defaultdict
 from functools import cache
@@ -19,12 +18,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from forge_jax import LLM
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.cache.kv import kv_shape
-from forge_jax.config import EngineConfig
 from forge_jax.core import EngineCore
-from forge_jax.errors import ConfigError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
@@ -35,7 +31,7 @@ from forge_jax.speculate.speculator import Speculator
 from forge_jax.step.meta import StepShape
 from forge_jax.step.proposals import Proposals
 from forge_jax.step.runner import Runner
-from forge_jax.testing import FailingDevice, random_leaves, tiny_model
+from forge_jax.testing import random_leaves, tiny_model
 
 FINE, WRONG = 1e-4, 1e-12  # p-values: what is right is above, what is wrong below
 V, LENGTH, DRAFTS = 4, 4, 3
@@ -125,9 +121,9 @@ class Told:
     """Drafts that follow from the text, mostly wrong, of many lengths."""
 
     def propose(self, key, tokens, prompt_len, salt):
-        length = (sum(tokens) + len(tokens)) % (DRAFTS + 1)
-        drafted = tuple((tokens[-1] * 3 + len(tokens) + 2 * j) % V for j in range(length))
-        return Draft(drafted, (0.5,) * length)
+        rng = random.Random(str(tokens))
+        length = rng.randint(0, DRAFTS)
+        return Draft(tuple(rng.randrange(V) for _ in range(length)), (0.5,) * length)
 
     def end(self, key, tokens, prompt_len, salt):
         pass
@@ -269,3 +265,34 @@ def test_were_it_told_what_another_draft_was_drawn_from_they_would_be_others():
     asked = ASKED["temperature"]
     assert p_value(outputs(core, asked), asked) < WRONG
     check_drafts(core, 0.3, 0.95)
+
+
+@pytest.mark.parametrize("kind", ["text", "model"])
+def test_at_temperature_0_tokens_are_those_without_drafts(kind):
+    draft_model, runner = make_draft_model(DraftModel)
+    drafter = OneByOne(Told()) if kind == "text" else ModelDrafter(draft_model)
+    params = SamplingParams(max_tokens=12, temperature=0.0, frequency_penalty=0.5, ignore_eos=True)
+    requests = [
+        Request(request_id=str(i), prompt_token_ids=[i % V, i // V % V, i // V**2], params=params)
+        for i in range(V**3)
+    ]
+    core = make_core(runner if kind == "model" else make_runner(None), make_speculator(drafter))
+    expected = answers(make_core(make_runner(None), None), requests)
+    assert answers(core, requests) == expected
+    assert core.speculator is not None and core.speculator.stats().num_accepted_tokens > 50
+
+
+def test_with_the_same_drafts_verified_a_seed_gives_the_same_tokens():
+    draft_model, runner = make_draft_model(DraftModel)
+    params = SamplingParams(max_tokens=12, temperature=1.5, ignore_eos=True)
+
+    def run(**seed: int) -> dict[str, list]:
+        core = make_core(runner, make_speculator(ModelDrafter(draft_model)))
+        prompt = Request(request_id="r", prompt_token_ids=PROMPT, params=params, **seed)
+        return answers(core, [prompt])
+
+    assert run(seed=3) == run(seed=3) != run(seed=4)
+
+
+def test_the_settings_of_the_steps_tell_how_drafts_are_verified():
+    assert make_runner(None).settings["verification"] == "rejection"
