@@ -19,7 +19,8 @@ line with `question_id`, `category` and `turns`. Four parts:
   bring at their worst: the 95% interval of the median ratio, by bootstrap over the rounds.
 
 Outputs must be equal with and without drafts where the tier is deterministic; in the default one
-the share of requests that differ is reported.
+the share of requests that differ is reported. With `--draft-verification rejection` all differ that
+are random.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ from benchmarks import report as reports
 from benchmarks.errors import BenchmarkError
 from benchmarks.report import number
 from forge_jax.assemble import assemble
-from forge_jax.config import EngineConfig
+from forge_jax.config import EngineConfig, Verification
 from forge_jax.core import EngineCore, EngineParts
 from forge_jax.errors import ForgeError
 from forge_jax.sampling_params import SamplingParams
@@ -275,8 +276,11 @@ class Sides:
 
     def __init__(self, names: Sequence[str], **options: Any):
         self.parts: dict[str, EngineParts] = {}
+        verification = options.pop("draft_verification", "coupled")
         for name in names:
-            parts = assemble(EngineConfig.from_options(speculation=name, **options))
+            drafting = {} if name == OFF else {"draft_verification": verification}
+            config = EngineConfig.from_options(speculation=name, **drafting, **options)
+            parts = assemble(config)
             if parts.late is not None:
                 parts.late.wait()
                 parts.late.adopt()
@@ -386,7 +390,8 @@ def run_replay(
     }
     done = {}
     for kind, records in kinds.items():
-        parts = assemble(EngineConfig.from_options(**options))  # for its tokenizer
+        plain = {name: v for name, v in options.items() if name != "draft_verification"}
+        parts = assemble(EngineConfig.from_options(**plain))  # for its tokenizer
         recorded = Records(parts, records)
         with recorded.instead_of_samples():
             sides = Sides(names, **options, compile_cache=False)
@@ -446,12 +451,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--load-rounds", type=int, default=20)
     parser.add_argument("--loads", type=int, nargs="+", default=LOADS)
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--draft-verification", choices=get_args(Verification), default="coupled")
     parser.add_argument("--limit", type=int, help="use only so many of the questions")
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args(argv)
     options: dict[str, Any] = {
         "model": args.model,
         "deterministic": args.deterministic,
+        "draft_verification": args.draft_verification,
         "max_num_seqs": max(args.loads),
     }
     names = [OFF, *args.drafters]

@@ -42,6 +42,7 @@ from forge_jax.observe.memory import available_host_bytes, device_bytes, give_ba
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.speculate import make_speculator
 from forge_jax.speculate.draft_model import DraftModel, draft_shapes
+from forge_jax.step.proposals import Proposals
 from forge_jax.step.runner import Runner, compiler_options, first_shapes, step_shapes
 from forge_jax.step.slots import MAX_END_TOKENS
 from forge_jax.step.step import Sampler
@@ -85,7 +86,8 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         use_compilation_cache(config)
     compilations = SinceReady()
     memory_limit = _free_bytes(device)
-    runner = _make_runner(config, model, sizes, device, memory_limit, kernels)
+    proposals = _make_proposals(config, draft, device)
+    runner = _make_runner(config, model, sizes, device, memory_limit, kernels, proposals)
     runner.compile()
     with startup.phase("config"):  # what the shapes do not depend on
         tokenizer, template = load_text(folder, config.model.chat_template, spec.vocab_size)
@@ -98,7 +100,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         if needed > memory_limit:
             runner.cancel()
             sizes = sizes.smaller(config, needed - memory_limit)
-            runner = _make_runner(config, model, sizes, device, memory_limit, kernels)
+            runner = _make_runner(config, model, sizes, device, memory_limit, kernels, proposals)
             runner.compile()
             still = runner.memory_bytes() + sizes.draft_bytes - memory_limit
             if still > 0:
@@ -109,7 +111,9 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
                 )
     draft_model = None
     if draft is not None:
-        draft_model = _make_draft_model(config, draft, sizes, runner, device, memory_limit, kernels)
+        draft_model = _make_draft_model(
+            config, draft, sizes, runner, device, memory_limit, kernels, proposals
+        )
         draft_model.compile()
     with startup.phase("warm-up"):
         runner.start(leaves)
@@ -218,6 +222,20 @@ class _Late:
             part.cancel()
 
 
+def _make_proposals(
+    config: EngineConfig, draft: _Draft | None, device: jax.Device
+) -> Proposals | None:
+    """Where a draft model tells the steps what its drafts were drawn from; None if none must."""
+    if draft is None or config.speculation.draft_verification == "coupled":
+        return None
+    return Proposals(
+        num_slots=config.batch.max_num_seqs,
+        max_drafts=config.speculation.max_draft_tokens,
+        vocab_size=draft.model.spec.vocab_size,
+        device=device,
+    )
+
+
 def _make_runner(
     config: EngineConfig,
     model: Model,
@@ -225,6 +243,7 @@ def _make_runner(
     device: jax.Device,
     memory_limit: int,
     kernels: _Kernels,
+    proposals: Proposals | None,
 ) -> Runner:
     speculation = config.speculation
     shapes = step_shapes(
@@ -245,6 +264,8 @@ def _make_runner(
         device=device,
         implementation=kernels.attention,
         sampler=kernels.sampler,
+        verification=speculation.draft_verification,
+        proposals=proposals,
         deterministic=config.model.deterministic,
         command_buffers=config.parallel.command_buffers,
         memory_limit=memory_limit - sizes.draft_bytes,
@@ -259,6 +280,7 @@ def _make_draft_model(
     device: jax.Device,
     memory_limit: int,
     kernels: _Kernels,
+    proposals: Proposals | None,
 ) -> DraftModel:
     assert sizes.draft_kv is not None
     shared_bytes = draft.model.param_bytes - draft.param_bytes
@@ -270,12 +292,14 @@ def _make_draft_model(
             max_rows=max_rows(config.batch.max_num_seqs),
             max_blocks=sizes.blocks_per_sequence,
             deterministic=config.model.deterministic,
+            proposes=proposals is not None,
         ),
         kv_shape=sizes.draft_kv,
         max_draft_tokens=config.speculation.max_draft_tokens,
         device=device,
         implementation=draft.implementation,
         sampler=kernels.sampler,
+        proposals=proposals,
         uniform=config.model.deterministic,
         compiler_options=compiler_options(
             device.platform,

@@ -17,6 +17,7 @@ MAX_NUM_SEQS = 4096  # each is a row of the largest decode executable
 KVDType = Literal["auto", "fp8", "int8"]
 Policy = Literal["fcfs", "priority", "prefix"]
 Speculation = Literal["off", "ngram", "suffix", "draft"]
+Verification = Literal["coupled", "rejection"]
 SELF = "self"  # as a draft model: the first layers of the model itself
 MAX_DRAFT_TOKENS = 31  # each is a row of the executables that verify
 Batching = Literal["continuous", "static"]
@@ -117,6 +118,11 @@ class SpeculationConfig:
         "the first layers of the model",
     )
     draft_layers: int | None = option(None, "how many layers --draft-model self has")
+    draft_verification: Verification = option(
+        "coupled",
+        "coupled: the tokens are those without drafts; rejection: only their distribution is, and "
+        "more drafts of a model are accepted at temperatures above 0",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +179,7 @@ class EngineConfig:
                 f"{self.speculation.max_draft_tokens}"
             )
         _check_draft_model(self.speculation)
+        _check_verification(self)
         if self.batch.prefill_chunk_size is not None and not self.batch.chunked_prefill:
             raise ConfigError(
                 "--prefill-chunk-size cuts prompts, which --no-chunked-prefill forbids: "
@@ -223,6 +230,22 @@ def _check_draft_model(speculation: SpeculationConfig) -> None:
     for flag, value in (("--draft-model", model), ("--draft-layers", layers)):
         if value is not None:
             raise ConfigError(f"{flag} is for --speculation draft only")
+
+
+def _check_verification(config: EngineConfig) -> None:
+    if config.speculation.draft_verification == "coupled":
+        return
+    if config.speculation.speculation == "off":
+        raise ConfigError(
+            "--draft-verification rejection is for drafts, and there are none: choose a "
+            "--speculation, or leave it out"
+        )
+    if config.model.deterministic:
+        raise ConfigError(
+            "--draft-verification rejection gives other tokens than there are without drafts, and "
+            "--deterministic promises the same: use --draft-verification coupled, or leave "
+            "--deterministic out"
+        )
 
 
 def _check_types(section: Any) -> None:

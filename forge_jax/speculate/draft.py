@@ -19,6 +19,7 @@ from forge_jax.cache.block_pool import BlockPool
 from forge_jax.schedule.request import Sequence, Status
 from forge_jax.speculate.draft_model import Row, pack_params
 from forge_jax.speculate.drafter import Draft
+from forge_jax.step.slots import PADDING
 
 if TYPE_CHECKING:
     from forge_jax.speculate.draft_model import DraftModel
@@ -204,9 +205,11 @@ class ModelDrafter:
             end = min(len(computed.blocks) * self._pool.block_size, self._model.context)
             # As many as are computed, and one more; `end` is at least the number of tokens.
             room = min(self._draft_room(computed.seq), end - len(tokens) + 1)
-            rows.append(Row(tokens[start:], start, computed.blocks, end, computed.params))
+            slot = PADDING if computed.seq.slot is None else computed.seq.slot
+            rows.append(Row(tokens[start:], start, computed.blocks, end, computed.params, slot))
             rooms.append(room)
         token_ids, confidence = self._model.draft(rows)
+        typical = self._typical.tolist()
         shortest = min(rooms)
         self._typical[:shortest] += WEIGHT * (
             confidence[:, :shortest].mean(axis=0) - self._typical[:shortest]
@@ -218,6 +221,10 @@ class ModelDrafter:
             computed.tokens += row.token_ids
             # The device writes all drafts that have a place, but the last.
             computed.tokens += drafted[: min(self._most - 1, row.end - known)]
+            if self._model.proposes and not computed.seq.params.greedy:
+                # How many are verified must not depend on what was drawn: the first value does
+                # not, and of the others what was typical before is told.
+                values = [values[0], *typical[1:]]
             yield Draft(tuple(drafted[:room]), tuple(values[:room]))
 
 

@@ -6,6 +6,11 @@ noise that the target's sampler has for the same sequence and position (Gumbel c
 Musco and Suresh 2024, arXiv:2408.07978): a draft is then what the target samples as often as the
 two distributions allow it to be without knowing each other, and always where they are the same.
 
+For verification by rejection the noise is another, and what each draft was drawn from is left in
+`Proposals` for the target's step. A draft's probability, for the policy that decides how many are
+verified, is then that of the likeliest token: knowing the one drawn would let good draws through
+and bias what is put out.
+
 Nothing here knows requests or blocks in use: `draft.py` does.
 """
 
@@ -25,8 +30,9 @@ import numpy as np
 
 from forge_jax.cache.kv import GIB, KVShape
 from forge_jax.step.executables import Executables
+from forge_jax.step.proposals import SUPPORT, Proposals, Proposed
 from forge_jax.step.runner import PATIENCE_S
-from forge_jax.step.slots import MIN_TEMPERATURE
+from forge_jax.step.slots import MIN_TEMPERATURE, PADDING
 from forge_kernels import sampling
 from forge_kernels.attention import Implementation
 from forge_kernels.embed import embed
@@ -49,6 +55,7 @@ class Row(NamedTuple):
     blocks: Seq[int]  # of the draft's KV cache, in order
     end: int = 0  # `draft`: positions below it have a block
     params: np.ndarray | None = None  # `draft`: i32[NUM_PARAMS], floats as their bits
+    slot: int = PADDING  # `draft`: of the sequence in the target's steps
 
 
 class Meta(NamedTuple):
@@ -62,6 +69,7 @@ class Meta(NamedTuple):
     end: jax.Array  # i32[S]
     params: jax.Array  # i32[S * NUM_PARAMS]
     tables: jax.Array  # i32[S * max_blocks]
+    slot: jax.Array  # i32[S]; nothing where the shape does not propose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +84,14 @@ class DraftShape:
     # Of `draft`: tokens of each later pass, and rows of logits of every pass; at least `num_seqs`.
     later_tokens: int = 0
     num_rows: int = 0
+    proposes: bool = False  # for verification by rejection
 
     @cached_property
     def segments(self) -> tuple[slice, ...]:
         """Where each segment lies in the packed array, in the order of `Meta`."""
         t, s = self.num_tokens, self.num_seqs
-        lengths = (3, t, t, s, s + 1, s, s * NUM_PARAMS, s * self.max_blocks)
+        slots = s * self.proposes
+        lengths = (3, t, t, s, s + 1, s, s * NUM_PARAMS, s * self.max_blocks, slots)
         ends = tuple(accumulate(lengths))
         return tuple(slice(end - length, end) for end, length in zip(ends, lengths, strict=True))
 
@@ -111,6 +121,7 @@ class DraftShape:
         m.cu_q_lens[n + 1 :] = num_tokens
         tables = m.tables.reshape(self.num_seqs, self.max_blocks)
         params = m.params.reshape(self.num_seqs, NUM_PARAMS)
+        m.slot[n:] = PADDING
         flags = 0
         for i, row in enumerate(rows):
             m.start[i], m.end[i] = row.start, row.end
@@ -118,6 +129,8 @@ class DraftShape:
             if row.params is not None:
                 params[i] = row.params
                 flags |= _flags(row.params)
+            if self.proposes:
+                m.slot[i] = row.slot
         m.header[:] = n, num_tokens, flags
         return packed
 
@@ -172,8 +185,11 @@ def make_draft(
     implementation: Implementation = "auto",
     sampler: Literal["xla", "cpu"] = "xla",
     uniform: bool = False,
-) -> Callable[..., tuple[tuple[jax.Array, ...], jax.Array]]:
-    """(leaves, kv*, packed) -> (kv, i32[2, S, k]: drafts, and the bits of their probabilities)."""
+) -> Callable[..., tuple[tuple[jax.Array, ...], Any]]:
+    """(leaves, kv*, packed) -> (kv, i32[2, S, k]: drafts, and the bits of their probabilities).
+
+    A shape that proposes: (leaves, kv*, packed, `Proposed`) -> (kv, (the same, `Proposed`)).
+    """
     num_seqs = shape.num_seqs
     padding = (0, shape.later_tokens - num_seqs)
 
@@ -183,24 +199,43 @@ def make_draft(
         hidden: jax.Array,  # dtype[T, d]
         row_token: jax.Array,  # i32[S], the row of T of each sequence
         position: jax.Array,  # i32[S], of the token to be sampled
-    ) -> tuple[jax.Array, jax.Array]:
-        """(i32[S], f32[S]): tokens, and how likely each was."""
+        ahead: jax.Array,  # i32[], drafts before it
+    ) -> tuple[jax.Array, ...]:
+        """(i32[S], f32[S]): tokens, and how likely each was.
+
+        Where the shape proposes, also i32[S, K] and f32[S, K]: what they were drawn from.
+        """
         row_token = jnp.pad(row_token, (0, shape.num_rows - num_seqs))
         logits = model.logits(leaves, embed(hidden, row_token), m.header[0])[:num_seqs]
         params = m.params.reshape(num_seqs, NUM_PARAMS)
         floats = jax.lax.bitcast_convert_type(params[:, 2:5], jnp.float32)
         temperature = floats[:, 0]
+        asked: dict[str, Any] = {
+            "temperature": temperature,
+            "top_k": params[:, 5],
+            "top_p": floats[:, 1],
+            "min_p": floats[:, 2],
+            "seed": params[:, :2].view(jnp.uint32),
+        }
+        any_random, any_filter = ((m.header[2] & bit) != 0 for bit in (RANDOM, FILTER))
+        if shape.proposes:
+            known = position - ahead - 1
+            drawn = sampling.propose(
+                logits,
+                support=SUPPORT,
+                known=known,
+                ahead=ahead,
+                any_filter=any_filter,
+                **asked,
+            )
+            return drawn.token, drawn.probability.max(axis=1), drawn.token_ids, drawn.probability
         token = sampling.sample(
             logits,
-            temperature=temperature,
-            top_k=params[:, 5],
-            top_p=floats[:, 1],
-            min_p=floats[:, 2],
-            seed=params[:, :2].view(jnp.uint32),
             position=position,
-            any_random=(m.header[2] & RANDOM) != 0,
-            any_filter=(m.header[2] & FILTER) != 0,
+            any_random=any_random,
+            any_filter=any_filter,
             num_rows=m.header[0],
+            **asked,
             implementation=sampler,
         )
         token = jnp.clip(token, 0, logits.shape[1] - 1)
@@ -217,8 +252,8 @@ def make_draft(
         last: jax.Array,  # i32[S], position of the last known token
         token: jax.Array,  # i32[S], at `last + ahead`
         ahead: jax.Array,  # i32[]
-    ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
-        """Computes keys and values of `token`: (kv, the token after it, its probability)."""
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """Computes keys and values of `token`: (kv, what `sample` gives of the token after it)."""
         seq = jnp.arange(num_seqs)
         exists = seq < m.header[0]
         # Where there is no room, the last position is computed anew, and what comes of it is not
@@ -242,26 +277,31 @@ def make_draft(
             max_q_len=shape.max_q_len if uniform else 1,
             uniform=uniform,
         )
-        return kv, *sample(leaves, m, hidden, seq, last + ahead + 1)
+        return kv, sample(leaves, m, hidden, seq, last + ahead + 1, ahead)
 
     def draft(
         leaves: tuple[jax.Array, ...],
         kv: tuple[jax.Array, ...],
         packed: jax.Array,  # i32[shape.width]
-    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        proposed: Proposed | None = None,
+    ) -> tuple[tuple[jax.Array, ...], Any]:
         m = shape.split(packed)
         kv, hidden = _take_in(model, leaves, kv, shape, m, block_size, implementation, uniform)
         last = m.start + m.cu_q_lens[1:] - m.cu_q_lens[:-1] - 1
         row_token = jnp.maximum(m.cu_q_lens[1:] - 1, 0)
-        token, probability = sample(leaves, m, hidden, row_token, last + 1)
-        tokens, probabilities = [token], [probability]
+        drawn = [sample(leaves, m, hidden, row_token, last + 1, jnp.int32(0))]
         # Unrolled: as fast as a loop on the CPU, and a GPU's command buffers hold no loop.
         for ahead in range(1, max_draft_tokens):
-            kv, token, probability = go_on(leaves, kv, m, last, token, jnp.int32(ahead))
-            tokens.append(token)
-            probabilities.append(probability)
+            kv, more = go_on(leaves, kv, m, last, drawn[-1][0], jnp.int32(ahead))
+            drawn.append(more)
+        tokens, probabilities, *drawn_from = zip(*drawn, strict=True)
         bits = jax.lax.bitcast_convert_type(jnp.stack(probabilities, axis=1), jnp.int32)
-        return kv, jnp.stack([jnp.stack(tokens, axis=1), bits])
+        out = jnp.stack([jnp.stack(tokens, axis=1), bits])
+        if proposed is None:
+            return kv, out
+        new = Proposed(*[jnp.stack(values, axis=1) for values in drawn_from])
+        at = m.slot
+        return kv, (out, jax.tree.map(lambda a, b: a.at[at].set(b, mode="drop"), proposed, new))
 
     draft.__name__ = shape.name.replace("[", "_").replace("]", "")
     return draft
@@ -314,8 +354,11 @@ def draft_shapes(
     max_rows: int,
     max_blocks: int,
     deterministic: bool = False,
+    proposes: bool = False,
 ) -> DraftShapes:
     """The executables for an engine of these limits; the arguments are those of its steps.
+
+    With `proposes` they are for verification by rejection.
 
     In the deterministic tier every pass has the shape of the engine's step: where the draft model
     is the target, it computes the same bits.
@@ -339,6 +382,7 @@ def draft_shapes(
             max_q_len=2,
             later_tokens=batch,
             num_rows=batch,
+            proposes=proposes,
         )
 
     if deterministic:
@@ -349,6 +393,7 @@ def draft_shapes(
             num_tokens=max(step.num_tokens, 2),
             later_tokens=step.num_tokens,
             num_rows=min(max_rows, step.num_tokens),
+            proposes=proposes,
         )
         return DraftShapes((step,), (whole,))
     tokens = [t for t in (64,) if t < max_num_batched_tokens] + [max_num_batched_tokens]
@@ -366,6 +411,7 @@ class DraftModel:
 
     Args:
       sampler: what samples in the target's steps; the noise must be the same bits.
+      proposals: where to leave what drafts were drawn from, for shapes that propose.
       memory_limit: bytes of the device that weights, KV cache and a call may take; None: no matter
         how many.
       uniform: the deterministic tier.
@@ -381,6 +427,7 @@ class DraftModel:
         device: jax.Device,
         implementation: Implementation = "auto",
         sampler: Literal["xla", "cpu"] = "xla",
+        proposals: Proposals | None = None,
         uniform: bool = False,
         compiler_options: Mapping[str, str | bool | int] | None = None,
         memory_limit: int | None = None,
@@ -395,12 +442,18 @@ class DraftModel:
         self._ready: list[DraftShape] = []
         self._implementation: Implementation = implementation
         self._sampler: Literal["xla", "cpu"] = sampler
+        self._proposals = proposals
         self._uniform = uniform
         self._memory_limit = memory_limit
         self._executables = Executables(compiler_options)
         self._compiled: dict[str, jax.stages.Compiled] = {}  # that run
         self._leaves: tuple[jax.Array, ...] = ()
         self._kv: tuple[jax.Array, ...] = ()
+
+    @property
+    def proposes(self) -> bool:
+        """Whether its drafts are for verification by rejection."""
+        return self._proposals is not None
 
     @property
     def vocab_size(self) -> int:
@@ -441,7 +494,8 @@ class DraftModel:
         options |= {"sampler": self._sampler}
         for shape in self._shapes.draft:
             draft = make_draft(self._model, shape, block_size, self.max_draft_tokens, **options)
-            add(shape.name, draft, leaves, kv, self._i32(shape.width), donate_argnums=1)
+            inputs = [self._i32(shape.width), *self._on_device(self._latest(shape))]
+            add(shape.name, draft, leaves, kv, *inputs, donate_argnums=1)
         self._executables.close()
 
     def start(self, leaves: tuple[jax.Array, ...]) -> None:
@@ -451,7 +505,9 @@ class DraftModel:
         self._executables.resume()
 
     def reset(self) -> None:
-        """Makes the KV cache anew: what it held is lost."""
+        """Makes the KV cache anew: what it held is lost, and so are all drafts."""
+        if self._proposals is not None:
+            self._proposals.reset()
         self._kv = ()  # first, or there would be no room for the new
         self._kv = jax.block_until_ready(self._executables["new_kv"]())
 
@@ -486,7 +542,7 @@ class DraftModel:
             )
             return
         self._compiled[shape.name] = self._executables[shape.name]
-        self._call(shape, ())  # writes nothing, for every index is padding
+        self._call(shape, (), *self._latest(shape))  # writes nothing, for every index is padding
         jax.block_until_ready(self._kv)
         self._ready.append(shape)
 
@@ -519,14 +575,19 @@ class DraftModel:
         """
         outs = []
         first = 0
+        proposed = self._latest(self._shapes.draft[0])
         while first < len(rows):
             shape = self._choose(self._shapes.draft, rows[first:])
             count = shape.most(rows[first:])
-            out = self._call(shape, rows[first : first + count])
+            out = self._call(shape, rows[first : first + count], *proposed)
+            if proposed:
+                out, *proposed = out
             out.copy_to_host_async()
             outs.append((out, count))
             first += count
         both = np.concatenate([np.asarray(out)[:, :count] for out, count in outs], axis=1)
+        if self._proposals is not None:  # now that nothing has raised, or steps would, too
+            [self._proposals.latest] = proposed
         return both[0], both[1].view(np.float32)
 
     def _choose(self, shapes: Seq[DraftShape], rows: Seq[Row]) -> DraftShape:
@@ -534,9 +595,17 @@ class DraftModel:
         ready = [shape for shape in shapes if shape in self._ready]
         return next((shape for shape in ready if shape.most(rows) == len(rows)), ready[-1])
 
-    def _call(self, shape: DraftShape, rows: Seq[Row]) -> Any:
-        self._kv, out = self._compiled[shape.name](self._leaves, self._kv, shape.pack(rows))
+    def _call(self, shape: DraftShape, rows: Seq[Row], *proposed: Proposed) -> Any:
+        packed = shape.pack(rows)
+        self._kv, out = self._compiled[shape.name](self._leaves, self._kv, packed, *proposed)
         return out
+
+    def _latest(self, shape: DraftShape) -> tuple[Proposed, ...]:
+        """What an executable takes and gives of `Proposals`: one argument, or none."""
+        if not shape.proposes:
+            return ()
+        assert self._proposals is not None
+        return (self._proposals.latest,)
 
     def _new_kv(self) -> tuple[jax.Array, ...]:
         layer = self.kv_shape.layer

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from forge_jax.cache.kv import GIB, KV, KVShape
+from forge_jax.config import Verification
 from forge_jax.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from forge_jax.schedule.plan import (
     Admission,
@@ -31,6 +32,7 @@ from forge_jax.schedule.plan import (
 from forge_jax.step import meta as meta_bits
 from forge_jax.step.executables import Executables
 from forge_jax.step.meta import SlotFlags, StepShape
+from forge_jax.step.proposals import Proposals, Proposed
 from forge_jax.step.slots import (
     ADMISSIONS,
     Slots,
@@ -136,6 +138,8 @@ class Runner:
         all.
       implementation, sampler: of attention and of sampling.
       command_buffers: whether XLA:GPU may use command buffers (CUDA graphs).
+      verification: of drafts. proposals: by rejection, what a draft model drew them from; None: the
+        drafts come from the texts.
       memory_limit: bytes of the device that all of this may take; None: no matter how many.
       deterministic: compute every row in the same way. With one shape, the logits of a token are
         then the same bits whatever else is in the step.
@@ -153,6 +157,8 @@ class Runner:
         device: jax.Device,
         implementation: Implementation = "auto",
         sampler: Sampler = "xla",
+        verification: Verification = "coupled",
+        proposals: Proposals | None = None,
         deterministic: bool = False,
         command_buffers: bool = True,
         memory_limit: int | None = None,
@@ -168,6 +174,8 @@ class Runner:
         self._ready: list[StepShape] = []  # that can run, smallest first
         self._implementation: Implementation = implementation
         self._sampler: Sampler = sampler
+        self._verification: Verification = verification
+        self._proposals = proposals
         self._deterministic = deterministic
         self._memory_limit = memory_limit
         self._slots_shape = slots_shape(num_slots, max_blocks, model.spec.vocab_size)
@@ -201,6 +209,7 @@ class Runner:
             "dtypes": [str(self._model.dtype), str(self._kv_shape.storage)],
             "attention": self._implementation,
             "sampling": self._sampler,
+            "verification": self._verification,
             "matrices": sorted({packing.format for packing in self._model.packings.values()}),
             "cpu_kernels": cpu.identity(),
             "uniform": self._deterministic,
@@ -232,10 +241,11 @@ class Runner:
                 self._kv_shape.block_size,
                 implementation=self._implementation,
                 sampler=self._sampler,
+                verification=self._verification,
                 uniform=self._deterministic,
             )
-            width = self._i32(shape.width)
-            add(shape.name, step, leaves, kv, slots, width, donate_argnums=(1, 2))
+            inputs = [self._i32(shape.width), *self._on_device(self._proposed(shape))]
+            add(shape.name, step, leaves, kv, slots, *inputs, donate_argnums=(1, 2))
 
         add("new_state", self._new_state, out_shardings=self._sharding)
         self._new = self._executables.call("new_state")  # touching its pages takes long
@@ -368,9 +378,15 @@ class Runner:
 
     def _step(self, shape: StepShape, packed: np.ndarray) -> StepOut:
         # The call uploads: a `device_put` before it would take half as long again.
-        step = self._compiled[shape.name]
-        self._kv, self._slots, out = step(self._leaves, self._kv, self._slots, packed)
+        step, proposed = self._compiled[shape.name], self._proposed(shape)
+        self._kv, self._slots, out = step(self._leaves, self._kv, self._slots, packed, *proposed)
         return out
+
+    def _proposed(self, shape: StepShape) -> tuple[Proposed, ...]:
+        """What the step of `shape` takes of the draft model: one argument, or none."""
+        if self._proposals is None or not shape.max_drafts:
+            return ()
+        return (self._proposals.latest,)
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:
         for i in range(0, len(admissions), ADMISSIONS):

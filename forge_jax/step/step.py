@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from forge_jax.cache.kv import KV
+from forge_jax.config import Verification
 from forge_jax.sampling_params import MAX_LOGPROBS
 from forge_jax.step import meta as meta_bits
 from forge_jax.step.meta import Meta, StepShape
+from forge_jax.step.proposals import Proposed
 from forge_jax.step.slots import PADDING, Column, Slots, float_column
 from forge_kernels import sampling
 from forge_kernels.attention import Implementation
@@ -45,12 +47,15 @@ def make_step(
     *,
     implementation: Implementation = "auto",
     sampler: Sampler = "xla",
+    verification: Verification = "coupled",
     uniform: bool = False,
 ) -> Callable[..., tuple[KV, Slots, StepOut]]:
     """The step function of one shape, to be jitted with `donate_argnums=(1, 2)`.
 
     Args:
       implementation: of attention. sampler: of sampling.
+      verification: of drafts. By rejection, the step takes what they were drawn from as one more
+        argument; without it they are certain: what the text alone told.
     """
 
     def step(
@@ -58,6 +63,7 @@ def make_step(
         kv: KV,
         slots: Slots,
         packed: jax.Array,  # i32[shape.width]
+        proposed: Proposed | None = None,
     ) -> tuple[KV, Slots, StepOut]:
         m: Meta = shape.split(packed)
         with jax.named_scope("inputs"):
@@ -101,8 +107,11 @@ def make_step(
         with jax.named_scope("rows"):
             hidden = embed(hidden, m.row_token)
         rows = model.logits(leaves, hidden, m.header[2])  # f32[R, V]
+        drafts = None
+        if verification == "rejection" and shape.max_drafts:
+            drafts = _drafts(shape, m, tokens, proposed)
         with jax.named_scope("sample"):
-            slots, out = _sample_rows(shape, slots, m, rows, tokens, positions, sampler)
+            slots, out = _sample_rows(shape, slots, m, rows, tokens, positions, sampler, drafts)
         return kv, slots, out
 
     step.__name__ = shape.name.replace("[", "_").replace("]", "")
@@ -117,6 +126,7 @@ def _sample_rows(
     tokens: jax.Array,  # i32[T]
     positions: jax.Array,  # i32[T]
     sampler: Sampler,
+    drafts: sampling.Drafts | None = None,  # to be verified by rejection
 ) -> tuple[Slots, StepOut]:
     flags = m.header[3]
     row = jnp.arange(shape.num_rows)
@@ -142,6 +152,7 @@ def _sample_rows(
         position=positions[m.row_token] + 1,
         any_random=_has(flags, meta_bits.RANDOM),
         num_rows=m.header[2],
+        drafts=drafts,
         implementation=sampler,
     )
 
@@ -168,7 +179,7 @@ def _sample_rows(
     sampled = jnp.where(row_valid & ~fault, sampled, 0)
 
     # Row j + 1 of a verified sequence was computed from draft j: it counts while each draft
-    # before it is what the row before it sampled.
+    # before it is what the row before it sampled; by rejection, that is what was accepted.
     num_rows = m.cu_rows[1:] - m.cu_rows[:-1]  # [S]
     drafted = tokens[jnp.minimum(m.row_token + 1, shape.num_tokens - 1)]
     is_last = row_in_seq == num_rows[seq] - 1
@@ -199,6 +210,26 @@ def _sample_rows(
     packed = jnp.concatenate([sampled, fault.astype(jnp.int32), accepted])
     slots = slots._replace(last_token=last_token, counts=counts)
     return slots, StepOut(packed, logprob, top_ids, top_logprobs)
+
+
+def _drafts(
+    shape: StepShape,
+    m: Meta,
+    tokens: jax.Array,  # i32[T]
+    proposed: Proposed | None,
+) -> sampling.Drafts:
+    """What each row verifies: the token after its own, unless it is its sequence's last row."""
+    seq = jnp.minimum(m.row_seq, shape.num_seqs - 1)
+    token = tokens[jnp.minimum(m.row_token + 1, shape.num_tokens - 1)]
+    verified = jnp.arange(shape.num_rows) + 1 < m.cu_rows[seq + 1]
+    verified &= (m.row_seq < shape.num_seqs) & (m.scoring[seq] == 0)
+    if proposed is None:
+        return sampling.certain(token, verified)
+    place = jnp.clip(jnp.arange(shape.num_rows) - m.cu_rows[seq], 0, shape.max_drafts - 1)
+    slot = m.slot[seq]
+    return sampling.Drafts(
+        token, verified, proposed.token_ids[slot, place], proposed.probability[slot, place]
+    )
 
 
 def _drafts_before(

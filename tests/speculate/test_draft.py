@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +61,7 @@ class FakeDraftModel:
         self.kv_shape = SimpleNamespace(num_blocks=num_blocks, block_size=BLOCK)
         self.max_draft_tokens, self.context = K, context
         self.extend_tokens, self.extend_rows = extend_tokens, 3
-        self.can_draft = True
+        self.can_draft, self.proposes = True, False
         self.computed = []  # tokens of each `extend`
         self.reset()
 
@@ -103,9 +104,16 @@ class FakeDraftModel:
         return prefix
 
 
-def make_seq(name: str, prompt_len: int, rng: random.Random, max_len: int = MAX_LEN) -> Sequence:
+def make_seq(
+    name: str,
+    prompt_len: int,
+    rng: random.Random,
+    max_len: int = MAX_LEN,
+    temperature: float = 1.0,
+) -> Sequence:
     prompt = [rng.randrange(VOCAB) for _ in range(prompt_len)]
-    request = Request(request_id=name, prompt_token_ids=prompt, params=SamplingParams())
+    params = SamplingParams(temperature=temperature)
+    request = Request(request_id=name, prompt_token_ids=prompt, params=params)
     return Sequence(
         request=request,
         index=0,
@@ -238,6 +246,32 @@ def test_what_is_foreseen_is_what_was_typical():
     assert len(drafter.foresee([seq])[0]) == 2
     model.can_draft = False
     assert drafter.foresee([seq]) == [()] and not drafter.propose([seq])[0].token_ids
+
+
+def test_by_rejection_what_is_told_of_a_draft_does_not_depend_on_what_was_drawn():
+    """Else how many are verified would, and likely draws would be put out too often."""
+    rng = np.random.default_rng(1)
+    told, first = defaultdict(list), []
+    for draw in range(3):
+        model = FakeDraftModel(100)
+        model.proposes = True
+        drafter = ModelDrafter(model)  # type: ignore[arg-type]
+        seqs = {
+            temperature: make_seq(str(temperature), 9, random.Random(1), temperature=temperature)
+            for temperature in (0.0, 0.8)
+        }
+        for known in range(3):
+            # What follows the first draft depends on it; what follows the text does not.
+            after = rng if known == draw == 2 else np.random.default_rng(known)
+            values = np.concatenate([[[0.25 + known / 8]] * 2, after.random((2, K - 1))], axis=1)
+            model.draft = lambda rows, v=values: (np.zeros((2, K), np.int32), v)
+            drafts = dict(zip(seqs, drafter.propose([*seqs.values()]), strict=True))
+        told[0.0].append(drafts[0.0].confidence)
+        told[0.8].append(drafts[0.8].confidence)
+        first.append(drafts[0.8].confidence[0])
+    assert told[0.8][0] == told[0.8][1] == told[0.8][2]
+    assert told[0.0][0] == told[0.0][1] != told[0.0][2]  # nothing is drawn at temperature 0
+    assert first == [0.5] * 3
 
 
 # ---- the device's part ---------------------------------------------------------------------------
@@ -514,6 +548,29 @@ def test_steps_that_raise_make_the_draft_model_begin_anew(llm):
     assert not core.speculator.has_failed and drafter._pool.num_used == 0
 
 
+def test_by_rejection_it_drafts_on_through_failures_and_ends_alone(stories, monkeypatch):
+    options = OPTIONS | {"deterministic": False, "draft_verification": "rejection"}
+    llm = LLM(str(stories), **options, draft_model=str(stories))
+    core = llm._core
+    if llm._parts.late is not None:
+        llm._parts.late.wait()
+        llm._parts.late.adopt()
+    always_verify(core)
+    assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
+    stats = core.speculator.stats()
+    # It is the target, but for what is beyond the likeliest tokens.
+    assert 0.8 * stats.num_draft_tokens < stats.num_accepted_tokens
+    assert stats.num_draft_tokens > 30 and llm._parts.compilations() == 0
+    device, count = core._device, iter(range(10**6))
+    core._device = FailingDevice(device, lambda *_: next(count) % 11 == 10)
+    assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
+    assert core.num_recoveries > 1 and not core.speculator.has_failed
+    core._device = device
+    monkeypatch.setattr(DraftModel, "draft", lambda *_: 1 / 0)
+    assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
+    assert core.speculator.has_failed
+
+
 def test_what_the_draft_model_takes_counts_in_the_memory(llm, stories, monkeypatch):
     device, draft_model = llm._core._device, llm._core.speculator._drafter._model
     needed = device.memory_bytes() + draft_model.kv_shape.total_bytes
@@ -554,6 +611,12 @@ def test_both_caches_are_cut_together():
         ({"speculation": "draft", "draft_model": "self", "draft_layers": 0}, "at least 1"),
         ({"speculation": "ngram", "draft_model": "x"}, "--draft-model is for --speculation draft"),
         ({"draft_layers": 2}, "--draft-layers is for --speculation draft"),
+        ({"draft_verification": "rejection"}, "choose a --speculation, or leave it out"),
+        (
+            {"draft_verification": "rejection", "speculation": "ngram", "deterministic": True},
+            "use --draft-verification coupled, or leave --deterministic out",
+        ),
+        ({"draft_verification": "both"}, "--draft-verification must be one of coupled, rejection"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, message):

@@ -1,4 +1,7 @@
-"""Sampling: noise by (seed, position), logit processors, filters without a sort, logprobs."""
+"""Sampling: noise by (seed, position), logit processors, filters without a sort, logprobs.
+
+And drafts by rejection sampling: `propose` draws them, `sample` verifies them.
+"""
 
 from forge_kernels.sampling.api import (
     apply_penalties,
@@ -8,11 +11,17 @@ from forge_kernels.sampling.api import (
     token_logprobs,
 )
 from forge_kernels.sampling.noise import gumbel
+from forge_kernels.sampling.propose import Proposal, propose
+from forge_kernels.sampling.rejection import Drafts, certain
 
 __all__ = [
+    "Drafts",
+    "Proposal",
     "apply_penalties",
+    "certain",
     "filter_threshold",
     "gumbel",
+    "propose",
     "sample",
     "suppress",
     "token_logprobs",

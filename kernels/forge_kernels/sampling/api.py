@@ -5,6 +5,7 @@ Nothing here sorts the vocabulary: thresholds are found by a search over the bit
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from forge_kernels.sampling.cpu_ffi import cpu_sample
 from forge_kernels.sampling.noise import gumbel
+from forge_kernels.sampling.rejection import Drafts, verify
 from forge_kernels.sampling.search import from_order_key, largest_key, order_key
 
 IN_PROMPT = 1 << 30  # this bit of a count says that the token stands in the prompt
@@ -101,6 +103,7 @@ def sample(
     any_random: jax.Array | bool = True,
     any_filter: jax.Array | bool = True,
     num_rows: jax.Array | None = None,
+    drafts: Drafts | None = None,
     implementation: Literal["xla", "cpu"] = "xla",
 ) -> jax.Array:
     """One token per row: the argmax at temperature 0, else Gumbel-max over the filtered logits.
@@ -112,13 +115,19 @@ def sample(
       any_random, any_filter: bool[], false where no row needs that work. With `any_filter=False`
         filters are not compiled.
       num_rows: i32[], a promise that rows from there on are not needed.
+      drafts: rows verify them by rejection, see `verify`: such a row's token is its draft exactly
+        where that is accepted. Rows at temperature 0 do not: what they sample is the same anyway.
       implementation: `cpu` is the C++ kernels', where they have been loaded. It draws from the same
-        random bits; its logarithms may differ in the last place.
+        random bits; its logarithms may differ in the last place. It cannot verify: where a row
+        does, all are sampled in XLA.
 
     Returns:
       i32[R].
     """
-    if implementation == "cpu":
+    if drafts is not None:
+        drafts = drafts._replace(verified=drafts.verified & (temperature > 0))
+
+    def by_kernel() -> jax.Array:
         count = jnp.full((), logits.shape[0], jnp.int32) if num_rows is None else num_rows
         return cpu_sample(
             logits,
@@ -140,7 +149,14 @@ def sample(
             with jax.named_scope("filter"):
                 lowest = threshold(scaled)
             noisy = jnp.where(scaled >= lowest[:, None], noisy, -jnp.inf)
-        return jnp.argmax(noisy, axis=1).astype(jnp.int32)
+
+        def choose() -> jax.Array:
+            return jnp.argmax(noisy, axis=1).astype(jnp.int32)
+
+        if drafts is None:
+            return choose()
+        by_rejection = partial(verify, scaled, noisy, drafts, seed, position)
+        return jax.lax.cond(drafts.verified.any(), by_rejection, choose)
 
     def threshold(scaled: jax.Array) -> jax.Array:
         def find() -> jax.Array:
@@ -152,6 +168,10 @@ def sample(
     def greedy() -> jax.Array:
         return jnp.argmax(logits, axis=1).astype(jnp.int32)
 
+    if implementation == "cpu":
+        if drafts is None:
+            return by_kernel()
+        return jax.lax.cond(drafts.verified.any(), draw, by_kernel)
     return jax.lax.cond(any_random, draw, greedy)
 
 
@@ -180,11 +200,11 @@ def token_logprobs(
     """
     log_z = jax.nn.logsumexp(logits, axis=1)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
-    top, ids = _top(logits, num_top)
+    top, ids = likeliest(logits, num_top)
     return chosen - log_z, ids, top - log_z[:, None]
 
 
-def _top(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """`jax.lax.top_k`, which is a sort on GPUs, in one pass and two sorts of little.
 
     The `count` best tokens stand in the `count` chunks with the best maxima; of equal ones, in both

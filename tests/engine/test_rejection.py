@@ -1,0 +1,297 @@
+"""Rejection sampling through the engine: what it puts out is distributed as without drafts.
+
+The vocabulary has four tokens, so the probability of each output of four tokens is known: by asking
+the model, without drafts, what follows everything that can come before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from scipy import stats
+
+from forge_jax.cache.block_pool import BlockPool
+from forge_jax.cache.kv import kv_shape
+from forge_jax.core import EngineCore
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.request import Request
+from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
+from forge_jax.speculate.draft import ModelDrafter
+from forge_jax.speculate.draft_model import DraftModel, draft_shapes
+from forge_jax.speculate.drafter import Draft, Drafter, OneByOne
+from forge_jax.speculate.speculator import Speculator
+from forge_jax.step.meta import StepShape
+from forge_jax.step.proposals import Proposals, Proposed
+from forge_jax.step.runner import Runner
+from forge_jax.testing import random_leaves, tiny_model
+
+FINE, WRONG = 1e-4, 1e-12  # p-values: what is right is above, what is wrong below
+V, LENGTH, DRAFTS = 4, 4, 3
+SLOTS, T, BLOCK, NUM_BLOCKS, MAX_LEN = 128, 512, 8, 600, 32
+PROMPT = [1, 3, 0, 2, 2]
+COUNT = 10_000
+DEVICE = jax.devices()[0]
+pytestmark = pytest.mark.timeout(400)
+ASKED: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 1.6},
+    "filters": {"temperature": 1.8, "top_k": 3, "min_p": 0.1},
+    "penalties": {"temperature": 1.4, "frequency_penalty": 0.7, "presence_penalty": -0.4},
+}
+
+
+def model_and_leaves(*, unlike: float = 0.0):
+    """The target, or a model that is more or less like it."""
+    model = tiny_model(vocab_size=V, max_position_embeddings=MAX_LEN, tie_word_embeddings=False)
+    both = zip(random_leaves(model, seed=5), random_leaves(model, seed=6), strict=True)
+    return model, tuple((1 - unlike) * leaf + unlike * other for leaf, other in both)
+
+
+def cache_of(model, num_blocks: int = NUM_BLOCKS):
+    return kv_shape(
+        model.spec, num_blocks=num_blocks, block_size=BLOCK, dtype=model.dtype, platform="cpu"
+    )
+
+
+@cache
+def make_runner(proposals: Proposals | None) -> Runner:
+    model, leaves = model_and_leaves()
+    runner = Runner(
+        model,
+        shapes=[
+            StepShape.decode(SLOTS),
+            StepShape.verify(T, SLOTS, BLOCK, DRAFTS),
+            StepShape.mixed(T, SLOTS, T, BLOCK, DRAFTS),
+        ],
+        kv_shape=cache_of(model),
+        num_slots=SLOTS,
+        max_blocks=MAX_LEN // BLOCK,
+        device=DEVICE,
+        verification="rejection",
+        proposals=proposals,
+    )
+    runner.compile()
+    runner.start(leaves)
+    return runner
+
+
+@cache
+def make_draft_model() -> tuple[DraftModel, Runner]:
+    model, leaves = model_and_leaves(unlike=0.25)
+    proposals = Proposals(num_slots=SLOTS, max_drafts=DRAFTS, vocab_size=V, device=DEVICE)
+    draft_model = DraftModel(
+        model,
+        shapes=draft_shapes(
+            max_num_seqs=SLOTS // 2,  # so that it takes two calls
+            max_num_batched_tokens=T,
+            max_rows=T,
+            max_blocks=MAX_LEN // BLOCK,
+            proposes=True,
+        ),
+        kv_shape=cache_of(model),
+        max_draft_tokens=DRAFTS,
+        device=DEVICE,
+        proposals=proposals,
+    )
+    draft_model.compile()
+    draft_model.start(leaves)
+    draft_model.wait()
+    draft_model.adopt()
+    return draft_model, make_runner(proposals)
+
+
+class Told:
+    """Drafts that follow from the text, mostly wrong, of many lengths."""
+
+    def propose(self, key, tokens, prompt_len, salt):
+        rng = random.Random(f"2 {tokens}")
+        length = rng.randint(0, DRAFTS)
+        return Draft(tuple(rng.randrange(V) for _ in range(length)), (0.5,) * length)
+
+    def end(self, key, tokens, prompt_len, salt):
+        pass
+
+
+def make_speculator(drafter: Drafter) -> Speculator:
+    """Verifies as many drafts as chance has it, in any order; no time is measured."""
+    speculator = Speculator(drafter, max_draft_tokens=DRAFTS, one_step_ahead=False)
+    speculator._pays = lambda *_: True
+    policy, rng = speculator.policy, random.Random(1)
+    policy.ahead.record(1, 1.0)
+    policy.ahead.record = policy.waited.record = lambda *_: None
+    policy.acceptance.reach = lambda confidence, _: sorted(
+        (rng.random() for _ in confidence), reverse=True
+    )
+    policy.choose = lambda _, gains: rng.randint(len(gains) // 2, len(gains))
+    return speculator
+
+
+def make_core(runner: Runner, speculator: Speculator | None) -> EngineCore:
+    runner.reset()
+    limits = SchedulerConfig(
+        max_num_seqs=SLOTS, max_num_batched_tokens=T, max_rows=T, max_model_len=MAX_LEN
+    )
+    scheduler = Scheduler(
+        limits, BlockPool(NUM_BLOCKS, BLOCK), clock=lambda: 0.0, rng=random.Random(0)
+    )
+    return EngineCore(
+        scheduler=scheduler,
+        device=runner,
+        tokenizer=None,
+        vocab_size=V,
+        one_step_ahead=False,
+        speculator=speculator,
+    )
+
+
+def answers(core: EngineCore, requests: list[Request]) -> dict[str, list]:
+    """By request: (token, logprobs) of each token."""
+    got = defaultdict(list)
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        for request_id, deltas in core.tick().items():
+            for delta in deltas:
+                assert delta.error is None
+                logprobs = delta.logprobs or [None] * len(delta.token_ids)
+                got[request_id] += zip(delta.token_ids, logprobs, strict=True)
+    return got
+
+
+@cache
+def logits_after() -> dict[tuple[int, ...], np.ndarray]:
+    """f64[V], but for a constant, after every output of less than `LENGTH` tokens."""
+    outputs = [o for n in range(LENGTH) for o in itertools.product(range(V), repeat=n)]
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=V)
+    requests = [
+        Request(request_id=str(o), prompt_token_ids=[*PROMPT, *o], params=params) for o in outputs
+    ]
+    found = {}
+    for output, [(_, logprobs)] in zip(
+        outputs, answers(make_core(make_runner(None), None), requests).values(), strict=True
+    ):
+        found[output] = np.array([value for _, value in sorted(logprobs.top)])
+    return found
+
+
+def follow(output: tuple[int, ...], asked: dict[str, Any]) -> np.ndarray:
+    """f64[V]: what the next token should be."""
+    count = np.bincount(output, minlength=V) if output else np.zeros(V)
+    logits = logits_after()[output] - asked.get("frequency_penalty", 0) * count
+    logits = (logits - asked.get("presence_penalty", 0) * (count > 0)) / asked["temperature"]
+    if "top_k" in asked:
+        logits[logits < np.sort(logits)[-asked["top_k"]]] = -np.inf
+    logits[logits < logits.max() + np.log(max(asked.get("min_p", 0), 1e-30))] = -np.inf
+    p = np.exp(logits - logits.max())
+    return p / p.sum()
+
+
+def p_value(counts: np.ndarray, asked: dict[str, Any]) -> float:
+    """Of `i64[V, V, ...]`, how often each output came."""
+    expected = np.zeros(counts.shape)
+    for output in itertools.product(range(V), repeat=LENGTH):
+        steps = (follow(output[:n], asked)[output[n]] for n in range(LENGTH))
+        expected[output] = np.prod(list(steps)) * COUNT
+    if counts[expected == 0].any():
+        return 0.0
+    few = expected < 8
+    merged = (np.append(x[~few], x[few].sum()) for x in (counts, expected))
+    counts, expected = (x[:-1] if not x[-1] else x for x in merged)
+    return float(stats.chisquare(counts, expected).pvalue)
+
+
+def outputs(core: EngineCore, asked: dict[str, Any]) -> np.ndarray:
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **asked)
+    requests = [
+        Request(request_id=str(i), prompt_token_ids=PROMPT, params=params, seed=i)
+        for i in range(COUNT)
+    ]
+    counts = np.zeros((V,) * LENGTH, np.int64)
+    for answer in answers(core, requests).values():
+        counts[tuple(token for token, _ in answer)] += 1
+    assert counts.sum() == COUNT
+    return counts
+
+
+def check_drafts(core: EngineCore, low: float, high: float) -> None:
+    assert core.speculator is not None and not core.speculator.has_failed
+    verified = core.speculator.stats()
+    assert verified.num_draft_tokens > COUNT
+    assert low < verified.num_accepted_tokens / verified.num_draft_tokens < high
+    assert all(verified.accepted_per_position[:2])
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_without_drafts_outputs_are_as_the_model_has_it(asked):
+    core = make_core(make_runner(None), None)
+    assert p_value(outputs(core, ASKED[asked]), ASKED[asked]) > FINE
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_with_drafts_that_follow_from_the_text_they_are_the_same(asked):
+    core = make_core(make_runner(None), make_speculator(OneByOne(Told())))
+    assert p_value(outputs(core, ASKED[asked]), ASKED[asked]) > FINE
+    check_drafts(core, 0.1, 0.5)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_with_drafts_of_a_model_they_are_the_same(asked):
+    draft_model, runner = make_draft_model()
+    core = make_core(runner, make_speculator(ModelDrafter(draft_model)))
+    assert p_value(outputs(core, ASKED[asked]), ASKED[asked]) > FINE
+    check_drafts(core, 0.3, 0.95)
+
+
+def test_were_it_told_what_another_draft_was_drawn_from_they_would_be_others(monkeypatch):
+    draft_model, runner = make_draft_model()
+    draft, proposals = draft_model.draft, draft_model._proposals
+    assert proposals is not None
+
+    def mixed(rows):
+        made = draft(rows)
+        rolled = [np.roll(np.asarray(array), 1, axis=0) for array in proposals.latest]
+        proposals.latest = Proposed(*jax.device_put(rolled, DEVICE))
+        return made
+
+    monkeypatch.setattr(draft_model, "draft", mixed)
+    core = make_core(runner, make_speculator(ModelDrafter(draft_model)))
+    asked = ASKED["temperature"]
+    assert p_value(outputs(core, asked), asked) < WRONG
+    check_drafts(core, 0.3, 0.95)
+
+
+@pytest.mark.parametrize("kind", ["text", "model"])
+def test_at_temperature_0_tokens_are_those_without_drafts(kind):
+    draft_model, runner = make_draft_model()
+    drafter = OneByOne(Told()) if kind == "text" else ModelDrafter(draft_model)
+    params = SamplingParams(max_tokens=12, temperature=0.0, frequency_penalty=0.5, ignore_eos=True)
+    requests = [
+        Request(request_id=str(i), prompt_token_ids=[i % V, i // V % V, i // V**2], params=params)
+        for i in range(V**3)
+    ]
+    core = make_core(runner if kind == "model" else make_runner(None), make_speculator(drafter))
+    expected = answers(make_core(make_runner(None), None), requests)
+    assert answers(core, requests) == expected
+    assert core.speculator is not None and core.speculator.stats().num_accepted_tokens > 50
+
+
+def test_with_the_same_drafts_verified_a_seed_gives_the_same_tokens():
+    draft_model, runner = make_draft_model()
+    params = SamplingParams(max_tokens=12, temperature=1.5, ignore_eos=True)
+
+    def run(**seed: int) -> dict[str, list]:
+        core = make_core(runner, make_speculator(ModelDrafter(draft_model)))
+        prompt = Request(request_id="r", prompt_token_ids=PROMPT, params=params, **seed)
+        return answers(core, [prompt])
+
+    assert run(seed=3) == run(seed=3) != run(seed=4)
+
+
+def test_the_settings_of_the_steps_tell_how_drafts_are_verified():
+    assert make_runner(None).settings["verification"] == "rejection"
