@@ -392,6 +392,13 @@ class FailingDevice:
             raise RuntimeError(f"injected: step {plan.step} fails at its {where}")
 
 
+def drafts_always_pay(policy: Any) -> None:
+    """Makes a `LengthPolicy` think that all steps take a second, and that waiting costs nothing."""
+    policy.ahead.expect = policy.waited.expect = lambda num_tokens: 1.0
+    policy.ahead.count = lambda num_tokens: math.inf
+    policy.ahead.record = policy.waited.record = lambda num_tokens, seconds: None
+
+
 def not_a_number(dtype: Any) -> float:
     """A NaN as an array of a KV cache holds it: in 8 bits the scale's, and the worst elements."""
     return {"uint16": 0x7FC1, "uint8": 0x7F, "int8": 127}.get(str(dtype), math.nan)

@@ -30,7 +30,7 @@ from forge_jax.speculate.speculator import Speculator
 from forge_jax.step.meta import StepShape
 from forge_jax.step.proposals import Proposals, Proposed
 from forge_jax.step.runner import Runner
-from forge_jax.testing import random_leaves, tiny_model
+from forge_jax.testing import drafts_always_pay, random_leaves, tiny_model
 
 FINE, WRONG = 1e-4, 1e-12  # p-values: what is right is above, what is wrong below
 V, LENGTH, DRAFTS = 4, 4, 3
@@ -114,6 +114,9 @@ class Told:
         length = rng.randint(0, DRAFTS)
         return Draft(tuple(rng.randrange(V) for _ in range(length)), (0.5,) * length)
 
+    def study(self, limit):
+        return False
+
     def end(self, key, tokens, prompt_len, salt):
         pass
 
@@ -123,8 +126,7 @@ def make_speculator(drafter: Drafter) -> Speculator:
     speculator = Speculator(drafter, max_draft_tokens=DRAFTS, one_step_ahead=False)
     speculator._pays = lambda *_: True
     policy, rng = speculator.policy, random.Random(1)
-    policy.ahead.record(1, 1.0)
-    policy.ahead.record = policy.waited.record = lambda *_: None
+    drafts_always_pay(policy)
     policy.acceptance.reach = lambda confidence, _: sorted(
         (rng.random() for _ in confidence), reverse=True
     )

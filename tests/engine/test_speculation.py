@@ -29,12 +29,11 @@ from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.speculate.draft import ModelDrafter
 from forge_jax.speculate.draft_model import DraftModel, draft_shapes
 from forge_jax.speculate.drafter import Draft, Drafter, OneByOne
-from forge_jax.speculate.length import CONTROL
 from forge_jax.speculate.ngram import NgramDrafter
 from forge_jax.speculate.speculator import SpeculationStats, Speculator
 from forge_jax.speculate.suffix import SuffixDrafter
 from forge_jax.step.runner import step_shapes
-from forge_jax.testing import random_leaves, tiny_model
+from forge_jax.testing import drafts_always_pay, random_leaves, tiny_model
 
 BLOCK, NUM_BLOCKS, MAX_LEN, SLOTS, T = 8, 320, 160, 12, 64
 MAX_DRAFTS = 6
@@ -212,11 +211,8 @@ def make_drafter(kind: str, outputs: dict[int, list[int]], runner: AcceptedRows)
 def make_speculator(drafter: Drafter) -> Speculator:
     """Verifies whatever is drafted: no step seems to take longer for it."""
     speculator = Speculator(drafter, max_draft_tokens=MAX_DRAFTS)
-    policy = speculator.policy
-    policy.ahead.expect = lambda _: 1.0
-    policy.ahead.count = lambda _: CONTROL
-    policy.ahead.record = policy.waited.record = lambda *_: None
-    policy.acceptance.reach = lambda confidence, _: [1.0] * len(confidence)
+    drafts_always_pay(speculator.policy)
+    speculator.policy.acceptance.reach = lambda confidence, _: [1.0] * len(confidence)
     return speculator
 
 

@@ -26,7 +26,7 @@ from forge_jax.fake import assemble_fake
 from forge_jax.schedule.request import Request, Sequence, Status
 from forge_jax.speculate.draft import ModelDrafter
 from forge_jax.speculate.draft_model import DraftModel, Row, draft_shapes, pack_params
-from forge_jax.testing import FailingDevice, random_leaves, tiny_model
+from forge_jax.testing import FailingDevice, drafts_always_pay, random_leaves, tiny_model
 
 BLOCK, K, VOCAB, MAX_LEN = 8, 4, 64, 128
 
@@ -467,9 +467,7 @@ PROMPTS = [[1, 403, 407], [5] * 50]
 
 def always_verify(core: EngineCore) -> None:
     assert core.speculator is not None
-    policy = core.speculator.policy
-    policy.ahead.record(1, 1.0)
-    policy.ahead.record = policy.waited.record = lambda *_: None
+    drafts_always_pay(core.speculator.policy)
 
 
 def outputs(llm: LLM) -> list:

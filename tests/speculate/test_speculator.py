@@ -11,9 +11,9 @@ from forge_jax.fake import assemble_fake
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request
 from forge_jax.speculate.drafter import Draft, OneByOne
-from forge_jax.speculate.length import CONTROL, FIRST_RETRY
+from forge_jax.speculate.length import FIRST_RETRY
 from forge_jax.speculate.speculator import LOOK_PART, Budget, Speculator
-from forge_jax.testing import FailingDevice
+from forge_jax.testing import FailingDevice, drafts_always_pay
 
 
 class Oracle:
@@ -71,16 +71,8 @@ def make_core(drafter=None, *, device=None, **options) -> EngineCore:
         core.speculator = Speculator(
             OneByOne(drafter), max_draft_tokens=8, one_step_ahead=one_step_ahead
         )
-        drafts_always_pay(core.speculator)
+        drafts_always_pay(core.speculator.policy)
     return core
-
-
-def drafts_always_pay(speculator: Speculator) -> None:
-    """Steps of any size take a second, and waiting costs nothing."""
-    speculator.policy.ahead.expect = lambda _: 1.0
-    speculator.policy.ahead.count = lambda _: CONTROL
-    speculator.policy.ahead.record = lambda *_: None
-    speculator.policy.waited.record = lambda *_: None
 
 
 def serve(core: EngineCore, arriving: list[Request], *, at_once: int = 6):
