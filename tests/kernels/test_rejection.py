@@ -133,8 +133,8 @@ def test_whatever_a_text_tells_the_tokens_follow_the_target():
 
 
 def share_the_noise(seed, position, purpose):
-    """What decides acceptance is the noise of the second token."""
-    return jnp.exp(-jnp.exp(-gumbel(seed, position, 2)[:, 1]))
+    """What decides acceptance is the noise of the first two tokens."""
+    return jnp.exp(-2 * jnp.exp(-gumbel(seed, position, 2).max(axis=1)))
 
 
 MISTAKES = {
