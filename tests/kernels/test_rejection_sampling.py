@@ -17,7 +17,15 @@ import pytest
 from scipy import stats
 from test_sampling import kept_by_oracle
 
-from forge_kernels.sampling import Drafts, certain, gumbel, propose, rejection, sample
+from forge_kernels.sampling import (
+    Drafts,
+    certain,
+    gumbel,
+    proposal,
+    propose,
+    rejection,
+    sample,
+)
 from forge_kernels.sampling.noise import ACCEPTANCE, DRAFT, uniform
 
 FINE, WRONG = 1e-4, 1e-12  # p-values: what is right is above, what is wrong below
@@ -125,8 +133,8 @@ def test_whatever_a_text_tells_the_tokens_follow_the_target():
 
 
 def share_the_noise(seed, position, purpose):
-    """What decides acceptance is the noise of the first token."""
-    return jnp.exp(-jnp.exp(-gumbel(seed, position, 1)[:, 0]))
+    """What decides acceptance is the noise of the first two tokens."""
+    return jnp.exp(-2 * jnp.exp(-gumbel(seed, position, 2).max(axis=1)))
 
 
 MISTAKES = {
@@ -148,11 +156,15 @@ def test_of_a_mistake_with_certain_drafts_the_check_knows(mistake, monkeypatch):
 
 
 def two_models(vocab_size: int, likeness: float = 0.6) -> tuple[np.ndarray, np.ndarray]:
-    """f32[V] each: logits of a target, and of a draft model that is somewhat like it."""
+    """f32[V] each: logits of a target, and of a draft model that is somewhat like it.
+
+    Tokens are in the draft model's order.
+    """
     rng = np.random.default_rng(vocab_size)
     target, other = rng.normal(size=(2, vocab_size)) * 1.4
     draft = likeness * target + (1 - likeness) * other
-    return target.astype(np.float32), draft.astype(np.float32)
+    order = np.argsort(-draft)
+    return target[order].astype(np.float32), draft[order].astype(np.float32)
 
 
 def outcomes(
@@ -191,6 +203,16 @@ def test_drafts_from_a_few_of_the_tokens_leave_the_distribution_as_it_is(vocab_s
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_of_a_mistake_with_drafts_of_a_model_the_check_knows(mistake, monkeypatch):
     monkeypatch.setattr(rejection, *MISTAKES[mistake])
+    _, [got] = outcomes([PLAIN], 23)
+    target = target_of(two_models(23)[0], PLAIN)
+    assert p_value(np.bincount(got, minlength=23), target) < WRONG
+
+
+def test_of_drafts_drawn_with_the_noise_of_the_target_the_check_knows(monkeypatch):
+    def noise_of_samples(seed, known, count, purpose):
+        return gumbel(seed, known + 1, count)
+
+    monkeypatch.setattr(proposal, "gumbel", noise_of_samples)
     _, [got] = outcomes([PLAIN], 23)
     target = target_of(two_models(23)[0], PLAIN)
     assert p_value(np.bincount(got, minlength=23), target) < WRONG

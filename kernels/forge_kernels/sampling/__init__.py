@@ -11,7 +11,7 @@ from forge_kernels.sampling.api import (
     token_logprobs,
 )
 from forge_kernels.sampling.noise import gumbel
-from forge_kernels.sampling.propose import Proposal, propose
+from forge_kernels.sampling.proposal import Proposal, propose
 from forge_kernels.sampling.rejection import Drafts, certain
 
 __all__ = [
