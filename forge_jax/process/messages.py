@@ -34,6 +34,7 @@ _ERRORS = {
         errors.OverloadedError,
         errors.EngineError,
         errors.NumericalError,
+        errors.GrammarError,
         errors.StepError,
     )
 }
