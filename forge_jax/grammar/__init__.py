@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from forge_jax.grammar.spec import GrammarSpec
 
 if TYPE_CHECKING:
-    from forge_jax.grammar.compiler import Grammar as Grammar
+    from forge_jax.grammar.build import Grammar as Grammar
     from forge_jax.grammar.compiler import GrammarCompiler as GrammarCompiler
     from forge_jax.grammar.matcher import Matcher as Matcher
 
 _HOME = {
-    "Grammar": "forge_jax.grammar.compiler",
+    "Grammar": "forge_jax.grammar.build",
     "GrammarCompiler": "forge_jax.grammar.compiler",
     "Matcher": "forge_jax.grammar.matcher",
 }

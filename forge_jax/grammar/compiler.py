@@ -1,4 +1,7 @@
-"""`GrammarCompiler`: grammars for one vocabulary, each compiled once, in threads of its own."""
+"""`GrammarCompiler`: grammars for one vocabulary, each compiled once, in threads of its own.
+
+llguidance is imported with the first grammar: most servers never see one.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import llguidance
-import numpy as np
+import msgspec
 
-from forge_jax.errors import GrammarError, OverloadedError, RequestError
-from forge_jax.grammar.matcher import Matcher, mask_width
-from forge_jax.grammar.probe import Probe, ProbeLimits
+from forge_jax.errors import OverloadedError, RequestError
 from forge_jax.grammar.spec import PARAM, GrammarSpec
-from forge_jax.grammar.translate import reason, to_llguidance
-from forge_jax.grammar.vocabulary import Vocabulary, canonical_tokenizer, llguidance_tokenizer
 
 if TYPE_CHECKING:
+    import llguidance
+
+    from forge_jax.grammar.build import Grammar
+    from forge_jax.grammar.probe import Probe
+    from forge_jax.grammar.vocabulary import Vocabulary
     from forge_jax.text import Tokenizer
 
 MIB = 1 << 20
@@ -29,53 +32,15 @@ STACK_BYTES = 32 * MIB  # of the threads that compile: more than a probe has, an
 NUM_THREADS = 2
 QUEUE_S = 30.0  # that a grammar may wait for its turn
 
-# What one mask may cost, and what a matcher may hold: a lexer's state is a kilobyte or two. With
-# llguidance's defaults schemas of the wild fail on large vocabularies.
-_PARSER_LIMITS = llguidance.LLParserLimits(
-    step_lexer_fuel=2_000_000,
-    step_max_items=200_000,
-    max_lexer_states=20_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,  # they quote the grammar
-)
+
+class ProbeLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one compilation may take."""
+
+    cpu_s: float = 0.5
+    memory_bytes: int = 192 * MIB
 
 
-class Grammar:
-    """A compiled grammar; never changed."""
-
-    __slots__ = ("_template", "num_bytes")
-
-    def __init__(self, template: llguidance.LLMatcher, num_bytes: int):
-        self._template = template
-        self.num_bytes = num_bytes  # about
-
-    def matcher(self) -> Matcher:
-        """For one output, at its beginning."""
-        return Matcher(self._template.deep_copy())
-
-
-def build(spec: GrammarSpec, tokenizer: llguidance.LLTokenizer, vocab_size: int) -> Grammar:
-    """Compiles in the calling thread, whatever it takes.
-
-    Raises:
-      RequestError: it is not valid, not supported, or too complex.
-    """
-    source = to_llguidance(spec)
-    inner = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=_PARSER_LIMITS)
-    if not inner.is_error():
-        first = Matcher(inner)
-        try:  # some complaints come with the first mask only
-            first.fill(np.zeros(mask_width(vocab_size), np.int32))
-        except GrammarError as error:
-            why = reason(inner.get_error()) if inner.is_error() else str(error)
-            raise _refused(spec, why) from None
-        # Measured over the schemas of the tests: the source three times over, and a base.
-        return Grammar(inner, 65_536 + 64 * len(source))
-    raise _refused(spec, reason(inner.get_error()))
-
-
-def _refused(spec: GrammarSpec, why: str) -> RequestError:
-    return RequestError(f"the {spec.kind} cannot be used: {why}", param=PARAM)
+DEFAULT_LIMITS = ProbeLimits()
 
 
 class GrammarCompiler:
@@ -95,13 +60,13 @@ class GrammarCompiler:
         vocab_size: int,
         end_ids: Iterable[int],
         *,
-        limits: ProbeLimits | None = ProbeLimits(),  # noqa: B008
+        limits: ProbeLimits | None = DEFAULT_LIMITS,
         cache_bytes: int = CACHE_BYTES,
     ):
         self.vocab_size = vocab_size
         self.limits = limits
         self._tokenizer = tokenizer
-        self._end_ids = frozenset(end_ids)
+        self.end_ids = frozenset(end_ids)
         self._cache_bytes = cache_bytes
         self._held_bytes = 0
         self._verdicts: _Recent[str] = _Recent(cache_bytes // 8)  # "": it can be used
@@ -176,6 +141,8 @@ class GrammarCompiler:
             self._check(spec)
         grammar = self.kept(spec)
         if grammar is None:
+            from forge_jax.grammar.build import build
+
             grammar = build(spec, self._llguidance_tokenizer, self.vocab_size)
             with self._lock:
                 self._grammars.put(spec, grammar, grammar.num_bytes + len(spec.text))
@@ -192,17 +159,23 @@ class GrammarCompiler:
     def _probe(self) -> Probe:
         probe = getattr(self._own, "probe", None)
         if probe is None:
-            probe = self._own.probe = Probe(self._vocabulary, self.limits or ProbeLimits())
+            from forge_jax.grammar.probe import Probe
+
+            probe = self._own.probe = Probe(self._vocabulary, self.limits or DEFAULT_LIMITS)
             self._probes.append(probe)
         return probe
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
+        from forge_jax.grammar.vocabulary import Vocabulary
+
         assert self._tokenizer is not None
-        return Vocabulary.of(self._tokenizer, self.vocab_size, self._end_ids)
+        return Vocabulary.of(self._tokenizer, self.vocab_size, self.end_ids)
 
     @cached_property
     def _llguidance_tokenizer(self) -> llguidance.LLTokenizer:
+        from forge_jax.grammar.vocabulary import canonical_tokenizer, llguidance_tokenizer
+
         assert self._tokenizer is not None
         made = canonical_tokenizer(self._tokenizer, self._vocabulary)
         return llguidance_tokenizer(self._vocabulary) if made is None else made
@@ -210,7 +183,7 @@ class GrammarCompiler:
     def _on_thread[T](self, work: Callable[[GrammarSpec], T], spec: GrammarSpec) -> Future[T]:
         if self._tokenizer is None:
             raise RequestError("structured output needs a tokenizer", param=PARAM)
-        if not self._end_ids:
+        if not self.end_ids:
             raise RequestError("the model has no token that ends an output", param=PARAM)
         with self._lock:
             before = threading.stack_size(STACK_BYTES)

@@ -10,11 +10,6 @@ import numpy as np
 from forge_jax.errors import GrammarError
 
 
-def mask_width(vocab_size: int) -> int:
-    """Words of 32 bits in a mask: token t is bit t % 32 of word t // 32."""
-    return -(-vocab_size // 32)
-
-
 class Matcher:
     """Follows one output token by token. Not thread-safe.
 

@@ -19,20 +19,13 @@ import msgspec
 import psutil
 
 from forge_jax.errors import OverloadedError
+from forge_jax.grammar.compiler import ProbeLimits
 from forge_jax.grammar.spec import GrammarSpec
 from forge_jax.grammar.vocabulary import Vocabulary
 
-MIB = 1 << 20
 START_S = 60.0  # for the process to say that it is there
 LOST_S = 20.0  # for an answer when the machine gives the process no time
 LOOK_S = 0.05
-
-
-class ProbeLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one compilation may take."""
-
-    cpu_s: float = 0.5
-    memory_bytes: int = 192 * MIB
 
 
 class Probe:

@@ -15,7 +15,7 @@ import threading
 import psutil
 
 from forge_jax.errors import RequestError
-from forge_jax.grammar.compiler import build
+from forge_jax.grammar.build import build
 from forge_jax.grammar.probe import Hello, Verdict, read, write
 from forge_jax.grammar.spec import GrammarSpec
 from forge_jax.grammar.vocabulary import llguidance_tokenizer

@@ -12,7 +12,8 @@ import pytest
 from forge_jax.errors import GrammarError, RequestError
 from forge_jax.fake import fake_tokenizer
 from forge_jax.grammar import GrammarCompiler, GrammarSpec, Matcher
-from forge_jax.grammar.matcher import MaskPool, mask_width
+from forge_jax.grammar.masks import mask_width
+from forge_jax.grammar.matcher import MaskPool
 from forge_jax.grammar.vocabulary import Vocabulary, canonical_tokenizer
 from forge_jax.text import Tokenizer
 
