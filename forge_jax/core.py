@@ -362,7 +362,7 @@ class EngineCore:
                 return self._recover(step.plan, error)
             gains = self._commit(step, result)
         plan = self._schedule()
-        dispatched = None
+        dispatched, failed = None, []
         if plan is not None:
             plan, failed = self._mask(plan)
             try:
@@ -373,8 +373,6 @@ class EngineCore:
             dispatched = _InFlight(plan, pending, self._in_flight is None)
             self.num_steps += 1
             phases.end("dispatch")
-            for seq in failed:  # its row is burnt
-                self._give_up(seq, GrammarError("the grammar became too complex to follow"))
         if self._one_step_ahead:
             step, self._in_flight = self._in_flight, dispatched
         else:
@@ -391,6 +389,9 @@ class EngineCore:
         if gains is not None:
             self._add_deltas(gains, outputs)
             phases.end("text")
+        for seq in failed:  # after its last news; its row of the new step is burnt
+            if not seq.finished:
+                self._give_up(seq, GrammarError("the grammar became too complex to follow"))
         return outputs
 
     def _waits(self, plan: StepPlan) -> bool:
