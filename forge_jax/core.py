@@ -26,6 +26,7 @@ from forge_jax.errors import (
     RequestError,
     StepError,
 )
+from forge_jax.grammar.spec import refused
 from forge_jax.observe.phases import PhaseTimes
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
@@ -274,7 +275,7 @@ class EngineCore:
         if spec is None:
             return None
         if self.grammars is None:
-            raise RequestError("structured output is not available", param="structured_outputs")
+            raise refused("this engine has no grammars")
         return self.grammars.compile(spec)
 
     def _constrain(self, seq: Sequence, grammar: Grammar) -> None:
@@ -626,7 +627,7 @@ def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None)
     check_token_ids(request, limits.vocab_size)
     check_salt(request.cache_salt)
     if request.params.constrained and tokenizer is None:
-        raise RequestError("structured output needs a tokenizer", param="structured_outputs")
+        raise refused("the model has no tokenizer")
     if request.params.stop and tokenizer is None:
         raise RequestError(
             "stop strings need a tokenizer, which this model does not have: use stop_token_ids",
