@@ -23,6 +23,7 @@ from forge_jax.schedule.request import Sequence
 from forge_jax.schedule.scheduler import Gain
 
 MAX_THREADS = 8
+MANY = 3  # one in so many
 
 
 class Constraints:
@@ -59,9 +60,17 @@ class Constraints:
         """The sequence has ended, or never had a grammar."""
         self._matchers.pop(seq, None)
 
-    def waits(self, seqs: Iterable[Sequence]) -> bool:
-        """Whether one of these, whose step is in flight, can do nothing before it is read."""
-        return any(seq.num_pending and seq in self._matchers for seq in seqs)
+    def waits(self, seqs: Seq[Sequence]) -> bool:
+        """Whether the step in flight, which is of these, should be read before the next is made.
+
+        Without their last tokens the sequences with grammars cannot be part of it. If they are
+        few, the others go ahead, and they follow in the step after: the masks are then filled
+        while the device is busy. If they are many, half-empty steps would cost more than waiting.
+        With C of them beside F others, steps of s seconds and a host that keeps the device waiting
+        for g, waiting gives more tokens a second where s / g > 2 F / C + 1; s / g is 4 and more.
+        """
+        blocked = sum(seq.num_pending > 0 and seq in self._matchers for seq in seqs)
+        return blocked * MANY >= len(seqs) > 0 and blocked > 0
 
     def cut(self, drafts: Mapping[Sequence, tuple[int, ...]]) -> dict[Sequence, tuple[int, ...]]:
         """The drafts, each up to what its grammar forbids; without those that have nothing left."""
