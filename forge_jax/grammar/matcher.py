@@ -53,7 +53,12 @@ class Matcher:
         Raises:
           GrammarError: one of them may not stand there.
         """
-        if not self._inner.consume_tokens(list(token_ids)):
+        inner = self._inner
+        if len(token_ids) == 1:
+            followed = inner.consume_token(token_ids[0])
+        else:
+            followed = inner.consume_tokens(list(token_ids))
+        if not followed:
             self.check()
             raise GrammarError("the output does not follow its grammar")
 
@@ -126,6 +131,5 @@ class MaskPool:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(
                 drafted, address, row_bytes, rows
             )
-        return [
-            matcher for matcher, row, _ in work if matcher._inner.is_error() or not masks[row].any()
-        ]
+        empty = ~masks.any(axis=1)
+        return [matcher for matcher, row, _ in work if empty[row] or matcher._inner.is_error()]

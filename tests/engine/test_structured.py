@@ -187,7 +187,7 @@ def test_outputs_are_valid_and_do_not_depend_on_anything_around_them(make_core):
     assert serve(together, batch) == alone
     assert serve(make_core(one_step_ahead=False), batch) == alone
     assert serve(make_core(max_num_batched_tokens=7, prefill_chunk_size=3), batch) == alone
-    tight = make_core(num_blocks=16)
+    tight = make_core(num_blocks=13)
     assert serve(tight, batch) == alone
     assert tight.scheduler.num_preemptions > 2
     assert serve(make_core(prefix_cache=False), batch) == alone
