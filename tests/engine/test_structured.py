@@ -3,8 +3,10 @@ output is what its grammar allows, and what it would have been alone."""
 
 import asyncio
 import json
+import os
 import random
 import re
+import signal
 from dataclasses import replace
 
 import pytest
@@ -16,6 +18,7 @@ from forge_jax.errors import GrammarError, RequestError
 from forge_jax.fake import assemble_fake, fake_tokenizer
 from forge_jax.grammar import GrammarCompiler, GrammarSpec, Matcher
 from forge_jax.grammar.constraints import Constraints
+from forge_jax.process.client import EngineProcess
 from forge_jax.schedule.request import Request
 from forge_jax.speculate.drafter import Draft, OneByOne
 from forge_jax.speculate.speculator import Speculator
@@ -413,6 +416,40 @@ async def test_an_engine_compiles_what_it_is_given_off_its_thread(engine):
     other = replace(params, structured_outputs=GRAMMARS["regex"][0])  # nobody has prepared it
     text, reason, _ = await collect(engine.submit([5], other, request_id="r"))
     assert reason == "stop" and GRAMMARS["regex"][1](text)
+
+
+async def test_an_engine_process_that_is_killed_goes_on_in_every_grammar():
+    jobs = [
+        ([i, 7], SamplingParams(max_tokens=60, seed=i, structured_outputs=GRAMMARS[name][0]))
+        for i, name in enumerate(["schema", "regex", "lark", "choice", "schema", "regex"])
+    ]
+
+    async def outcomes(engine, during):
+        engine.start()
+        for _, params in jobs:
+            await engine.prepare(params)
+        streams = [
+            asyncio.ensure_future(collect(engine.submit(prompt, params, request_id=f"r{i}")))
+            for i, (prompt, params) in enumerate(jobs)
+        ]
+        await during(engine)
+        found = await asyncio.wait_for(asyncio.gather(*streams), 60)
+        await engine.stop()
+        return found
+
+    async def nothing(engine):
+        pass
+
+    async def kill(engine):
+        while engine.stats().generation_tokens < 30:
+            await asyncio.sleep(0.01)
+        os.kill(engine.pid, signal.SIGKILL)
+
+    expected = await outcomes(Engine.fake(), nothing)
+    engine = await asyncio.to_thread(EngineProcess.fake, step_time_s=0.02)
+    assert await outcomes(engine, kill) == expected
+    assert engine.num_restarts == 1
+    assert all(reason == "stop" for _, reason, _ in expected)
 
 
 async def test_a_grammar_that_cannot_be_compiled_ends_its_request_only(engine):
