@@ -9,6 +9,7 @@ import re
 import signal
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from forge_jax import SamplingParams
@@ -18,6 +19,7 @@ from forge_jax.errors import GrammarError, RequestError
 from forge_jax.fake import assemble_fake, fake_tokenizer
 from forge_jax.grammar import GrammarCompiler, GrammarSpec, Matcher
 from forge_jax.grammar.constraints import Constraints
+from forge_jax.grammar.matcher import MaskPool
 from forge_jax.process.client import EngineProcess
 from forge_jax.schedule.request import Request
 from forge_jax.speculate.drafter import Draft, OneByOne
@@ -263,6 +265,23 @@ def test_a_grammar_that_is_complete_ends_the_output_whatever_else_was_asked(make
     for more in ({"min_tokens": 50}, {"ignore_eos": True}, {"stop": ("e",), "min_tokens": 9}):
         entry = one(make_core, GRAMMARS["choice"][0], **more)
         assert entry[3] == "stop" and GRAMMARS["choice"][1](entry[1])
+
+
+def test_an_end_that_is_all_that_is_left_is_not_held_back(make_core, monkeypatch):
+    """As where the vocabulary cannot spell what the grammar would go on with."""
+    fill = MaskPool.fill
+
+    def only_the_end(self, work, masks):
+        failed = fill(self, work, masks)
+        for _, row, _ in work:
+            if masks[row, EOS >> 5] >> (EOS & 31) & 1:
+                masks[row] = 0
+                masks[row, EOS >> 5] = np.array(1 << (EOS & 31), np.uint32).view(np.int32)
+        return failed
+
+    monkeypatch.setattr(MaskPool, "fill", only_the_end)
+    entry = one(make_core, GRAMMARS["open"][0], ignore_eos=True, min_tokens=20)
+    assert (entry[1], entry[3]) == ("x", "stop")
 
 
 def test_a_stop_string_does_not_cut_an_output(make_core):
