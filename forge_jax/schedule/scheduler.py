@@ -18,7 +18,8 @@ Drafts are tokens that somebody guesses a sequence will go on with. A step compu
 last known token, and samples at each; `commit` learns how many were right. What was written for the
 others lies behind the sequence's tokens, like a burnt row, and is written over. Until then nobody
 knows the sequence's length, so it cannot be scheduled: steps with drafts are read before the next
-is scheduled, or their sequences stay out of it.
+is scheduled, or their sequences stay out of it. The same holds for a sequence with a grammar: which
+tokens may come depends on the one before.
 
 The module knows ints only: no device, no clock and no random source of its own.
 """
@@ -189,9 +190,10 @@ class Scheduler:
         seed = request.seed if request.seed is not None else params.seed
         if seed is None:
             seed = self._rng.getrandbits(64)
-        stop_ids = frozenset() if params.ignore_eos else self.config.eos_token_ids
-        if params.stop_token_ids:  # else it is one object for all: a commit looks into each
-            stop_ids = stop_ids.union(params.stop_token_ids)
+        ends = params.constrained or not params.ignore_eos  # a grammar says where its end may be
+        stop_ids = self.config.eos_token_ids if ends else frozenset()
+        if params.stop_token_ids and not params.constrained:
+            stop_ids = stop_ids.union(params.stop_token_ids)  # else one object for all sequences
         now_s = self._clock()
         seqs = [
             Sequence(
@@ -289,7 +291,9 @@ class Scheduler:
             and seq.takes_drafts
         ]
 
-    def schedule(self, drafts: Mapping[Sequence, Seq[int]] | None = None) -> StepPlan | None:
+    def schedule(
+        self, drafts: Mapping[Sequence, Seq[int]] | None = None, *, masks_late: bool = False
+    ) -> StepPlan | None:
         """The next step, to be dispatched before anything else is asked of this scheduler.
 
         None if nothing can run before a step in flight is committed, or there is no work.
@@ -298,6 +302,8 @@ class Scheduler:
           drafts: guesses for what `verifiable` sequences go on with. They get what is left of the
             step when everything else has been scheduled, in the order of the mapping, and only free
             blocks: never one that is reserved, let alone another's.
+          masks_late: the caller reads what is in flight before it dispatches this step, so that
+            sequences with a grammar may be part of it.
         """
         config, running = self.config, self._running
         block_size = self.pool.block_size
@@ -317,6 +323,8 @@ class Scheduler:
                 if (known < seq.max_len or computed < seq.prompt_len) and not seq.num_verifying:
                     prompts.append(seq)
                 continue  # or its last tokens have been sampled and only need to be read
+            if seq.constrained and seq.num_pending and not masks_late:
+                continue
             if not tokens_left or not rows_left:
                 continue
             if not computed % block_size:  # else its last block has room
@@ -766,8 +774,8 @@ class Scheduler:
     def _ends(self, seq: Sequence, token: int) -> bool:
         """Finishes the sequence if `token`, its last, ends it or is the last it may have."""
         params = seq.params
-        if token in seq.stop_ids and seq.num_output >= params.min_tokens:
-            eos = token in self.config.eos_token_ids and not params.ignore_eos
+        if token in seq.stop_ids and seq.num_output >= params.held_tokens:
+            eos = token in self.config.eos_token_ids and (seq.constrained or not params.ignore_eos)
             self._finish(seq, "stop", None if eos else token)
         elif len(seq.tokens) >= seq.max_len:
             self._finish(seq, "length", None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,7 @@ import numpy as np
 
 from forge_jax.cache.kv import GIB, KV, KVShape
 from forge_jax.config import Verification
+from forge_jax.grammar.masks import mask_width
 from forge_jax.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from forge_jax.schedule.plan import (
     Admission,
@@ -189,6 +191,7 @@ class Runner:
         self._leaves: tuple[jax.Array, ...] = ()
         self._kv: KV = ()
         self._slots: Any = None
+        self._no_masks: dict[str, jax.Array] = {}  # for steps without any: never read
         self._new: Future[tuple[KV, Slots]] | None = None  # both of them
 
     @property
@@ -244,7 +247,8 @@ class Runner:
                 verification=self._verification,
                 uniform=self._deterministic,
             )
-            inputs = [self._i32(shape.width), *self._on_device(self._proposed(shape))]
+            inputs = [self._i32(shape.width), self._i32(*self._masks_shape(shape))]
+            inputs += self._on_device(self._proposed(shape))
             add(shape.name, step, leaves, kv, slots, *inputs, donate_argnums=(1, 2))
 
         add("new_state", self._new_state, out_shardings=self._sharding)
@@ -262,9 +266,10 @@ class Runner:
 
     @property
     def resident_bytes(self) -> int:
-        """What it holds between two steps: weights, KV cache and slots."""
+        """What it holds between two steps: weights, KV cache, slots, and masks."""
         slots = sum(s.size * s.dtype.itemsize for s in self._slots_shape)
-        return self._model.param_bytes + self._kv_shape.total_bytes + slots
+        masks = sum(4 * math.prod(self._masks_shape(shape)) for shape in self._shapes)
+        return self._model.param_bytes + self._kv_shape.total_bytes + slots + masks
 
     def memory_bytes(self) -> int:
         """What the first executables need at most, weights and KV cache included. Waits for them.
@@ -341,7 +346,8 @@ class Runner:
         shape = self._choose(plan)
         flags = self._slot_flags.of_step(plan)
         packed = shape.pack(plan, flags, self._max_blocks)
-        out = self._step(shape, packed)
+        masks = None if plan.masks is None else self._pad_masks(shape, plan.masks)
+        out = self._step(shape, packed, masks)
         out.packed.copy_to_host_async()
         params = None
         if flags & meta_bits.LOGPROBS:
@@ -376,10 +382,13 @@ class Runner:
             first = end
         return StepResult(plan.step, tuple(results))
 
-    def _step(self, shape: StepShape, packed: np.ndarray) -> StepOut:
+    def _step(
+        self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None = None
+    ) -> StepOut:
         # The call uploads: a `device_put` before it would take half as long again.
+        inputs = (packed, self._no_masks[shape.name] if masks is None else masks)
         step, proposed = self._compiled[shape.name], self._proposed(shape)
-        self._kv, self._slots, out = step(self._leaves, self._kv, self._slots, packed, *proposed)
+        self._kv, self._slots, out = step(self._leaves, self._kv, self._slots, *inputs, *proposed)
         return out
 
     def _proposed(self, shape: StepShape) -> tuple[Proposed, ...]:
@@ -387,6 +396,16 @@ class Runner:
         if self._proposals is None or not shape.max_drafts:
             return ()
         return (self._proposals.latest,)
+
+    def _masks_shape(self, shape: StepShape) -> tuple[int, int]:
+        return shape.num_rows, mask_width(self._model.spec.vocab_size)
+
+    def _pad_masks(self, shape: StepShape, masks: np.ndarray) -> np.ndarray:
+        """Masks of the rows of a plan, and padding: a new array, for the device may keep it."""
+        padded = np.empty(self._masks_shape(shape), np.int32)
+        padded[: len(masks)] = masks
+        padded[len(masks) :] = -1
+        return padded
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:
         for i in range(0, len(admissions), ADMISSIONS):
@@ -419,6 +438,8 @@ class Runner:
     def _adopt(self, shape: StepShape) -> None:
         """Runs the real step on no sequences: it writes nothing, for every index is padding."""
         self._compiled[shape.name] = self._executables[shape.name]
+        no_masks = self._pad_masks(shape, np.empty((0, 1), np.int32))
+        self._no_masks[shape.name] = jax.device_put(no_masks, self._device)
         empty = StepPlan(step=0, admissions=(), chunks=())
         packed = shape.pack(empty, 0, self._max_blocks)
         self._step(shape, packed).packed.block_until_ready()

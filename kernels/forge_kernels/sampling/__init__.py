@@ -4,6 +4,7 @@ And drafts by rejection sampling: `propose` draws them, `sample` verifies them.
 """
 
 from forge_kernels.sampling.api import (
+    allow,
     apply_penalties,
     filter_threshold,
     sample,
@@ -17,6 +18,7 @@ from forge_kernels.sampling.rejection import Drafts, certain
 __all__ = [
     "Drafts",
     "Proposal",
+    "allow",
     "apply_penalties",
     "certain",
     "filter_threshold",

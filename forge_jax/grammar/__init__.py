@@ -1,0 +1,29 @@
+"""Structured output: what a client may demand of an output's form, and what holds it to that.
+
+`GrammarSpec` is the demand, `GrammarCompiler` reads it for one vocabulary, and each sequence has a
+`Matcher` that says which tokens may come next. The work is llguidance's; nothing outside this
+folder knows it, and it is imported with the first grammar.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from forge_jax.grammar.compiler import GrammarCompiler
+from forge_jax.grammar.spec import GrammarSpec
+
+if TYPE_CHECKING:
+    from forge_jax.grammar.build import Grammar as Grammar
+    from forge_jax.grammar.matcher import Matcher as Matcher
+
+__all__ = ["Grammar", "GrammarCompiler", "GrammarSpec", "Matcher"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Grammar":
+        from forge_jax.grammar.build import Grammar
+
+        return Grammar
+    if name == "Matcher":
+        from forge_jax.grammar.matcher import Matcher
+
+        return Matcher
+    raise AttributeError(f"module 'forge_jax.grammar' has no attribute {name!r}")
