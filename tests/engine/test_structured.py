@@ -24,7 +24,7 @@ from forge_jax.process.client import EngineProcess
 from forge_jax.schedule.request import Request
 from forge_jax.speculate.drafter import Draft, OneByOne
 from forge_jax.speculate.speculator import Speculator
-from forge_jax.testing import FailingDevice
+from forge_jax.testing import FailingDevice, drafts_always_pay
 
 TOKENIZER = fake_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -110,13 +110,16 @@ class Script:
             draft.insert(rng.randint(0, len(draft)), rng.randrange(TOKENIZER.vocab_size))
         return Draft(tuple(draft[:5]), (0.9,) * len(draft[:5]))
 
+    def study(self, limit):
+        return False
+
     def end(self, key, tokens, prompt_len, salt):
         pass
 
 
 def scripted(seed, outputs):
     speculator = Speculator(OneByOne(Script(seed, outputs)), max_draft_tokens=5)
-    speculator.policy.ahead.record(1, 1.0)
+    drafts_always_pay(speculator.policy)
     speculator.policy.acceptance.reach = lambda confidence, _: [1.0] * len(confidence)
     return speculator
 

@@ -1,5 +1,7 @@
 """The compiled step on a tiny random model, against dense forwards of whole sequences."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,18 +146,27 @@ def test_tokens_are_fed_back_on_the_device(runner, dense_logits):
     assert got == greedy(dense_logits, PROMPT, 4)
 
 
-def test_a_decode_step_uploads_one_array_and_nothing_else(runner, dense_logits, monkeypatch):
-    run(runner, [rows(0, 0, PROMPT)], [admission(0, PROMPT)])
-    step, uploads = runner._compiled["decode[4]"], []
+@contextlib.contextmanager
+def uploads_of(runner, name):
+    """What comes from the host with each call of an executable; anything else that does, raises."""
+    step, uploads = runner._compiled[name], []
 
     def upload_and_call(*args):
         uploads.extend(arg for arg in args if isinstance(arg, np.ndarray))
-        put = [jax.device_put(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
-        return step(*put)
+        return step(*[jax.device_put(a) if isinstance(a, np.ndarray) else a for a in args])
 
+    runner._compiled[name] = upload_and_call
+    try:
+        with jax.transfer_guard_host_to_device("disallow"):  # refuses what is uploaded unasked
+            yield uploads
+    finally:
+        runner._compiled[name] = step
+
+
+def test_a_decode_step_uploads_one_array_and_nothing_else(runner, dense_logits):
+    run(runner, [rows(0, 0, PROMPT)], [admission(0, PROMPT)])
     plan = StepPlan(1, (), (rows(0, len(PROMPT), [FED_BACK], num_output=1),))
-    monkeypatch.setitem(runner._compiled, "decode[4]", upload_and_call)
-    with jax.transfer_guard_host_to_device("disallow"):  # refuses what is uploaded unasked
+    with uploads_of(runner, "decode[4]") as uploads:
         pending = runner.dispatch(plan)
     (packed,) = uploads
     assert packed.dtype == np.int32 and packed.nbytes < 4096
@@ -417,12 +428,10 @@ def test_logprobs_are_those_before_the_mask(runner, dense_logits):
     assert got.logprobs[0].logprob == pytest.approx(free.logprobs[0].top[2][1])
 
 
-def test_masks_are_the_only_other_upload_and_steps_without_have_none(runner, monkeypatch):
+def test_masks_are_the_only_other_upload_and_steps_without_have_none(runner):
     run(runner, [rows(0, 0, PROMPT)], [admission(0, PROMPT)])
-    put, uploads = jax.device_put, []
-    monkeypatch.setattr(jax, "device_put", lambda x, *to: (uploads.append(x), put(x, *to))[1])
     step = rows(0, len(PROMPT), [FED_BACK], num_output=1)
-    with jax.transfer_guard_host_to_device("disallow"):
+    with uploads_of(runner, "decode[4]") as uploads:
         runner.dispatch(StepPlan(1, (), (step,), masks=masks_of({5})))
         assert sorted(x.ndim for x in uploads) == [1, 2]
         uploads.clear()
