@@ -12,8 +12,8 @@ from forge_jax.grammar.spec import GrammarSpec, refused
 from forge_jax.grammar.translate import reason, to_llguidance
 
 # What one mask may cost everybody, and what a matcher may hold: 500,000 of fuel are some 30 ms, a
-# state of the lexer is a kilobyte or two. llguidance's own limit of fuel is 200,000, with which
-# some schemas of the wild fail on large vocabularies.
+# state of the lexer is a kilobyte or two. With llguidance's own limit of fuel, 200,000, some
+# schemas of the wild fail on large vocabularies.
 _PARSER_LIMITS = llguidance.LLParserLimits(
     step_lexer_fuel=500_000,
     step_max_items=100_000,

@@ -72,7 +72,7 @@ class Constraints:
         for g, waiting gives more tokens a second where s / g > 2 F / C + 1; s / g is 4 and more.
         """
         blocked = sum(seq.num_pending > 0 and seq in self._matchers for seq in seqs)
-        return blocked * MANY >= len(seqs) > 0 and blocked > 0
+        return blocked > 0 and blocked * MANY >= len(seqs)
 
     def cut(self, drafts: Mapping[Sequence, tuple[int, ...]]) -> dict[Sequence, tuple[int, ...]]:
         """The drafts, each up to what its grammar forbids; without those that have nothing left."""
@@ -161,8 +161,8 @@ class Constraints:
             try:
                 if seq not in self._foreseen:
                     matcher.accept(got.token_ids)
-                elif (failure := self._foreseen.pop(seq)) is not None:
-                    raise failure
+                elif (known := self._foreseen.pop(seq)) is not None:
+                    raise known
                 complete = matcher.stopped
                 if seq.finish_reason == "stop" and not complete:
                     raise GrammarError("the output ended before its grammar did")
