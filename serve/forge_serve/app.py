@@ -20,6 +20,7 @@ from aiohttp import hdrs, web
 
 from forge_jax.errors import RequestError
 from forge_serve.auth import ApiKeys, tenant_salt
+from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
 from forge_serve.cors import Cors
 from forge_serve.errors import BodyTimeoutError, NotReadyError, UnknownModelError, error_reply
@@ -27,6 +28,7 @@ from forge_serve.event_stream import EventStream
 from forge_serve.generation import Generation, News, encode_prompts
 from forge_serve.memory import MemoryGuard
 from forge_serve.metrics import CONTENT_TYPE, Metrics
+from forge_serve.parsers.families import families
 from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
 from forge_serve.validate import check_logprob_values, decode
@@ -103,6 +105,18 @@ class Service:
         """How long a request may take that asks for so long: the server's limit holds for all."""
         most = self.config.request_timeout_s
         return most if asked is None else asked if most is None else min(asked, most)
+
+    def chat_answers(self, request: ChatRequest) -> ChatAnswers:
+        """How the answers to a chat are to be read.
+
+        Raises:
+          RequestError: it has tools that this server cannot serve.
+        """
+        engine, config = self.ready_engine(), self.config
+        model = families(
+            engine.tokenizer, engine.chat_template, config.tool_call_parser, config.reasoning_parser
+        )
+        return ChatAnswers.of(request, model)
 
     def check_model(self, name: str | None) -> None:
         """No name means the model that is served.
@@ -214,7 +228,10 @@ class _Endpoints:
         request = decode(await _body(http), kind, limits)
         self._service.check_model(request.model)
         try:
-            params = request.sampling_params()
+            params, more = request.sampling_params(), {}
+            if isinstance(request, ChatRequest):
+                answers = self._service.chat_answers(request)
+                params, more = answers.params(params), {"answers": answers}
             prompts = await encode_prompts(engine, request)
             prompt_lens = [len(prompt.token_ids) for prompt in prompts]
             check_logprob_values(params, prompt_lens, engine.max_model_len, limits)
@@ -227,6 +244,7 @@ class _Endpoints:
                 model=self._service.model_name,
                 created_s=int(time.time()),
                 system_fingerprint=engine.system_fingerprint,
+                **more,
             )
             generation = Generation(
                 engine,
