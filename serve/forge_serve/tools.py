@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from forge_jax.errors import RequestError
 
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def _function(path: str, tool: dict[str, Any]) -> Function:
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
-            f"{path}.name must be 1 to 128 letters, digits and any of _ - . : /",
+            f"{path}.name must be 1 to 128 letters, digits, _, - or .",
             param=f"{path}.name",
         )
     if not isinstance(function.get("description", ""), str | None):

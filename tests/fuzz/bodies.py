@@ -21,10 +21,12 @@ from forge_serve.protocol import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
+    FunctionCall,
     GenerateRequest,
     GenerationRequest,
     Message,
     StreamOptions,
+    ToolCall,
 )
 
 SENTINEL = "zq7331"
@@ -37,7 +39,12 @@ ENDPOINTS: dict[str, type[GenerationRequest]] = {
 VALID: dict[type, dict[str, Any]] = {
     CompletionRequest: {"prompt": f"the dog {SENTINEL}"},
     GenerateRequest: {"prompt": f"the dog {SENTINEL}"},
-    ChatRequest: {"messages": [{"role": "user", "content": f"the dog {SENTINEL}"}]},
+    ChatRequest: {
+        "messages": [{"role": "user", "content": f"the dog {SENTINEL}"}],
+        "tools": [{"type": "function", "function": {"name": "bark"}}],
+    },
+    FunctionCall: {"name": "bark", "arguments": f'{{"at": "{SENTINEL}"}}'},
+    ToolCall: {"function": {"name": "bark"}},
     Message: {"role": "user", "content": f"the dog {SENTINEL}"},
     ContentPart: {"type": "text", "text": f"the dog {SENTINEL}"},
     StreamOptions: {"include_usage": True},

@@ -18,6 +18,8 @@ from aiohttp import web
 from bodies import ENDPOINTS, SENTINEL, Case, cases, matrix
 
 from forge_jax.engine import Engine
+from forge_jax.fake import TEMPLATE
+from forge_jax.text import ChatTemplate
 from forge_serve.app import Service, make_app
 from forge_serve.config import ServerConfig
 from forge_serve.server import bind, make_runner
@@ -95,6 +97,7 @@ def check_events(answer: bytes) -> None:
 async def fuzzed() -> AsyncIterator[Fuzzed]:
     service = Service(ServerConfig(request_log=False))
     service.engine = engine = Engine.fake(max_model_len=160)
+    engine.chat_template = ChatTemplate(TEMPLATE + "{% if tools %}<tool_call>{% endif %}")
     engine.start()
     runner, sock = make_runner(service, last_bytes_s=0.1), bind("127.0.0.1", 0)
     await runner.setup()
