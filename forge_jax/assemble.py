@@ -35,6 +35,7 @@ from forge_jax.config import SELF, EngineConfig
 from forge_jax.core import EngineCore, EngineParts, make_scheduler, max_rows
 from forge_jax.errors import ConfigError, UnsupportedModelError
 from forge_jax.fingerprint import system_fingerprint
+from forge_jax.grammar import GrammarCompiler
 from forge_jax.models.decoder import WeightForms
 from forge_jax.models.registry import build_model, read_spec, resolve_dtype
 from forge_jax.observe.compilations import SinceReady
@@ -148,6 +149,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         scheduler=scheduler,
         device=runner,
         tokenizer=tokenizer,
+        grammars=GrammarCompiler(tokenizer, spec.vocab_size, scheduler.config.eos_token_ids),
         vocab_size=spec.vocab_size,
         one_step_ahead=config.batch.one_step_ahead,
         speculator=make_speculator(config, draft_model),

@@ -13,12 +13,19 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import EngineConfig
-from forge_jax.errors import EngineError, NumericalError, RequestError, StepError
+from forge_jax.errors import (
+    EngineError,
+    ForgeError,
+    GrammarError,
+    NumericalError,
+    RequestError,
+    StepError,
+)
 from forge_jax.observe.phases import PhaseTimes
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
@@ -36,6 +43,8 @@ from forge_jax.speculate.speculator import Speculator
 from forge_jax.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
+    from forge_jax.grammar import Grammar, GrammarCompiler
+    from forge_jax.grammar.constraints import Constraints
     from forge_jax.text import ChatTemplate, Tokenizer
 
 SCORING_ROWS = 64
@@ -175,7 +184,8 @@ class EngineCore:
 
     With `one_step_ahead` a tick dispatches a step and reads the one before, which the device has
     meanwhile been computing; without it, a tick waits for the very step that it has dispatched.
-    With a `speculator`, a tick whose step had better begin with drafts reads the one before first.
+    With a `speculator`, a tick whose step had better begin with drafts reads the one before first;
+    so does a tick after a step with a sequence that has a grammar, whose next token depends on it.
 
     Not thread-safe: one thread owns it.
     """
@@ -189,8 +199,11 @@ class EngineCore:
         vocab_size: int,
         one_step_ahead: bool = True,
         speculator: Speculator | None = None,
+        grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        self.grammars = grammars
+        self._constraints: Constraints | None = None  # made with the first grammar
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -240,12 +253,45 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queues a request that `check` has accepted."""
+        grammar = self.compile_grammar(request)
         texts = self._new_texts(request)
         if not self.has_work:
             self._progress_s = self._clock()
         seqs = self.scheduler.add(request)
         self._texts.update(zip(seqs, texts, strict=False))
         self.prompt_tokens += len(request.prompt_token_ids)
+        if grammar is not None:
+            for seq in seqs:
+                self._constrain(seq, grammar)
+
+    def compile_grammar(self, request: Request) -> Grammar | None:
+        """The grammar of a request, compiled here and now if nobody has done it before.
+
+        Raises:
+          RequestError: it cannot be compiled.
+        """
+        spec = request.params.structured_outputs
+        if spec is None:
+            return None
+        if self.grammars is None:
+            raise RequestError("structured output is not available", param="structured_outputs")
+        return self.grammars.compile(spec)
+
+    def _constrain(self, seq: Sequence, grammar: Grammar) -> None:
+        if self._constraints is None:
+            from forge_jax.grammar.constraints import Constraints
+
+            assert self.grammars is not None
+            self._constraints = Constraints(self.grammars)
+        try:
+            if not self._constraints.add(seq, grammar):  # it was complete when it moved here
+                self.scheduler.finish(seq, "stop")
+                self._forget(seq)
+                self._immediate.setdefault(seq.request_id, []).append(
+                    Delta(seq.index, finish_reason="stop")
+                )
+        except GrammarError as error:
+            self._give_up(seq, error)
 
     def abort(self, request_id: str) -> None:
         """Frees the request's slots and blocks at once; its last deltas come with the next tick."""
@@ -265,7 +311,7 @@ class EngineCore:
         if self.tokenizer is None or not params.detokenize:
             return []
         stops = None
-        if params.stop:
+        if params.stop and not params.constrained:
             stops = StopStrings(params.stop, params.include_stop_str_in_output)
         if request.outputs is None:
             return [
@@ -308,19 +354,17 @@ class EngineCore:
         phases, speculator = self.phases, self.speculator
         phases.begin()
         gains: list[Gain] | None = None  # of the step that has been read
-        if speculator is not None and self._in_flight is not None:
-            waits = speculator.waits(self._in_flight.plan, self.scheduler)
-            phases.end("draft")
-            if waits:
-                step, self._in_flight = self._in_flight, None
-                try:
-                    result = self._device.read(step.pending)
-                except Exception as error:
-                    return self._recover(step.plan, error)
-                gains = self._commit(step, result)
+        if self._in_flight is not None and self._waits(self._in_flight.plan):
+            step, self._in_flight = self._in_flight, None
+            try:
+                result = self._device.read(step.pending)
+            except Exception as error:
+                return self._recover(step.plan, error)
+            gains = self._commit(step, result)
         plan = self._schedule()
         dispatched = None
         if plan is not None:
+            plan, failed = self._mask(plan)
             try:
                 pending = self._device.dispatch(plan)
             except Exception as error:
@@ -329,6 +373,8 @@ class EngineCore:
             dispatched = _InFlight(plan, pending, self._in_flight is None)
             self.num_steps += 1
             phases.end("dispatch")
+            for seq in failed:  # its row is burnt
+                self._give_up(seq, GrammarError("the grammar became too complex to follow"))
         if self._one_step_ahead:
             step, self._in_flight = self._in_flight, dispatched
         else:
@@ -347,10 +393,30 @@ class EngineCore:
             phases.end("text")
         return outputs
 
+    def _waits(self, plan: StepPlan) -> bool:
+        """Whether the step in flight, that of `plan`, should be read before the next is made."""
+        if self._constraints and self._constraints.waits(self.scheduler.sequences_of(plan)):
+            return True
+        if self.speculator is None:
+            return False
+        waits = self.speculator.waits(plan, self.scheduler)
+        self.phases.end("draft")
+        return waits
+
+    def _mask(self, plan: StepPlan) -> tuple[StepPlan, list[Sequence]]:
+        """The plan with the masks of its rows, and the sequences that have to be given up."""
+        if not self._constraints:
+            return plan, []
+        masks, failed = self._constraints.masks(plan, self.scheduler.sequences_of(plan))
+        self.phases.end("mask")
+        return (plan if masks is None else replace(plan, masks=masks)), failed
+
     def _schedule(self) -> StepPlan | None:
         drafts = None
         if self.speculator is not None and self._in_flight is None:  # else tokens are not known
             drafts = self.speculator.drafts(self.scheduler)
+            if self._constraints:
+                drafts = self._constraints.cut(drafts)
             self.phases.end("draft")
         plan = self.scheduler.schedule(drafts)
         self.phases.end("schedule")
@@ -365,10 +431,33 @@ class EngineCore:
         gains = self.scheduler.commit(step.plan, result)
         if self.speculator is not None:
             self.speculator.learn(step.plan, gains)
+        if self._constraints:
+            gains = self._follow(self._constraints, gains)
         if self._bisection.drop(seq for seq, got in gains if got.token_ids or seq.finished):
             self.scheduler.restrict(self._bisection.only)
         self.phases.end("commit")
         return gains
+
+    def _follow(self, constraints: Constraints, gains: list[Gain]) -> list[Gain]:
+        """Ends the outputs that their grammars end. What is left of the gains."""
+        broken = set()
+        for seq, error in constraints.follow(gains):
+            if error is None:
+                self.scheduler.finish(seq, "stop")
+            else:
+                self._give_up(seq, error)
+                broken.add(seq)
+        return [gain for gain in gains if gain[0] not in broken] if broken else gains
+
+    def _give_up(self, seq: Sequence, error: ForgeError) -> None:
+        """Ends one sequence with an error; the client learns of it with this tick or the next."""
+        log.warning("request %s is given up: %s", seq.request_id, error)
+        self._forget(seq)
+        self._end_drafts(seq)
+        self.scheduler.finish(seq, "error")
+        self._immediate.setdefault(seq.request_id, []).append(
+            Delta(seq.index, finish_reason="error", error=error)
+        )
 
     def _take_immediate(self) -> Outputs:
         outputs, self._immediate = self._immediate, {}
@@ -398,14 +487,8 @@ class EngineCore:
             if not seq.finished
         ]
         for seq in self._bisection.failed(reached):
-            log.error("request %s made its step fail each time: given up", seq.request_id)
-            self._forget(seq)
-            self._end_drafts(seq)
-            self.scheduler.finish(seq, "error")
-            failure = StepError("the model could not compute this request")
-            self._immediate.setdefault(seq.request_id, []).append(
-                Delta(seq.index, finish_reason="error", error=failure)
-            )
+            log.error("request %s made its step fail each time", seq.request_id)
+            self._give_up(seq, StepError("the model could not compute this request"))
         self.scheduler.restrict(self._bisection.only)
         return self._take_immediate()
 
@@ -500,8 +583,8 @@ class EngineCore:
         Ends it where a stop string is found; writes out what was held back where it has ended.
         """
         # The token that ended the output is not part of its text.
-        ended_by_token = seq.finish_reason == "stop"
-        visible = token_ids[:-1] if ended_by_token and token_ids else token_ids
+        ended = seq.finish_reason == "stop" and token_ids and token_ids[-1] in seq.stop_ids
+        visible = token_ids[:-1] if ended else token_ids
         text, matched, num_taken = state.push(visible, seq.num_output - len(token_ids))
         if matched is None:
             num_taken = len(token_ids)
@@ -519,6 +602,8 @@ class EngineCore:
             self.speculator.end(seq)
 
     def _forget(self, seq: Sequence) -> None:
+        if self._constraints is not None:
+            self._constraints.end(seq)
         self._texts.pop(seq, None)
         self._prompt_logprobs.pop(seq, None)
 
@@ -539,6 +624,8 @@ def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None)
     """
     check_token_ids(request, limits.vocab_size)
     check_salt(request.cache_salt)
+    if request.params.constrained and tokenizer is None:
+        raise RequestError("structured output needs a tokenizer", param="structured_outputs")
     if request.params.stop and tokenizer is None:
         raise RequestError(
             "stop strings need a tokenizer, which this model does not have: use stop_token_ids",

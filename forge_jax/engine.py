@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_jax.config import EngineConfig
 from forge_jax.core import EngineCore, EngineParts, Late, Limits
@@ -20,11 +20,14 @@ from forge_jax.errors import EngineError, ForgeError
 from forge_jax.garbage import short_pauses
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
-from forge_jax.schedule.request import Request
+from forge_jax.schedule.request import FinishReason, Request
 from forge_jax.streams import EngineStats as EngineStats
 from forge_jax.streams import QueueLimits, StreamingEngine
 from forge_jax.streams import State as State
 from forge_jax.streams import Stream as Stream
+
+if TYPE_CHECKING:
+    from forge_jax.grammar import GrammarCompiler, GrammarSpec
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,8 @@ class Engine(StreamingEngine):
         self._commands: deque[tuple[str, Any]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
+        self.grammars = parts.core.grammars
+        self._compiling: dict[str, tuple[Request, asyncio.Task[None]]] = {}  # before it is queued
 
     @classmethod
     def load(
@@ -125,6 +130,8 @@ class Engine(StreamingEngine):
         await asyncio.sleep(0)  # what the thread handed over last is delivered
         self._fail(EngineError("the engine has been stopped"))
         self._state = "stopped"
+        if self.grammars is not None:
+            self.grammars.close()
 
     @property
     def limits(self) -> Limits:
@@ -132,10 +139,35 @@ class Engine(StreamingEngine):
 
     def abort(self, request_id: str) -> None:
         """Gives a request up; its stream ends with finish reason "abort"."""
+        if request_id in self._compiling:
+            request, task = self._compiling.pop(request_id)
+            task.cancel()
+            self._deliver({request_id: _ends(request, "abort")})
+            return
         self._command("abort", request_id)
 
     def _add(self, request: Request) -> None:
-        self._command("add", request)
+        spec, grammars = request.params.structured_outputs, self.grammars
+        if spec is None or grammars is None or grammars.kept(spec) is not None:
+            self._command("add", request)
+            return
+        task = asyncio.get_running_loop().create_task(self._add_later(request, grammars, spec))
+        self._compiling[request.request_id] = request, task
+
+    async def _add_later(
+        self, request: Request, grammars: GrammarCompiler, spec: GrammarSpec
+    ) -> None:
+        """Queues a request as soon as its grammar has been compiled."""
+        try:
+            await grammars.compile_soon(spec)
+        except ForgeError as error:
+            self._deliver({request.request_id: _ends(request, "error", error)})
+        else:
+            self._command("add", request)
+        del self._compiling[request.request_id]
+
+    async def _prepare(self, grammars: GrammarCompiler, spec: GrammarSpec) -> None:
+        await grammars.compile_soon(spec)
 
     def _check_alive(self) -> None:
         if self._thread is None or not self._thread.is_alive():
@@ -225,6 +257,10 @@ class Engine(StreamingEngine):
             if not isinstance(error, ForgeError):
                 log.exception("request %s could not be queued", request.request_id)
                 error = EngineError("the request could not be queued")
-            indices = range(request.params.n)
-            failed = [Delta(i, finish_reason="error", error=error) for i in indices]
-            self._deliver({request.request_id: failed})
+            self._deliver({request.request_id: _ends(request, "error", error)})
+
+
+def _ends(request: Request, reason: FinishReason, error: ForgeError | None = None) -> list[Delta]:
+    """The last news of a request that never got into the engine."""
+    samples = range(request.params.n) if request.outputs is None else request.outputs
+    return [Delta(i, finish_reason=reason, error=error) for i in samples]

@@ -10,6 +10,7 @@
     ├── OverloadedError        the queue is full: try again later
     └── EngineError            the engine failed or has been shut down
         ├── NumericalError          one request's logits were not finite
+        ├── GrammarError            one request's output could not be held to its grammar
         └── StepError               one request made the step fail that computes it, each time
 
 `assert` is for our own bugs. These are for theirs: each message names what is wrong and what to do.
@@ -65,6 +66,10 @@ class EngineError(ForgeError):
 
 class NumericalError(EngineError):
     """The model gave NaN or infinite logits for this request; other requests are not affected."""
+
+
+class GrammarError(EngineError):
+    """The output of this request cannot be held to its grammar any further."""
 
 
 class StepError(EngineError):

@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from forge_jax.config import EngineConfig
 from forge_jax.core import EngineCore, EngineParts, make_scheduler
+from forge_jax.grammar import GrammarCompiler
 from forge_jax.speculate import make_speculator
 from forge_jax.testing import FakeDevice
 from forge_jax.text import ChatTemplate, Tokenizer
@@ -108,6 +109,7 @@ def assemble_fake(
         scheduler=scheduler,
         device=device,
         tokenizer=tokenizer,
+        grammars=GrammarCompiler(tokenizer, tokenizer.vocab_size, (eos,)),
         vocab_size=tokenizer.vocab_size,
         one_step_ahead=config.batch.one_step_ahead,
         speculator=make_speculator(config),

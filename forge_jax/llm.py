@@ -138,7 +138,7 @@ class LLM:
         else:
             ids = self._encode(prompt)  # type: ignore[arg-type]
         request = self._request(ids, params or SamplingParams())
-        self._core.check(request)
+        self._check(request)
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[Delta]:
@@ -169,7 +169,7 @@ class LLM:
                 )
         requests = [self._request(i, p) for i, p in zip(ids, all_params, strict=True)]
         for request in requests:
-            self._core.check(request)
+            self._check(request)
         collected = {r.request_id: _Collected(r) for r in requests}
         with _Interrupts() as interrupts, self._running(requests) as mailbox:
             self._collect(mailbox, collected, progress, interrupts)
@@ -234,6 +234,11 @@ class LLM:
                 if mailbox is not None:
                     mailbox.append((request_id, deltas))
         interrupts.check()
+
+    def _check(self, request: Request) -> None:
+        """Refuses what cannot be served, its grammar among it, which is compiled here."""
+        self._core.check(request)
+        self._core.compile_grammar(request)
 
     def _request(self, ids: list[int], params: SamplingParams) -> Request:
         self._num_requests += 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge_jax.errors import RequestError
+from forge_jax.grammar.spec import GrammarSpec
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
@@ -49,6 +50,9 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    # The form that each output must have. It ends where its grammar ends, so stop, stop_token_ids,
+    # min_tokens and ignore_eos do not cut it short, nor make it longer than its grammar.
+    structured_outputs: GrammarSpec | None = None
 
     def __post_init__(self) -> None:
         _int("n", self.n, 1, MAX_N)
@@ -89,6 +93,10 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             _int("stop_token_ids", token, 0, 2**31 - 1)
+        if not isinstance(self.structured_outputs, GrammarSpec | None):
+            raise RequestError(
+                "structured_outputs must be a GrammarSpec", param="structured_outputs"
+            )
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", param="stop")
         object.__setattr__(self, "stop", tuple(self.stop))
@@ -98,6 +106,16 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar says which tokens may come."""
+        return self.structured_outputs is not None
+
+    @property
+    def held_tokens(self) -> int:
+        """Output tokens before which the sampler forbids end tokens. With a grammar, masks do."""
+        return 0 if self.constrained else self.min_tokens
 
     @property
     def penalised(self) -> bool:

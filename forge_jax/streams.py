@@ -27,6 +27,7 @@ from forge_jax.schedule.request import Request
 from forge_jax.speculate.speculator import SpeculationStats
 
 if TYPE_CHECKING:
+    from forge_jax.grammar import GrammarCompiler, GrammarSpec
     from forge_jax.text import ChatTemplate, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -142,6 +143,7 @@ class StreamingEngine(ABC):
         self.system_fingerprint: str | None = None
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
+        self.grammars: GrammarCompiler | None = None
         self._rng = rng
         self._clock = clock
         self._state: State = "starting"
@@ -193,6 +195,19 @@ class StreamingEngine(ABC):
         ids = token_ids(prompt_token_ids)
         request = Request(request_id="", prompt_token_ids=ids, params=params)
         check_request(request, self.limits, self.tokenizer)
+
+    async def prepare(self, params: SamplingParams) -> None:
+        """Does what takes long before a `submit`, off the event loop: compiles the grammar.
+
+        Raises:
+          RequestError: the grammar cannot be used.
+          OverloadedError: it could not be tried now.
+        """
+        if params.structured_outputs is not None and self.grammars is not None:
+            await self._prepare(self.grammars, params.structured_outputs)
+
+    async def _prepare(self, grammars: GrammarCompiler, spec: GrammarSpec) -> None:
+        await grammars.check_soon(spec)
 
     def submit(
         self,

@@ -79,7 +79,8 @@ class _Slot:
 class FakeDevice:
     """A `plan.Device` in plain Python: the next token is a hash of the prefix and the seed.
 
-    At temperature 0 the seed does not matter, as on a real device.
+    At temperature 0 the seed does not matter, as on a real device. A row with a mask samples the
+    first token that it allows, from the one on that it would have sampled otherwise.
 
     The KV of a token stands for everything it depends on: it is a fingerprint of the salt and of
     all tokens up to its own. With `check`, every scheduled sequence first gathers its prefix
@@ -151,7 +152,7 @@ class FakeDevice:
         for token in tokens:
             rolling = _extend(rolling, token)
         for num_output in range(count):
-            stops = stop_ids if num_output < params.min_tokens else ()
+            stops = stop_ids if num_output < params.held_tokens else ()
             noise = 0 if params.greedy else seed
             tokens.append(self._sample(tokens, rolling, noise, stops))
             rolling = _extend(rolling, tokens[-1])
@@ -164,12 +165,18 @@ class FakeDevice:
         rows = plan.sequences
         if self._check:
             self._check_plan(plan, rows)
-        results = tuple([self._run(scheduled) for scheduled in rows])
+        results, first = [], 0
+        for scheduled in rows:
+            end = first + scheduled.num_rows
+            masks = None if plan.masks is None else plan.masks[first:end]
+            results.append(self._run(scheduled, masks))
+            first = end
+        assert plan.masks is None or len(plan.masks) == first, "not a mask for each row"
         self.num_steps += 1
         if self._step_time_s:
             start_s = max(time.monotonic(), self._busy_until_s)
             self._busy_until_s = start_s + self._step_time_s
-        return StepResult(plan.step, results), self._busy_until_s
+        return StepResult(plan.step, tuple(results)), self._busy_until_s
 
     def read(self, pending: tuple[StepResult, float]) -> StepResult:
         """The result of a dispatched step, once its time has passed."""
@@ -193,7 +200,7 @@ class FakeDevice:
                 assert slot.tokens == before.known(), f"{key} comes back with other tokens"
             self._history[key] = slot
 
-    def _run(self, scheduled: ScheduledSequence) -> SequenceResult:
+    def _run(self, scheduled: ScheduledSequence, masks: Any = None) -> SequenceResult:
         slot = self._slots[scheduled.slot]
         assert slot is not None, f"slot {scheduled.slot} is empty"
         admission = slot.admission
@@ -226,7 +233,7 @@ class FakeDevice:
         token_ids: tuple[int, ...] = ()
         logprobs = prompt_logprobs = None
         if scheduled.samples:
-            token_ids = tuple(self._verify(slot, scheduled))
+            token_ids = tuple(self._verify(slot, scheduled, masks))
             slot.last_token = token_ids[-1]
             first = end - scheduled.num_drafts
             if params.logprobs is not None:
@@ -244,22 +251,28 @@ class FakeDevice:
             )
         return SequenceResult(token_ids, False, logprobs, prompt_logprobs)
 
-    def _verify(self, slot: _Slot, scheduled: ScheduledSequence) -> list[int]:
+    def _verify(self, slot: _Slot, scheduled: ScheduledSequence, masks: Any) -> list[int]:
         """What the rows sample, up to the first draft that is another token."""
         params = slot.admission.params
+        assert masks is not None or not params.constrained, f"{scheduled.seq_key} has no mask"
+        if masks is not None:
+            masks = masks[scheduled.num_rows - 1 - scheduled.num_drafts :]
         seed = 0 if params.greedy else slot.admission.seed
         sampled: list[int] = []
         first = scheduled.start + scheduled.num_tokens - scheduled.num_drafts
         for row, end in enumerate(range(first, first + scheduled.num_drafts + 1)):
-            held_back = scheduled.num_output + row < params.min_tokens
+            held_back = scheduled.num_output + row < params.held_tokens
             stops = slot.admission.stop_ids if held_back else ()
             tokens = slot.tokens if end == len(slot.tokens) else slot.tokens[:end]
-            sampled.append(self._sample(tokens, slot.rolling[end], seed, stops))
+            mask = None if masks is None else masks[row]
+            sampled.append(self._sample(tokens, slot.rolling[end], seed, stops, mask))
             if end < len(slot.tokens) and slot.tokens[end] != sampled[-1]:
                 break
         return sampled
 
-    def _sample(self, tokens: Seq[int], rolling: int, seed: int, stops: Seq[int]) -> int:
+    def _sample(
+        self, tokens: Seq[int], rolling: int, seed: int, stops: Seq[int], mask: Any = None
+    ) -> int:
         if self._next_token is not None:
             token = self._next_token(tokens, seed)
         else:
@@ -269,8 +282,12 @@ class FakeDevice:
                 token = self._eos_token_id
             else:
                 token = (noise >> 32) % self.vocab_size
-        while token in stops:
+        for _ in range(self.vocab_size):
+            if token not in stops and (mask is None or mask[token >> 5] >> (token & 31) & 1):
+                break
             token = (token + 1) % self.vocab_size
+        else:
+            raise AssertionError("a mask that allows no token")
         return token
 
     def _logprobs(self, rolling: int, token: int, count: int) -> TokenLogprobs:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Phase = Literal["draft", "schedule", "dispatch", "read", "commit", "text", "deliver"]
+Phase = Literal["draft", "schedule", "mask", "dispatch", "read", "commit", "text", "deliver"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 BOUNDS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),

@@ -27,6 +27,7 @@ from forge_jax.core import Limits
 from forge_jax.errors import EngineError, ForgeError, StepError
 from forge_jax.fake import fake_chat_template, fake_tokenizer
 from forge_jax.garbage import short_pauses
+from forge_jax.grammar import GrammarCompiler
 from forge_jax.outputs import Delta
 from forge_jax.process.messages import (
     Abort,
@@ -130,6 +131,7 @@ class EngineProcess(StreamingEngine):
             self.tokenizer, self.chat_template = load_text(
                 folder, model.chat_template, self.vocab_size
             )
+        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, process.hello.end_ids)
 
     @classmethod
     def load(cls, config: EngineConfig, queue_limits: QueueLimits | None = None) -> EngineProcess:
@@ -194,6 +196,8 @@ class EngineProcess(StreamingEngine):
             await asyncio.to_thread(process.end)
         self._fail(EngineError("the engine has been stopped"))
         self._pauses.close()
+        if self.grammars is not None:
+            self.grammars.close()
 
     def abort(self, request_id: str) -> None:
         """Gives a request up; its stream ends with finish reason "abort"."""

@@ -112,6 +112,8 @@ class _Worker(asyncio.Protocol):
 
     def _begin(self, engine: Engine) -> None:
         self._engine = engine
+        if engine.grammars is not None:
+            engine.grammars.limits = None  # the peer has tried them
         engine.start()
         self._send(
             Hello(
@@ -119,6 +121,7 @@ class _Worker(asyncio.Protocol):
                 max_model_len=engine.max_model_len,
                 limits=engine.limits,
                 system_fingerprint=engine.system_fingerprint,
+                end_ids=[] if engine.grammars is None else sorted(engine.grammars.end_ids),
                 stats=engine.stats(),
             )
         )

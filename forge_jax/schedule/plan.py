@@ -113,6 +113,9 @@ class StepPlan:
     admissions: tuple[Admission, ...]
     chunks: tuple[ScheduledSequence, ...]  # what comes after the decodes: drafts, then prompts
     decodes: Decodes = Decodes()
+    # i32[num_rows, mask_width]: which tokens each row may sample, those of a row without a grammar
+    # being all; None: every row may sample anything. Token t is bit t % 32 of word t // 32.
+    masks: Any = None
 
     @property
     def sequences(self) -> tuple[ScheduledSequence, ...]:

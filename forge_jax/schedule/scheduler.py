@@ -18,7 +18,8 @@ Drafts are tokens that somebody guesses a sequence will go on with. A step compu
 last known token, and samples at each; `commit` learns how many were right. What was written for the
 others lies behind the sequence's tokens, like a burnt row, and is written over. Until then nobody
 knows the sequence's length, so it cannot be scheduled: steps with drafts are read before the next
-is scheduled, or their sequences stay out of it.
+is scheduled, or their sequences stay out of it. The same holds for a sequence with a grammar: which
+tokens may come depends on the one before.
 
 The module knows ints only: no device, no clock and no random source of its own.
 """
@@ -189,9 +190,10 @@ class Scheduler:
         seed = request.seed if request.seed is not None else params.seed
         if seed is None:
             seed = self._rng.getrandbits(64)
-        stop_ids = frozenset() if params.ignore_eos else self.config.eos_token_ids
-        if params.stop_token_ids:  # else it is one object for all: a commit looks into each
-            stop_ids = stop_ids.union(params.stop_token_ids)
+        ends = params.constrained or not params.ignore_eos  # a grammar says where its end may be
+        stop_ids = self.config.eos_token_ids if ends else frozenset()
+        if params.stop_token_ids and not params.constrained:
+            stop_ids = stop_ids.union(params.stop_token_ids)  # else one object for all sequences
         now_s = self._clock()
         seqs = [
             Sequence(
@@ -317,6 +319,8 @@ class Scheduler:
                 if (known < seq.max_len or computed < seq.prompt_len) and not seq.num_verifying:
                     prompts.append(seq)
                 continue  # or its last tokens have been sampled and only need to be read
+            if seq.constrained and seq.num_pending:
+                continue
             if not tokens_left or not rows_left:
                 continue
             if not computed % block_size:  # else its last block has room
@@ -766,8 +770,8 @@ class Scheduler:
     def _ends(self, seq: Sequence, token: int) -> bool:
         """Finishes the sequence if `token`, its last, ends it or is the last it may have."""
         params = seq.params
-        if token in seq.stop_ids and seq.num_output >= params.min_tokens:
-            eos = token in self.config.eos_token_ids and not params.ignore_eos
+        if token in seq.stop_ids and seq.num_output >= params.held_tokens:
+            eos = token in self.config.eos_token_ids and (seq.constrained or not params.ignore_eos)
             self._finish(seq, "stop", None if eos else token)
         elif len(seq.tokens) >= seq.max_len:
             self._finish(seq, "length", None)

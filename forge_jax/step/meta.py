@@ -15,7 +15,7 @@ from forge_jax.schedule.plan import FED_BACK, ScheduledSequence, StepPlan
 from forge_jax.step.slots import PADDING
 
 # Bits of Meta.flags: work that at least one row of the step needs.
-RANDOM, FILTER, BIAS, PENALTIES, MIN_TOKENS, LOGPROBS = (1 << i for i in range(6))
+RANDOM, FILTER, BIAS, PENALTIES, MIN_TOKENS, LOGPROBS, MASKS = (1 << i for i in range(7))
 
 
 class Meta(NamedTuple):
@@ -191,12 +191,12 @@ class SlotFlags:
             flags |= LOGPROBS
         self._flags[slot] = flags
         self._min_tokens.pop(slot, None)
-        if params.min_tokens:
-            self._min_tokens[slot] = params.min_tokens
+        if params.held_tokens:
+            self._min_tokens[slot] = params.held_tokens
 
     def of_step(self, plan: StepPlan) -> int:
         """What some row of the step asks for."""
-        flags, decodes = 0, plan.decodes
+        flags, decodes = 0 if plan.masks is None else MASKS, plan.decodes
         for slot_flags in set(map(self._flags.__getitem__, decodes.slots)):
             flags |= slot_flags
         if self._min_tokens and any(map(self._holds, decodes.slots, decodes.num_outputs)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from forge_jax.cache.kv import GIB, KV, KVShape
+from forge_jax.grammar.masks import mask_width
 from forge_jax.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from forge_jax.schedule.plan import (
     Admission,
@@ -181,6 +183,7 @@ class Runner:
         self._leaves: tuple[jax.Array, ...] = ()
         self._kv: KV = ()
         self._slots: Any = None
+        self._no_masks: dict[str, jax.Array] = {}  # for steps without any: never read
         self._new: Future[tuple[KV, Slots]] | None = None  # both of them
 
     @property
@@ -234,8 +237,8 @@ class Runner:
                 sampler=self._sampler,
                 uniform=self._deterministic,
             )
-            width = self._i32(shape.width)
-            add(shape.name, step, leaves, kv, slots, width, donate_argnums=(1, 2))
+            meta, masks = self._i32(shape.width), self._i32(*self._masks_shape(shape))
+            add(shape.name, step, leaves, kv, slots, meta, masks, donate_argnums=(1, 2))
 
         add("new_state", self._new_state, out_shardings=self._sharding)
         self._new = self._executables.call("new_state")  # touching its pages takes long
@@ -252,9 +255,10 @@ class Runner:
 
     @property
     def resident_bytes(self) -> int:
-        """What it holds between two steps: weights, KV cache and slots."""
+        """What it holds between two steps: weights, KV cache, slots, and masks."""
         slots = sum(s.size * s.dtype.itemsize for s in self._slots_shape)
-        return self._model.param_bytes + self._kv_shape.total_bytes + slots
+        masks = sum(4 * math.prod(self._masks_shape(shape)) for shape in self._shapes)
+        return self._model.param_bytes + self._kv_shape.total_bytes + slots + masks
 
     def memory_bytes(self) -> int:
         """What the first executables need at most, weights and KV cache included. Waits for them.
@@ -331,7 +335,8 @@ class Runner:
         shape = self._choose(plan)
         flags = self._slot_flags.of_step(plan)
         packed = shape.pack(plan, flags, self._max_blocks)
-        out = self._step(shape, packed)
+        masks = None if plan.masks is None else self._put_masks(shape, plan.masks)
+        out = self._step(shape, packed, masks)
         out.packed.copy_to_host_async()
         params = None
         if flags & meta_bits.LOGPROBS:
@@ -366,11 +371,25 @@ class Runner:
             first = end
         return StepResult(plan.step, tuple(results))
 
-    def _step(self, shape: StepShape, packed: np.ndarray) -> StepOut:
+    def _step(
+        self, shape: StepShape, packed: np.ndarray, masks: jax.Array | None = None
+    ) -> StepOut:
         meta = jax.device_put(packed, self._device)
         step = self._compiled[shape.name]
-        self._kv, self._slots, out = step(self._leaves, self._kv, self._slots, meta)
+        if masks is None:
+            masks = self._no_masks[shape.name]
+        self._kv, self._slots, out = step(self._leaves, self._kv, self._slots, meta, masks)
         return out
+
+    def _masks_shape(self, shape: StepShape) -> tuple[int, int]:
+        return shape.num_rows, mask_width(self._model.spec.vocab_size)
+
+    def _put_masks(self, shape: StepShape, masks: np.ndarray) -> jax.Array:
+        """Masks of the rows of a plan, and padding: a new array, for the device may keep it."""
+        padded = np.empty(self._masks_shape(shape), np.int32)
+        padded[: len(masks)] = masks
+        padded[len(masks) :] = -1
+        return jax.device_put(padded, self._device)
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:
         for i in range(0, len(admissions), ADMISSIONS):
@@ -404,6 +423,7 @@ class Runner:
     def _adopt(self, shape: StepShape) -> None:
         """Runs the real step on no sequences: it writes nothing, for every index is padding."""
         self._compiled[shape.name] = self._executables[shape.name]
+        self._no_masks[shape.name] = self._put_masks(shape, np.empty((0, 1), np.int32))
         empty = StepPlan(step=0, admissions=(), chunks=())
         packed = shape.pack(empty, 0, self._max_blocks)
         self._step(shape, packed).packed.block_until_ready()

@@ -99,7 +99,7 @@ def pack_admissions(admissions: tuple[Admission, ...], max_blocks: int) -> np.nd
             np.float32,
         ).view(np.int32)
         columns[Column.TOP_K] = max(p.top_k, 0)
-        columns[Column.MIN_TOKENS] = p.min_tokens
+        columns[Column.MIN_TOKENS] = p.held_tokens
         columns[Column.BIASED] = bool(p.logit_bias)
         columns[Column.PENALISED] = p.penalised
         columns[Column.STOP_IDS :] = PADDING

@@ -1,4 +1,4 @@
-"""The serving step: `step(leaves, kv*, slots*, meta) -> (kv, slots, out)`; `*` is donated.
+"""The serving step: `step(leaves, kv*, slots*, meta, masks) -> (kv, slots, out)`; `*` is donated.
 
 Pure, built once per `StepShape` and compiled before the first request. What it needs of a sequence
 comes from its slot; what it needs of this step from `meta`; the token that a slot sampled last is
@@ -58,6 +58,7 @@ def make_step(
         kv: KV,
         slots: Slots,
         packed: jax.Array,  # i32[shape.width]
+        masks: jax.Array,  # i32[R, mask_width(V)], read if the header says so
     ) -> tuple[KV, Slots, StepOut]:
         m: Meta = shape.split(packed)
         with jax.named_scope("inputs"):
@@ -102,7 +103,7 @@ def make_step(
             hidden = embed(hidden, m.row_token)
         rows = model.logits(leaves, hidden, m.header[2])  # f32[R, V]
         with jax.named_scope("sample"):
-            slots, out = _sample_rows(shape, slots, m, rows, tokens, positions, sampler)
+            slots, out = _sample_rows(shape, slots, m, rows, masks, tokens, positions, sampler)
         return kv, slots, out
 
     step.__name__ = shape.name.replace("[", "_").replace("]", "")
@@ -114,6 +115,7 @@ def _sample_rows(
     slots: Slots,
     m: Meta,
     logits: jax.Array,  # f32[R, V]
+    masks: jax.Array,  # i32[R, mask_width(V)]
     tokens: jax.Array,  # i32[T]
     positions: jax.Array,  # i32[T]
     sampler: Sampler,
@@ -145,13 +147,13 @@ def _sample_rows(
         implementation=sampler,
     )
 
-    change = meta_bits.BIAS | meta_bits.PENALTIES | meta_bits.MIN_TOKENS
+    change = meta_bits.BIAS | meta_bits.PENALTIES | meta_bits.MIN_TOKENS | meta_bits.MASKS
 
     @jax.named_scope("changed")
     def sample_changed() -> jax.Array:
         changed = jax.lax.cond(
             _has(flags, change),
-            lambda: _process(slots, params, slot, num_output, before, logits, flags),
+            lambda: _process(slots, params, slot, num_output, before, logits, masks, flags),
             lambda: logits,
         )
         return sample(changed, any_filter=_has(flags, meta_bits.FILTER))
@@ -220,9 +222,10 @@ def _process(
     num_output: jax.Array,  # i32[R]
     before: jax.Array,  # i32[R, max_drafts], see `_drafts_before`
     logits: jax.Array,  # f32[R, V]
+    masks: jax.Array,  # i32[R, mask_width(V)]
     flags: jax.Array,
 ) -> jax.Array:
-    """Bias, penalties and min_tokens, in this order, for the rows that asked."""
+    """Bias, penalties, min_tokens and grammars, in this order, for the rows that asked."""
     rows = jnp.arange(logits.shape[0])[:, None]
 
     def bias(logits: jax.Array) -> jax.Array:
@@ -245,6 +248,9 @@ def _process(
         stop_ids = params[:, Column.STOP_IDS :]
         return sampling.suppress(logits, stop_ids, num_output < params[:, Column.MIN_TOKENS])
 
+    def mask(logits: jax.Array) -> jax.Array:
+        return sampling.allow(logits, masks)
+
     def same(logits: jax.Array) -> jax.Array:
         return logits
 
@@ -253,7 +259,9 @@ def _process(
     with jax.named_scope("penalties"):
         logits = jax.lax.cond(_has(flags, meta_bits.PENALTIES), penalise, same, logits)
     with jax.named_scope("min_tokens"):
-        return jax.lax.cond(_has(flags, meta_bits.MIN_TOKENS), hold, same, logits)
+        logits = jax.lax.cond(_has(flags, meta_bits.MIN_TOKENS), hold, same, logits)
+    with jax.named_scope("masks"):
+        return jax.lax.cond(_has(flags, meta_bits.MASKS), mask, same, logits)
 
 
 def _has(flags: jax.Array, bit: int) -> jax.Array:

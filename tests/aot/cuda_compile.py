@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from forge_jax.cache.kv import KVShape, element_dtype, kv_shape
+from forge_jax.grammar.masks import mask_width
 from forge_jax.models import build_model
 from forge_jax.models.spec import ModelSpec, RopeSpec
 from forge_jax.step.meta import StepShape
@@ -195,6 +196,7 @@ def compile_step(
         (cache(spec, kv_dtype).layer,) * layers,
         slots_shape(SEQS, MAX_BLOCKS, spec.vocab_size),
         jax.ShapeDtypeStruct((shape.width,), jnp.int32),
+        jax.ShapeDtypeStruct((shape.num_rows, mask_width(spec.vocab_size)), jnp.int32),
         donate_argnums=donated,
         options=options,
     )

@@ -347,3 +347,78 @@ def test_the_sampled_token_depends_on_seed_and_position_alone(runner):
     others = [admission(s, [s + 2], params=params) for s in (0, 1)]
     crowd = run(runner, [rows(0, 0, [2]), rows(1, 0, [3]), rows(4, 0, PROMPT)], [*others, mine])
     assert crowd[2].token_ids == alone.token_ids
+
+
+def masks_of(*rows):
+    """i32[len(rows), 2]: the tokens that each row may sample; None: all."""
+    masks = np.full((len(rows), -(-V // 32)), -1, np.int32)
+    for mask, tokens in zip(masks, rows, strict=True):
+        if tokens is not None:
+            bits = np.zeros(32 * len(mask), np.uint8)
+            bits[list(tokens)] = 1
+            mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
+    return masks
+
+
+def run_masked(runner, sequences, masks, admissions=()):
+    plan = StepPlan(1, tuple(admissions), tuple(sequences), masks=masks)
+    return runner.read(runner.dispatch(plan)).sequences
+
+
+@pytest.mark.parametrize("allowed", [(3,), (31, 32), (0, 33, 62, 63), tuple(range(0, 64, 3))])
+def test_a_row_samples_what_its_mask_allows_and_its_neighbours_what_they_would(
+    runner, dense_logits, allowed
+):
+    first, second = PROMPT, PROMPT[:4]
+    random = SamplingParams(temperature=5.0, max_tokens=16, seed=1, top_k=40)
+    for params in (GREEDY, random):
+        admissions = [admission(0, first, params=params), admission(1, second)]
+        got = run_masked(
+            runner,
+            [rows(0, 0, first), rows(1, 0, second)],
+            masks_of(allowed, None),
+            admissions,
+        )
+        assert got[0].token_ids[0] in allowed and not got[0].fault
+        assert list(got[1].token_ids) == greedy(dense_logits, second, 1)
+        if params is GREEDY:
+            logits = dense_logits(first)[-1]
+            assert got[0].token_ids[0] == max(allowed, key=lambda token: logits[token])
+
+
+def test_each_draft_has_a_mask_of_its_own(runner, dense_logits):
+    truth = greedy(dense_logits, PROMPT, 4)
+    run(runner, [rows(1, 0, PROMPT)], [admission(1, PROMPT)])
+    verify = rows(1, len(PROMPT), [FED_BACK, *truth[1:3]], num_rows=3, num_output=1)
+    [got] = run_masked(runner, [verify], masks_of(None, {truth[2]}, {7, 9}))
+    assert got.token_ids[:2] == tuple(truth[1:3]) and got.token_ids[2] in (7, 9)
+    run(runner, [rows(1, 0, PROMPT)], [admission(1, PROMPT)])
+    other = (truth[2] + 1) % (V - 1)
+    [got] = run_masked(runner, [verify], masks_of(None, {other}, {7, 9}))
+    assert got.token_ids == (truth[1], other)
+
+
+def test_logprobs_are_those_before_the_mask(runner, dense_logits):
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=3)
+    [free] = run(runner, [rows(0, 0, PROMPT)], [admission(0, PROMPT, params=params)])
+    [got] = run_masked(
+        runner,
+        [rows(0, 0, PROMPT)],
+        masks_of({free.logprobs[0].top[2][0]}),
+        [admission(0, PROMPT, params=params)],
+    )
+    assert got.logprobs[0].top == free.logprobs[0].top
+    assert got.logprobs[0].logprob == pytest.approx(free.logprobs[0].top[2][1])
+
+
+def test_masks_are_the_only_other_upload_and_steps_without_have_none(runner, monkeypatch):
+    run(runner, [rows(0, 0, PROMPT)], [admission(0, PROMPT)])
+    put, uploads = jax.device_put, []
+    monkeypatch.setattr(jax, "device_put", lambda x, *to: (uploads.append(x), put(x, *to))[1])
+    step = rows(0, len(PROMPT), [FED_BACK], num_output=1)
+    with jax.transfer_guard_host_to_device("disallow"):
+        runner.dispatch(StepPlan(1, (), (step,), masks=masks_of({5})))
+        assert sorted(x.ndim for x in uploads) == [1, 2]
+        uploads.clear()
+        runner.dispatch(StepPlan(1, (), (rows(0, len(PROMPT) + 1, [FED_BACK], num_output=2),)))
+        assert len(uploads) == 1

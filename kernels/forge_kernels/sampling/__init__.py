@@ -1,6 +1,7 @@
 """Sampling: noise by (seed, position), logit processors, filters without a sort, logprobs."""
 
 from forge_kernels.sampling.api import (
+    allow,
     apply_penalties,
     filter_threshold,
     sample,
@@ -10,6 +11,7 @@ from forge_kernels.sampling.api import (
 from forge_kernels.sampling.noise import gumbel
 
 __all__ = [
+    "allow",
     "apply_penalties",
     "filter_threshold",
     "gumbel",

@@ -49,6 +49,18 @@ def suppress(logits: jax.Array, token_ids: jax.Array, active: jax.Array) -> jax.
     return logits.at[rows, ids].set(-jnp.inf, mode="drop")
 
 
+def allow(logits: jax.Array, masks: jax.Array) -> jax.Array:
+    """Forbids each row's tokens whose bit is not set.
+
+    Args:
+      logits: f32[R, V].
+      masks: i32[R, ceil(V / 32)]; token t is bit t % 32 of word t // 32.
+    """
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    allowed = bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]] != 0
+    return jnp.where(allowed, logits, -jnp.inf)
+
+
 def filter_threshold(
     scaled: jax.Array, *, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
 ) -> jax.Array:

@@ -1,0 +1,120 @@
+"""`Matcher`: where one output stands in its grammar, and which tokens may follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import llguidance
+import numpy as np
+
+from forge_jax.errors import GrammarError
+
+
+class Matcher:
+    """Follows one output token by token. Not thread-safe.
+
+    llguidance never raises: a matcher that fails allows nothing but the end of the output, which
+    would be cut. So each call that may fail looks, and raises `GrammarError`; what comes after that
+    means nothing.
+    """
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: llguidance.LLMatcher):
+        self._inner = inner
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the output is complete and nothing can be added."""
+        return self._inner.is_stopped()
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the output is complete as it stands."""
+        return self._inner.is_accepting()
+
+    def fill(self, row: np.ndarray) -> None:
+        """Writes the tokens that may come next into `row: i32[mask_width]`; a bit that is set: yes.
+
+        Raises:
+          GrammarError: nothing may, or the grammar is too complex to tell.
+        """
+        self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self.check()
+        if not row.any():
+            raise GrammarError("no token of the vocabulary can continue this output")
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Follows the output by some tokens.
+
+        Raises:
+          GrammarError: one of them may not stand there.
+        """
+        if not self._inner.consume_tokens(list(token_ids)):
+            self.check()
+            raise GrammarError("the output does not follow its grammar")
+
+    def valid_drafts(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens could follow, up to what would end the output. Changes nothing.
+
+        The token that completes the output is left to be sampled: nothing can be drafted after it.
+        """
+        inner = self._inner
+        valid = consumed = 0
+        for token in token_ids:
+            if not inner.try_consume_tokens([token]):
+                break
+            consumed += 1
+            if inner.is_stopped():
+                break
+            valid += 1
+        self.rollback(consumed)
+        return valid
+
+    def rollback(self, count: int) -> None:
+        """Takes back the last `count` tokens.
+
+        Raises:
+          GrammarError: they cannot be taken back.
+        """
+        if count and not self._inner.rollback(count):
+            self.check()
+            raise GrammarError("the output cannot be taken back")
+
+    def check(self) -> None:
+        """Raises GrammarError if it has failed."""
+        if self._inner.is_error():
+            raise GrammarError("the grammar became too complex to follow for this output")
+
+
+class MaskPool:
+    """Fills the masks of many matchers at once, on threads of its own that do not hold the GIL."""
+
+    def __init__(self, num_threads: int):
+        self._executor = llguidance.LLExecutor(num_threads=num_threads)
+
+    def fill(
+        self, work: Sequence[tuple[Matcher, int, Sequence[int]]], masks: np.ndarray
+    ) -> list[Matcher]:
+        """Fills the rows of some matchers: each one's own, and one after each of its drafts.
+
+        Args:
+          work: (matcher, first row, drafts that `valid_drafts` has found valid).
+          masks: i32[rows, mask_width], C-contiguous.
+
+        Returns:
+          The matchers that failed; their rows mean nothing.
+        """
+        address, row_bytes, rows = masks.ctypes.data, masks.strides[0], len(masks)
+        assert masks.flags.c_contiguous
+        plain = [(matcher._inner, row) for matcher, row, drafts in work if not drafts]
+        drafted = [(matcher._inner, row, list(drafts)) for matcher, row, drafts in work if drafts]
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, address, row_bytes, rows)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(
+                drafted, address, row_bytes, rows
+            )
+        return [
+            matcher for matcher, row, _ in work if matcher._inner.is_error() or not masks[row].any()
+        ]

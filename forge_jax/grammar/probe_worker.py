@@ -1,0 +1,59 @@
+"""The process of a `Probe`: compiles what it is sent, and says whether that went well.
+
+    python -m forge_jax.grammar.probe_worker
+
+It ends with its standard input. It has less stack than those who compile afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+
+import psutil
+
+from forge_jax.errors import RequestError
+from forge_jax.grammar.build import build
+from forge_jax.grammar.probe import Hello, Verdict, read, write
+from forge_jax.grammar.spec import GrammarSpec
+from forge_jax.grammar.vocabulary import llguidance_tokenizer
+
+STACK_BYTES = 4 << 20
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what anybody prints is no answer
+    hello = read(sys.stdin.buffer, Hello)
+    vocabulary = hello.vocabulary
+    tokenizer = llguidance_tokenizer(vocabulary)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    most = psutil.Process().memory_info().vms + STACK_BYTES + hello.memory_bytes
+    threading.stack_size(STACK_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    write(answers, Verdict())
+
+    def answer(spec: GrammarSpec) -> None:
+        try:
+            build(spec, tokenizer, len(vocabulary.tokens))
+        except RequestError as error:
+            write(answers, Verdict(str(error)))
+        except MemoryError:
+            os._exit(1)
+        else:
+            write(answers, Verdict())
+
+    while True:
+        try:
+            spec = read(sys.stdin.buffer, GrammarSpec)
+        except EOFError:
+            return
+        thread = threading.Thread(target=answer, args=(spec,))
+        thread.start()
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()

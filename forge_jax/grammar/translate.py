@@ -1,0 +1,143 @@
+"""From a `GrammarSpec` to the grammar that llguidance reads, and from its complaints to ours."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+from forge_jax.errors import RequestError
+from forge_jax.grammar.spec import PARAM, GrammarSpec
+
+# What a model writes that has seen JSON either way; more would let a weak one write nothing else.
+_ONE_SPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_NO_SPACE = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+
+_KEYWORDS = frozenset(
+    "$anchor $dynamicAnchor $dynamicRef $id $recursiveRef additionalItems contains "
+    "contentEncoding contentMediaType contentSchema dependencies dependentRequired "
+    "dependentSchemas else if then maxContains minContains maxProperties minProperties not "
+    "prefixItems propertyNames unevaluatedItems unevaluatedProperties uniqueItems "
+    "patternProperties oneOf anyOf allOf multipleOf format pattern".split()
+)
+
+# llguidance's messages quote what the client sent, which ours must not: they may be logged.
+_REASONS: tuple[tuple[str, str], ...] = (
+    (r"Unknown format", "a format is not known"),
+    (r"Invalid type", "a type is not one of JSON's"),
+    (r"oneOf constraints", "the schemas of a oneOf do not exclude each other"),
+    (r"[Uu]nsatisfiable|NoExtensionBias", "no text satisfies it"),
+    (r"patternPropert", "its patternProperties overlap"),
+    (r"invalid regex|regex parse error", "a regular expression is not valid or not supported"),
+    (r"nested|recursion limit", "it is nested too deeply"),
+    (
+        r"too large|too many|too complex|too big|max is|fuel|limit|level exceeded|Unable to determ",
+        "it is too complex",
+    ),
+)
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\):")
+
+
+def to_llguidance(spec: GrammarSpec) -> str:
+    """The grammar in llguidance's own form.
+
+    Raises:
+      RequestError: it has not the form of its kind.
+    """
+    match spec.kind:
+        case "json_schema":
+            return _json_schema(spec)
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(spec.text)
+        case "choice":
+            choices = json.loads(spec.text)
+            lark = "start: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in choices)
+            return llguidance.LLMatcher.grammar_from_lark(lark)
+        case "grammar":
+            try:
+                lark = any_to_lark(spec.text)
+            except Exception:
+                raise RequestError("the GBNF grammar cannot be read", param=PARAM) from None
+            return llguidance.LLMatcher.grammar_from_lark(lark)
+        case "structural_tag":
+            return _structural_tag(json.loads(spec.text))
+
+
+def reason(message: str) -> str:
+    """Why llguidance refuses a grammar, without the client's words."""
+    if message.startswith("Unimplemented keys"):
+        known = sorted(_KEYWORDS.intersection(re.findall(r'"([^"]+)"', message)))
+        return f"not supported: {', '.join(known)}" if known else "a keyword is not supported"
+    for pattern, words in _REASONS:
+        if re.search(pattern, message):
+            return words
+    place = _PLACE.match(message)
+    if place is not None:
+        return f"it cannot be read at line {place[1]}, column {place[2]}"
+    return "it is not valid"
+
+
+def _json_schema(spec: GrammarSpec) -> str:
+    schema = json.loads(spec.text)
+    schema.pop("x-guidance", None)  # options of llguidance, which are not the client's to set
+    spaces: dict[str, Any]
+    if spec.whitespace is None:
+        spaces = _ONE_SPACE
+    elif not spec.whitespace:
+        spaces = _NO_SPACE
+    else:
+        spaces = {"whitespace_flexible": True, "whitespace_pattern": spec.whitespace}
+    lenient = {"lenient": spec.lenient, "coerce_one_of": spec.lenient}
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            json.dumps(schema, ensure_ascii=False),
+            overrides={**spaces, **lenient},  # type: ignore[arg-type]
+        )
+    except ValueError as error:
+        raise RequestError(f"the schema: {reason(str(error))}", param=PARAM) from None
+
+
+def _structural_tag(tag: Mapping[str, Any]) -> str:
+    form = tag.get("format")
+    if isinstance(form, Mapping) and form.get("type") == "triggered_tags":
+        given, triggers = form.get("tags"), form.get("triggers")
+    elif form is None:
+        given, triggers = tag.get("structures"), tag.get("triggers")
+    else:
+        raise _wrong_tag("only the format triggered_tags is supported")
+    if not isinstance(given, list) or not given or not isinstance(triggers, list):
+        raise _wrong_tag("it needs its tags, and triggers")
+    tags = []
+    for each in given:
+        begin, end, schema = _tag_parts(each)
+        starts = (t for t in triggers if isinstance(t, str) and t and begin.startswith(t))
+        trigger = next(starts, None)
+        if trigger is None:
+            raise _wrong_tag("each begin must start with one of the triggers")
+        tags.append(
+            llguidance.StructTag(trigger=trigger, begin=begin, grammar=json.dumps(schema), end=end)
+        )
+    grammar = llguidance.StructTag.to_grammar(tags, assume_special=False)
+    return llguidance.LLMatcher.grammar_from_lark(grammar)
+
+
+def _tag_parts(tag: Any) -> tuple[str, str, Mapping[str, Any]]:
+    """(begin, end, schema)."""
+    if not isinstance(tag, Mapping):
+        raise _wrong_tag("a tag must be an object")
+    schema: Any = tag.get("schema")
+    content = tag.get("content")
+    if isinstance(content, Mapping) and content.get("type") == "json_schema":
+        schema = content.get("json_schema")
+    begin, end = tag.get("begin"), tag.get("end", "")
+    if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, Mapping):
+        raise _wrong_tag("a tag needs begin, a schema and end")
+    return begin, end, {k: v for k, v in schema.items() if k != "x-guidance"}
+
+
+def _wrong_tag(why: str) -> RequestError:
+    return RequestError(f"structural_tag: {why}", param=PARAM)

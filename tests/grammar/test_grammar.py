@@ -1,0 +1,371 @@
+"""Grammars are compiled within limits, and matchers say what may come next."""
+
+import asyncio
+import json
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from forge_jax.errors import GrammarError, RequestError
+from forge_jax.fake import fake_tokenizer
+from forge_jax.grammar import GrammarCompiler, GrammarSpec, Matcher
+from forge_jax.grammar.masks import mask_width
+from forge_jax.grammar.matcher import MaskPool
+from forge_jax.grammar.vocabulary import Vocabulary, canonical_tokenizer
+from forge_jax.text import Tokenizer
+
+TINY = "forge_jax/bundled/forge-tiny"
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+# Texts that an output may be, and texts that none may be.
+EXAMPLES = {
+    "object": (GrammarSpec.json_object(), ["{}", '{"a": [1, 2.5e3, null]}'], ["[]", "{", "1"]),
+    "schema": (
+        GrammarSpec.json_schema(PERSON),
+        ['{"name": "Zoë", "age": 3}', '{"name":"","age":0}'],
+        ['{"age": 3, "name": "x"}', '{"name": "x", "age": -1}', '{"name": "x"}', "{}"],
+    ),
+    "compact": (GrammarSpec.json_schema(PERSON, whitespace=""), ['{"name":"a","age":1}'], []),
+    "spacious": (
+        GrammarSpec.json_schema(PERSON, whitespace=r"[ \n]+"),
+        ['{\n  "name": "a",\n  "age": 1\n}'],
+        ['{\t"name": "a", "age": 1}'],
+    ),
+    "closed": (
+        GrammarSpec.json_schema(
+            {"type": "object", "properties": {"a": {"type": "integer"}}},
+            additional_properties=False,
+        ),
+        ["{}", '{"a":1}'],
+        ['{"b":1}', '{"a":1,"b":1}'],
+    ),
+    "anything": (GrammarSpec.json_schema("true"), ["1", '"x"', "[{}]"], ["x", ""]),
+    "regex": (GrammarSpec.regex(r"^\d{3}-[a-c]+$"), ["123-abc"], ["12-a", "123-d", "123-"]),
+    "choice": (
+        GrammarSpec.choice(["yes", "no", 'a "quote"\n\\', "naïve 🙂"]),
+        ["yes", 'a "quote"\n\\', "naïve 🙂"],
+        ["y", "yesno", "maybe"],
+    ),
+    "lark": (
+        GrammarSpec.grammar('start: NAME ("," NAME)*\nNAME: /[a-z]+/'),
+        ["a", "ab,c"],
+        ["", "a,", "A"],
+    ),
+    "gbnf": (
+        GrammarSpec.grammar('root ::= "x" digit+\ndigit ::= [0-9]'),
+        ["x1", "x12"],
+        ["x", "y1"],
+    ),
+    "tag": (
+        GrammarSpec.structural_tag(
+            {
+                "type": "structural_tag",
+                "structures": [{"begin": "<f=a>", "schema": PERSON, "end": "</f>"}],
+                "triggers": ["<f="],
+            }
+        ),
+        ["Just text.", 'So: <f=a>{"name":"b","age":2}</f> and text'],
+        ['<f=a>{"name":"b"}</f>', "<f=b>{}</f>"],
+    ),
+    "new tag": (
+        GrammarSpec.structural_tag(
+            {
+                "type": "structural_tag",
+                "format": {
+                    "type": "triggered_tags",
+                    "triggers": ["<f="],
+                    "tags": [
+                        {
+                            "type": "tag",
+                            "begin": "<f=a>",
+                            "content": {"type": "json_schema", "json_schema": PERSON},
+                            "end": "</f>",
+                        }
+                    ],
+                },
+            }
+        ),
+        ['<f=a>{"name":"b","age":2}</f>'],
+        ["<f=a>{}</f>"],
+    ),
+}
+REFUSED = {
+    "not JSON": (lambda: GrammarSpec.json_schema("{"), "not valid JSON"),
+    "a list": (lambda: GrammarSpec.json_schema("[]"), "must be an object"),
+    "a wrong type": (lambda: GrammarSpec.json_schema({"type": "strng"}), "not one of JSON's"),
+    "a keyword": (lambda: GrammarSpec.json_schema({"not": {}}), "not supported: not$"),
+    "an overlap": (
+        lambda: GrammarSpec.json_schema({"oneOf": [{"type": "string"}, {"minLength": 3}]}),
+        "exclude each other",
+    ),
+    "x-guidance": (
+        lambda: GrammarSpec.json_schema({"not": {}, "x-guidance": {"lenient": True}}),
+        "not supported: not$",
+    ),
+    "nothing": (lambda: GrammarSpec.json_schema(False), "must be an object"),
+    "no text": (
+        lambda: GrammarSpec.json_schema({"type": "number", "minimum": 5, "maximum": 1}),
+        "no text satisfies it",
+    ),
+    "look-ahead": (lambda: GrammarSpec.regex("(?=a)b"), "regular expression is not valid"),
+    "no regex": (lambda: GrammarSpec.regex(""), "non-empty text"),
+    "no choices": (lambda: GrammarSpec.choice([]), "non-empty strings"),
+    "one text": (lambda: GrammarSpec.choice("ab"), "non-empty strings"),
+    "broken lark": (lambda: GrammarSpec.grammar("start: secret secret("), "line 1, column 22"),
+    "broken gbnf": (lambda: GrammarSpec.grammar('root ::= "secret'), "GBNF grammar cannot"),
+    "a tag without a trigger": (
+        lambda: GrammarSpec.structural_tag(
+            {"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}
+        ),
+        "must start with one of the triggers",
+    ),
+}
+BOMBS = {
+    "a chain of rules overflows the stack": GrammarSpec.grammar(
+        "\n".join(["start: r0", *(f"r{i}: r{i + 1} r{i + 1}" for i in range(3000)), 'r3000: "a"'])
+    ),
+    "multiples take seconds": GrammarSpec.json_schema({"type": "integer", "multipleOf": 1000003}),
+    "intersections": GrammarSpec.json_schema(
+        {"allOf": [{"type": "string", "pattern": f"^.*{i}.{{10}}x.*$"} for i in range(60)]}
+    ),
+    "alternatives of alternatives": GrammarSpec.json_schema(
+        {"allOf": [{"anyOf": [{"type": "string", "minLength": i} for i in range(20)]}] * 6}
+    ),
+    "nested groups": GrammarSpec.regex("(" * 900 + "a" + ")" * 900),
+    "nested rules": GrammarSpec.grammar("start: " + "(" * 30000 + '"a"' + ")" * 30000),
+    "a cycle": GrammarSpec.json_schema(
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = Tokenizer.from_folder(TINY)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size + 5, [tokenizer.eos_token_id])
+    yield compiler
+    compiler.close()
+
+
+def allowed(matcher: Matcher, vocab_size: int) -> set[int]:
+    row = np.zeros(mask_width(vocab_size), np.int32)
+    matcher.fill(row)
+    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+
+
+def takes(matcher: Matcher, ids: list[int]) -> bool:
+    """Whether it is a whole output."""
+    try:
+        matcher.accept(ids)
+    except GrammarError:
+        return False
+    return matcher.accepting
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_grammar_takes_its_texts_and_no_others(compiler, tokenizer, name):
+    spec, texts, others = EXAMPLES[name]
+    grammar = compiler.compile(spec)
+    for text in texts:
+        assert takes(grammar.matcher(), tokenizer.encode(text, False)), text
+    for text in others:
+        assert not takes(grammar.matcher(), tokenizer.encode(text, False)), text
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_random_choices_among_the_allowed_tokens_write_is_valid(compiler, tokenizer, name):
+    spec = EXAMPLES[name][0]
+    rng = random.Random(name)
+    for _ in range(5):
+        matcher, ids = compiler.compile(spec).matcher(), []
+        end = tokenizer.eos_token_id
+        while not matcher.stopped and len(ids) < 300:
+            may = allowed(matcher, compiler.vocab_size)
+            assert max(may) < tokenizer.vocab_size and not (may & tokenizer.special_ids) - {end}
+            assert (end in may) == matcher.accepting
+            ids.append(end if end in may and len(ids) > 20 else rng.choice(sorted(may)))
+            matcher.accept(ids[-1:])
+        text = tokenizer.decode([i for i in ids if i != end])
+        if matcher.accepting and spec.kind == "json_schema":
+            json.loads(text)
+        if matcher.accepting and spec.kind == "choice":
+            assert text in json.loads(spec.text)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_used_is_refused_without_being_quoted(compiler, name):
+    make, why = REFUSED[name]
+    with pytest.raises(RequestError, match=why) as caught:
+        compiler.compile(make())
+    assert caught.value.param == "structured_outputs"
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_and_the_next_grammar_is_not(compiler, name):
+    with pytest.raises(RequestError, match=r"too|memory|no text|not valid"):
+        compiler.check(BOMBS[name])
+    with pytest.raises(RequestError):  # and is not tried again
+        compiler.check(BOMBS[name])
+    compiler.check(GrammarSpec.regex(f"after {name}"))
+
+
+def test_an_event_loop_goes_on_while_a_grammar_is_compiled(compiler):
+    slow = GrammarSpec.json_schema({"type": "integer", "multipleOf": 1000007})
+
+    async def longest_pause() -> float:
+        task = asyncio.ensure_future(compiler.compile_soon(slow))
+        longest, before = 0.0, time.monotonic()
+        while not task.done():
+            await asyncio.sleep(0.001)
+            now = time.monotonic()
+            longest, before = max(longest, now - before), now
+        with pytest.raises(RequestError, match=r"too long|memory"):
+            await task
+        return longest
+
+    assert asyncio.run(longest_pause()) < 0.4
+
+
+def test_a_lenient_schema_ignores_what_cannot_be_enforced(compiler, tokenizer):
+    spec = GrammarSpec.json_schema({"type": "integer", "not": {"const": 3}}, lenient=True)
+    assert takes(compiler.compile(spec).matcher(), tokenizer.encode("3", False))
+
+
+def test_the_end_comes_only_where_the_grammar_is_complete(compiler, tokenizer):
+    end = tokenizer.eos_token_id
+    matcher = compiler.compile(GrammarSpec.regex("ab+")).matcher()
+    [a], [b] = tokenizer.encode("a", False), tokenizer.encode("b", False)
+    assert end not in allowed(matcher, compiler.vocab_size) and not matcher.accepting
+    matcher.accept([a, b])
+    assert end in allowed(matcher, compiler.vocab_size)
+    assert matcher.accepting and not matcher.stopped
+    matcher.accept([end])
+    assert matcher.stopped
+
+
+def test_drafts_are_cut_before_what_is_wrong_and_before_the_end(compiler, tokenizer):
+    grammar = compiler.compile(GrammarSpec.json_schema(PERSON))
+    ids = tokenizer.encode('{"name": "b", "age": 12}', False)
+    matcher = grammar.matcher()
+    assert matcher.valid_drafts(ids) == len(ids) - 1
+    assert matcher.valid_drafts([*ids, tokenizer.eos_token_id]) == len(ids) - 1
+    assert matcher.valid_drafts([*ids[:3], tokenizer.eos_token_id]) == 3
+    wrong = [*ids[:4], ids[0], *ids[4:]]
+    assert 4 <= matcher.valid_drafts(wrong) <= len(wrong)
+    matcher.accept(ids)  # nothing of that has left a trace
+    assert matcher.stopped
+    matcher.rollback(2)
+    assert not matcher.accepting
+    matcher.accept(ids[-2:])
+    assert matcher.stopped
+
+
+def test_many_masks_are_those_of_one_at_a_time(compiler, tokenizer):
+    specs = [EXAMPLES[name][0] for name in ("schema", "lark", "choice", "object")]
+    matchers = [compiler.compile(spec).matcher() for spec in specs]
+    ids = tokenizer.encode('{"name": "b", "age": 12}', False)
+    work = [(matchers[0], 0, ids[:4]), (matchers[1], 5, ()), (matchers[2], 6, ())]
+    work += [(matchers[3], 7, ids[:2])]
+    masks = np.full((10, mask_width(compiler.vocab_size)), -1, np.int32)
+    assert MaskPool(2).fill(work, masks) == []
+    one = np.zeros_like(masks[0])
+    for matcher, first, drafts in work:
+        for row, token in enumerate([*drafts, None], first):
+            matcher.fill(one)
+            assert (masks[row] == one).all(), (first, row)
+            if token is not None:
+                matcher.accept([token])
+
+
+def test_a_matcher_that_fails_says_so(compiler, tokenizer):
+    grammar = compiler.compile(GrammarSpec.regex("a?" * 1000 + "a{1000}"))
+    matcher = grammar.matcher()
+    row = np.zeros((1, mask_width(compiler.vocab_size)), np.int32)
+    with pytest.raises(GrammarError, match="too complex"):
+        matcher.accept(tokenizer.encode("a", False))
+    with pytest.raises(GrammarError):
+        matcher.fill(row[0])
+    assert MaskPool(1).fill([(matcher, 0, ())], row) == [matcher]
+    with pytest.raises(GrammarError):
+        matcher.accept(tokenizer.encode("b", False))
+
+
+def test_the_cache_is_bounded_in_bytes_and_keeps_what_was_used_last(tokenizer):
+    compiler = GrammarCompiler(
+        tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id], limits=None, cache_bytes=300_000
+    )
+    first = GrammarSpec.regex("first")
+    compiler.compile(first)
+    for i in range(50):
+        compiler.compile(GrammarSpec.regex(f"x{i}"))
+        assert compiler.kept(first) is not None
+        assert compiler.num_bytes <= 300_000
+    assert compiler.kept(GrammarSpec.regex("x0")) is None
+    compiler.close()
+
+
+def test_many_threads_may_ask_at_once(compiler):
+    found, specs = [], [GrammarSpec.regex(f"[a-z]{{{i + 1}}}") for i in range(12)]
+
+    def ask(spec):
+        found.append(compiler.compile(spec))
+
+    threads = [threading.Thread(target=ask, args=(specs[i % 12],)) for i in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 24
+
+
+def test_a_model_without_text_or_without_an_end_has_no_grammars(tokenizer):
+    with pytest.raises(RequestError, match="tokenizer"):
+        GrammarCompiler(None, 100, [1]).compile(GrammarSpec.json_object())
+    with pytest.raises(RequestError, match="ends an output"):
+        GrammarCompiler(tokenizer, 100, []).compile(GrammarSpec.json_object())
+
+
+@pytest.mark.parametrize("folder", ["tests/fixtures/text/stories260k", None])
+def test_other_vocabularies_write_valid_json_too(folder):
+    other = Tokenizer.from_folder(folder) if folder else fake_tokenizer()
+    assert other is not None and other.eos_token_id is not None
+    compiler = GrammarCompiler(other, other.vocab_size, [other.eos_token_id], limits=None)
+    grammar, rng = compiler.compile(GrammarSpec.json_schema(PERSON)), random.Random(0)
+    for _ in range(5):
+        matcher, ids = grammar.matcher(), []
+        while not matcher.stopped and len(ids) < 200:
+            ids.append(rng.choice(sorted(allowed(matcher, other.vocab_size))))
+            matcher.accept(ids[-1:])
+        if matcher.accepting:
+            text = b"".join(map(other.token_bytes, ids)).decode()
+            assert set(json.loads(text)) == {"name", "age"}
+    compiler.close()
+
+
+def test_an_end_token_that_is_plain_text_is_never_taken_for_text(tokenizer):
+    [brace] = tokenizer.encode("}", False)  # a model that ends with this, say
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [brace], limits=None)
+    matcher = compiler.compile(GrammarSpec.regex(".*x")).matcher()
+    assert brace not in allowed(matcher, tokenizer.vocab_size)
+    compiler.close()
+
+
+def test_a_tokenizer_that_reads_otherwise_than_we_do_is_not_used_by_llguidance(tokenizer):
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id])
+    assert canonical_tokenizer(tokenizer, vocabulary) is not None
+    vocabulary.tokens[500] += b"?"
+    assert canonical_tokenizer(tokenizer, vocabulary) is None
