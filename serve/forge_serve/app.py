@@ -228,11 +228,12 @@ class _Endpoints:
         request = decode(await _body(http), kind, limits)
         self._service.check_model(request.model)
         try:
-            params, more = request.sampling_params(), {}
+            params, answers = request.sampling_params(), None
             if isinstance(request, ChatRequest):
                 answers = self._service.chat_answers(request)
-                params, more = answers.params(params), {"answers": answers}
             prompts = await encode_prompts(engine, request)
+            if answers is not None:
+                params = await answers.params(params, prompts[0], engine)
             prompt_lens = [len(prompt.token_ids) for prompt in prompts]
             check_logprob_values(params, prompt_lens, engine.max_model_len, limits)
             engine = self._service.ready_engine()  # tokenising may have taken long
@@ -244,7 +245,7 @@ class _Endpoints:
                 model=self._service.model_name,
                 created_s=int(time.time()),
                 system_fingerprint=engine.system_fingerprint,
-                **more,
+                **({} if answers is None else {"answers": answers}),
             )
             generation = Generation(
                 engine,

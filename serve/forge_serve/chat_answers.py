@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forge_jax.errors import RequestError
+from forge_jax.grammar import GrammarSpec
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.parsers.answer import AnswerParser
+from forge_serve.parsers.call_grammar import call_grammar
 from forge_serve.parsers.families import Families
 from forge_serve.parsers.reasoning import ReasoningParser
 from forge_serve.parsers.tool_calls import ToolCallParser
@@ -18,6 +20,7 @@ from forge_serve.protocol import ChatRequest
 from forge_serve.tools import ToolChoice
 
 if TYPE_CHECKING:
+    from forge_jax.streams import StreamingEngine
     from forge_jax.text import Tokenizer
     from forge_serve.generation import Prompt
 
@@ -37,14 +40,64 @@ class ChatAnswers:
         """Raises `RequestError` for tools that this model, or this server, cannot be given."""
         choice = request.chosen_tools()
         if choice.mode != "none":
-            _check_tools(choice, families)
+            _check_tools(families)
         return cls(request, families, choice)
 
-    def params(self, params: SamplingParams) -> SamplingParams:
-        """The request's, with all of the text that the parsers need."""
+    async def params(
+        self, params: SamplingParams, prompt: Prompt, engine: StreamingEngine
+    ) -> SamplingParams:
+        """The request's, with all of the text that the parsers need, and the grammar of the calls
+        that it demands; this has been compiled.
+
+        Raises:
+          RequestError: calls cannot be demanded so; `param` names the tools or the choice.
+          OverloadedError: the grammar could not be tried now.
+        """
         hidden = self.families.hides_reasoning()
         hidden |= self.choice.mode != "none" and self.families.hides_calls()
-        return dataclasses.replace(params, skip_special_tokens=False) if hidden else params
+        if hidden:
+            params = dataclasses.replace(params, skip_special_tokens=False)
+        if not self._demands(params):
+            return params
+        if params.structured_outputs is not None:
+            raise RequestError(
+                "tool_choice: calls of tools cannot be demanded of an output in another form",
+                param="tool_choice",
+            )
+        params = dataclasses.replace(
+            params, structured_outputs=self._grammar(prompt, engine.tokenizer)
+        )
+        try:
+            await engine.prepare(params)
+        except RequestError as error:
+            raise RequestError(f"tools: {error}", param="tools") from error
+        return params
+
+    def _demands(self, params: SamplingParams) -> bool:
+        """Whether a grammar has to see to it that the answer is what the request asks for."""
+        if self.choice.mode == "required":
+            return True
+        strict = any(function.strict for function in self.choice.functions)
+        # Of an answer that may be text: a grammar would have it go on beyond a stop string.
+        free = params.structured_outputs is None and not params.stop and not params.stop_token_ids
+        return strict and free and self._written
+
+    @property
+    def _written(self) -> bool:
+        form = self.families.calls
+        return form is not None and form.written(self.families.special_tokens.keys()) is not None
+
+    def _grammar(self, prompt: Prompt, tokenizer: Tokenizer | None) -> GrammarSpec:
+        assert self.families.calls is not None
+        parallel = self.request.parallel_tool_calls is not False and not self.choice.named
+        return call_grammar(
+            self.families.calls,
+            self.choice,
+            parallel=parallel,
+            reasoning=self.families.reasoning,
+            reasoning_is_open=self._reasoning_is_open(prompt, tokenizer),
+            special_tokens=self.families.special_tokens,
+        )
 
     def parser(self, prompt: Prompt, tokenizer: Tokenizer | None) -> AnswerParser | None:
         """A parser for one choice; None if its text is content as it is."""
@@ -67,15 +120,20 @@ class ChatAnswers:
         form = self.families.reasoning
         if form is None:
             return None
+        return ReasoningParser(form, open=self._reasoning_is_open(prompt, tokenizer))
+
+    def _reasoning_is_open(self, prompt: Prompt, tokenizer: Tokenizer | None) -> bool:
+        form = self.families.reasoning
+        if form is None:
+            return False
         if self.request.continue_final_message:
-            last = self.request.template_messages()[-1]
-            return ReasoningParser(form, open=form.is_open_in(last["content"]))
+            return form.is_open_in(self.request.template_messages()[-1]["content"])
         end = prompt.token_ids[-PROMPT_END_TOKENS:]
         text = tokenizer.decode(end, skip_special_tokens=False) if tokenizer else ""
-        return ReasoningParser(form, open=form.is_open_after(text))
+        return form.is_open_after(text)
 
 
-def _check_tools(choice: ToolChoice, families: Families) -> None:
+def _check_tools(families: Families) -> None:
     if not families.takes_tools:
         raise RequestError(
             "tools: this model's chat template has no place for them; the server's "
@@ -86,9 +144,4 @@ def _check_tools(choice: ToolChoice, families: Families) -> None:
         raise RequestError(
             "tools: this server has no parser for this model's calls; --tool-call-parser sets it",
             param="tools",
-        )
-    if choice.mode == "required":
-        raise RequestError(
-            "tool_choice: only none and auto are supported: nothing makes the model call a tool",
-            param="tool_choice",
         )

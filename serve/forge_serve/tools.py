@@ -14,10 +14,14 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+    """A function that the model may call; `parameters` is the JSON schema of its arguments.
+
+    `strict`: they have to follow it; otherwise as far as it is understood.
+    """
 
     name: str
     parameters: dict[str, Any] | None = None
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,7 @@ class ToolChoice:
 
     mode: Literal["none", "auto", "required"]
     functions: tuple[Function, ...] = ()
+    named: bool = False  # by the choice: one call of it
 
     @property
     def names(self) -> frozenset[str]:
@@ -55,7 +60,7 @@ def tool_choice(tools: Sequence[dict[str, Any]] | None, choice: Any) -> ToolChoi
                     "tool_choice names a function that is not one of the tools",
                     param="tool_choice",
                 )
-            return ToolChoice("required", named[:1])
+            return ToolChoice("required", named[:1], named=True)
     raise RequestError(
         'tool_choice must be none, auto, required, or {"type": "function", "function": {"name"}}',
         param="tool_choice",
@@ -79,4 +84,4 @@ def _function(path: str, tool: dict[str, Any]) -> Function:
         raise RequestError(f"{path}.description must be a text", param=f"{path}.description")
     if not isinstance(parameters, dict | None):
         raise RequestError(f"{path}.parameters must be a JSON schema", param=f"{path}.parameters")
-    return Function(name, parameters)
+    return Function(name, parameters, function.get("strict") is True)

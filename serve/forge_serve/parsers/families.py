@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -55,18 +56,20 @@ class Families:
     calls: CallForm | None
     reasoning: ReasoningForm | None
     takes_tools: bool  # the template does something with them
-    special_tokens: frozenset[str]  # which are no text unless they are asked for
+    special_tokens: Mapping[str, int]  # which are no text unless they are asked for
 
     def hides_calls(self) -> bool:
         """Whether the text of a call is not all there unless special tokens are."""
         form = self.calls
-        return form is not None and not self.special_tokens.isdisjoint(
+        return form is not None and not self.special_tokens.keys().isdisjoint(
             (*form.markers, *form.syntax_tokens)
         )
 
     def hides_reasoning(self) -> bool:
         form = self.reasoning
-        return form is not None and not self.special_tokens.isdisjoint((form.begin, form.end))
+        return form is not None and not self.special_tokens.keys().isdisjoint(
+            (form.begin, form.end)
+        )
 
 
 @lru_cache(maxsize=4)
@@ -83,12 +86,12 @@ def families(
         calls = _calls_shown(sources)
     if reasoning == "auto":
         reasoning = _reasoning_shown(sources)
-    special = {tokenizer.token_text(i) for i in tokenizer.special_ids} if tokenizer else ()
+    special = {tokenizer.token_text(i): i for i in tokenizer.special_ids} if tokenizer else {}
     return Families(
         calls=CALL_FORMS.get(calls),
         reasoning=REASONING_FORMS.get(reasoning),
         takes_tools=bool(_TAKES_TOOLS.search(sources)),
-        special_tokens=frozenset(special),
+        special_tokens=special,
     )
 
 

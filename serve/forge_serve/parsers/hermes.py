@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from forge_serve.parsers.reading import Read, closing, space
-from forge_serve.parsers.tool_calls import CallForm, CallSink, json_call
+from forge_serve.parsers.tool_calls import CallForm, CallSink, Written, call_begin, json_call
 
 
 class HermesForm(CallForm):
@@ -15,3 +17,12 @@ class HermesForm(CallForm):
         c = yield from space((yield))
         yield from json_call(c, calls, ("arguments",), strict=False)
         yield from closing("</tool_call>")
+
+    def written(self, special_tokens: Collection[str]) -> Written:
+        return Written(
+            marker="<tool_call>",
+            first="\n",
+            begin=lambda name: call_begin(name, "arguments"),
+            end="}\n</tool_call>",
+            between="\n<tool_call>\n",
+        )

@@ -4,8 +4,10 @@ of them one after the other or with semicolons between.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from forge_serve.parsers.reading import Malformed, Read, space
-from forge_serve.parsers.tool_calls import CallForm, CallSink, json_call
+from forge_serve.parsers.tool_calls import CallForm, CallSink, Written, call_begin, json_call
 
 
 class Llama3JsonForm(CallForm):
@@ -24,3 +26,6 @@ class Llama3JsonForm(CallForm):
                 return
             if c != "{":
                 raise Malformed
+
+    def written(self, special_tokens: Collection[str]) -> Written:
+        return Written(begin=lambda name: call_begin(name, "parameters"), end="}", between="; ")

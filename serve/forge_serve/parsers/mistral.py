@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from forge_serve.parsers.reading import (
     MAX_NAME_CHARS,
     Malformed,
@@ -13,7 +15,14 @@ from forge_serve.parsers.reading import (
     value,
     word,
 )
-from forge_serve.parsers.tool_calls import CallForm, CallSink, json_call, short_id
+from forge_serve.parsers.tool_calls import (
+    CallForm,
+    CallSink,
+    Written,
+    call_begin,
+    json_call,
+    short_id,
+)
 
 
 class MistralForm(CallForm):
@@ -29,6 +38,19 @@ class MistralForm(CallForm):
             yield from json_call(c, calls, ("arguments",), strict=False)
         else:
             yield from self._named(c, calls)
+
+    def written(self, special_tokens: Collection[str]) -> Written:
+        [marker] = self.markers
+        if "[ARGS]" in special_tokens:
+            return Written(marker=marker, begin=lambda name: f"{name}[ARGS]", between=marker)
+        return Written(
+            marker=marker,
+            first="[",
+            begin=lambda name: call_begin(name, "arguments"),
+            end="}",
+            between=", ",
+            last="]",
+        )
 
     def new_id(self) -> str:
         return short_id()  # its templates refuse any other

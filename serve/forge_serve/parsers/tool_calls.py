@@ -11,6 +11,8 @@ import logging
 import random
 import string
 import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import ClassVar
 
 from forge_serve.parsers.markers import begun_at_end, find_first
@@ -22,6 +24,20 @@ log = logging.getLogger(__name__)
 MAX_HELD_CHARS = 64 * 1024  # of what may become a call, and none has begun yet
 
 _ids = random.Random()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Calls as a model would write them: `marker first call (between call)* last`, each call
+    `begin(name)`, its arguments and `end`.
+    """
+
+    begin: Callable[[str], str]
+    end: str = ""
+    marker: str = ""
+    first: str = ""
+    between: str = ""
+    last: str = ""
 
 
 class CallForm:
@@ -39,6 +55,10 @@ class CallForm:
         text. Raises `Malformed` at the first character that cannot be.
         """
         raise NotImplementedError
+
+    def written(self, special_tokens: Collection[str]) -> Written | None:
+        """What to hold a model to that must call; None: no grammar can say it."""
+        return None
 
     def new_id(self) -> str:
         return f"call_{_ids.getrandbits(96):024x}"
@@ -311,6 +331,11 @@ def json_call(
     if not have_arguments or name is None:
         raise Malformed
     calls.end()
+
+
+def call_begin(name: str, argument_key: str) -> str:
+    """The beginning of what `json_call` reads, up to the arguments."""
+    return f'{{"name": "{name}", "{argument_key}": '
 
 
 def short_id(length: int = 9) -> str:
