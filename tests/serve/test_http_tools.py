@@ -309,6 +309,87 @@ async def test_one_call_only_without_parallel_calls(start):
     assert len(joined(events)["tool_calls"]) == 1
 
 
+CITIES = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Paris"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+STRICT = {"type": "function", "function": {"name": "f", "parameters": CITIES, "strict": True}}
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+def demanding(choice: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [USER], "tools": [NOW, STRICT], "tool_choice": choice, **more}
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special tokens"])
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral"])
+async def test_a_model_that_would_not_call_a_tool_can_be_made_to(start, family, special):
+    markers = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]") if special else ()
+    engine = scripted_engine("Sunny!", template=TEMPLATES[family], special_tokens=markers)
+    server = await start(engine)
+    named = {"type": "function", "function": {"name": "f"}}
+    for choice, names in (("required", ("now", "f")), (named, ("f",))):
+        body = demanding(choice, n=2, parallel_tool_calls=False)
+        status, whole = await server.post(CHAT, body)
+        assert status == 200, whole
+        events = await server.events(CHAT, {**body, "stream": True})
+        for answer in whole["choices"]:
+            assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
+            [call] = answer["message"]["tool_calls"]
+            assert call["function"]["name"] in names
+            arguments = json.loads(call["function"]["arguments"])
+            assert arguments in ({"city": "Paris"}, {"city": "Rome"}, {})
+            assert (arguments == {}) == (call["function"]["name"] == "now")
+            streamed = joined(events, answer["index"])
+            assert streamed["finish_reason"] == "tool_calls"
+            assert len(streamed["tool_calls"]) == 1 and not streamed.get("content")
+
+
+async def test_a_model_may_think_before_it_must_call(start):
+    engine = scripted_engine("Hm.\n</think>\n\nSunny!", template=families.QWEN)
+    server = await start(engine)
+    body = demanding("required", chat_template_kwargs={"thinking": True})
+    _, whole = await server.post(CHAT, body)
+    message = whole["choices"][0]["message"]
+    assert len(message["tool_calls"]) == 1 and message["content"] is None
+    assert message["reasoning"] == "Hm."
+
+
+async def test_strict_arguments_follow_their_schema_and_text_is_free(start):
+    call = '<tool_call>\n{"name": "f", "arguments": {"city": "%s"}}\n</tool_call>'
+    server = await start(scripted_engine("Let's see:\n" + call % "Pisa", template=families.HERMES))
+    _, whole = await server.post(CHAT, demanding("auto"))
+    message = whole["choices"][0]["message"]
+    assert message["content"] == "Let's see:\n"
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"])["city"] == "Paris"
+    loose = {**STRICT, "function": {**STRICT["function"], "strict": False}}
+    for more in ({"tools": [loose]}, {"stop": "never"}):
+        _, whole = await server.post(CHAT, {**demanding("auto"), **more})
+        [got] = whole["choices"][0]["message"]["tool_calls"]
+        assert json.loads(got["function"]["arguments"]) == {"city": "Pisa"}
+    server = await start(scripted_engine("It is sunny.", template=families.HERMES))
+    _, whole = await server.post(CHAT, demanding("auto"))
+    assert whole["choices"][0]["message"]["content"] == "It is sunny."
+
+
+async def test_calls_that_cannot_be_demanded_are_refused(start):
+    server = await start(scripted_engine("x", template=families.PYTHONIC))
+    status, answer = await server.post(CHAT, demanding("required"))
+    assert (status, answer["error"]["param"]) == (400, "tool_choice")
+    assert (await server.post(CHAT, demanding("auto")))[0] == 200
+    server = await start(scripted_engine("x", template=families.HERMES))
+    for schema, param in (
+        ({"type": "array"}, "tools[0].function.parameters"),
+        ({"properties": {"a": {"type": "strange"}}}, "tools"),
+        ({"properties": {"a": {"pattern": "("}}}, "tools"),
+    ):
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        status, answer = await server.post(CHAT, demanding("required", tools=[tool]))
+        assert (status, answer["error"]["param"]) == (400, param), answer
+
+
 THOUGHT = "<think>\nParis, then.\n</think>\n\nIt is sunny."
 
 
