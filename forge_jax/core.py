@@ -26,6 +26,7 @@ from forge_jax.errors import (
     RequestError,
     StepError,
 )
+from forge_jax.grammar.spec import refused
 from forge_jax.observe.phases import PhaseTimes
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
@@ -274,7 +275,7 @@ class EngineCore:
         if spec is None:
             return None
         if self.grammars is None:
-            raise RequestError("structured output is not available", param="structured_outputs")
+            raise refused("this engine has no grammars")
         return self.grammars.compile(spec)
 
     def _constrain(self, seq: Sequence, grammar: Grammar) -> None:
@@ -362,7 +363,7 @@ class EngineCore:
                 return self._recover(step.plan, error)
             gains = self._commit(step, result)
         plan = self._schedule()
-        dispatched = None
+        dispatched, failed = None, []
         if plan is not None:
             plan, failed = self._mask(plan)
             try:
@@ -373,8 +374,6 @@ class EngineCore:
             dispatched = _InFlight(plan, pending, self._in_flight is None)
             self.num_steps += 1
             phases.end("dispatch")
-            for seq in failed:  # its row is burnt
-                self._give_up(seq, GrammarError("the grammar became too complex to follow"))
         if self._one_step_ahead:
             step, self._in_flight = self._in_flight, dispatched
         else:
@@ -391,6 +390,9 @@ class EngineCore:
         if gains is not None:
             self._add_deltas(gains, outputs)
             phases.end("text")
+        for seq in failed:  # after its last news; its row of the new step is burnt
+            if not seq.finished:
+                self._give_up(seq, GrammarError("the grammar became too complex to follow"))
         return outputs
 
     def _waits(self, plan: StepPlan) -> bool:
@@ -625,7 +627,7 @@ def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None)
     check_token_ids(request, limits.vocab_size)
     check_salt(request.cache_salt)
     if request.params.constrained and tokenizer is None:
-        raise RequestError("structured output needs a tokenizer", param="structured_outputs")
+        raise refused("the model has no tokenizer")
     if request.params.stop and tokenizer is None:
         raise RequestError(
             "stop strings need a tokenizer, which this model does not have: use stop_token_ids",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import llguidance
 import numpy as np
 
-from forge_jax.errors import GrammarError, RequestError
+from forge_jax.errors import GrammarError
 from forge_jax.grammar.masks import mask_width
 from forge_jax.grammar.matcher import Matcher
-from forge_jax.grammar.spec import PARAM, GrammarSpec
+from forge_jax.grammar.spec import GrammarSpec, refused
 from forge_jax.grammar.translate import reason, to_llguidance
 
 # What one mask may cost, and what a matcher may hold: a lexer's state is a kilobyte or two. With
@@ -50,11 +50,7 @@ def build(spec: GrammarSpec, tokenizer: llguidance.LLTokenizer, vocab_size: int)
             first.fill(np.zeros(mask_width(vocab_size), np.int32))
         except GrammarError as error:
             why = reason(inner.get_error()) if inner.is_error() else str(error)
-            raise _refused(spec, why) from None
+            raise refused(f"the {spec.kind} cannot be used: {why}") from None
         # Measured over the schemas of the tests: the source three times over, and a base.
         return Grammar(inner, 65_536 + 64 * len(source))
-    raise _refused(spec, reason(inner.get_error()))
-
-
-def _refused(spec: GrammarSpec, why: str) -> RequestError:
-    return RequestError(f"the {spec.kind} cannot be used: {why}", param=PARAM)
+    raise refused(f"the {spec.kind} cannot be used: {reason(inner.get_error())}")

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forge_jax.errors import OverloadedError, RequestError
-from forge_jax.grammar.spec import PARAM, GrammarSpec
+from forge_jax.errors import OverloadedError
+from forge_jax.grammar.spec import GrammarSpec, refused
 
 if TYPE_CHECKING:
     import llguidance
@@ -134,7 +134,7 @@ class GrammarCompiler:
         with self._lock:
             self._verdicts.put(spec, complaint or "", len(spec.text) + 256)
         if complaint:
-            raise RequestError(complaint, param=PARAM)
+            raise refused(complaint)
 
     def _compile(self, spec: GrammarSpec) -> Grammar:
         if self.limits is not None:
@@ -153,7 +153,7 @@ class GrammarCompiler:
         with self._lock:
             verdict = self._verdicts.get(spec)
         if verdict:
-            raise RequestError(verdict, param=PARAM)
+            raise refused(verdict)
         return verdict is not None
 
     def _probe(self) -> Probe:
@@ -182,9 +182,9 @@ class GrammarCompiler:
 
     def _on_thread[T](self, work: Callable[[GrammarSpec], T], spec: GrammarSpec) -> Future[T]:
         if self._tokenizer is None:
-            raise RequestError("structured output needs a tokenizer", param=PARAM)
+            raise refused("the model has no tokenizer")
         if not self.end_ids:
-            raise RequestError("the model has no token that ends an output", param=PARAM)
+            raise refused("the model has no token that ends an output")
         with self._lock:
             before = threading.stack_size(STACK_BYTES)
             try:

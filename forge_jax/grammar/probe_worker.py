@@ -17,7 +17,7 @@ import psutil
 from forge_jax.errors import RequestError
 from forge_jax.grammar.build import build
 from forge_jax.grammar.probe import Hello, Verdict, read, write
-from forge_jax.grammar.spec import GrammarSpec
+from forge_jax.grammar.spec import PARAM, GrammarSpec
 from forge_jax.grammar.vocabulary import llguidance_tokenizer
 
 STACK_BYTES = 4 << 20
@@ -39,7 +39,7 @@ def main() -> None:
         try:
             build(spec, tokenizer, len(vocabulary.tokens))
         except RequestError as error:
-            write(answers, Verdict(str(error)))
+            write(answers, Verdict(str(error).removeprefix(f"{PARAM}: ")))
         except MemoryError:
             os._exit(1)
         else:

@@ -16,6 +16,11 @@ Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
 PARAM = "structured_outputs"
 
 
+def refused(why: str) -> RequestError:
+    """The error of a grammar that cannot be used."""
+    return RequestError(f"{PARAM}: {why}", param=PARAM)
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """A kind of grammar and its text; made by the methods named after the kinds.
@@ -60,11 +65,11 @@ class GrammarSpec:
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError):
-                raise RequestError("the schema is not valid JSON", param=PARAM) from None
+                raise refused("the schema is not valid JSON") from None
         if schema is True:
             schema = {}
         if not isinstance(schema, Mapping):
-            raise RequestError("the schema must be an object", param=PARAM)
+            raise refused("the schema must be an object")
         if not additional_properties:
             schema = _closed(schema)
         text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
@@ -80,7 +85,7 @@ class GrammarSpec:
         """One of some texts."""
         valid = not isinstance(choices, str) and len(choices) > 0
         if not valid or not all(isinstance(choice, str) and choice for choice in choices):
-            raise RequestError("choice must be a list of non-empty strings", param=PARAM)
+            raise refused("choice must be a list of non-empty strings")
         return cls("choice", json.dumps(list(choices), ensure_ascii=False))
 
     @classmethod
@@ -99,16 +104,16 @@ class GrammarSpec:
             try:
                 tag = json.loads(tag)
             except (ValueError, RecursionError):
-                raise RequestError("the structural tag is not valid JSON", param=PARAM) from None
+                raise refused("the structural tag is not valid JSON") from None
         if not isinstance(tag, Mapping):
-            raise RequestError("the structural tag must be an object", param=PARAM)
+            raise refused("the structural tag must be an object")
         text = json.dumps(tag, ensure_ascii=False, separators=(",", ":"))
         return cls("structural_tag", text)
 
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value:
-        raise RequestError(f"{what} must be a non-empty text", param=PARAM)
+        raise refused(f"{what} must be a non-empty text")
     return value
 
 

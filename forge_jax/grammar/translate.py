@@ -11,7 +11,7 @@ import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from forge_jax.errors import RequestError
-from forge_jax.grammar.spec import PARAM, GrammarSpec
+from forge_jax.grammar.spec import GrammarSpec, refused
 
 # What a model writes that has seen JSON either way; more would let a weak one write nothing else.
 _ONE_SPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -61,7 +61,7 @@ def to_llguidance(spec: GrammarSpec) -> str:
             try:
                 lark = any_to_lark(spec.text)
             except Exception:
-                raise RequestError("the GBNF grammar cannot be read", param=PARAM) from None
+                raise refused("the GBNF grammar cannot be read") from None
             return llguidance.LLMatcher.grammar_from_lark(lark)
         case "structural_tag":
             return _structural_tag(json.loads(spec.text))
@@ -98,7 +98,7 @@ def _json_schema(spec: GrammarSpec) -> str:
             overrides={**spaces, **lenient},  # type: ignore[arg-type]
         )
     except ValueError as error:
-        raise RequestError(f"the schema: {reason(str(error))}", param=PARAM) from None
+        raise refused(f"the schema: {reason(str(error))}") from None
 
 
 def _structural_tag(tag: Mapping[str, Any]) -> str:
@@ -140,4 +140,4 @@ def _tag_parts(tag: Any) -> tuple[str, str, Mapping[str, Any]]:
 
 
 def _wrong_tag(why: str) -> RequestError:
-    return RequestError(f"structural_tag: {why}", param=PARAM)
+    return refused(f"structural_tag: {why}")

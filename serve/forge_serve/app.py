@@ -234,9 +234,10 @@ class _Endpoints:
             prompts = await encode_prompts(engine, request)
             if answers is not None:
                 params = await answers.params(params, prompts[0], engine)
+            await engine.prepare(params)
             prompt_lens = [len(prompt.token_ids) for prompt in prompts]
             check_logprob_values(params, prompt_lens, engine.max_model_len, limits)
-            engine = self._service.ready_engine()  # tokenising may have taken long
+            engine = self._service.ready_engine()  # all of that may have taken long
             form = form_type(
                 request,
                 prompts,

@@ -17,6 +17,7 @@ from forge_serve.parsers.families import Families
 from forge_serve.parsers.reasoning import ReasoningParser
 from forge_serve.parsers.tool_calls import ToolCallParser
 from forge_serve.protocol import ChatRequest
+from forge_serve.structured import demand
 from forge_serve.tools import ToolChoice
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class ChatAnswers:
     request: ChatRequest
     families: Families
     choice: ToolChoice
+    other_form: bool = False  # the request demands one that is neither reasoning nor calls
 
     @classmethod
     def of(cls, request: ChatRequest, families: Families) -> ChatAnswers:
@@ -41,7 +43,13 @@ class ChatAnswers:
         choice = request.chosen_tools()
         if choice.mode != "none":
             _check_tools(families)
-        return cls(request, families, choice)
+        other_form = demand(request) is not None
+        if other_form and choice.mode == "required":
+            raise RequestError(
+                "tool_choice: calls of tools cannot be demanded of an output in another form",
+                param="tool_choice",
+            )
+        return cls(request, families, choice, other_form)
 
     async def params(
         self, params: SamplingParams, prompt: Prompt, engine: StreamingEngine
@@ -53,17 +61,14 @@ class ChatAnswers:
           RequestError: calls cannot be demanded so; `param` names the tools or the choice.
           OverloadedError: the grammar could not be tried now.
         """
+        if self.other_form:
+            return params
         hidden = self.families.hides_reasoning()
         hidden |= self.choice.mode != "none" and self.families.hides_calls()
         if hidden:
             params = dataclasses.replace(params, skip_special_tokens=False)
         if not self._demands(params):
             return params
-        if params.structured_outputs is not None:
-            raise RequestError(
-                "tool_choice: calls of tools cannot be demanded of an output in another form",
-                param="tool_choice",
-            )
         params = dataclasses.replace(
             params, structured_outputs=self._grammar(prompt, engine.tokenizer)
         )
@@ -79,8 +84,7 @@ class ChatAnswers:
             return True
         strict = any(function.strict for function in self.choice.functions)
         # Of an answer that may be text: a grammar would have it go on beyond a stop string.
-        free = params.structured_outputs is None and not params.stop and not params.stop_token_ids
-        return strict and free and self._written
+        return strict and not params.stop and not params.stop_token_ids and self._written
 
     @property
     def _written(self) -> bool:
@@ -101,6 +105,8 @@ class ChatAnswers:
 
     def parser(self, prompt: Prompt, tokenizer: Tokenizer | None) -> AnswerParser | None:
         """A parser for one choice; None if its text is content as it is."""
+        if self.other_form:
+            return None
         reasoning, tools = self._reasoning_parser(prompt, tokenizer), self._tool_parser()
         return None if reasoning is None and tools is None else AnswerParser(reasoning, tools)
 

@@ -16,6 +16,7 @@ from forge_jax.errors import (
     ContextLengthError,
     EngineError,
     ForgeError,
+    GrammarError,
     NumericalError,
     OverloadedError,
     RequestError,
@@ -112,6 +113,8 @@ def error_reply(error: BaseException) -> ErrorReply:
             return ErrorReply(408, str(error), "invalid_request_error", None, "request_timeout")
         case NumericalError():
             return ErrorReply(500, str(error), "numerical_error", None, "numerical_error")
+        case GrammarError():
+            return ErrorReply(500, str(error), "server_error", None, "grammar_failed")
         case StepError():
             return ErrorReply(500, str(error), "server_error", None, "step_failed")
         case EngineError():

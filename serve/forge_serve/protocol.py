@@ -18,6 +18,7 @@ import msgspec
 
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
+from forge_serve.structured import demand
 from forge_serve.tools import ToolChoice, tool_choice
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, by OpenAI's reference
@@ -81,7 +82,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     user: str | None = None
 
-    # Refused unless null, false or empty; 0 asks for something.
+    # One of these may demand a form of the output; see `structured`.
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -92,6 +93,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     regex: Any = None
     ebnf: Any = None
     grammar: Any = None
+
+    # Refused unless null, false or empty; 0 asks for something.
     stop_regex: Any = None
     use_beam_search: Any = None
     prompt_logprobs: Any = None
@@ -101,15 +104,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Any = None
 
     _REFUSED: ClassVar[Mapping[str, str]] = {
-        "structured_outputs": "structured output is not supported yet",
-        "guided_json": "structured output is not supported yet",
-        "guided_regex": "structured output is not supported yet",
-        "guided_choice": "structured output is not supported yet",
-        "guided_grammar": "structured output is not supported yet",
-        "json_schema": "structured output is not supported yet",
-        "regex": "structured output is not supported yet",
-        "ebnf": "structured output is not supported yet",
-        "grammar": "structured output is not supported yet",
         "stop_regex": "not supported: use stop",
         "use_beam_search": "beam search is not supported",
         "prompt_logprobs": "not supported: use echo with logprobs in a completion",
@@ -147,7 +141,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             value = getattr(self, name)
             if value is not None and _asks_for_something(value):
                 raise RequestError(f"{name}: {reason}", param=name)
-        _check_response_format(self.response_format)
+        demand(self)
         if self.stream_options is not None and not self.streams:
             raise RequestError(
                 "stream_options is only allowed with stream: true", param="stream_options"
@@ -163,7 +157,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     def names_sent(self) -> dict[str, str]:
         """The client's names of what the engine calls otherwise."""
-        return {}
+        demanded = demand(self)
+        return {} if demanded is None else {"structured_outputs": demanded[0]}
 
     def in_its_words(self, error: RequestError) -> RequestError:
         """The same error about the fields as the client named them."""
@@ -180,6 +175,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         options = {name: value for name, value in given.items() if value is not None}
         if self.stop is not None:
             options["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        demanded = demand(self)
+        if demanded is not None:
+            options["structured_outputs"] = demanded[1]
         return SamplingParams(**options, **more)
 
 
@@ -228,7 +226,8 @@ class GenerateRequest(GenerationRequest, kw_only=True):
 
     def names_sent(self) -> dict[str, str]:
         alias = self.max_tokens is None and self.max_new_tokens is not None
-        return {"max_tokens": "max_new_tokens"} if alias else {}
+        names = GenerationRequest.names_sent(self)
+        return names | {"max_tokens": "max_new_tokens"} if alias else names
 
     def sampling_params(self) -> SamplingParams:
         given = (self.max_tokens, self.max_new_tokens)
@@ -320,7 +319,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     def names_sent(self) -> dict[str, str]:
         alias = self.max_completion_tokens is not None
         limit = {"max_tokens": "max_completion_tokens"} if alias else {}
-        return {"prompt": "messages", **limit}
+        return {"prompt": "messages", **limit, **GenerationRequest.names_sent(self)}
 
     def chosen_tools(self) -> ToolChoice:
         """Which tools the model may, or must, call.
@@ -361,17 +360,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
 def _asks_for_something(value: Any) -> bool:
     empty = isinstance(value, str | list | dict) and not value
     return value is not False and not empty
-
-
-def _check_response_format(response_format: Any) -> None:
-    if not response_format:
-        return
-    if isinstance(response_format, dict) and response_format.get("type") == "text":
-        return
-    raise RequestError(
-        "response_format: only text is supported yet; structured output is not",
-        param="response_format",
-    )
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:

@@ -184,7 +184,8 @@ def _grammars(request: GenerationRequest) -> Iterator[tuple[str, Any]]:
 def _regexes(request: GenerationRequest) -> Iterator[tuple[str, Any]]:
     for name in ("guided_regex", "regex", "stop_regex"):
         yield name, getattr(request, name)
-    yield "structured_outputs.regex", _at(request.structured_outputs, "regex")
+    for name in ("regex", "whitespace_pattern"):
+        yield f"structured_outputs.{name}", _at(request.structured_outputs, name)
 
 
 def _at(value: Any, *path: str) -> Any:

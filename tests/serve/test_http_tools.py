@@ -390,6 +390,17 @@ async def test_calls_that_cannot_be_demanded_are_refused(start):
         assert (status, answer["error"]["param"]) == (400, param), answer
 
 
+async def test_an_answer_in_another_form_has_neither_calls_nor_reasoning(start):
+    server = await start(scripted_engine("<think>", template=families.QWEN))
+    form = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [5]}}}}
+    body = demanding("auto", chat_template_kwargs={"thinking": True}, **form)
+    status, whole = await server.post(CHAT, body)
+    assert status == 200, whole
+    assert whole["choices"][0]["message"]["content"] == "5"
+    status, answer = await server.post(CHAT, demanding("required", **form))
+    assert (status, answer["error"]["param"]) == (400, "tool_choice")
+
+
 THOUGHT = "<think>\nParis, then.\n</think>\n\nIt is sunny."
 
 

@@ -53,6 +53,12 @@ def object_of(size: int) -> dict[str, str]:
     return {"a": "x" * (size - len('{"a":""}'))}
 
 
+def lark_of(size: int) -> str:
+    """A grammar that is so many bytes."""
+    rest = size - len('start: ""')
+    return f'start: "{"é" * (rest // 2)}{"x" * (rest % 2)}"'
+
+
 def sent(body: Any) -> bytes:
     return body if isinstance(body, bytes) else json.dumps(body).encode()
 
@@ -83,21 +89,17 @@ def chat(
 
 def schemas(row: str, make: Callable[[int], Any]) -> Iterator[Case]:
     """The same in each place that a schema can have."""
-    yes = {"otherwise": UNSUPPORTED}
-    yield completion(row, "guided_json", make, **yes)
-    yield completion(
-        row, "guided_json", lambda k: json.dumps(make(k), separators=(",", ":")), **yes
-    )
-    yield completion(row, "json_schema", make, **yes)
+    yield completion(row, "guided_json", make)
+    yield completion(row, "guided_json", lambda k: json.dumps(make(k), separators=(",", ":")))
+    yield completion(row, "json_schema", make)
     path = "structured_outputs.json"
-    yield completion(row, "structured_outputs", lambda k: {"json": make(k)}, path, **yes)
+    yield completion(row, "structured_outputs", lambda k: {"json": make(k)}, path)
     path = "response_format.json_schema.schema"
     yield chat(
         row,
         "response_format",
         lambda k: {"type": "json_schema", "json_schema": {"name": "x", "schema": make(k)}},
         path,
-        otherwise="only text is supported",
     )
     path = "tools[1].function.parameters"
     tool = {"type": "function", "function": {"name": "f"}}
@@ -154,21 +156,25 @@ CASES = [
     ),
     *schemas("schema_bytes", object_of),
     *schemas("schema_depth", nested),
-    completion("schema_bytes", "guided_grammar", lambda k: "x" * k, otherwise=UNSUPPORTED),
-    completion("schema_bytes", "ebnf", lambda k: "é" * (k // 2) + "x" * (k % 2),
-               otherwise=UNSUPPORTED),
-    completion("schema_bytes", "grammar", lambda k: "x" * k, otherwise=UNSUPPORTED),
-    completion("schema_bytes", "guided_choice", lambda k: ["x" * (k - 4)], otherwise=UNSUPPORTED),
+    completion("schema_bytes", "guided_grammar", lark_of),
+    completion("schema_bytes", "ebnf", lark_of),
+    completion("schema_bytes", "grammar", lark_of),
+    completion("schema_bytes", "guided_choice", lambda k: ["x" * (k - 4)]),
     completion(
-        "schema_bytes", "structured_outputs", lambda k: {"grammar": "x" * k},
-        "structured_outputs.grammar", otherwise=UNSUPPORTED,
+        "schema_bytes", "structured_outputs", lambda k: {"grammar": lark_of(k)},
+        "structured_outputs.grammar",
     ),
-    completion("regex_bytes", "guided_regex", lambda k: "x" * k, otherwise=UNSUPPORTED),
-    completion("regex_bytes", "regex", lambda k: "x" * k, otherwise=UNSUPPORTED),
+    completion("regex_bytes", "guided_regex", lambda k: "x" * k),
+    completion("regex_bytes", "regex", lambda k: "x" * k),
     completion("regex_bytes", "stop_regex", lambda k: "x" * k, otherwise="use stop"),
     completion(
         "regex_bytes", "structured_outputs", lambda k: {"regex": "x" * k},
-        "structured_outputs.regex", otherwise=UNSUPPORTED,
+        "structured_outputs.regex",
+    ),
+    completion(
+        "regex_bytes", "structured_outputs",
+        lambda k: {"json": {}, "whitespace_pattern": " " * k},
+        "structured_outputs.whitespace_pattern",
     ),
 ]  # fmt: skip
 

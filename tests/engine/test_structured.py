@@ -1,0 +1,404 @@
+"""Requests with a grammar, on a device that sees every mistake: whatever happens around them, each
+output is what its grammar allows, and what it would have been alone."""
+
+import asyncio
+import json
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+from forge_jax import SamplingParams
+from forge_jax.config import EngineConfig
+from forge_jax.engine import Engine
+from forge_jax.errors import GrammarError, RequestError
+from forge_jax.fake import assemble_fake, fake_tokenizer
+from forge_jax.grammar import GrammarCompiler, GrammarSpec, Matcher
+from forge_jax.grammar.constraints import Constraints
+from forge_jax.schedule.request import Request
+from forge_jax.speculate.drafter import Draft, OneByOne
+from forge_jax.speculate.speculator import Speculator
+from forge_jax.testing import FailingDevice
+
+TOKENIZER = fake_tokenizer()
+EOS = TOKENIZER.eos_token_id
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def is_person(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        list(value) == ["name", "age", "tags"]
+        and len(value["name"]) <= 12
+        and 0 <= value["age"] <= 150
+        and set(value["tags"]) <= {"a", "b"}
+    )
+
+
+GRAMMARS = {
+    "schema": (GrammarSpec.json_schema(PERSON), is_person),
+    "regex": (
+        GrammarSpec.regex(r"[a-z]{2,9}(, [a-z]{2,9}){1,4}\."),
+        lambda text: re.fullmatch(r"[a-z]{2,9}(, [a-z]{2,9}){1,4}\.", text),
+    ),
+    "open": (GrammarSpec.regex("x[a-c]*"), lambda text: re.fullmatch("x[a-c]*", text)),
+    "choice": (
+        GrammarSpec.choice(["yes", "no", "maybe 日本"]),
+        lambda text: text in ("yes", "no", "maybe 日本"),
+    ),
+    "lark": (
+        GrammarSpec.grammar('start: "[" inner "]"\ninner: /[0-9]{1,3}/ | start'),
+        lambda text: re.fullmatch(r"\[+[0-9]{1,3}\]+", text) and text.count("[") == text.count("]"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    """Of all engines here: tried grammars, so that nobody starts a process."""
+    made = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, (EOS,), limits=None)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make_core(compiler):
+    def make(*, seed=None, outputs=None, fails=None, **options):
+        config = EngineConfig.from_options(
+            **{"max_num_seqs": 8, "num_blocks": 400, "one_step_ahead": True, **options}
+        )
+        parts = assemble_fake(config, step_time_s=0.0, max_model_len=200, check=True)
+        core = parts.core
+        core.grammars = compiler
+        core._device._next_token = None  # any token is as likely as any other
+        if seed is not None:
+            core.speculator = scripted(seed, outputs or {})
+        if fails is not None:
+            core._device = FailingDevice(core._device, fails)
+        return core
+
+    return make
+
+
+class Script:
+    """Drafts what will come, where it is known, and nonsense in between and elsewhere."""
+
+    def __init__(self, seed, outputs):
+        self._rng = random.Random(seed)
+        self._outputs = outputs
+
+    def propose(self, key, tokens, prompt_len, salt):
+        rng, known = self._rng, len(tokens) - prompt_len
+        count = rng.randint(0, 5)
+        draft = list(self._outputs[key][0][known : known + count] if key in self._outputs else ())
+        while len(draft) < count or rng.random() < 0.3:
+            draft.insert(rng.randint(0, len(draft)), rng.randrange(TOKENIZER.vocab_size))
+        return Draft(tuple(draft[:5]), (0.9,) * len(draft[:5]))
+
+    def end(self, key, tokens, prompt_len, salt):
+        pass
+
+
+def scripted(seed, outputs):
+    speculator = Speculator(OneByOne(Script(seed, outputs)), max_draft_tokens=5)
+    speculator.policy.ahead.record(1, 1.0)
+    speculator.policy.acceptance.reach = lambda confidence, _: [1.0] * len(confidence)
+    return speculator
+
+
+def requests(count: int, seed: int) -> list[Request]:
+    rng = random.Random(seed)
+    made = []
+    for i in range(count):
+        name = rng.choice([*GRAMMARS, None, None])
+        params = SamplingParams(
+            n=rng.choice((1, 1, 3)),
+            max_tokens=rng.choice((8, 60, 60, 60)),
+            temperature=rng.choice((0.0, 1.0)),
+            logprobs=rng.choice((None, 1)),
+            prompt_logprobs=rng.choice((None, None, 0)),
+            min_tokens=rng.choice((0, 0, 5)),
+            ignore_eos=name is None or rng.random() < 0.3,
+            stop=rng.choice(((), ("b", ","))),
+            stop_token_ids=rng.choice(((), (40, 200))),
+            structured_outputs=None if name is None else GRAMMARS[name][0],
+        )
+        stem = [7] * 40 if rng.random() < 0.5 else []
+        prompt = stem + [rng.randrange(200) for _ in range(rng.randint(1, 40))]
+        made.append(
+            Request(request_id=f"{name}-{seed}-{i}", prompt_token_ids=prompt, params=params, seed=i)
+        )
+    return made
+
+
+def serve(core, arriving, *, at_once=8, tick=None):
+    """By (request id, sample): its tokens, text, logprobs and end."""
+    found: dict = {}
+    waiting = list(reversed(arriving))
+    while waiting or core.has_work:
+        while waiting and len(core.scheduler.request_ids()) < at_once:
+            core.add(waiting.pop())
+        if tick is not None:
+            tick(core)
+        for request_id, deltas in core.tick().items():
+            for delta in deltas:
+                entry = found.setdefault((request_id, delta.index), [(), "", (), None, None])
+                assert entry[3] is None, "news after the end"
+                entry[0] += delta.token_ids
+                entry[1] += delta.text
+                entry[2] += delta.logprobs or ()
+                entry[3] = delta.finish_reason
+                entry[4] = delta.error
+    assert core.scheduler.pool.num_used == 0 and not core._constraints
+    return {key: tuple(entry) for key, entry in found.items()}
+
+
+def check(found) -> dict[str, int]:
+    """That each output is valid, or was cut where it says so; how many of each kind ended so."""
+    ended: dict[str, int] = {}
+    for (request_id, _), (tokens, text, logprobs, reason, error) in found.items():
+        name = request_id.split("-")[0]
+        assert reason in ("stop", "length") and error is None, (request_id, error)
+        assert not logprobs or len(logprobs) == len(tokens)
+        if name == "None":
+            continue
+        ended[name] = ended.get(name, 0) + (reason == "stop")
+        if reason == "stop":
+            assert GRAMMARS[name][1](text), (name, text)
+    return ended
+
+
+def test_outputs_are_valid_and_do_not_depend_on_anything_around_them(make_core):
+    batch = requests(60, seed=1)
+    alone = serve(make_core(), batch, at_once=1)
+    ended = check(alone)
+    assert set(ended) == set(GRAMMARS) and all(count >= 4 for count in ended.values()), ended
+    together = make_core()
+    assert serve(together, batch) == alone
+    assert serve(make_core(one_step_ahead=False), batch) == alone
+    assert serve(make_core(max_num_batched_tokens=7, prefill_chunk_size=3), batch) == alone
+    tight = make_core(num_blocks=16)
+    assert serve(tight, batch) == alone
+    assert tight.scheduler.num_preemptions > 2
+    assert serve(make_core(prefix_cache=False), batch) == alone
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_with_drafts_nothing_changes(make_core, seed):
+    batch = requests(60, seed=seed)
+    alone = serve(make_core(), batch, at_once=1)
+    core = make_core(seed=seed, outputs=alone, num_blocks=40)
+    assert serve(core, batch) == alone
+    stats = core.speculator.stats()
+    assert stats.num_accepted_tokens > 200 and stats.num_draft_tokens > stats.num_accepted_tokens
+
+
+@pytest.mark.parametrize("drafts", [None, 5])
+def test_a_device_that_fails_now_and_then_changes_nothing(make_core, drafts):
+    batch, rng = requests(60, seed=3), random.Random(3)
+    alone = serve(make_core(), batch, at_once=1)
+    core = make_core(
+        seed=drafts, outputs=alone, num_blocks=24, fails=lambda plan, where: rng.random() < 0.02
+    )
+    assert serve(core, batch) == alone
+    assert core.num_recoveries > 5
+
+
+def test_a_request_that_moves_goes_on_in_its_grammar(make_core):
+    """As after the death of its process: what is known of it are its tokens."""
+    batch = [r for r in requests(60, seed=4) if r.params.constrained]
+    batch = [replace(r, params=replace(r.params, prompt_logprobs=None)) for r in batch]
+    alone = serve(make_core(), batch, at_once=1)
+    moved = []
+    for request in batch:
+        samples = [key for key in alone if key[0] == request.request_id]
+        outputs = {i: alone[rid, i][0][: len(alone[rid, i][0]) // 2] for rid, i in samples}
+        moved.append(replace(request, outputs=outputs))
+    for (rid, i), (tokens, _, _, reason, error) in serve(make_core(), moved).items():
+        before = len(alone[rid, i][0]) // 2
+        assert (tokens, reason, error) == (alone[rid, i][0][before:], *alone[rid, i][3:])
+    whole = next(key for key in alone if key[0].startswith("schema") and alone[key][3] == "stop")
+    request = next(r for r in batch if r.request_id == whole[0])
+    complete = replace(request, outputs={whole[1]: alone[whole][0]})
+    [(tokens, text, _, reason, _)] = serve(make_core(), [complete]).values()
+    assert (tokens, text, reason) == ((), "", "stop")
+    broken = replace(request, outputs={whole[1]: (40, 41)})
+    [(_, _, _, reason, error)] = serve(make_core(), [broken]).values()
+    assert reason == "error" and isinstance(error, GrammarError)
+
+
+def one(make_core, spec, core=None, **params):
+    request = Request(
+        request_id="one",
+        prompt_token_ids=[5, 6, 7],
+        params=SamplingParams(**{"max_tokens": 60, "structured_outputs": spec, **params}),
+        seed=1,
+    )
+    [entry] = serve(core or make_core(), [request]).values()
+    return entry
+
+
+def test_an_open_grammar_ends_as_late_as_it_is_asked_to(make_core):
+    spec = GRAMMARS["open"][0]
+    plain = one(make_core, spec)
+    assert plain[3] == "stop" and len(plain[0]) < 20
+    assert len(one(make_core, spec, min_tokens=30)[0]) > 30
+    assert one(make_core, spec, ignore_eos=True)[3] == "length"
+
+
+def test_a_grammar_that_is_complete_ends_the_output_whatever_else_was_asked(make_core):
+    for more in ({"min_tokens": 50}, {"ignore_eos": True}, {"stop": ("e",), "min_tokens": 9}):
+        entry = one(make_core, GRAMMARS["choice"][0], **more)
+        assert entry[3] == "stop" and GRAMMARS["choice"][1](entry[1])
+
+
+def test_a_stop_string_does_not_cut_an_output(make_core):
+    free = one(make_core, GRAMMARS["schema"][0])
+    assert one(make_core, GRAMMARS["schema"][0], stop=('"', "}"), stop_token_ids=free[0]) == free
+    assert is_person(free[1])
+
+
+def test_the_last_token_may_complete_the_output(make_core):
+    tokens = one(make_core, GRAMMARS["schema"][0])[0]
+    assert one(make_core, GRAMMARS["schema"][0], max_tokens=len(tokens))[3] == "stop"
+    assert one(make_core, GRAMMARS["schema"][0], max_tokens=len(tokens) - 1)[3] == "length"
+
+
+def test_the_end_token_is_not_part_of_the_text_and_the_last_of_a_grammar_is(make_core):
+    entry = one(make_core, GRAMMARS["open"][0], skip_special_tokens=False)
+    assert entry[0][-1] == EOS and "</s>" not in entry[1]
+    entry = one(make_core, GRAMMARS["schema"][0])
+    assert entry[0][-1] != EOS and entry[1].endswith("}")
+
+
+@pytest.mark.parametrize("where", ["fill", "accept", "drafts"])
+def test_a_matcher_that_fails_costs_its_request_and_no_other(make_core, monkeypatch, where):
+    batch = requests(30, seed=6)
+    alone = serve(make_core(), batch, at_once=1)
+    victims = {key[0] for key in alone if key[0].startswith("schema")}
+    core = make_core(seed=2 if where == "drafts" else None, outputs=alone)
+    calls = {"masks": 0}
+    if where == "accept":
+        accept = Matcher.accept
+
+        def failing(self, token_ids):
+            if core._constraints and any(
+                matcher is self and seq.request_id in victims and seq.num_output > 3
+                for seq, matcher in core._constraints._matchers.items()
+            ):
+                raise GrammarError("planted")
+            accept(self, token_ids)
+
+        monkeypatch.setattr(Matcher, "accept", failing)
+    else:
+        masks = Constraints.masks
+
+        def failing_masks(self, plan, seqs):
+            filled, failed = masks(self, plan, seqs)
+            failed += [s for s in seqs if s.request_id in victims and s.num_output > 3]
+            calls["masks"] += 1
+            return filled, failed
+
+        monkeypatch.setattr(Constraints, "masks", failing_masks)
+    found = serve(core, batch)
+    assert set(found) == set(alone)
+    for key, entry in found.items():
+        if key[0] in victims and len(alone[key][0]) > 8:
+            assert entry[3] == "error" and isinstance(entry[4], GrammarError)
+        elif key[0] not in victims:
+            assert entry == alone[key]
+
+
+def test_a_device_that_ignores_masks_is_found_out(make_core):
+    """Else all of this could be luck."""
+
+    class Careless:
+        def __init__(self, device):
+            self._device = device
+            self.read, self.reset = device.read, device.reset
+
+        def dispatch(self, plan):
+            masks = None if plan.masks is None else plan.masks | -1
+            return self._device.dispatch(replace(plan, masks=masks))
+
+    core = make_core()
+    core._device = Careless(core._device)
+    entry = one(make_core, GRAMMARS["schema"][0], core=core)
+    assert entry[3] == "error" and isinstance(entry[4], GrammarError)
+
+
+def test_a_step_without_a_grammar_has_no_masks(make_core):
+    core, seen = make_core(), []
+    dispatch = core._device.dispatch
+    core._device.dispatch = lambda plan: (seen.append(plan.masks), dispatch(plan))[1]
+    plain = SamplingParams(max_tokens=20, ignore_eos=True)
+    bound = SamplingParams(max_tokens=20, structured_outputs=GRAMMARS["choice"][0])
+    for i, params in enumerate((plain, bound, plain)):
+        core.add(Request(request_id=str(i), prompt_token_ids=[3] * 9, params=params))
+    while core.has_work:
+        core.tick()
+    assert 0 < sum(masks is not None for masks in seen) < 8
+    assert len(seen) >= 20
+
+
+# ---- the async engine ----------------------------------------------------------------------------
+
+
+async def collect(stream) -> tuple[str, str | None, Exception | None]:
+    text, reason, error = "", None, None
+    async for deltas in stream:
+        for delta in deltas:
+            text += delta.text
+            reason, error = delta.finish_reason, delta.error
+    return text, reason, error
+
+
+@pytest.fixture
+async def engine():
+    made = Engine.fake(check=True)
+    made.start()
+    yield made
+    await made.stop()
+
+
+async def test_an_engine_compiles_what_it_is_given_off_its_thread(engine):
+    params = SamplingParams(max_tokens=80, structured_outputs=GRAMMARS["schema"][0])
+    await engine.prepare(params)
+    texts = await asyncio.gather(
+        *[collect(engine.submit([5, i], params, request_id=f"r{i}")) for i in range(5)]
+    )
+    assert all(reason == "stop" and is_person(text) for text, reason, _ in texts)
+    other = replace(params, structured_outputs=GRAMMARS["regex"][0])  # nobody has prepared it
+    text, reason, _ = await collect(engine.submit([5], other, request_id="r"))
+    assert reason == "stop" and GRAMMARS["regex"][1](text)
+
+
+async def test_a_grammar_that_cannot_be_compiled_ends_its_request_only(engine):
+    wrong = SamplingParams(structured_outputs=GrammarSpec.json_schema({"not": {}}))
+    with pytest.raises(RequestError, match="not supported: not"):
+        await engine.prepare(wrong)
+    wrong = SamplingParams(structured_outputs=GrammarSpec.regex("(?=a)"))
+    _, reason, error = await collect(engine.submit([5], wrong, request_id="a"))
+    assert reason == "error" and isinstance(error, RequestError)
+    plain = SamplingParams(max_tokens=5, ignore_eos=True)
+    assert (await collect(engine.submit([5], plain, request_id="b")))[1] == "length"
+
+
+async def test_a_request_may_be_given_up_while_its_grammar_is_compiled(engine):
+    params = SamplingParams(structured_outputs=GrammarSpec.regex("[a-z]{9}"))
+    stream = engine.submit([5], params, request_id="a")
+    stream.abort()
+    assert (await collect(stream))[1] == "abort"
+    assert not engine._compiling
+    await asyncio.sleep(0.2)
+    assert engine.stats().num_running == engine.stats().num_waiting == 0
