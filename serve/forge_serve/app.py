@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import hdrs, web
 
 from forge_jax.errors import RequestError
+from forge_serve import messages
 from forge_serve.auth import ApiKeys, tenant_salt
 from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
@@ -27,11 +28,12 @@ from forge_serve.errors import BodyTimeoutError, NotReadyError, UnknownModelErro
 from forge_serve.event_stream import EventStream
 from forge_serve.generation import Generation, News, encode_prompts
 from forge_serve.memory import MemoryGuard
+from forge_serve.messages import MessagesForm, MessagesRequest
 from forge_serve.metrics import CONTENT_TYPE, Metrics
 from forge_serve.parsers.families import families
 from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
-from forge_serve.validate import check_logprob_values, decode
+from forge_serve.validate import check, check_logprob_values, decode
 
 if TYPE_CHECKING:
     from forge_jax.streams import EngineStats, StreamingEngine
@@ -49,6 +51,7 @@ _GENERATION = web.RequestKey("generation", Generation)
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 _CLIENT_LEFT = web.RequestKey("client_left", bool)  # in the middle of a stream, or was given up
 
+Kind = type[CompletionRequest] | type[ChatRequest] | type[GenerateRequest] | type[MessagesRequest]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -146,6 +149,8 @@ def make_app(service: Service) -> web.Application:
             web.post("/v1/chat/completions", endpoints.chat_completions),
             web.get("/v1/models", endpoints.models),
             web.get("/v1/models/{name:.+}", endpoints.model),
+            web.post(messages.PATH, endpoints.messages),
+            web.post(f"{messages.PATH}/count_tokens", endpoints.count_tokens),
             web.post("/generate", endpoints.generate),
             web.post("/v1/generate", endpoints.generate),
             web.get("/health", endpoints.health),
@@ -167,6 +172,20 @@ class _Endpoints:
 
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, ChatRequest, ChatForm)
+
+    async def messages(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, MessagesRequest, MessagesForm)
+
+    async def count_tokens(self, http: web.Request) -> web.StreamResponse:
+        engine = self._service.ready_engine()
+        request = await self._read(http, MessagesRequest)
+        assert isinstance(request, ChatRequest)
+        try:
+            self._service.chat_answers(request)
+            [prompt] = await encode_prompts(engine, request)
+        except RequestError as error:
+            raise request.in_its_words(error) from error
+        return web.json_response({"input_tokens": len(prompt.token_ids)})
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, GenerateRequest, GenerateForm)
@@ -219,14 +238,13 @@ class _Endpoints:
     async def _generate(
         self,
         http: web.Request,
-        kind: type[CompletionRequest] | type[ChatRequest] | type[GenerateRequest],
+        kind: Kind,
         form_type: Callable[..., ResponseForm],
     ) -> web.StreamResponse:
         engine = self._service.ready_engine()
         self._service.memory.admit()
         limits = self._service.config.limits
-        request = decode(await _body(http), kind, limits)
-        self._service.check_model(request.model)
+        request = await self._read(http, kind)
         try:
             params, answers = request.sampling_params(), None
             if isinstance(request, ChatRequest):
@@ -268,6 +286,17 @@ class _Endpoints:
         finally:
             generation.close()
 
+    async def _read(
+        self, http: web.Request, kind: Kind
+    ) -> CompletionRequest | ChatRequest | GenerateRequest:
+        limits = self._service.config.limits
+        request = decode(await _body(http), kind, limits)
+        if isinstance(request, MessagesRequest):
+            request = request.chat()
+            check(request, limits)
+        self._service.check_model(request.model)
+        return request
+
     @web.middleware
     async def envelope(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Around every request: its id, its error as JSON, its count, its line in the log."""
@@ -278,7 +307,9 @@ class _Endpoints:
             response = await handler(request)
             status = CLIENT_CLOSED if request.get(_CLIENT_LEFT) else response.status
         except Exception as error:
-            response = error_reply(error).response()
+            reply = error_reply(error)
+            anthropic = request.path.startswith(messages.PATH)
+            response = reply.response(messages.error_body(reply) if anthropic else None)
             if isinstance(error, web.HTTPMethodNotAllowed):
                 response.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
             if isinstance(error, web.RequestPayloadError | BodyTimeoutError):

@@ -16,6 +16,7 @@ import msgspec
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.text import Detokenizer
 from forge_serve.chat_answers import ChatAnswers
+from forge_serve.errors import ErrorReply
 from forge_serve.generation import Prompt, Usage
 from forge_serve.parsers.answer import AnswerParser
 from forge_serve.parsers.parts import CallPiece, Parts
@@ -143,6 +144,10 @@ class ResponseForm:
         if not self.include_usage:
             return DONE
         return self._head + b'],"usage":' + _json(usage) + b"}\n\n" + DONE
+
+    def error_event(self, reply: ErrorReply) -> bytes:
+        """The event of a failure in the middle of a stream."""
+        return b"data: " + reply.body() + b"\n\n"
 
     def add(self, choice: int, delta: Delta) -> None:
         """Keeps a delta for `body`."""
@@ -324,7 +329,8 @@ class ChatForm(ResponseForm):
         if state.parser is None:
             news = {"content": delta.text} if delta.text else {}
         else:
-            news = self._news(_read(state.parser, delta))
+            ended = delta.finish_reason is not None
+            news = self._news(state.parser.read(delta.text, last=ended))
             if delta.finish_reason == "stop" and state.parser.called:
                 more["finish_reason"] = "tool_calls"
             if state.parser.over:
@@ -338,7 +344,8 @@ class ChatForm(ResponseForm):
         super().add(choice, delta)
         state = self._choices[choice]
         if state.parser is not None:
-            state.parts.add(_read(state.parser, delta))
+            ended = delta.finish_reason is not None
+            state.parts.add(state.parser.read(delta.text, last=ended))
 
     def _news(self, parts: Parts) -> dict[str, Any]:
         """What a message, or a piece of one, has beside its role."""
@@ -499,13 +506,6 @@ class TextOffsets:
         begin = self._offset
         self._offset += len(self._decoder.decode(self._tokens.shown(token_id)))
         return begin
-
-
-def _read(parser: AnswerParser, delta: Delta) -> Parts:
-    parts = parser.push(delta.text)
-    if delta.finish_reason is not None:
-        parts.add(parser.finish())
-    return parts
 
 
 def _call_json(piece: CallPiece) -> dict[str, Any]:

@@ -24,6 +24,13 @@ class AnswerParser:
         """Whether all that is to come is content, as it is."""
         return self._tools is None and (self._reasoning is None or self._reasoning.over)
 
+    def read(self, text: str, *, last: bool) -> Parts:
+        """`push`, and `finish` after the last piece."""
+        parts = self.push(text)
+        if last:
+            parts.add(self.finish())
+        return parts
+
     def push(self, text: str) -> Parts:
         parts = Parts()
         if self._reasoning is not None:
