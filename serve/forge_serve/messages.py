@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from forge_jax.errors import RequestError
+from forge_serve.auth import ANTHROPIC_PATH
 from forge_serve.errors import ErrorReply
 from forge_serve.generation import Usage
 from forge_serve.parsers.parts import CallPiece, Parts
@@ -29,7 +30,7 @@ from forge_serve.responses import ChatForm
 if TYPE_CHECKING:
     from forge_jax.outputs import Delta
 
-PATH = "/v1/messages"
+PATH = ANTHROPIC_PATH
 
 _json = msgspec.json.Encoder().encode
 
