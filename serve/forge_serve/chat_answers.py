@@ -13,9 +13,9 @@ from forge_jax.grammar import GrammarSpec
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.parsers.answer import AnswerParser
 from forge_serve.parsers.call_grammar import call_grammar
-from forge_serve.parsers.families import Families
+from forge_serve.parsers.families import CALL_FORMS, Families
 from forge_serve.parsers.reasoning import ReasoningParser
-from forge_serve.parsers.tool_calls import ToolCallParser
+from forge_serve.parsers.tool_calls import CallForm, ToolCallParser
 from forge_serve.protocol import ChatRequest
 from forge_serve.structured import demand
 from forge_serve.tools import ToolChoice
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from forge_jax.text import Tokenizer
     from forge_serve.generation import Prompt
 
+COMMON_FORM = CALL_FORMS["llama3_json"]
 PROMPT_END_TOKENS = 32  # in which a template would open the reasoning
 
 
@@ -42,7 +43,7 @@ class ChatAnswers:
         """Raises `RequestError` for tools that this model, or this server, cannot be given."""
         choice = request.chosen_tools()
         if choice.mode != "none":
-            _check_tools(families)
+            _check_tools(choice, families)
         other_form = demand(request) is not None
         if other_form and choice.mode == "required":
             raise RequestError(
@@ -63,39 +64,49 @@ class ChatAnswers:
         """
         if self.other_form:
             return params
-        hidden = self.families.hides_reasoning()
-        hidden |= self.choice.mode != "none" and self.families.hides_calls()
-        if hidden:
+        form, families = self._form, self.families
+        if families.hides(families.reasoning) or families.hides(form):
             params = dataclasses.replace(params, skip_special_tokens=False)
-        if not self._demands(params):
+        if form is None or not self._demands(form, params):
             return params
-        params = dataclasses.replace(
-            params, structured_outputs=self._grammar(prompt, engine.tokenizer)
-        )
+        grammar = self._grammar(form, prompt, engine.tokenizer)
+        params = dataclasses.replace(params, structured_outputs=grammar)
         try:
             await engine.prepare(params)
         except RequestError as error:
             raise RequestError(f"tools: {error}", param="tools") from error
         return params
 
-    def _demands(self, params: SamplingParams) -> bool:
+    @property
+    def _form(self) -> CallForm | None:
+        """How calls are written; None: nothing counts as one.
+
+        What no grammar can say, and what is not known, is demanded in the most common form.
+        """
+        form = self.families.calls
+        match self.choice.mode:
+            case "none":
+                return None
+            case "required" if form is None or not self._can_be_demanded(form):
+                return COMMON_FORM
+        return form
+
+    def _can_be_demanded(self, form: CallForm) -> bool:
+        return form.written(self.families.special_tokens.keys()) is not None
+
+    def _demands(self, form: CallForm, params: SamplingParams) -> bool:
         """Whether a grammar has to see to it that the answer is what the request asks for."""
         if self.choice.mode == "required":
             return True
         strict = any(function.strict for function in self.choice.functions)
         # Of an answer that may be text: a grammar would have it go on beyond a stop string.
-        return strict and not params.stop and not params.stop_token_ids and self._written
+        free = not params.stop and not params.stop_token_ids
+        return strict and free and self._can_be_demanded(form)
 
-    @property
-    def _written(self) -> bool:
-        form = self.families.calls
-        return form is not None and form.written(self.families.special_tokens.keys()) is not None
-
-    def _grammar(self, prompt: Prompt, tokenizer: Tokenizer | None) -> GrammarSpec:
-        assert self.families.calls is not None
+    def _grammar(self, form: CallForm, prompt: Prompt, tokenizer: Tokenizer | None) -> GrammarSpec:
         parallel = self.request.parallel_tool_calls is not False and not self.choice.named
         return call_grammar(
-            self.families.calls,
+            form,
             self.choice,
             parallel=parallel,
             reasoning=self.families.reasoning,
@@ -111,10 +122,11 @@ class ChatAnswers:
         return None if reasoning is None and tools is None else AnswerParser(reasoning, tools)
 
     def _tool_parser(self) -> ToolCallParser | None:
-        if self.choice.mode == "none" or self.families.calls is None:
+        form = self._form
+        if form is None:
             return None
         return ToolCallParser(
-            self.families.calls,
+            form,
             self.choice.names,
             whole=not self.request.streams,
             parallel=self.request.parallel_tool_calls is not False,
@@ -139,14 +151,14 @@ class ChatAnswers:
         return form.is_open_after(text)
 
 
-def _check_tools(families: Families) -> None:
+def _check_tools(choice: ToolChoice, families: Families) -> None:
     if not families.takes_tools:
         raise RequestError(
             "tools: this model's chat template has no place for them; the server's "
             "--chat-template sets another",
             param="tools",
         )
-    if families.calls is None:
+    if families.calls is None and choice.mode != "required":
         raise RequestError(
             "tools: this server has no parser for this model's calls; --tool-call-parser sets it",
             param="tools",

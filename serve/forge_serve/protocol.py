@@ -275,6 +275,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
     modalities: list[str] | None = None
     chat_template: Any = None
     functions: Any = None
@@ -341,10 +342,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
         """The other arguments of the chat template."""
         continues = bool(self.continue_final_message)
         generation = self.add_generation_prompt
+        effort = self.reasoning_effort
         tools = self.tools if self.chosen_tools().mode != "none" else None
         return {
             **(self.chat_template_kwargs or {}),
             **({"tools": tools} if tools else {}),
+            **({"reasoning_effort": effort} if effort is not None else {}),
             "add_generation_prompt": not continues if generation is None else generation,
             "continue_final_message": continues,
         }

@@ -183,13 +183,6 @@ def test_schemas_are_taken_as_far_as_they_are_understood_unless_they_are_strict(
         Held("hermes", tools=[tool])
 
 
-@pytest.mark.parametrize("form", ["pythonic", "llama4_pythonic"])
-def test_pythonic_calls_cannot_be_demanded(form):
-    with pytest.raises(RequestError, match="cannot be demanded") as refused:
-        Held(form)
-    assert refused.value.param == "tool_choice"
-
-
 def test_every_schema_is_json():
     """A quote or a line break in a schema stays in it."""
     odd = {"properties": {'"}\nstart: "x': {"enum": ['\n"', "::="]}}, "additionalProperties": False}

@@ -374,11 +374,30 @@ async def test_strict_arguments_follow_their_schema_and_text_is_free(start):
     assert whole["choices"][0]["message"]["content"] == "It is sunny."
 
 
-async def test_calls_that_cannot_be_demanded_are_refused(start):
-    server = await start(scripted_engine("x", template=families.PYTHONIC))
-    status, answer = await server.post(CHAT, demanding("required"))
-    assert (status, answer["error"]["param"]) == (400, "tool_choice")
-    assert (await server.post(CHAT, demanding("auto")))[0] == 200
+@pytest.mark.parametrize(
+    ("template", "config"),
+    [
+        (families.PYTHONIC, ServerConfig()),
+        (families.HERMES, ServerConfig(tool_call_parser="none")),
+        (families.HERMES.replace("</tool_call> tags", "<function=f> tags"), ServerConfig()),
+    ],
+    ids=["pythonic", "no parser", "unknown"],
+)
+async def test_what_no_grammar_can_say_is_demanded_as_json(start, template, config):
+    server = await start(scripted_engine("Sunny!", template=template), config)
+    for body in (demanding("required"), demanding("required", stream=True)):
+        if "stream" in body:
+            message = joined(await server.events(CHAT, body))
+            [call] = message["tool_calls"]
+        else:
+            _, whole = await server.post(CHAT, body)
+            [call] = whole["choices"][0]["message"]["tool_calls"]
+            call = call["function"]
+        assert call["name"] in ("now", "f")
+        assert isinstance(json.loads(call["arguments"]), dict)
+
+
+async def test_schemas_that_no_grammar_can_say_are_refused(start):
     server = await start(scripted_engine("x", template=families.HERMES))
     for schema, param in (
         ({"type": "array"}, "tools[0].function.parameters"),
@@ -452,6 +471,14 @@ async def test_reasoning_comes_before_calls(start):
     streamed = joined(await server.events(CHAT, {**body, "stream": True}))
     assert streamed["reasoning"] == "Paris." and not streamed.get("content")
     assert streamed["tool_calls"][0]["arguments"] == ARGS
+
+
+async def test_the_template_knows_how_hard_to_think(start):
+    template = families.HERMES + "{{ reasoning_effort | default('none') }}"
+    server = await start(scripted_engine("x", template=template))
+    body: dict[str, Any] = {"messages": [USER]}
+    assert (await prompt_of(server, body)).endswith("none")
+    assert (await prompt_of(server, {**body, "reasoning_effort": "high"})).endswith("high")
 
 
 async def test_no_parser_leaves_the_reasoning_where_it_is(start):

@@ -38,14 +38,10 @@ def call_grammar(
       special_tokens: the model's, with their ids. In an answer they are no text.
 
     Raises:
-      RequestError: calls of this form cannot be demanded, or a schema is not of an object.
+      RequestError: a schema is not of an object.
     """
     written = form.written(special_tokens.keys())
-    if written is None:
-        raise RequestError(
-            f"tool_choice: calls in the form {form.name} cannot be demanded of the model",
-            param="tool_choice",
-        )
+    assert written is not None, "no grammar can say this form"
     lark = _Lark(special_tokens)
     for i, function in enumerate(choice.functions):
         begin, end = lark.text(written.begin(function.name)), lark.text(written.end)

@@ -58,18 +58,9 @@ class Families:
     takes_tools: bool  # the template does something with them
     special_tokens: Mapping[str, int]  # which are no text unless they are asked for
 
-    def hides_calls(self) -> bool:
-        """Whether the text of a call is not all there unless special tokens are."""
-        form = self.calls
-        return form is not None and not self.special_tokens.keys().isdisjoint(
-            (*form.markers, *form.syntax_tokens)
-        )
-
-    def hides_reasoning(self) -> bool:
-        form = self.reasoning
-        return form is not None and not self.special_tokens.keys().isdisjoint(
-            (form.begin, form.end)
-        )
+    def hides(self, form: CallForm | ReasoningForm | None) -> bool:
+        """Whether its text is not all there unless special tokens are."""
+        return form is not None and not self.special_tokens.keys().isdisjoint(form.markup)
 
 
 @lru_cache(maxsize=4)

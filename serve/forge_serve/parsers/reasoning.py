@@ -17,6 +17,11 @@ class ReasoningForm:
     end: str
     always: bool = False  # an answer begins with it, and may leave out the opening tag
 
+    @property
+    def markup(self) -> tuple[str, ...]:
+        """What may be special tokens."""
+        return (self.begin, self.end)
+
     def is_open_after(self, prompt: str) -> bool:
         """Whether an answer to this prompt begins in the middle of reasoning."""
         prompt = prompt.rstrip()

@@ -56,6 +56,11 @@ class CallForm:
         """
         raise NotImplementedError
 
+    @property
+    def markup(self) -> tuple[str, ...]:
+        """What may be special tokens."""
+        return (*self.markers, *self.syntax_tokens)
+
     def written(self, special_tokens: Collection[str]) -> Written | None:
         """What to hold a model to that must call; None: no grammar can say it."""
         return None
