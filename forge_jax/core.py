@@ -185,8 +185,9 @@ class EngineCore:
 
     With `one_step_ahead` a tick dispatches a step and reads the one before, which the device has
     meanwhile been computing; without it, a tick waits for the very step that it has dispatched.
-    With a `speculator`, a tick whose step had better begin with drafts reads the one before first;
-    so does a tick after a step with a sequence that has a grammar, whose next token depends on it.
+    With a `speculator`, a tick whose step had better begin with drafts reads the one before first.
+    Where many sequences have a grammar, a tick reads the one before just before it dispatches, for
+    the masks of the new step, and commits it afterwards.
 
     Not thread-safe: one thread owns it.
     """
@@ -355,32 +356,45 @@ class EngineCore:
         phases, speculator = self.phases, self.speculator
         phases.begin()
         gains: list[Gain] | None = None  # of the step that has been read
-        if self._in_flight is not None and self._waits(self._in_flight.plan):
+        late = self._masks_late()
+        if self._in_flight is not None and not late and self._waits(self._in_flight.plan):
             step, self._in_flight = self._in_flight, None
             try:
-                result = self._device.read(step.pending)
+                result = self._read(step)
             except Exception as error:
                 return self._recover(step.plan, error)
             gains = self._commit(step, result)
-        plan = self._schedule()
+        plan = self._schedule(late)
         dispatched, failed = None, []
         if plan is not None:
+            read: tuple[_InFlight, StepResult] | None = None  # that has not been committed
+            if late and self._in_flight is not None:
+                step, self._in_flight = self._in_flight, None
+                try:
+                    read = step, self._read(step)
+                except Exception as error:
+                    return self._recover(step.plan, error)
+                self._foresee(*read)
             plan, failed = self._mask(plan)
             try:
                 pending = self._device.dispatch(plan)
             except Exception as error:
+                if read is not None:
+                    gains = self._commit(*read)
                 self._add_deltas(gains or [], self._immediate)
                 return self._recover(plan, error)
             dispatched = _InFlight(plan, pending, self._in_flight is None)
             self.num_steps += 1
             phases.end("dispatch")
+            if read is not None:
+                gains = self._commit(*read)
         if self._one_step_ahead:
             step, self._in_flight = self._in_flight, dispatched
         else:
             step = dispatched
         if step is not None:
             try:
-                result = self._device.read(step.pending)
+                result = self._read(step)
             except Exception as error:
                 return self._recover(step.plan, error)
             gains = self._commit(step, result)
@@ -395,12 +409,32 @@ class EngineCore:
                 self._give_up(seq, GrammarError("the grammar became too complex to follow"))
         return outputs
 
+    def _read(self, step: _InFlight) -> StepResult:
+        result = self._device.read(step.pending)
+        self.phases.end("read")
+        return result
+
+    def _masks_late(self) -> bool:
+        """Whether the next step is made before the one in flight is read, and its masks after.
+
+        So the device waits for no more than the masks. Not with drafts, which need every token.
+        """
+        if self._in_flight is None or not self._constraints or self.speculator is not None:
+            return False
+        return self._constraints.waits(self.scheduler.sequences_of(self._in_flight.plan))
+
+    def _foresee(self, step: _InFlight, result: StepResult) -> None:
+        """Lets the grammars have the tokens of a step that is committed after the next begins."""
+        assert self._constraints is not None
+        seqs = self.scheduler.sequences_of(step.plan)
+        self._constraints.foresee(zip(seqs, result.sequences, strict=True))
+
     def _waits(self, plan: StepPlan) -> bool:
         """Whether the step in flight, that of `plan`, should be read before the next is made."""
-        if self._constraints and self._constraints.waits(self.scheduler.sequences_of(plan)):
-            return True
         if self.speculator is None:
             return False
+        if self._constraints and self._constraints.waits(self.scheduler.sequences_of(plan)):
+            return True
         waits = self.speculator.waits(plan, self.scheduler)
         self.phases.end("draft")
         return waits
@@ -413,14 +447,14 @@ class EngineCore:
         self.phases.end("mask")
         return (plan if masks is None else replace(plan, masks=masks)), failed
 
-    def _schedule(self) -> StepPlan | None:
+    def _schedule(self, masks_late: bool) -> StepPlan | None:
         drafts = None
         if self.speculator is not None and self._in_flight is None:  # else tokens are not known
             drafts = self.speculator.drafts(self.scheduler)
             if self._constraints:
                 drafts = self._constraints.cut(drafts)
             self.phases.end("draft")
-        plan = self.scheduler.schedule(drafts)
+        plan = self.scheduler.schedule(drafts, masks_late=masks_late)
         self.phases.end("schedule")
         return plan
 
@@ -429,7 +463,6 @@ class EngineCore:
         self._progress_s = self._clock()
         if self.speculator is not None:
             self.speculator.read(step.plan, alone=step.alone)
-        self.phases.end("read")
         gains = self.scheduler.commit(step.plan, result)
         if self.speculator is not None:
             self.speculator.learn(step.plan, gains)

@@ -18,11 +18,12 @@ from forge_jax.grammar.build import Grammar
 from forge_jax.grammar.compiler import GrammarCompiler
 from forge_jax.grammar.masks import mask_width
 from forge_jax.grammar.matcher import MaskPool, Matcher
-from forge_jax.schedule.plan import StepPlan
+from forge_jax.schedule.plan import SequenceResult, StepPlan
 from forge_jax.schedule.request import Sequence
 from forge_jax.schedule.scheduler import Gain
 
 MAX_THREADS = 8
+MANY = 3  # one in so many
 
 
 class Constraints:
@@ -31,6 +32,7 @@ class Constraints:
     def __init__(self, compiler: GrammarCompiler):
         self.compiler = compiler
         self._matchers: dict[Sequence, Matcher] = {}
+        self._foreseen: dict[Sequence, GrammarError | None] = {}  # who has had what it will gain
         self._pool = MaskPool(min(os.cpu_count() or 1, MAX_THREADS))
         self._words = mask_width(compiler.vocab_size)
         ends = np.zeros(32 * self._words, np.uint8)
@@ -58,10 +60,19 @@ class Constraints:
     def end(self, seq: Sequence) -> None:
         """The sequence has ended, or never had a grammar."""
         self._matchers.pop(seq, None)
+        self._foreseen.pop(seq, None)
 
-    def waits(self, seqs: Iterable[Sequence]) -> bool:
-        """Whether one of these, whose step is in flight, can do nothing before it is read."""
-        return any(seq.num_pending and seq in self._matchers for seq in seqs)
+    def waits(self, seqs: Seq[Sequence]) -> bool:
+        """Whether the step in flight, which is of these, should be read before the next begins.
+
+        Without their last tokens the sequences with grammars cannot be part of it. If they are
+        few, the others go ahead, and they follow in the step after: the masks are then filled
+        while the device is busy. If they are many, half-empty steps would cost more than waiting.
+        With C of them beside F others, steps of s seconds and a host that keeps the device waiting
+        for g, waiting gives more tokens a second where s / g > 2 F / C + 1; s / g is 4 and more.
+        """
+        blocked = sum(seq.num_pending > 0 and seq in self._matchers for seq in seqs)
+        return blocked * MANY >= len(seqs) > 0 and blocked > 0
 
     def cut(self, drafts: Mapping[Sequence, tuple[int, ...]]) -> dict[Sequence, tuple[int, ...]]:
         """The drafts, each up to what its grammar forbids; without those that have nothing left."""
@@ -93,6 +104,8 @@ class Constraints:
             matcher = self._matchers.get(seq)
             if matcher is not None:
                 owners[matcher] = seq
+                if matcher.stopped:  # by the step before: this row is burnt
+                    continue
                 work.append((matcher, index, ()))
                 if _holds(seq, plan.decodes.num_outputs[index]):
                     held.append(index)
@@ -107,7 +120,7 @@ class Constraints:
                     if _holds(seq, chunk.num_output + ahead):
                         held.append(first + ahead)
             row += chunk.num_rows
-        if not work:
+        if not owners:
             return None, []
         masks = np.full((row, self._words), -1, np.int32)
         failed = [owners[matcher] for matcher in self._pool.fill(work, masks)]
@@ -115,12 +128,23 @@ class Constraints:
             kept = masks[index] & self._not_ends
             if kept.any():  # else it is complete: the grammar has the last word
                 masks[index] = kept
-        rows_of = {matcher: (first, first + len(drafts) + 1) for matcher, first, drafts in work}
-        for matcher, seq in owners.items():
-            if seq in failed:
-                first, end = rows_of[matcher]
-                masks[first:end] = -1
+        if failed:
+            for matcher, first, drafts in work:
+                if owners[matcher] in failed:
+                    masks[first : first + len(drafts) + 1] = -1
         return masks, failed
+
+    def foresee(self, results: Iterable[tuple[Sequence, SequenceResult]]) -> None:
+        """Takes the results of a step of single tokens, ahead of the same gains for `follow`."""
+        for seq, got in results:
+            matcher = self._matchers.get(seq)
+            if matcher is None or got.fault or not got.token_ids:
+                continue
+            self._foreseen[seq] = None
+            try:
+                matcher.accept(got.token_ids)
+            except GrammarError as error:
+                self._foreseen[seq] = error
 
     def follow(self, gains: Iterable[Gain]) -> list[tuple[Sequence, GrammarError | None]]:
         """Takes what sequences have gained; those that end by it, and those that fail, are gone.
@@ -135,7 +159,10 @@ class Constraints:
                 continue
             error = None
             try:
-                matcher.accept(got.token_ids)
+                if seq not in self._foreseen:
+                    matcher.accept(got.token_ids)
+                elif (failure := self._foreseen.pop(seq)) is not None:
+                    raise failure
                 complete = matcher.stopped
                 if seq.finish_reason == "stop" and not complete:
                     raise GrammarError("the output ended before its grammar did")

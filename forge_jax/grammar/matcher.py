@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import llguidance
 import numpy as np
 
 from forge_jax.errors import GrammarError
+
+ALONE_S = 1e-4
 
 
 class Matcher:
@@ -50,7 +53,12 @@ class Matcher:
         Raises:
           GrammarError: one of them may not stand there.
         """
-        if not self._inner.consume_tokens(list(token_ids)):
+        inner = self._inner
+        if len(token_ids) == 1:
+            followed = inner.consume_token(token_ids[0])
+        else:
+            followed = inner.consume_tokens(list(token_ids))
+        if not followed:
             self.check()
             raise GrammarError("the output does not follow its grammar")
 
@@ -88,7 +96,11 @@ class Matcher:
 
 
 class MaskPool:
-    """Fills the masks of many matchers at once, on threads of its own that do not hold the GIL."""
+    """Fills the masks of many matchers, without holding the GIL.
+
+    A mask mostly takes some microseconds, and to wake threads takes as long as ten of them: so the
+    calling thread begins, and other threads help with what is left when it gets long.
+    """
 
     def __init__(self, num_threads: int):
         self._executor = llguidance.LLExecutor(num_threads=num_threads)
@@ -108,6 +120,10 @@ class MaskPool:
         address, row_bytes, rows = masks.ctypes.data, masks.strides[0], len(masks)
         assert masks.flags.c_contiguous
         plain = [(matcher._inner, row) for matcher, row, drafts in work if not drafts]
+        alone_until_s = time.perf_counter() + ALONE_S
+        while plain and (len(plain) == 1 or time.perf_counter() < alone_until_s):
+            inner, row = plain.pop()
+            inner.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
         drafted = [(matcher._inner, row, list(drafts)) for matcher, row, drafts in work if drafts]
         if plain:
             self._executor.unsafe_compute_mask_ptr(plain, address, row_bytes, rows)
@@ -115,6 +131,5 @@ class MaskPool:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(
                 drafted, address, row_bytes, rows
             )
-        return [
-            matcher for matcher, row, _ in work if matcher._inner.is_error() or not masks[row].any()
-        ]
+        empty = ~masks.any(axis=1)
+        return [matcher for matcher, row, _ in work if empty[row] or matcher._inner.is_error()]

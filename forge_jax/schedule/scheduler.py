@@ -291,7 +291,9 @@ class Scheduler:
             and seq.takes_drafts
         ]
 
-    def schedule(self, drafts: Mapping[Sequence, Seq[int]] | None = None) -> StepPlan | None:
+    def schedule(
+        self, drafts: Mapping[Sequence, Seq[int]] | None = None, *, masks_late: bool = False
+    ) -> StepPlan | None:
         """The next step, to be dispatched before anything else is asked of this scheduler.
 
         None if nothing can run before a step in flight is committed, or there is no work.
@@ -300,6 +302,8 @@ class Scheduler:
           drafts: guesses for what `verifiable` sequences go on with. They get what is left of the
             step when everything else has been scheduled, in the order of the mapping, and only free
             blocks: never one that is reserved, let alone another's.
+          masks_late: the caller reads what is in flight before it dispatches this step, so that
+            sequences with a grammar may be part of it.
         """
         config, running = self.config, self._running
         block_size = self.pool.block_size
@@ -319,7 +323,7 @@ class Scheduler:
                 if (known < seq.max_len or computed < seq.prompt_len) and not seq.num_verifying:
                     prompts.append(seq)
                 continue  # or its last tokens have been sampled and only need to be read
-            if seq.constrained and seq.num_pending:
+            if seq.constrained and seq.num_pending and not masks_late:
                 continue
             if not tokens_left or not rows_left:
                 continue

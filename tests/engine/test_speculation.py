@@ -23,6 +23,7 @@ from forge_jax.cache.block_pool import BlockPool
 from forge_jax.cache.kv import kv_shape
 from forge_jax.core import EngineCore
 from forge_jax.fake import fake_tokenizer
+from forge_jax.grammar import GrammarCompiler, GrammarSpec
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request, Sequence, Status
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
@@ -41,6 +42,8 @@ OUTPUT = 24  # tokens of each sample
 TARGET = "target"
 TOKENIZER = fake_tokenizer()
 VOCAB = TOKENIZER.vocab_size
+EOS = TOKENIZER.eos_token_id
+GRAMMARS = GrammarCompiler(TOKENIZER, VOCAB, (EOS,), limits=None)
 NAN_TOKEN = VOCAB - 2  # in some models: its embedding is not finite
 
 
@@ -241,6 +244,23 @@ ASKED: dict[str, dict[str, Any]] = {
     "stop tokens": {"stop_token_ids": tuple(range(0, VOCAB, 17)), "min_tokens": 3},
     "min_tokens": {"stop_token_ids": tuple(range(0, VOCAB, 6)), "min_tokens": 9},
     "top_k and min_p": {"top_k": 8, "min_p": 0.05},
+    "a schema": {
+        "structured_outputs": GrammarSpec.json_schema(
+            {
+                "type": "object",
+                "properties": {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}},
+                "required": ["a", "b"],
+                "additionalProperties": False,
+            }
+        ),
+        "logprobs": 2,
+    },
+    "a regex": {
+        "structured_outputs": GrammarSpec.regex("( the| cat| sat|[a-f]| old){2,}"),
+        "ignore_eos": False,
+        "min_tokens": 9,
+        "frequency_penalty": 0.5,
+    },
 }
 AXES: dict[str, tuple[Any, ...]] = {
     "drafter": ("ngram", "suffix", "oracle", "half right", "wrong"),
@@ -331,6 +351,7 @@ def run(
         tokenizer=TOKENIZER,
         vocab_size=VOCAB,
         speculator=speculator,
+        grammars=GRAMMARS,
     )
     request = target(combination)
     if schedule == "after a prefix":

@@ -187,7 +187,7 @@ def test_outputs_are_valid_and_do_not_depend_on_anything_around_them(make_core):
     assert serve(together, batch) == alone
     assert serve(make_core(one_step_ahead=False), batch) == alone
     assert serve(make_core(max_num_batched_tokens=7, prefill_chunk_size=3), batch) == alone
-    tight = make_core(num_blocks=16)
+    tight = make_core(num_blocks=13)
     assert serve(tight, batch) == alone
     assert tight.scheduler.num_preemptions > 2
     assert serve(make_core(prefix_cache=False), batch) == alone
@@ -349,6 +349,38 @@ def test_a_step_without_a_grammar_has_no_masks(make_core):
         core.tick()
     assert 0 < sum(masks is not None for masks in seen) < 8
     assert len(seen) >= 20
+
+
+@pytest.mark.parametrize(("num_free", "num_bound"), [(7, 1), (4, 4), (0, 8)])
+def test_a_few_with_grammars_hold_up_nobody_and_many_are_waited_for(make_core, num_free, num_bound):
+    core, in_flight = make_core(prefix_cache=False), []
+    device, unread = core._device, []
+
+    class Watched:
+        reset = device.reset
+
+        def dispatch(self, plan):
+            in_flight.append(len(unread))
+            unread.append(plan)
+            return device.dispatch(plan)
+
+        def read(self, pending):
+            unread.pop(0)
+            return device.read(pending)
+
+    core._device = Watched()
+    free = SamplingParams(max_tokens=40, ignore_eos=True)
+    bound = replace(free, structured_outputs=GrammarSpec.regex("[a-c]{200}"))
+    for i in range(num_free + num_bound):
+        params = free if i < num_free else bound
+        core.add(Request(request_id=str(i), prompt_token_ids=[i + 1], params=params))
+    while core.has_work:
+        core.tick()
+    waited = in_flight.count(0)
+    if num_bound == 1:  # then it has the device for itself, every second step
+        assert waited <= 25 and len(in_flight) <= 65
+    else:
+        assert waited == len(in_flight) <= 42
 
 
 # ---- the async engine ----------------------------------------------------------------------------
