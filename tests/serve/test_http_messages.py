@@ -285,8 +285,8 @@ async def test_other_errors_have_their_own_types(start):
 
 
 async def test_a_failure_in_the_middle_is_an_error_event(start):
-    engine = scripted_engine("x" * 3000)
-    server = await start(engine)
-    events = await streamed(server, message(max_tokens=None, timeout=0.05))
+    server = await start(Engine.fake(step_time_s=0.01))
+    events = await streamed(server, message(max_tokens=4000, ignore_eos=True, timeout=0.2))
+    assert events[0]["type"] == "message_start"
     assert events[-1]["type"] == "error"
     assert events[-1]["error"]["type"] == "timeout_error"
