@@ -144,9 +144,19 @@ class FakeDevice:
         self._history: dict[tuple[str, int], _Slot] = {}  # with `check`: the last of each sequence
 
     def continuation(
-        self, prompt: Seq[int], params: SamplingParams, seed: int, stop_ids: Seq[int], count: int
+        self,
+        prompt: Seq[int],
+        params: SamplingParams,
+        seed: int,
+        stop_ids: Seq[int],
+        count: int,
+        mask: Callable[[Seq[int]], Any] | None = None,
     ) -> list[int]:
-        """The tokens that a sequence of this seed samples after `prompt`, on any schedule."""
+        """The tokens that a sequence of this seed samples after `prompt`, on any schedule.
+
+        Args:
+          mask: of a row, by all tokens before it.
+        """
         tokens = list(prompt)
         rolling = _EMPTY
         for token in tokens:
@@ -154,7 +164,8 @@ class FakeDevice:
         for num_output in range(count):
             stops = stop_ids if num_output < params.held_tokens else ()
             noise = 0 if params.greedy else seed
-            tokens.append(self._sample(tokens, rolling, noise, stops))
+            allowed = None if mask is None else mask(tokens)
+            tokens.append(self._sample(tokens, rolling, noise, stops, allowed))
             rolling = _extend(rolling, tokens[-1])
         return tokens[len(prompt) :]
 

@@ -65,6 +65,11 @@ def test_importing_does_not_import_jax(module):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_llguidance_comes_with_the_first_grammar():
+    code = "import sys, forge_jax.engine, forge_jax.grammar; assert 'llguidance' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 SOURCES = [
     *sorted((ROOT / "forge_jax/schedule").glob("*.py")),
     ROOT / "forge_jax/cache/block_pool.py",

@@ -2,28 +2,28 @@
 
 `GrammarSpec` is the demand, `GrammarCompiler` reads it for one vocabulary, and each sequence has a
 `Matcher` that says which tokens may come next. The work is llguidance's; nothing outside this
-folder knows it, and it is imported when the first name but `GrammarSpec` is used.
+folder knows it, and it is imported with the first grammar.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from forge_jax.grammar.compiler import GrammarCompiler
 from forge_jax.grammar.spec import GrammarSpec
 
 if TYPE_CHECKING:
     from forge_jax.grammar.build import Grammar as Grammar
-    from forge_jax.grammar.compiler import GrammarCompiler as GrammarCompiler
     from forge_jax.grammar.matcher import Matcher as Matcher
 
-_HOME = {
-    "Grammar": "forge_jax.grammar.build",
-    "GrammarCompiler": "forge_jax.grammar.compiler",
-    "Matcher": "forge_jax.grammar.matcher",
-}
 __all__ = ["Grammar", "GrammarCompiler", "GrammarSpec", "Matcher"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'forge_jax.grammar' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    if name == "Grammar":
+        from forge_jax.grammar.build import Grammar
+
+        return Grammar
+    if name == "Matcher":
+        from forge_jax.grammar.matcher import Matcher
+
+        return Matcher
+    raise AttributeError(f"module 'forge_jax.grammar' has no attribute {name!r}")

@@ -11,12 +11,13 @@ from forge_jax.grammar.matcher import Matcher
 from forge_jax.grammar.spec import GrammarSpec, refused
 from forge_jax.grammar.translate import reason, to_llguidance
 
-# What one mask may cost, and what a matcher may hold: a lexer's state is a kilobyte or two. With
-# llguidance's defaults schemas of the wild fail on large vocabularies.
+# What one mask may cost everybody, and what a matcher may hold: 500,000 of fuel are some 30 ms, a
+# state of the lexer is a kilobyte or two. llguidance's own limit of fuel is 200,000, with which some
+# schemas of the wild fail on large vocabularies.
 _PARSER_LIMITS = llguidance.LLParserLimits(
-    step_lexer_fuel=2_000_000,
-    step_max_items=200_000,
-    max_lexer_states=20_000,
+    step_lexer_fuel=500_000,
+    step_max_items=100_000,
+    max_lexer_states=10_000,
     max_grammar_size=200_000,
     verbose_errors=False,  # they quote the grammar
 )
@@ -51,6 +52,6 @@ def build(spec: GrammarSpec, tokenizer: llguidance.LLTokenizer, vocab_size: int)
         except GrammarError as error:
             why = reason(inner.get_error()) if inner.is_error() else str(error)
             raise refused(f"the {spec.kind} cannot be used: {why}") from None
-        # Measured over the schemas of the tests: the source three times over, and a base.
-        return Grammar(inner, 65_536 + 64 * len(source))
+        # About what was measured: 63 kB of a small schema, 160 kB of one of 800 bytes.
+        return Grammar(inner, 65_536 + 100 * len(source))
     raise refused(f"the {spec.kind} cannot be used: {reason(inner.get_error())}")

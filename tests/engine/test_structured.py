@@ -3,10 +3,13 @@ output is what its grammar allows, and what it would have been alone."""
 
 import asyncio
 import json
+import os
 import random
 import re
+import signal
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from forge_jax import SamplingParams
@@ -16,6 +19,8 @@ from forge_jax.errors import GrammarError, RequestError
 from forge_jax.fake import assemble_fake, fake_tokenizer
 from forge_jax.grammar import GrammarCompiler, GrammarSpec, Matcher
 from forge_jax.grammar.constraints import Constraints
+from forge_jax.grammar.matcher import MaskPool
+from forge_jax.process.client import EngineProcess
 from forge_jax.schedule.request import Request
 from forge_jax.speculate.drafter import Draft, OneByOne
 from forge_jax.speculate.speculator import Speculator
@@ -262,6 +267,23 @@ def test_a_grammar_that_is_complete_ends_the_output_whatever_else_was_asked(make
         assert entry[3] == "stop" and GRAMMARS["choice"][1](entry[1])
 
 
+def test_an_end_that_is_all_that_is_left_is_not_held_back(make_core, monkeypatch):
+    """As where the vocabulary cannot spell what the grammar would go on with."""
+    fill = MaskPool.fill
+
+    def only_the_end(self, work, masks):
+        failed = fill(self, work, masks)
+        for _, row, _ in work:
+            if masks[row, EOS >> 5] >> (EOS & 31) & 1:
+                masks[row] = 0
+                masks[row, EOS >> 5] = np.array(1 << (EOS & 31), np.uint32).view(np.int32)
+        return failed
+
+    monkeypatch.setattr(MaskPool, "fill", only_the_end)
+    entry = one(make_core, GRAMMARS["open"][0], ignore_eos=True, min_tokens=20)
+    assert (entry[1], entry[3]) == ("x", "stop")
+
+
 def test_a_stop_string_does_not_cut_an_output(make_core):
     free = one(make_core, GRAMMARS["schema"][0])
     assert one(make_core, GRAMMARS["schema"][0], stop=('"', "}"), stop_token_ids=free[0]) == free
@@ -413,6 +435,40 @@ async def test_an_engine_compiles_what_it_is_given_off_its_thread(engine):
     other = replace(params, structured_outputs=GRAMMARS["regex"][0])  # nobody has prepared it
     text, reason, _ = await collect(engine.submit([5], other, request_id="r"))
     assert reason == "stop" and GRAMMARS["regex"][1](text)
+
+
+async def test_an_engine_process_that_is_killed_goes_on_in_every_grammar():
+    jobs = [
+        ([i, 7], SamplingParams(max_tokens=60, seed=i, structured_outputs=GRAMMARS[name][0]))
+        for i, name in enumerate(["schema", "regex", "lark", "choice", "schema", "regex"])
+    ]
+
+    async def outcomes(engine, during):
+        engine.start()
+        for _, params in jobs:
+            await engine.prepare(params)
+        streams = [
+            asyncio.ensure_future(collect(engine.submit(prompt, params, request_id=f"r{i}")))
+            for i, (prompt, params) in enumerate(jobs)
+        ]
+        await during(engine)
+        found = await asyncio.wait_for(asyncio.gather(*streams), 60)
+        await engine.stop()
+        return found
+
+    async def nothing(engine):
+        pass
+
+    async def kill(engine):
+        while engine.stats().generation_tokens < 30:
+            await asyncio.sleep(0.01)
+        os.kill(engine.pid, signal.SIGKILL)
+
+    expected = await outcomes(Engine.fake(), nothing)
+    engine = await asyncio.to_thread(EngineProcess.fake, step_time_s=0.02)
+    assert await outcomes(engine, kill) == expected
+    assert engine.num_restarts == 1
+    assert all(reason == "stop" for _, reason, _ in expected)
 
 
 async def test_a_grammar_that_cannot_be_compiled_ends_its_request_only(engine):

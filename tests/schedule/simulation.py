@@ -8,6 +8,9 @@ every KV slot holds, `Simulation.check` what the scheduler and the pool believe,
 goes before whom, and each output is compared with the continuation that the fake device computes
 for the prompt alone.
 
+Some requests have a grammar, of which the scheduler knows only that each next token depends on the
+one before: here it is a rule that the fake device is given as masks.
+
 Drafts come from somebody who knows the answer and spoils it as the run has it: all right, all
 wrong, or right up to a random place; for random sequences, and longer than there is room for.
 
@@ -26,13 +29,27 @@ from collections.abc import Iterable
 
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.errors import ContextLengthError
+from forge_jax.grammar import GrammarSpec
 from forge_jax.sampling_params import SamplingParams
-from forge_jax.schedule.plan import ScheduledSequence, SequenceResult, StepPlan, StepResult
+from forge_jax.schedule.plan import (
+    FED_BACK,
+    ScheduledSequence,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+)
 from forge_jax.schedule.request import Request, Sequence, Status, sequence_seed
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.testing import FakeDevice
 
 EOS = 1
+GRAMMAR = GrammarSpec.regex("x")  # stands for any
+
+
+def mask_after(tokens: list[int]) -> list[int]:
+    """Of 64 tokens those that may follow: the end, and those whose sum with the last is even."""
+    odd = 0x55555555 << (tokens[-1] & 1)
+    return [(odd | 1 << EOS) & 0xFFFFFFFF, odd & 0xFFFFFFFF]
 
 
 class StepError(Exception):
@@ -110,6 +127,8 @@ class Simulation:
         self.drafts = rng.choice((0.0, 0.0, 0.3, 1.0))  # of the sequences that could verify some
         self.right_drafts = rng.choice((0.0, 0.5, 0.9, 1.0))  # of their tokens
         self.salts = ("", "a") if rng.random() < 0.5 else ("",)
+        self.own_rng = random.Random(~seed)
+        self.grammars = self.own_rng.choice((0.0, 0.2, 0.8))
         # Steps in flight when the next is scheduled: as the engine has them, or later each time.
         self.depths = rng.choice(((0,), (1,), (1,), (2,), (0, 1), (0, 1, 2, 3)))
         self.slots = list(range(self.config.max_num_seqs))
@@ -183,6 +202,7 @@ class Simulation:
         if plan is not None:
             self._check_plan(plan)
             self._check_switches(plan, before.num_running)
+            plan = self._masked(plan)
             self._may_raise("dispatch")
             self.in_flight.append((plan, self.device.read(self.device.dispatch(plan))))
         depth = self.rng.choice(self.depths)
@@ -193,6 +213,23 @@ class Simulation:
             self._may_raise("after commit")
             if plan is None:
                 break
+
+    def _masked(self, plan: StepPlan) -> StepPlan:
+        """The plan with a mask for each row of a sequence with a grammar."""
+        seqs = self.scheduler.sequences_of(plan)
+        if not any(seq.constrained for seq in seqs):
+            return plan
+        masks: list[list[int]] = []
+        for seq, row in zip(seqs, plan.sequences, strict=True):
+            if not seq.constrained or not row.samples:
+                masks += [[0xFFFFFFFF] * 2] * row.num_rows
+                continue
+            assert FED_BACK not in row.token_ids, f"{seq.key}: runs ahead of its grammar"
+            self.counts["masks"] += 1
+            tokens = [*seq.tokens[: row.start], *row.token_ids]
+            last = len(tokens) - row.num_rows + 1
+            masks += [mask_after(tokens[:end]) for end in range(last, last + row.num_rows)]
+        return dataclasses.replace(plan, masks=masks)
 
     def _drafts(self) -> dict[Sequence, list[int]]:
         drafts = {}
@@ -271,6 +308,8 @@ class Simulation:
             logprobs=rng.choice((None, None, 2)),
             prompt_logprobs=1 if rng.random() < self.scoring else None,
         )
+        if self.own_rng.random() < self.grammars:
+            params = dataclasses.replace(params, structured_outputs=GRAMMAR)
         request = Request(
             request_id=f"r{self.counts['requests']}",
             prompt_token_ids=prompt,
@@ -299,12 +338,13 @@ class Simulation:
         room = self.config.max_model_len - len(prompt)
         room = min(room, self.pool.num_blocks * self.pool.block_size + 1 - len(prompt))
         count = room if params.max_tokens is None else params.max_tokens
-        eos = () if params.ignore_eos else (EOS,)
-        stop_ids = (*eos, *params.stop_token_ids)
-        tokens = self.device.continuation(prompt, params, seed, stop_ids, count)
+        eos = () if params.ignore_eos and not params.constrained else (EOS,)
+        stop_ids = eos if params.constrained else (*eos, *params.stop_token_ids)
+        mask = mask_after if params.constrained else None
+        tokens = self.device.continuation(prompt, params, seed, stop_ids, count, mask)
         reason, stop_reason = "length", None
         for index, token in enumerate(tokens, 1):
-            if token in stop_ids and index >= params.min_tokens:
+            if token in stop_ids and index >= params.held_tokens:
                 tokens = tokens[:index]
                 reason, stop_reason = "stop", None if token in eos else token
                 break
@@ -578,6 +618,7 @@ class Before:
             seq
             for seq in self.running
             if seq.num_tokens == seq.num_computed + 1 and seq.num_tokens < seq.max_len
+            if not (seq.constrained and seq.num_pending)
         ]
         self.prompts = [seq for seq in self.running if seq.num_tokens > seq.num_computed + 1]
         self.cached: dict[Sequence, int] = {}

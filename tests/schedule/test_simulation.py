@@ -27,7 +27,7 @@ def test_every_output_is_the_oracles_whatever_happens(first_seed):
     assert counts["steps"] * SEEDS / AT_ONCE > 200_000
     # The troubles did occur: a simulation of nothing proves nothing.
     troubles = ("preemptions", "cached", "faults", "refused", "victims", "cache resets")
-    troubles += ("restrictions", "releases", "moves", "drafts", "accepted drafts")
+    troubles += ("restrictions", "releases", "moves", "drafts", "accepted drafts", "masks")
     errors = ("error:dispatch", "error:read", "error:after commit")
     clock = ("clock forwards", "clock backwards", "aged", "gave way")
     switches = ("static batches", "cut anyway", "whole prompts")
@@ -649,6 +649,15 @@ def recover_with_drafts_still_in_flight(monkeypatch):
     monkeypatch.setattr(Scheduler, "_unschedule", unschedule)
 
 
+def run_ahead_of_a_grammar(monkeypatch):
+    right = Scheduler.schedule
+
+    def schedule(self, drafts=None):
+        return right(self, drafts, masks_late=True)
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+
+
 BUGS = [
     lose_a_reference,
     free_shared_blocks,
@@ -708,6 +717,7 @@ BUGS = [
     preempt_for_drafts,
     draft_beyond_the_step,
     recover_with_drafts_still_in_flight,
+    run_ahead_of_a_grammar,
 ]
 
 
