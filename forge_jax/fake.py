@@ -7,6 +7,7 @@ the model. The same request gives the same text every time, at any speed that is
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cache
 
@@ -27,6 +28,7 @@ WORDS = (
     "beside behind after before and but so then because while slowly often always never again "
     "today café naïve 日本 мир"
 ).split()
+NextToken = Callable[[Seq[int], int], int]
 # A character whose bytes are two tokens, the second always after the first.
 SMILE = ("🙂".encode()[:2], "🙂".encode()[2:])
 TEMPLATE = (
@@ -59,10 +61,21 @@ def fake_chat_template() -> ChatTemplate:
 
 
 def assemble_fake(
-    config: EngineConfig, *, step_time_s: float, max_model_len: int, check: bool
+    config: EngineConfig,
+    *,
+    step_time_s: float,
+    max_model_len: int,
+    check: bool,
+    tokenizer: Tokenizer | None = None,
+    next_token: NextToken | None = None,
 ) -> EngineParts:
-    """Puts a fake engine together; the configuration's limits hold, its model does not matter."""
-    tokenizer = fake_tokenizer()
+    """Puts a fake engine together; the configuration's limits hold, its model does not matter.
+
+    Args:
+      tokenizer: instead of `fake_tokenizer`; it needs an EOS token.
+      next_token: (tokens so far, seed) -> token, instead of random words.
+    """
+    tokenizer = tokenizer or fake_tokenizer()
     eos = tokenizer.eos_token_id
     assert eos is not None
     max_model_len = config.model.max_model_len or max_model_len
@@ -87,7 +100,7 @@ def assemble_fake(
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         vocab_size=tokenizer.vocab_size,
-        next_token=_next_word,
+        next_token=next_token or _next_word,
         step_time_s=step_time_s,
         check=check,
         pool=scheduler.pool if check else None,

@@ -19,17 +19,21 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import hdrs, web
 
 from forge_jax.errors import RequestError
+from forge_serve import messages
 from forge_serve.auth import ApiKeys, tenant_salt
+from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
 from forge_serve.cors import Cors
 from forge_serve.errors import BodyTimeoutError, NotReadyError, UnknownModelError, error_reply
 from forge_serve.event_stream import EventStream
 from forge_serve.generation import Generation, News, encode_prompts
 from forge_serve.memory import MemoryGuard
+from forge_serve.messages import MessagesForm, MessagesRequest
 from forge_serve.metrics import CONTENT_TYPE, Metrics
+from forge_serve.parsers.families import families
 from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
-from forge_serve.validate import check_logprob_values, decode
+from forge_serve.validate import check, check_logprob_values, decode
 
 if TYPE_CHECKING:
     from forge_jax.streams import EngineStats, StreamingEngine
@@ -47,6 +51,7 @@ _GENERATION = web.RequestKey("generation", Generation)
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 _CLIENT_LEFT = web.RequestKey("client_left", bool)  # in the middle of a stream, or was given up
 
+Kind = type[CompletionRequest] | type[ChatRequest] | type[GenerateRequest] | type[MessagesRequest]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -104,6 +109,18 @@ class Service:
         most = self.config.request_timeout_s
         return most if asked is None else asked if most is None else min(asked, most)
 
+    def chat_answers(self, request: ChatRequest) -> ChatAnswers:
+        """How the answers to a chat are to be read.
+
+        Raises:
+          RequestError: it has tools that this server cannot serve.
+        """
+        engine, config = self.ready_engine(), self.config
+        model = families(
+            engine.tokenizer, engine.chat_template, config.tool_call_parser, config.reasoning_parser
+        )
+        return ChatAnswers.of(request, model)
+
     def check_model(self, name: str | None) -> None:
         """No name means the model that is served.
 
@@ -132,6 +149,8 @@ def make_app(service: Service) -> web.Application:
             web.post("/v1/chat/completions", endpoints.chat_completions),
             web.get("/v1/models", endpoints.models),
             web.get("/v1/models/{name:.+}", endpoints.model),
+            web.post(messages.PATH, endpoints.messages),
+            web.post(f"{messages.PATH}/count_tokens", endpoints.count_tokens),
             web.post("/generate", endpoints.generate),
             web.post("/v1/generate", endpoints.generate),
             web.get("/health", endpoints.health),
@@ -153,6 +172,20 @@ class _Endpoints:
 
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, ChatRequest, ChatForm)
+
+    async def messages(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, MessagesRequest, MessagesForm)
+
+    async def count_tokens(self, http: web.Request) -> web.StreamResponse:
+        engine = self._service.ready_engine()
+        request = await self._read(http, MessagesRequest)
+        assert isinstance(request, ChatRequest)
+        try:
+            self._service.chat_answers(request)
+            [prompt] = await encode_prompts(engine, request)
+        except RequestError as error:
+            raise request.in_its_words(error) from error
+        return web.json_response({"input_tokens": len(prompt.token_ids)})
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, GenerateRequest, GenerateForm)
@@ -205,17 +238,20 @@ class _Endpoints:
     async def _generate(
         self,
         http: web.Request,
-        kind: type[CompletionRequest] | type[ChatRequest] | type[GenerateRequest],
+        kind: Kind,
         form_type: Callable[..., ResponseForm],
     ) -> web.StreamResponse:
         engine = self._service.ready_engine()
         self._service.memory.admit()
         limits = self._service.config.limits
-        request = decode(await _body(http), kind, limits)
-        self._service.check_model(request.model)
+        request = await self._read(http, kind)
         try:
-            params = request.sampling_params()
+            params, answers = request.sampling_params(), None
+            if isinstance(request, ChatRequest):
+                answers = self._service.chat_answers(request)
             prompts = await encode_prompts(engine, request)
+            if answers is not None:
+                params = await answers.params(params, prompts[0], engine)
             await engine.prepare(params)
             prompt_lens = [len(prompt.token_ids) for prompt in prompts]
             check_logprob_values(params, prompt_lens, engine.max_model_len, limits)
@@ -228,6 +264,7 @@ class _Endpoints:
                 model=self._service.model_name,
                 created_s=int(time.time()),
                 system_fingerprint=engine.system_fingerprint,
+                **({} if answers is None else {"answers": answers}),
             )
             generation = Generation(
                 engine,
@@ -249,6 +286,17 @@ class _Endpoints:
         finally:
             generation.close()
 
+    async def _read(
+        self, http: web.Request, kind: Kind
+    ) -> CompletionRequest | ChatRequest | GenerateRequest:
+        limits = self._service.config.limits
+        request = decode(await _body(http), kind, limits)
+        if isinstance(request, MessagesRequest):
+            request = request.chat()
+            check(request, limits)
+        self._service.check_model(request.model)
+        return request
+
     @web.middleware
     async def envelope(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Around every request: its id, its error as JSON, its count, its line in the log."""
@@ -259,7 +307,9 @@ class _Endpoints:
             response = await handler(request)
             status = CLIENT_CLOSED if request.get(_CLIENT_LEFT) else response.status
         except Exception as error:
-            response = error_reply(error).response()
+            reply = error_reply(error)
+            anthropic = request.path.startswith(messages.PATH)
+            response = reply.response(messages.error_body(reply) if anthropic else None)
             if isinstance(error, web.HTTPMethodNotAllowed):
                 response.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
             if isinstance(error, web.RequestPayloadError | BodyTimeoutError):

@@ -21,6 +21,8 @@ HEALTH_PATHS = frozenset(("/health", "/healthz"))
 PAGE_PATHS: frozenset[str] = frozenset()  # the static files of a web page
 OPEN_PATHS = HEALTH_PATHS | PAGE_PATHS  # of routes, as they are registered
 
+ANTHROPIC_PATH = "/v1/messages"
+API_KEY_HEADER = "X-Api-Key"  # where its clients send their key
 TENANT = web.RequestKey("tenant", str)  # whose request it is; none without API keys
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -67,6 +69,8 @@ class ApiKeys:
 
     def _authenticated(self, http: web.Request) -> str:
         given = http.headers.getall(hdrs.AUTHORIZATION, [])
+        if http.path.startswith(ANTHROPIC_PATH):
+            given += [f"Bearer {key}" for key in http.headers.getall(API_KEY_HEADER, [])]
         if not given:
             raise UnauthorizedError("an API key is required: send it as a bearer token")
         scheme, _, key = given[0].partition(" ")

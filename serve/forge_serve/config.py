@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 from forge_jax.config import option
 from forge_jax.errors import ConfigError
 from forge_serve.limits import Limits
+
+ToolCallParserName = Literal[
+    "auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "llama4_pythonic"
+]
+ReasoningParserName = Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"]
 
 _API_KEY = re.compile(r"[!-~]{1,512}", re.ASCII)  # what a header can carry, without spaces
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,*]+")
@@ -19,6 +25,12 @@ class ServerConfig:
     port: int = option(8000, "port to listen on; 0: any free one")
     served_model_name: str | None = option(
         None, "name of the model in requests and answers; default: MODEL as given"
+    )
+    tool_call_parser: ToolCallParserName = option(
+        "auto", "how the model writes calls of tools; auto: as its chat template shows"
+    )
+    reasoning_parser: ReasoningParserName = option(
+        "auto", "how the model marks its reasoning; auto: as its chat template shows"
     )
     request_log: bool = option(True, "do not log a line per request", flag="--no-request-log")
     drain_timeout_s: float = option(

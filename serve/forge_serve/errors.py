@@ -66,20 +66,24 @@ class ErrorReply(msgspec.Struct, frozen=True):
     code: str | None = None
     retry_after_s: float | None = None
 
+    @property
+    def text(self) -> str:
+        return self.message[:MAX_MESSAGE_CHARS]
+
     def body(self) -> bytes:
         """`{"error": {...}}`, as JSON."""
         error = {
-            "message": self.message[:MAX_MESSAGE_CHARS],
+            "message": self.text,
             "type": self.type,
             "param": self.param,
             "code": self.code,
         }
         return msgspec.json.encode({"error": error})
 
-    def response(self) -> web.Response:
-        response = web.Response(
-            status=self.status, body=self.body(), content_type="application/json"
-        )
+    def response(self, body: bytes | None = None) -> web.Response:
+        """The whole answer; `body`: in another form."""
+        body = self.body() if body is None else body
+        response = web.Response(status=self.status, body=body, content_type="application/json")
         if self.retry_after_s is not None:
             response.headers["Retry-After"] = str(math.ceil(self.retry_after_s))
         if self.status == 401:

@@ -70,7 +70,7 @@ class EventStream:
         except (ConnectionError, TimeoutError):
             raise
         except Exception as error:
-            last = b"data: " + error_reply(error).body() + b"\n\n"
+            last = self._form.error_event(error_reply(error))
         async with asyncio.timeout(self._stall_s):
             await response.write_eof(last)
 

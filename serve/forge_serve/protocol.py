@@ -8,6 +8,7 @@ read, and held to numeric limits, in `validate`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ import msgspec
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.structured import demand
+from forge_serve.tools import ToolChoice, tool_choice
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, by OpenAI's reference
 
@@ -238,13 +240,25 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
+class FunctionCall(msgspec.Struct, omit_defaults=True):
+    name: str
+    arguments: str | dict[str, Any] | None = None  # JSON, or what it says
+
+
+class ToolCall(msgspec.Struct, omit_defaults=True, kw_only=True):
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCall
+
+
 class Message(msgspec.Struct, omit_defaults=True):
     role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # another name for it
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -257,27 +271,30 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tool_choice: Any = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
     modalities: list[str] | None = None
     chat_template: Any = None
-    tools: Any = None
     functions: Any = None
+    function_call: Any = None
     documents: Any = None
     audio: Any = None
 
     _REFUSED: ClassVar[Mapping[str, str]] = {
         **GenerationRequest._REFUSED,
         "chat_template": "not accepted from clients; the server's --chat-template sets it",
-        "tools": "tools are not supported yet",
-        "functions": "functions are not supported",
+        "functions": "not supported: use tools",
+        "function_call": "not supported: use tool_choice",
         "documents": "documents are not supported yet",
         "audio": "audio is not supported",
     }
 
     def check(self) -> None:
         GenerationRequest.check(self)
-        if self.tool_choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice: tools are not supported yet", param="tool_choice")
+        self.chosen_tools()
         if self.modalities not in (None, [], ["text"]):
             raise RequestError("modalities: only text is supported", param="modalities")
         if not self.messages:
@@ -305,11 +322,19 @@ class ChatRequest(GenerationRequest, kw_only=True):
         limit = {"max_tokens": "max_completion_tokens"} if alias else {}
         return {"prompt": "messages", **limit, **GenerationRequest.names_sent(self)}
 
+    def chosen_tools(self) -> ToolChoice:
+        """Which tools the model may, or must, call.
+
+        Raises:
+          RequestError: of a tool, or of the choice.
+        """
+        return tool_choice(self.tools, self.tool_choice)
+
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as a chat template takes them: plain dictionaries, contents as text.
 
         Raises:
-          RequestError: for a content part that is not text.
+          RequestError: for a content part that is not text, or a call that is not of a function.
         """
         return [_template_message(i, message) for i, message in enumerate(self.messages)]
 
@@ -317,8 +342,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
         """The other arguments of the chat template."""
         continues = bool(self.continue_final_message)
         generation = self.add_generation_prompt
+        effort = self.reasoning_effort
+        tools = self.tools if self.chosen_tools().mode != "none" else None
         return {
             **(self.chat_template_kwargs or {}),
+            **({"tools": tools} if tools else {}),
+            **({"reasoning_effort": effort} if effort is not None else {}),
             "add_generation_prompt": not continues if generation is None else generation,
             "continue_final_message": continues,
         }
@@ -366,6 +395,27 @@ def _template_message(i: int, message: Message) -> dict[str, Any]:
         )
     plain = msgspec.to_builtins(message)
     plain["content"] = content if content is not None else ""
+    if "tool_calls" in plain:
+        plain["tool_calls"] = [
+            _template_call(f"messages[{i}].tool_calls[{j}]", call)
+            for j, call in enumerate(message.tool_calls or ())
+        ]
+        if not plain["tool_calls"]:  # templates ask only whether there are any
+            del plain["tool_calls"]
     if message.role == "developer":  # OpenAI's newer word for it; templates know the older one
         plain["role"] = "system"
+    return plain
+
+
+def _template_call(path: str, call: ToolCall) -> dict[str, Any]:
+    """A call as templates take it: its arguments as an object, if that is what they are."""
+    if call.type not in (None, "function"):
+        raise RequestError(f"{path}.type: only functions are supported", param=f"{path}.type")
+    plain = msgspec.to_builtins(call)
+    arguments = call.function.arguments or {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(msgspec.DecodeError):  # the model's own, which may be no JSON
+            decoded = msgspec.json.decode(arguments)
+            arguments = decoded if isinstance(decoded, dict) else arguments
+    plain["function"]["arguments"] = arguments
     return plain

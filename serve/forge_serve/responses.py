@@ -15,7 +15,11 @@ import msgspec
 
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.text import Detokenizer
+from forge_serve.chat_answers import ChatAnswers
+from forge_serve.errors import ErrorReply
 from forge_serve.generation import Prompt, Usage
+from forge_serve.parsers.answer import AnswerParser
+from forge_serve.parsers.parts import CallPiece, Parts
 from forge_serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -61,6 +65,8 @@ class _Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     offsets: TextOffsets | None = None
+    parser: AnswerParser | None = None  # None: what is to come is content
+    parts: Parts = field(default_factory=Parts)  # of the whole answer, if there is a parser
     started: bool = False
     plain_head: bytes = b""  # of a plain event, up to its text; empty: none may be plain
 
@@ -124,7 +130,7 @@ class ResponseForm:
     def _full_events(self, choice: int, delta: Delta, usage: Usage | None) -> bytes:
         state = self._choices[choice]
         first, state.started = not state.started, True
-        if first and self._only_text:
+        if self._only_text and not state.plain_head and state.parser is None:
             state.plain_head = self._head + self._plain_start(state.index)
         tail = self._tail if usage is None else b'],"usage":' + _json(usage) + b"}\n\n"
         return b"".join(
@@ -138,6 +144,10 @@ class ResponseForm:
         if not self.include_usage:
             return DONE
         return self._head + b'],"usage":' + _json(usage) + b"}\n\n" + DONE
+
+    def error_event(self, reply: ErrorReply) -> bytes:
+        """The event of a failure in the middle of a stream."""
+        return b"data: " + reply.body() + b"\n\n"
 
     def add(self, choice: int, delta: Delta) -> None:
         """Keeps a delta for `body`."""
@@ -284,9 +294,21 @@ class ChatForm(ResponseForm):
     chunk_object = "chat.completion.chunk"
     _plain_ending = b"}" + _NOTHING_MORE
 
-    def __init__(self, request: ChatRequest, *args: Any, **kwargs: Any):
-        super().__init__(request, *args, **kwargs)
+    def __init__(
+        self,
+        request: ChatRequest,
+        prompts: Sequence[Prompt],
+        tokenizer: Tokenizer | None,
+        *,
+        answers: ChatAnswers | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(request, prompts, tokenizer, **kwargs)
         self.with_logprobs = bool(request.logprobs)
+        self.with_reasoning = request.include_reasoning is not False
+        if answers is not None:
+            for state in self._choices:
+                state.parser = answers.parser(prompts[0], tokenizer)
         self._only_text &= not self.with_logprobs
         self._extra = self._whole_extra()  # goes out with the first chunk
 
@@ -302,24 +324,60 @@ class ChatForm(ResponseForm):
         if first:
             start = b'{"index":%d,"delta":{"role":"assistant","content":""}' % state.index
             yield start + b',"logprobs":null,"finish_reason":null}'
-        more = {"token_ids": delta.token_ids} if self.with_token_ids else {}
+        more: dict[str, Any] = {"token_ids": delta.token_ids} if self.with_token_ids else {}
         logprobs = self._logprobs(delta.logprobs or ())
-        shown = delta.text or delta.finish_reason or (self.with_token_ids and delta.token_ids)
+        if state.parser is None:
+            news = {"content": delta.text} if delta.text else {}
+        else:
+            ended = delta.finish_reason is not None
+            news = self._news(state.parser.read(delta.text, last=ended))
+            if delta.finish_reason == "stop" and state.parser.called:
+                more["finish_reason"] = "tool_calls"
+            if state.parser.over:
+                state.parser = None
+        shown = news or delta.finish_reason or (self.with_token_ids and delta.token_ids)
         if shown or (logprobs and logprobs["content"]):
-            content = b'{"content":%b}' % _json(delta.text) if delta.text else b"{}"
-            head = b'{"index":%d,"delta":%b' % (state.index, content)
+            head = b'{"index":%d,"delta":%b' % (state.index, _json(news))
             yield head + self._ending(logprobs, delta, more)
+
+    def add(self, choice: int, delta: Delta) -> None:
+        super().add(choice, delta)
+        state = self._choices[choice]
+        if state.parser is not None:
+            ended = delta.finish_reason is not None
+            state.parts.add(state.parser.read(delta.text, last=ended))
+
+    def _news(self, parts: Parts) -> dict[str, Any]:
+        """What a message, or a piece of one, has beside its role."""
+        news: dict[str, Any] = {}
+        reasoning, content = "".join(parts.reasoning), "".join(parts.content)
+        if reasoning and self.with_reasoning:
+            news["reasoning"] = news["reasoning_content"] = reasoning
+        if content:
+            news["content"] = content
+        if parts.calls:
+            news["tool_calls"] = [_call_json(piece) for piece in parts.calls]
+        return news
 
     def _plain_start(self, index: int) -> bytes:
         return b'{"index":%d,"delta":{"content":' % index
 
     def _whole_choice(self, state: _Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(state.text), "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        finish_reason = state.finish_reason
+        if state.parser is None:
+            message["content"] = "".join(state.text)
+        else:
+            message |= self._news(state.parts) or {"content": ""}
+            for call in message.get("tool_calls", ()):
+                del call["index"]
+            if finish_reason == "stop" and state.parser.called:
+                finish_reason = "tool_calls"
         choice = {
             "index": state.index,
             "message": message,
             "logprobs": self._logprobs(state.logprobs),
-            "finish_reason": state.finish_reason,
+            "finish_reason": finish_reason,
         }
         if state.stop_reason is not None:
             choice["stop_reason"] = state.stop_reason
@@ -448,6 +506,14 @@ class TextOffsets:
         begin = self._offset
         self._offset += len(self._decoder.decode(self._tokens.shown(token_id)))
         return begin
+
+
+def _call_json(piece: CallPiece) -> dict[str, Any]:
+    arguments = "".join(piece.arguments)
+    if piece.id is None:
+        return {"index": piece.index, "function": {"arguments": arguments}}
+    function = {"name": piece.name, "arguments": arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
 def _finite(logprob: float) -> float:

@@ -13,6 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, get_args
 
 import msgspec
@@ -24,15 +25,10 @@ from forge_serve.limits import KIB, Limits
 from forge_serve.protocol import (
     ChatRequest,
     CompletionRequest,
-    GenerateRequest,
     GenerationRequest,
     Role,
 )
 
-_DECODERS: dict[type[GenerationRequest], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind, strict=False)
-    for kind in (CompletionRequest, ChatRequest, GenerateRequest)
-}
 _MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
 _PATH = re.compile(r"^(?P<message>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _OPENING = ord("[")
@@ -51,7 +47,7 @@ def decode[Body: GenerationRequest](body: bytes, kind: type[Body], limits: Limit
     """
     _check_nesting(body, limits)
     try:
-        request = _DECODERS[kind].decode(body)
+        request: Body = _decoder(kind).decode(body)
         _check_digits(body, limits)
         _check_duplicates(body, kind)
     except msgspec.ValidationError as error:
@@ -59,9 +55,23 @@ def decode[Body: GenerationRequest](body: bytes, kind: type[Body], limits: Limit
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         detail = str(error) if isinstance(error, msgspec.DecodeError) else "it is not UTF-8"
         raise RequestError(f"the body is not valid JSON: {detail}") from error
+    check(request, limits)
+    return request
+
+
+def check(request: GenerationRequest, limits: Limits) -> None:
+    """Holds a request that has the right form to the limits and to what is implemented.
+
+    Raises:
+      RequestError: with `param`.
+    """
     _check_limits(request, limits)
     request.check()
-    return request
+
+
+@cache
+def _decoder(kind: type[GenerationRequest]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind, strict=False)
 
 
 def check_logprob_values(

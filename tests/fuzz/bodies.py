@@ -17,18 +17,31 @@ from typing import Any
 
 import msgspec
 
+from forge_serve.messages import (
+    Block,
+    Choice,
+    MessagesRequest,
+    OutputConfig,
+    Thinking,
+    Tool,
+    Turn,
+)
 from forge_serve.protocol import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
+    FunctionCall,
     GenerateRequest,
     GenerationRequest,
     Message,
     StreamOptions,
+    ToolCall,
 )
 
 SENTINEL = "zq7331"
 ENDPOINTS: dict[str, type[GenerationRequest]] = {
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": MessagesRequest,
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/generate": GenerateRequest,
@@ -37,7 +50,22 @@ ENDPOINTS: dict[str, type[GenerationRequest]] = {
 VALID: dict[type, dict[str, Any]] = {
     CompletionRequest: {"prompt": f"the dog {SENTINEL}"},
     GenerateRequest: {"prompt": f"the dog {SENTINEL}"},
-    ChatRequest: {"messages": [{"role": "user", "content": f"the dog {SENTINEL}"}]},
+    ChatRequest: {
+        "messages": [{"role": "user", "content": f"the dog {SENTINEL}"}],
+        "tools": [{"type": "function", "function": {"name": "bark"}}],
+    },
+    MessagesRequest: {
+        "messages": [{"role": "user", "content": f"the dog {SENTINEL}"}],
+        "tools": [{"name": "bark"}],
+    },
+    Turn: {"role": "user", "content": f"the dog {SENTINEL}"},
+    Block: {"type": "text", "text": f"the dog {SENTINEL}"},
+    Tool: {"name": "bark"},
+    Choice: {"type": "auto"},
+    Thinking: {"type": "enabled"},
+    OutputConfig: {},
+    FunctionCall: {"name": "bark", "arguments": f'{{"at": "{SENTINEL}"}}'},
+    ToolCall: {"function": {"name": "bark"}},
     Message: {"role": "user", "content": f"the dog {SENTINEL}"},
     ContentPart: {"type": "text", "text": f"the dog {SENTINEL}"},
     StreamOptions: {"include_usage": True},

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import io
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,10 @@ import pytest
 from aiohttp import web
 from openai import AsyncOpenAI
 
+from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
+from forge_jax.fake import assemble_fake, fake_tokenizer
+from forge_jax.text import ChatTemplate, Tokenizer
 from forge_serve.app import Service
 from forge_serve.config import ServerConfig
 from forge_serve.server import bind, make_runner
@@ -123,3 +127,41 @@ async def start() -> AsyncIterator[Start]:
             return await stack.enter_async_context(running(engine, *args, **kwargs))
 
         yield start
+
+
+def scripted_engine(
+    *answers: str, template: str | None = None, special_tokens: Sequence[str] = ()
+) -> Engine:
+    """An engine whose model gives these answers, a byte in each token; which one, its seed decides.
+
+    Args:
+      template: the chat template; default: the fake model's.
+      special_tokens: what the tokenizer has beside "</s>"; each is one token of an answer.
+    """
+    backend = copy.deepcopy(fake_tokenizer().backend)
+    backend.add_special_tokens(list(special_tokens))
+    tokenizer = Tokenizer(backend, {"eos_token": "</s>"})
+    assert tokenizer.eos_token_id is not None
+    scripts = [[*tokenizer.encode(answer), tokenizer.eos_token_id] for answer in answers]
+    prompts: list[list[int]] = []
+
+    def next_token(tokens: Sequence[int], seed: int) -> int:
+        so_far = max(len(p) for p in prompts if list(tokens[: len(p)]) == p)
+        script = scripts[seed % len(scripts)]
+        return script[min(len(tokens) - so_far, len(script) - 1)]
+
+    parts = assemble_fake(
+        EngineConfig(), step_time_s=0.0, max_model_len=4096, check=False, tokenizer=tokenizer,
+        next_token=next_token,
+    )  # fmt: skip
+    if template is not None:
+        parts.chat_template = ChatTemplate(template, tokenizer.special_tokens)
+    engine = Engine(parts)
+    submit = engine.submit
+
+    def submit_and_remember(prompt_token_ids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        prompts.append(list(prompt_token_ids))
+        return submit(prompt_token_ids, *args, **kwargs)
+
+    engine.submit = submit_and_remember  # type: ignore[method-assign]
+    return engine

@@ -13,6 +13,7 @@ import pytest
 from forge_jax.engine import Engine
 from forge_jax.errors import ConfigError, RequestError
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.text import ChatTemplate
 from forge_serve import cli, validate
 from forge_serve.config import ServerConfig
 from forge_serve.limits import Limits, Row, rows
@@ -107,13 +108,13 @@ def schemas(row: str, make: Callable[[int], Any]) -> Iterator[Case]:
         "tools",
         lambda k: [tool, {"type": "function", "function": {"name": "f", "parameters": make(k)}}],
         path,
-        otherwise=UNSUPPORTED,
     )
     path = "functions[0].parameters"
     yield chat(row, "functions", lambda k: [{"parameters": make(k)}], path,
                otherwise="not supported")  # fmt: skip
 
 
+TAKES_TOOLS = "a{{ messages[0].content }}{% if tools %}<tool_call>{% endif %}"
 CASES = [
     Case("body_bytes", COMPLETIONS, padded, None),
     completion("json_depth", "x", lambda k: nested(k - 1), None),
@@ -145,12 +146,12 @@ CASES = [
     ),
     completion("cache_salt_chars", "cache_salt", lambda k: "é" * k),
     chat("template_kwargs_bytes", "chat_template_kwargs", object_of),
-    chat("tools", "tools", lambda k: [{"type": "function"}] * k, otherwise=UNSUPPORTED),
+    chat("tools", "tools", lambda k: [{"type": "function", "function": {"name": "f"}}] * k),
     chat("tools", "functions", lambda k: [{"name": "f"}] * k, otherwise="not supported"),
     chat(
         "tools",
         "messages",
-        lambda k: [{"role": "assistant", "tool_calls": [{"id": "x"}] * k}, USER],
+        lambda k: [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * k}, USER],
         "messages[0].tool_calls",
     ),
     *schemas("schema_bytes", object_of),
@@ -228,7 +229,9 @@ def test_a_body_may_be_at_a_limit_and_not_above_it(case, limit):
 async def test_the_server_has_the_limits_of_the_table(start):
     """The defaults, but where they are much work; by what the client gets."""
     config = ServerConfig(limits=Limits(logprob_values=1024, messages=8))
-    server = await start(Engine.fake(max_model_len=2048), config)
+    engine = Engine.fake(max_model_len=2048)
+    engine.chat_template = ChatTemplate(TAKES_TOOLS)
+    server = await start(engine, config)
     for case in CASES:
         limit = getattr(config.limits, case.row)
         if case.more:  # other limits end before

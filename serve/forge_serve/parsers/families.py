@@ -1,0 +1,101 @@
+"""Which parsers there are, and which one a model needs: its chat template shows it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from forge_serve.parsers.hermes import HermesForm
+from forge_serve.parsers.llama3_json import Llama3JsonForm
+from forge_serve.parsers.mistral import MistralForm
+from forge_serve.parsers.pythonic import Llama4PythonicForm, PythonicForm
+from forge_serve.parsers.reasoning import ReasoningForm
+from forge_serve.parsers.tool_calls import CallForm
+
+if TYPE_CHECKING:
+    from forge_jax.text import ChatTemplate, Tokenizer
+
+CALL_FORMS: dict[str, CallForm] = {
+    form.name: form
+    for form in (
+        HermesForm(),
+        Llama3JsonForm(),
+        MistralForm(),
+        PythonicForm(),
+        Llama4PythonicForm(),
+    )
+}
+REASONING_FORMS: dict[str, ReasoningForm] = {
+    form.name: form
+    for form in (
+        ReasoningForm(name="deepseek_r1", begin="<think>", end="</think>", always=True),
+        ReasoningForm(name="qwen3", begin="<think>", end="</think>"),
+        ReasoningForm(name="mistral", begin="[THINK]", end="[/THINK]"),
+    )
+}
+
+# What a template says that teaches, or shows, a form. The first that matches counts.
+_SHOWN_BY: tuple[tuple[str, str | None], ...] = (
+    (r"<function=|<arg_key>|<\|tool_call", None),  # others' forms, some between Hermes' tags
+    (r"\[TOOL_CALLS\]", "mistral"),
+    (r"<tool_call>", "hermes"),
+    (r"<\|python_start\|>", "llama4_pythonic"),
+    (r"\[func_name1?\(", "pythonic"),
+    (r"<\|python_tag\|>|\"parameters\": dictionary of argument name", "llama3_json"),
+)
+_TAKES_TOOLS = re.compile(r"\btools\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Families:
+    """How the served model writes calls and reasoning; None: not at all, or in no known way."""
+
+    calls: CallForm | None
+    reasoning: ReasoningForm | None
+    takes_tools: bool  # the template does something with them
+    special_tokens: Mapping[str, int]  # which are no text unless they are asked for
+
+    def hides(self, form: CallForm | ReasoningForm | None) -> bool:
+        """Whether its text is not all there unless special tokens are."""
+        return form is not None and not self.special_tokens.keys().isdisjoint(form.markup)
+
+
+@lru_cache(maxsize=4)
+def families(
+    tokenizer: Tokenizer | None, template: ChatTemplate | None, calls: str, reasoning: str
+) -> Families:
+    """The parsers of a model.
+
+    Args:
+      calls, reasoning: names of parsers, "none", or "auto" for what the template shows.
+    """
+    sources = "\n".join(template.sources.values()).replace('\\"', '"') if template else ""
+    if calls == "auto":
+        calls = _calls_shown(sources)
+    if reasoning == "auto":
+        reasoning = _reasoning_shown(sources)
+    special = {tokenizer.token_text(i): i for i in tokenizer.special_ids} if tokenizer else {}
+    return Families(
+        calls=CALL_FORMS.get(calls),
+        reasoning=REASONING_FORMS.get(reasoning),
+        takes_tools=bool(_TAKES_TOOLS.search(sources)),
+        special_tokens=special,
+    )
+
+
+def _calls_shown(sources: str) -> str:
+    for pattern, name in _SHOWN_BY:
+        if re.search(pattern, sources):
+            return name or "none"
+    return "none"
+
+
+def _reasoning_shown(sources: str) -> str:
+    for name in ("qwen3", "mistral"):
+        form = REASONING_FORMS[name]
+        if form.begin in sources or form.end in sources:
+            return name
+    return "none"

@@ -1,0 +1,348 @@
+"""Calls of tools in a text that comes in pieces: the same for every family of models.
+
+What a family writes is a `CallForm`: which markers open a call, and a reader of what follows. Here
+is the rest: text before and between calls, what may be the beginning of a marker, and what becomes
+of a call that is none.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import string
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import ClassVar
+
+from forge_serve.parsers.markers import begun_at_end, find_first
+from forge_serve.parsers.parts import Parts
+from forge_serve.parsers.reading import Malformed, Read, short_string, space, value
+
+log = logging.getLogger(__name__)
+
+MAX_HELD_CHARS = 64 * 1024  # of what may become a call, and none has begun yet
+
+_ids = random.Random()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Calls as a model would write them: `marker first call (between call)* last`, each call
+    `begin(name)`, its arguments and `end`.
+    """
+
+    begin: Callable[[str], str]
+    end: str = ""
+    marker: str = ""
+    first: str = ""
+    between: str = ""
+    last: str = ""
+
+
+class CallForm:
+    """How a family of models writes its calls."""
+
+    name: ClassVar[str]  # as --tool-call-parser takes it
+    markers: ClassVar[tuple[str, ...]] = ()  # any of them opens a call, anywhere
+    bare: ClassVar[str] = ""  # characters that open one at the beginning of the answer
+    syntax_tokens: ClassVar[tuple[str, ...]] = ()  # beside the markers; all may be special tokens
+
+    def read(self, calls: CallSink) -> Read[None]:
+        """Reads what follows a marker, or begins with a `bare` character.
+
+        It returns at the end of what it knows, and may leave out closing syntax at the end of the
+        text. Raises `Malformed` at the first character that cannot be.
+        """
+        raise NotImplementedError
+
+    @property
+    def markup(self) -> tuple[str, ...]:
+        """What may be special tokens."""
+        return (*self.markers, *self.syntax_tokens)
+
+    def written(self, special_tokens: Collection[str]) -> Written | None:
+        """What to hold a model to that must call; None: no grammar can say it."""
+        return None
+
+    def new_id(self) -> str:
+        return f"call_{_ids.getrandbits(96):024x}"
+
+
+class CallSink:
+    """What a reader has to say. One call at a time, from `begin` to `end`."""
+
+    def check(self, name: str) -> None:
+        """Raises `Malformed` if what looks like a call of this function is most likely none."""
+        raise NotImplementedError
+
+    def begin(self, name: str) -> None:
+        raise NotImplementedError
+
+    def arguments(self, piece: str) -> None:
+        """A piece of the arguments' JSON object."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        raise NotImplementedError
+
+
+class ToolCallParser(CallSink):
+    """Splits a text into content and calls; `push` it piece by piece, then `finish`.
+
+    A call is handed on while it is being written, from the beginning of its arguments. What turns
+    out to be none is content. What has been handed on cannot be taken back: then only the rest is
+    content. With `whole` nothing is handed on before its end, and all of it is content.
+
+    White space before the first call, if there is nothing else, and around calls is left out.
+
+    Args:
+      functions: the names that the request offers. A call without a marker counts only if it is of
+        one of them.
+      parallel: False leaves out all calls but the first.
+    """
+
+    def __init__(
+        self, form: CallForm, functions: frozenset[str], *, whole: bool, parallel: bool = True
+    ):
+        self.num_calls = 0  # that are complete
+        self._form = form
+        self._markers = form.markers
+        self._functions = functions
+        self._whole = whole
+        self._parallel = parallel
+        self._parts = Parts()  # of this push
+        self._marker_part = ""  # what may be the beginning of a marker
+        self._blank: list[str] = []  # white space, which is left out if a call follows
+        self._said = False  # other content since the beginning, or the last call
+        self._bare = True  # a call without a marker may begin here
+        self._bare_call = False  # this one did
+        self._reader: Read[None] | None = None
+        self._raw: list[str] = []  # what the reader has read and not handed on
+        self._num_raw = 0
+        self._handed_on = False  # something, at this very character
+        self._open = False  # between `begin` and `end`
+        self._call = Parts()  # the open call, while it is held back
+        self._index = 0  # of the open call, or the next
+
+    def push(self, text: str, parts: Parts) -> None:
+        """Reads a piece of text and adds what it has brought to `parts`."""
+        self._parts = parts
+        while text:
+            text = self._content(text) if self._reader is None else self._read(text)
+
+    def finish(self, parts: Parts) -> None:
+        """The text is over."""
+        self._parts = parts
+        if self._reader is not None and not self._at_end(self._reader):
+            self._give_up("")
+        held, self._marker_part = self._marker_part, ""
+        self._say(held)
+        if not self.num_calls:
+            parts.content += self._blank
+        self._blank = []
+
+    # ---- content -------------------------------------------------------------------------------
+
+    def _content(self, text: str) -> str:
+        """Content, up to where a call may begin. Returns the text from there on."""
+        text, self._marker_part = self._marker_part + text, ""
+        if not self._said:
+            text = self._without_blank(text)
+            if self._bare and text and text[0] in self._form.bare:
+                self._begin_reading("", bare=True)
+                return text
+        at, marker = find_first(text, self._markers)
+        if marker:
+            self._say(text[:at])
+            self._begin_reading(marker, bare=False)
+            return text[at + len(marker) :]
+        at = len(text) - begun_at_end(text, self._markers)
+        self._say(text[:at])
+        self._marker_part = text[at:]
+        return ""
+
+    def _say(self, text: str) -> None:
+        if not self._said:
+            text = self._without_blank(text)
+        if text:
+            self._parts.content += [*self._blank, text]
+            self._blank = []
+            self._said, self._bare = True, False
+
+    def _without_blank(self, text: str) -> str:
+        rest = text.lstrip()
+        if len(rest) < len(text):
+            self._blank.append(text[: len(text) - len(rest)])
+        return rest
+
+    # ---- calls ---------------------------------------------------------------------------------
+
+    def _begin_reading(self, marker: str, *, bare: bool) -> None:
+        self._bare, self._bare_call = False, bare
+        self._raw, self._num_raw = [marker], len(marker)
+        self._reader = self._form.read(self)
+        next(self._reader)
+
+    def _read(self, text: str) -> str:
+        """A call, or several. Returns the text after it."""
+        assert self._reader is not None
+        begin, send = 0, self._reader.send
+        for n, c in enumerate(text):
+            self._num_raw += 1
+            try:
+                if self._num_raw > MAX_HELD_CHARS and not self._open:
+                    raise Malformed
+                send(c)
+            except StopIteration:
+                self._reader = None
+                return text[n + 1 :]
+            except Exception as error:
+                if not isinstance(error, Malformed):
+                    self._fail(error)
+                if self._handed_on:  # all that comes before this character
+                    self._raw.clear()
+                    begin = n
+                self._give_up(text[begin:n])
+                return text[n:]
+            if self._handed_on:
+                self._handed_on, self._num_raw = False, 0
+                self._raw.clear()
+                begin = n + 1
+        self._raw.append(text[begin:])
+        return ""
+
+    def _at_end(self, reader: Read[None]) -> bool:
+        """Whether the reader takes the end of the text for the end of what it reads."""
+        try:
+            reader.send("")
+        except StopIteration:
+            return True
+        except Malformed:
+            return False
+        except Exception as error:
+            self._fail(error)
+        return False
+
+    def _give_up(self, last: str) -> None:
+        """What has been read is content: all that has not been handed on, and `last`."""
+        text = "".join([*self._raw, last])
+        self._reader, self._handed_on = None, False
+        self._raw.clear()
+        if self._open:
+            self._open = False
+            self._call = Parts()
+            if not self._holds_back:
+                self._index += 1
+        self._said = self._said or bool(text.strip())
+        self._parts.content += [*self._blank, text] if self._said else []
+        self._blank = [] if self._said else [*self._blank, text]
+
+    def _fail(self, error: Exception) -> None:
+        """A defect of a reader: no more calls are looked for in this answer."""
+        self._markers = ()
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        log.error(
+            "the parser %s raised %s in %s, line %s: the text is delivered as content",
+            self._form.name, type(error).__name__, place.name, place.lineno,
+        )  # fmt: skip
+
+    # ---- what readers say ----------------------------------------------------------------------
+
+    @property
+    def _holds_back(self) -> bool:
+        return self._whole or self._dropping
+
+    @property
+    def _dropping(self) -> bool:
+        return not self._parallel and self._index > 0
+
+    def check(self, name: str) -> None:
+        if not name or (self._bare_call and name not in self._functions):
+            raise Malformed
+
+    def begin(self, name: str) -> None:
+        assert not self._open, "a call begins in another"
+        self._open = True
+        self._call = Parts()
+        piece = self._out.call(self._index)
+        piece.id, piece.name = self._form.new_id(), name
+        if not self._holds_back:
+            self._handed_on, self._blank = True, []
+
+    def arguments(self, piece: str) -> None:
+        self._out.call(self._index).arguments.append(piece)
+        self._handed_on = self._handed_on or not self._holds_back
+
+    def end(self) -> None:
+        if self._whole and not self._dropping:
+            self._parts.add(self._call)
+        self._open, self._said = False, False
+        self._call, self._blank = Parts(), []
+        self._index += 1
+        self.num_calls += 1
+        self._handed_on = True
+
+    @property
+    def _out(self) -> Parts:
+        return self._call if self._holds_back else self._parts
+
+
+def json_call(
+    c: str, calls: CallSink, argument_keys: tuple[str, ...], *, strict: bool
+) -> Read[None]:
+    """`{"name": "f", "arguments": {...}}`, the keys in any order.
+
+    `strict`: beside these there may only be "type" and "id".
+    """
+    if c != "{":
+        raise Malformed
+    name: str | None = None
+    early: list[str] = []  # arguments that come before the name
+    have_arguments = False
+    c = yield from space((yield))
+    while True:
+        key = yield from short_string(c)
+        c = yield from space((yield))
+        if c != ":":
+            raise Malformed
+        c = yield from space((yield))
+        after: str | None = None
+        if key == "name":
+            if name is not None:
+                raise Malformed
+            name = yield from short_string(c)
+            calls.check(name)
+            if have_arguments:
+                calls.begin(name)
+                calls.arguments("".join(early))
+        elif key in argument_keys:
+            if have_arguments or c != "{":
+                raise Malformed
+            have_arguments = True
+            if name is not None:
+                calls.begin(name)
+            yield from value(c, early.append if name is None else calls.arguments)
+        elif strict and key not in ("type", "id"):
+            raise Malformed
+        else:
+            after = yield from value(c, lambda text: None)
+        c = yield from space((yield) if after is None else after)
+        if c == "}":
+            break
+        if c != ",":
+            raise Malformed
+        c = yield from space((yield))
+    if not have_arguments or name is None:
+        raise Malformed
+    calls.end()
+
+
+def call_begin(name: str, argument_key: str) -> str:
+    """The beginning of what `json_call` reads, up to the arguments."""
+    return f'{{"name": "{name}", "{argument_key}": '
+
+
+def short_id(length: int = 9) -> str:
+    """Letters and digits."""
+    return "".join(_ids.choices(string.ascii_letters + string.digits, k=length))

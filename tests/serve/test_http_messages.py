@@ -1,0 +1,292 @@
+"""POST /v1/messages: Anthropic's protocol over the same engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from forge_jax.engine import Engine
+from forge_serve.config import ServerConfig
+from tests.serve import families
+from tests.serve.conftest import Server, scripted_engine
+
+PATH = "/v1/messages"
+USER = {"role": "user", "content": "What is the weather in Paris?"}
+TOOL = {
+    "name": "get_weather",
+    "description": "The weather of a city",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+
+
+def message(**more: Any) -> dict[str, Any]:
+    return {"model": "forge-fake", "messages": [USER], "max_tokens": 500, **more}
+
+
+async def streamed(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events, each checked to be named as its data says."""
+    async with server.http.post(server.url + PATH, json={**body, "stream": True}) as response:
+        assert response.status == 200, await response.text()
+        *events, end = (await response.read()).decode().split("\n\n")
+    assert end == ""
+    found = []
+    for event in events:
+        name, _, data = event.partition("\ndata: ")
+        found.append(json.loads(data))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message of a stream, as Anthropic's clients accumulate it."""
+    first, *events, last = events
+    assert (first["type"], last["type"]) == ("message_start", "message_stop")
+    whole, open_index = first["message"], None
+    for event in events:
+        match event["type"]:
+            case "content_block_start":
+                assert open_index is None and event["index"] == len(whole["content"])
+                open_index = event["index"]
+                whole["content"].append({**event["content_block"], "json": ""})
+            case "content_block_delta":
+                assert event["index"] == open_index
+                block, delta = whole["content"][-1], event["delta"]
+                match delta["type"]:
+                    case "text_delta":
+                        block["text"] += delta["text"]
+                    case "thinking_delta":
+                        block["thinking"] += delta["thinking"]
+                    case "signature_delta":
+                        block["signature"] = delta["signature"]
+                    case "input_json_delta":
+                        block["json"] += delta["partial_json"]
+            case "content_block_stop":
+                assert event["index"] == open_index
+                block, open_index = whole["content"][-1], None
+                arguments = block.pop("json")
+                if block["type"] == "tool_use":
+                    block["input"] = json.loads(arguments)
+            case "message_delta":
+                assert open_index is None
+                whole |= event["delta"]
+                whole["usage"] |= event["usage"]
+    return whole
+
+
+def alike(message: dict[str, Any]) -> dict[str, Any]:
+    """Without what differs from one request to the next."""
+    kept = {key: message[key] for key in ("type", "role", "model", "stop_reason", "stop_sequence")}
+    usage = message["usage"]
+    prompt = sum(usage[key] for key in usage if "input" in key)
+    blocks = [{key: block[key] for key in block if key != "id"} for block in message["content"]]
+    return {**kept, "content": blocks, "prompt": prompt, "output": usage["output_tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "more", "content", "reason"),
+    [
+        ("It is sunny.", {}, ["text"], "end_turn"),
+        ("It is sunny.", {"max_tokens": 3}, ["text"], "max_tokens"),
+        ("It is sunny.", {"stop_sequences": ["sun"]}, ["text"], "stop_sequence"),
+        (CALL, {"tools": [TOOL]}, ["tool_use"], "tool_use"),
+        (
+            f"{THOUGHT}So:{CALL}\n{CALL}Done",
+            {"tools": [TOOL]},
+            ["thinking", "text", "tool_use", "tool_use"],
+            "tool_use",
+        ),
+        ("Sunny", {"tools": [TOOL], "tool_choice": {"type": "any"}}, ["tool_use"], "tool_use"),
+        (
+            "Sunny",
+            {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "get_weather"}},
+            ["tool_use"],
+            "tool_use",
+        ),
+        (CALL, {"tools": [TOOL], "tool_choice": {"type": "none"}}, ["text"], "end_turn"),
+        ("", {}, [], "end_turn"),
+    ],
+)
+async def test_an_answer_is_made_of_blocks(start, answer, more, content, reason):
+    server = await start(scripted_engine(answer, template=families.QWEN))
+    status, whole = await server.post(PATH, message(**more))
+    assert status == 200, whole
+    assert whole["id"].startswith("msg-") and (whole["type"], whole["role"]) == (
+        "message",
+        "assistant",
+    )
+    assert [block["type"] for block in whole["content"]] == content
+    assert whole["stop_reason"] == reason
+    assert whole["stop_sequence"] == ("sun" if reason == "stop_sequence" else None)
+    for block in whole["content"]:
+        if block["type"] == "tool_use":
+            assert block["id"] and block["name"] == "get_weather"
+            assert block["input"] in ({"city": "Paris"}, {"city": "Rome"})
+    stream = put_together(await streamed(server, message(**more)))
+    if answer.endswith("Done"):  # a stream has the text where it comes
+        assert stream["content"].pop() == {"type": "text", "text": "Done"}
+        whole["content"][1]["text"] = whole["content"][1]["text"].removesuffix("Done")
+    assert alike(stream) == alike(whole)
+
+
+async def test_turns_reach_the_template(start):
+    server = await start(scripted_engine("x", template=families.QWEN))
+    seen: list[Any] = []
+    encode = server.engine.chat_template.encode
+
+    def spy(messages: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((messages, kwargs))
+        return encode(messages, *args, **kwargs)
+
+    server.engine.chat_template.encode = spy
+    turns = [
+        USER,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"city": "Rome"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": "sun"},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t2",
+                    "content": [{"type": "text", "text": "rain"}],
+                },
+                {"type": "text", "text": "And now?", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    body = message(messages=turns, system=system, tools=[TOOL], thinking={"type": "disabled"})
+    status, answer = await server.post(PATH, body)
+    assert status == 200, answer
+    [(messages, options)] = seen
+    function = {"name": "get_weather", "arguments": {"city": "Rome"}}
+    assert messages == [
+        {"role": "system", "content": "Be brief."},
+        USER,
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [{"id": "t1", "type": "function", "function": function}],
+            "reasoning_content": "Hm.",
+        },
+        {"role": "tool", "content": "sun", "tool_call_id": "t1"},
+        {"role": "tool", "content": "rain", "tool_call_id": "t2"},
+        {"role": "user", "content": "And now?"},
+    ]
+    schema = {"parameters": TOOL["input_schema"]}
+    plain = {"name": TOOL["name"], "description": TOOL["description"], **schema}
+    assert options["tools"] == [{"type": "function", "function": plain}]
+    assert options["enable_thinking"] is False and options["thinking"] is False
+    assert not options["continue_final_message"]
+
+
+async def test_a_last_turn_of_the_assistant_is_continued(start):
+    server = await start(scripted_engine(" sunny.", template=families.QWEN))
+    begun = [USER, {"role": "assistant", "content": [{"type": "text", "text": "It is"}]}]
+    _, answer = await server.post(PATH, message(messages=begun))
+    assert answer["content"] == [{"type": "text", "text": " sunny."}]
+    text = "<|im_start|>user\nWhat is the weather in Paris?<|im_end|>\n<|im_start|>assistant\nIt is"
+    assert answer["usage"]["input_tokens"] == len(server.engine.tokenizer.encode(text))
+
+
+async def test_one_call_only_if_the_client_wants_no_more(start):
+    server = await start(scripted_engine(CALL * 3, template=families.HERMES))
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    _, answer = await server.post(PATH, message(tools=[TOOL], tool_choice=choice))
+    assert [block["type"] for block in answer["content"]] == ["tool_use"]
+
+
+async def test_an_output_may_have_a_format(start):
+    server = await start(scripted_engine("x"))
+    form = {"type": "json_schema", "schema": {"enum": [5]}}
+    _, answer = await server.post(PATH, message(output_config={"format": form}))
+    assert answer["content"] == [{"type": "text", "text": "5"}]
+
+
+async def test_tokens_are_counted_as_they_will_be(start):
+    server = await start(scripted_engine("x", template=families.HERMES))
+    body = message(tools=[TOOL], system="Be brief.")
+    status, counted = await server.post(f"{PATH}/count_tokens", body)
+    _, answer = await server.post(PATH, body)
+    assert status == 200 and counted == {"input_tokens": answer["usage"]["input_tokens"]}
+    _, answer = await server.post(PATH, body)
+    usage = answer["usage"]
+    assert usage["cache_read_input_tokens"] > 0
+    assert usage["cache_read_input_tokens"] + usage["input_tokens"] == counted["input_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            "messages[0].content[0].tool_use_id",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},
+            "messages[0].content[0].name",
+        ),
+        ({"tools": [{"name": "f", "type": "web_search_20250305"}]}, "tools[0].type"),
+        ({"tools": [{}]}, "tools[0].name"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"temperature": 1000}, "temperature"),
+        ({"n": 2}, "n must be 1"),
+        (b"{", "JSON"),
+    ],
+)
+async def test_errors_have_the_form_of_anthropic(start, more, named):
+    server = await start(scripted_engine("x", template=families.HERMES))
+    status, answer = await server.post(PATH, message(**more) if isinstance(more, dict) else more)
+    assert status == 400, answer
+    assert answer.keys() == {"type", "error"} and answer["type"] == "error"
+    assert answer["error"].keys() == {"type", "message"}
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert named in answer["error"]["message"]
+
+
+async def test_other_errors_have_their_own_types(start):
+    server = await start(Engine.fake(), ServerConfig(api_key=("k",)))
+    for headers, status, kind in (
+        ({}, 401, "authentication_error"),
+        ({"x-api-key": "wrong"}, 401, "authentication_error"),
+        ({"x-api-key": "k", "Authorization": "Bearer k"}, 401, "authentication_error"),
+        ({"x-api-key": "k"}, 404, "not_found_error"),
+    ):
+        body = message(model="another")
+        async with server.http.post(server.url + PATH, json=body, headers=headers) as response:
+            answer = await response.json()
+        assert (response.status, answer["error"]["type"]) == (status, kind)
+    body, headers = message(max_tokens=2), {"x-api-key": "k"}
+    async with server.http.post(server.url + PATH, json=body, headers=headers) as response:
+        assert response.status == 200
+
+
+async def test_a_failure_in_the_middle_is_an_error_event(start):
+    server = await start(Engine.fake(step_time_s=0.01))
+    events = await streamed(server, message(max_tokens=4000, ignore_eos=True, timeout=0.2))
+    assert events[0]["type"] == "message_start"
+    assert events[-1]["type"] == "error"
+    assert events[-1]["error"]["type"] == "timeout_error"
