@@ -28,8 +28,8 @@ _SCALAR = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVW
 JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?", re.ASCII)
 
 
-class Malformed(Exception):  # noqa: N818: no error of ours: the model's
-    """The text is not what a reader reads."""
+class Malformed(Exception):
+    """The text is not what a reader reads: no error of ours, but the model's."""
 
 
 def ignore(text: str) -> None:
