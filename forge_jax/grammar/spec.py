@@ -83,7 +83,7 @@ class GrammarSpec:
     @classmethod
     def choice(cls, choices: Sequence[str]) -> GrammarSpec:
         """One of some texts."""
-        valid = isinstance(choices, list | tuple) and choices
+        valid = isinstance(choices, Sequence) and not isinstance(choices, str) and choices
         if not valid or not all(isinstance(choice, str) and choice for choice in choices):
             raise refused("choice must be a list of non-empty strings")
         return cls("choice", json.dumps(list(choices), ensure_ascii=False))

@@ -117,6 +117,7 @@ REFUSED = {
     "look-ahead": (lambda: GrammarSpec.regex("(?=a)b"), "regular expression is not valid"),
     "no regex": (lambda: GrammarSpec.regex(""), "non-empty text"),
     "no choices": (lambda: GrammarSpec.choice([]), "non-empty strings"),
+    "a number": (lambda: GrammarSpec.choice(5), "non-empty strings"),
     "one text": (lambda: GrammarSpec.choice("ab"), "non-empty strings"),
     "broken lark": (lambda: GrammarSpec.grammar("start: secret secret("), "line 1, column 22"),
     "broken gbnf": (lambda: GrammarSpec.grammar('root ::= "secret'), "GBNF grammar cannot"),
