@@ -162,6 +162,7 @@ class LengthPolicy:
         # among many others say little of a row of them: what is not run is cold.
         self._trial = TRIAL
         self.waited.clear()
+        self.ahead.clear()
         self._retry = min(2 * self._retry, LAST_RETRY)
         self._retry_in = self._retry
         return True
@@ -180,6 +181,10 @@ class LengthPolicy:
         else:
             self._retry_in = self._retry = FIRST_RETRY
 
+    def knows(self, num_sequences: int) -> bool:
+        """Whether steps without drafts have been timed; until then there are none, nor looks."""
+        return self.ahead.count(num_sequences) >= CONTROL
+
     def choose(self, num_sequences: int, gains: Seq[float]) -> int:
         """How many of the drafts to verify.
 
@@ -191,7 +196,7 @@ class LengthPolicy:
           0 to `len(gains)`; 0 also where it is not known yet how long a step takes.
         """
         plain_s = self.ahead.expect(num_sequences)
-        if not plain_s or not gains or self.ahead.count(num_sequences) < CONTROL:
+        if not plain_s or not gains or not self.knows(num_sequences):
             return 0
         best, best_rate = 0, WORTH * num_sequences / plain_s
         expected, counted = float(num_sequences), 0

@@ -273,8 +273,10 @@ class Speculator:
 
         A few stand for all.
         """
-        step_s = self.policy.ahead.expect(num_sequences) if seqs else None
-        if self._drafter is None or not step_s or not self._to_look.left:
+        if not seqs or self._drafter is None or not self._to_look.left:
+            return False
+        step_s = self.policy.ahead.expect(num_sequences)
+        if not step_s or not self.policy.knows(num_sequences):
             return False
         began_s = self._clock()
         if len(seqs) > LOOK_AT:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import hdrs, web
 
+from forge_jax import __version__
 from forge_jax.errors import RequestError
-from forge_serve import messages
+from forge_serve import messages, tokens
 from forge_serve.auth import ApiKeys, tenant_salt
 from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
@@ -31,7 +32,14 @@ from forge_serve.memory import MemoryGuard
 from forge_serve.messages import MessagesForm, MessagesRequest
 from forge_serve.metrics import CONTENT_TYPE, Metrics
 from forge_serve.parsers.families import families
-from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from forge_serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
 from forge_serve.validate import check, check_logprob_values, decode
 
@@ -151,6 +159,13 @@ def make_app(service: Service) -> web.Application:
             web.get("/v1/models/{name:.+}", endpoints.model),
             web.post(messages.PATH, endpoints.messages),
             web.post(f"{messages.PATH}/count_tokens", endpoints.count_tokens),
+            web.post("/tokenize", endpoints.tokenize),
+            web.post("/v1/tokenize", endpoints.tokenize),
+            web.post("/detokenize", endpoints.detokenize),
+            web.post("/v1/detokenize", endpoints.detokenize),
+            web.get("/tokenizer_info", endpoints.tokenizer_info),
+            web.get("/version", endpoints.version),
+            web.get("/load", endpoints.load),
             web.post("/generate", endpoints.generate),
             web.post("/v1/generate", endpoints.generate),
             web.get("/health", endpoints.health),
@@ -186,6 +201,26 @@ class _Endpoints:
         except RequestError as error:
             raise request.in_its_words(error) from error
         return web.json_response({"input_tokens": len(prompt.token_ids)})
+
+    async def tokenize(self, http: web.Request) -> web.StreamResponse:
+        engine = self._service.ready_engine()
+        request = await self._decode(http, TokenizeRequest)
+        return web.json_response(await tokens.tokenize(engine, request))
+
+    async def detokenize(self, http: web.Request) -> web.StreamResponse:
+        engine = self._service.ready_engine()
+        request = await self._decode(http, DetokenizeRequest)
+        return web.json_response(await tokens.detokenize(engine, request))
+
+    async def tokenizer_info(self, http: web.Request) -> web.StreamResponse:
+        return web.json_response(tokens.tokenizer_info(self._service.ready_engine()))
+
+    async def version(self, http: web.Request) -> web.StreamResponse:
+        return web.json_response({"version": __version__})
+
+    async def load(self, http: web.Request) -> web.StreamResponse:
+        stats = self._service.ready_engine().stats()
+        return web.json_response({"server_load": stats.num_running + stats.num_waiting})
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, GenerateRequest, GenerateForm)
@@ -289,11 +324,14 @@ class _Endpoints:
     async def _read(
         self, http: web.Request, kind: Kind
     ) -> CompletionRequest | ChatRequest | GenerateRequest:
-        limits = self._service.config.limits
-        request = decode(await _body(http), kind, limits)
+        request = await self._decode(http, kind)
         if isinstance(request, MessagesRequest):
             request = request.chat()
-            check(request, limits)
+            check(request, self._service.config.limits)
+        return request
+
+    async def _decode[Body: GenerationRequest](self, http: web.Request, kind: type[Body]) -> Body:
+        request = decode(await _body(http), kind, self._service.config.limits)
         self._service.check_model(request.model)
         return request
 

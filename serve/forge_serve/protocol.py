@@ -21,6 +21,7 @@ from forge_jax.sampling_params import SamplingParams
 from forge_serve.structured import demand
 from forge_serve.tools import ToolChoice, tool_choice
 
+MAX_TOKEN_ID = 2**31 - 1
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, by OpenAI's reference
 
 _SAMPLING_FIELDS = (
@@ -363,6 +364,50 @@ class ChatRequest(GenerationRequest, kw_only=True):
 def _asks_for_something(value: Any) -> bool:
     empty = isinstance(value, str | list | dict) and not value
     return value is not False and not empty
+
+
+class TokenizeRequest(ChatRequest, kw_only=True):
+    """POST /tokenize: a text, several, or a chat as it would reach the model."""
+
+    messages: list[Message] = msgspec.field(default_factory=list)
+    prompt: str | list[str] | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (not self.messages):
+            raise RequestError("send prompt or messages, and not both", param="prompt")
+        if self.prompt is None:
+            ChatRequest.check(self)
+        else:
+            GenerationRequest.check(self)
+
+    def asked(self) -> CompletionRequest | ChatRequest:
+        """The generation whose prompt is meant."""
+        if self.prompt is None:
+            return self
+        prompt = self.prompt if isinstance(self.prompt, str) else list[Any](self.prompt)
+        return CompletionRequest(prompt=prompt, add_special_tokens=self.add_special_tokens)
+
+
+class DetokenizeRequest(GenerationRequest, kw_only=True):
+    """POST /detokenize: the tokens of a text, or of several."""
+
+    tokens: list[int | list[int]]
+
+    def check(self) -> None:
+        GenerationRequest.check(self)
+        if len({type(item) for item in self.tokens}) > 1:
+            raise RequestError(
+                "tokens must be a list of token ids or a list of those", param="tokens"
+            )
+        for ids in self.texts():
+            if ids and not 0 <= min(ids) <= max(ids) <= MAX_TOKEN_ID:
+                raise RequestError(f"tokens must be ids from 0 to {MAX_TOKEN_ID}", param="tokens")
+
+    def texts(self) -> list[list[int]]:
+        """The token ids of each text; `tokens` itself where it is a list of those."""
+        several = bool(self.tokens) and isinstance(self.tokens[0], list)
+        return self.tokens if several else [self.tokens]  # type: ignore[return-value]
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:

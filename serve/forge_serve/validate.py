@@ -25,8 +25,10 @@ from forge_serve.limits import KIB, Limits
 from forge_serve.protocol import (
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
     Role,
+    TokenizeRequest,
 )
 
 _MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
@@ -110,6 +112,10 @@ def _check_limits(request: GenerationRequest, limits: Limits) -> None:
         _between("logprobs", request.logprobs, limits.logprobs)
     if isinstance(request, ChatRequest):
         _check_chat(request, limits)
+    if isinstance(request, TokenizeRequest) and isinstance(request.prompt, list):
+        _count("prompt", request.prompt, "texts", limits.prompts)
+    if isinstance(request, DetokenizeRequest):
+        _count("tokens", request.texts(), "texts", limits.prompts)
     _check_stops(request, limits)
     _count("stop_token_ids", request.stop_token_ids, "ids", limits.stop_token_ids)
     _count("logit_bias", request.logit_bias, "entries", limits.logit_bias)

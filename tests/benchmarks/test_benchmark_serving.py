@@ -62,7 +62,15 @@ def test_each_workload_is_answered_in_full(url, capsys, tmp_path):
     assert set(by_name["chunked_prefill"]["groups"]) == {"decoder", "long"}
 
 
-def test_structured_output_is_said_to_be_unsupported(url, capsys, tmp_path):
+def test_structured_output_is_checked(url, capsys, tmp_path):
+    told = report(capsys, tmp_path, "--url", url, "--requests", "2", "--workload", "structured")
+    [run] = told["runs"]
+    assert run["completed"] == 2 and run["json_valid"] <= 2  # the fake's are mostly cut
+    assert f"{run['json_valid']} of 2 answers were JSON objects" in told["text"]
+
+
+def test_what_a_server_refuses_is_said_to_be_unsupported(url, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(workloads, "PERSON", {"type": "no type of JSON Schema"})
     told = report(capsys, tmp_path, "--url", url, "--requests", "2", "--workload", "structured")
     [run] = told["runs"]
     assert "response_format" in run["unsupported"]

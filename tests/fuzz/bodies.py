@@ -30,11 +30,13 @@ from forge_serve.protocol import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
+    DetokenizeRequest,
     FunctionCall,
     GenerateRequest,
     GenerationRequest,
     Message,
     StreamOptions,
+    TokenizeRequest,
     ToolCall,
 )
 
@@ -46,6 +48,8 @@ ENDPOINTS: dict[str, type[GenerationRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/generate": GenerateRequest,
     "/v1/generate": GenerateRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
 }
 VALID: dict[type, dict[str, Any]] = {
     CompletionRequest: {"prompt": f"the dog {SENTINEL}"},
@@ -54,6 +58,8 @@ VALID: dict[type, dict[str, Any]] = {
         "messages": [{"role": "user", "content": f"the dog {SENTINEL}"}],
         "tools": [{"type": "function", "function": {"name": "bark"}}],
     },
+    TokenizeRequest: {"prompt": f"the dog {SENTINEL}"},
+    DetokenizeRequest: {"tokens": [5, 6, 7]},
     MessagesRequest: {
         "messages": [{"role": "user", "content": f"the dog {SENTINEL}"}],
         "tools": [{"name": "bark"}],

@@ -160,11 +160,12 @@ def test_looking_costs_little_where_drafts_bring_nothing():
     assert 0.5 * most < device.looked_s < most
 
 
-def test_a_look_that_takes_long_keeps_nobody_from_looking_where_drafts_are_right():
+@pytest.mark.parametrize(("first_s", "later_s"), [(3.0, 0.02), (1e-4, 1e-4)])
+def test_drafts_that_are_right_are_found_whatever_a_look_takes(first_s, later_s):
     plain = make_core()
     expected = serve(plain, long_requests(12), at_once=1)
     outputs = {key: outcome[0] for key, outcome in expected.items()}
-    core, device = timed_core(outputs, right=1.0, first_s=3.0, later_s=0.02)
+    core, device = timed_core(outputs, right=1.0, first_s=first_s, later_s=later_s)
     assert serve(core, long_requests(12), at_once=1) == expected
     assert core.num_steps < 0.25 * plain.num_steps
     assert device.now_s < 0.35 * plain.num_steps  # with what looking took
