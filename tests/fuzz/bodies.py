@@ -49,7 +49,9 @@ ENDPOINTS: dict[str, type[GenerationRequest]] = {
     "/generate": GenerateRequest,
     "/v1/generate": GenerateRequest,
     "/tokenize": TokenizeRequest,
+    "/v1/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/detokenize": DetokenizeRequest,
 }
 VALID: dict[type, dict[str, Any]] = {
     CompletionRequest: {"prompt": f"the dog {SENTINEL}"},
