@@ -435,7 +435,6 @@ class DraftModel:
         self.max_draft_tokens = max_draft_tokens
         self.kv_shape = kv_shape
         self._model = model
-        self._device = device
         self._sharding = jax.sharding.SingleDeviceSharding(device)
         self._shapes = shapes
         self._late = [*shapes.extend, *shapes.draft]
