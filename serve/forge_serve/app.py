@@ -65,9 +65,7 @@ _GENERATION = web.RequestKey("generation", Generation)
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 _CLIENT_LEFT = web.RequestKey("client_left", bool)  # in the middle of a stream, or was given up
 
-Kind = type[
-    CompletionRequest | ChatRequest | GenerateRequest | MessagesRequest | ResponsesRequest
-]
+Kind = type[CompletionRequest | ChatRequest | GenerateRequest | MessagesRequest | ResponsesRequest]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

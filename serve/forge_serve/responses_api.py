@@ -194,8 +194,9 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         )
 
     def _messages(self, before: Sequence[Item]) -> list[Message]:
-        given = [Item(role="user", content=self.input)] if isinstance(self.input, str) else None
-        found = messages([*before, *(self.input or () if given is None else given)])
+        given = self.input or []
+        asked = [Item(role="user", content=given)] if isinstance(given, str) else given
+        found = messages([*before, *asked])
         if not self.instructions:
             return found
         texts = [self.instructions]

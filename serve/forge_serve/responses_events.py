@@ -220,7 +220,7 @@ class ResponsesForm(ChatForm):
     def _head_fields(self, status: str) -> dict[str, Any]:
         """The response without its output."""
         asked = self.asked
-        text = {"format": asked.format or {"type": "text"}}
+        text: dict[str, Any] = {"format": asked.format or {"type": "text"}}
         if asked.text is not None and asked.text.verbosity is not None:
             text["verbosity"] = asked.text.verbosity
         return {
