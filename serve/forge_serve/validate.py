@@ -272,7 +272,8 @@ def _validation_error(text: str) -> RequestError:
     if not path:
         return RequestError(f"the body is not a valid request: {message}")
     if message.startswith("Invalid enum value"):  # and then the value
-        message = f"the roles are {', '.join(get_args(Role))}"
+        roles = f"the roles are {', '.join(get_args(Role))}"
+        message = roles if path.endswith("role") else "it is none of the values that there are"
     return RequestError(f"{path}: {message}", param=path)
 
 
