@@ -189,8 +189,8 @@ class EngineCore:
     With `one_step_ahead` a tick dispatches a step and reads the one before, which the device has
     meanwhile been computing; without it, a tick waits for the very step that it has dispatched.
     With a `speculator`, a tick whose step had better begin with drafts reads the one before first.
-    Where many sequences are stepwise (held to a grammar, say), a tick reads the one before just before it dispatches, for
-    the masks of the new step, and commits it afterwards.
+    Where many sequences are held to a grammar or to bad words, a tick reads the one before just
+    before it dispatches, for the masks of the new step, and commits it afterwards.
 
     Not thread-safe: one thread owns it.
     """
@@ -739,7 +739,6 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
     ):
         if given and (token := max(given)) >= vocab_size:
             raise RequestError(
-                f"{name}: token id {token} is outside the model's vocabulary "
-                f"(0..{vocab_size - 1})",
+                f"{name}: token id {token} is outside the model's vocabulary (0..{vocab_size - 1})",
                 param=name,
             )

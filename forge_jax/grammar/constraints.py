@@ -90,7 +90,10 @@ class Constraints:
         self._dead_ends: dict[Sequence, RequestError] = {}  # behind drafts of the step in flight
         self._words = mask_width(vocab_size)
         self._vocab_size = vocab_size
-        self._not_ends = ~bits(sorted(end_ids), vocab_size)
+        self._not_ends = self._all_but(end_ids)
+
+    def _all_but(self, token_ids: Iterable[int]) -> np.ndarray:
+        return ~bits([i for i in token_ids if i < self._vocab_size], self._vocab_size)
 
     @cached_property
     def _pool(self) -> MaskPool:
@@ -111,7 +114,7 @@ class Constraints:
         held = _Held(
             None if grammar is None else grammar.matcher(),
             None if tokens is None else tokens.follower(),
-            ~bits(sorted(seq.stop_ids), self._vocab_size) if seq.params.held_tokens else None,
+            self._all_but(seq.stop_ids) if seq.params.held_tokens else None,
         )
         if seq.num_output:
             held.accept(seq.tokens[seq.prompt_len :])

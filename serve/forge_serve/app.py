@@ -440,9 +440,7 @@ async def _add_headers(http: web.Request, response: web.StreamResponse) -> None:
 async def _stream(
     http: web.Request, generation: Generation, form: ResponseForm, keep_alive_s: float
 ) -> web.StreamResponse:
-    stream = EventStream(
-        http, generation, form, stall_s=WRITE_STALL_S, keep_alive_s=keep_alive_s
-    )
+    stream = EventStream(http, generation, form, stall_s=WRITE_STALL_S, keep_alive_s=keep_alive_s)
     try:
         await stream.run()
     except TimeoutError:

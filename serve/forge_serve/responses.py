@@ -469,9 +469,7 @@ class GenerateForm(ResponseForm):
 class TokenNames:
     """Tokens as strings and bytes, with or without a tokenizer."""
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, *, skip_special: bool, as_ids: bool = False
-    ):
+    def __init__(self, tokenizer: Tokenizer | None, *, skip_special: bool, as_ids: bool = False):
         self._tokenizer = tokenizer
         self._as_ids = as_ids or tokenizer is None
         self._hidden = tokenizer.special_ids if tokenizer and skip_special else frozenset()

@@ -415,38 +415,43 @@ def test_an_output_to_which_nothing_may_be_added_is_an_error(make_core, asked, c
     entry = one(make_core, spec, core=core, **more)
     assert entry[3] == "error" and isinstance(entry[4], RequestError)
     assert str(entry[4]).startswith(f"{causes} leave no token") and entry[4].param in more
-    assert one(make_core, None, core=core, max_tokens=5, ignore_eos=True)[3] == "length"
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    other = Request(request_id="other", prompt_token_ids=[5], params=params)
+    assert next(iter(serve(core, [other]).values()))[3] == "length", "it costs nobody else anything"
 
 
 def test_an_end_that_is_not_allowed_does_not_come(make_core):
-    core = make_core()
-    core._device._eos_token_id, core._device._eos_threshold = EOS, 2**30  # one in four
-    ends = one(make_core, None, core=core, allowed_token_ids=(*LETTERS, EOS))
+    def often_ending():
+        core = make_core()
+        core._device._eos_token_id, core._device._eos_threshold = EOS, 2**30  # one in four
+        return core
+
+    ends = one(make_core, None, core=often_ending(), allowed_token_ids=(*LETTERS, EOS))
     assert ends[3] == "stop" and set(ends[1]) <= set("abcd")
-    endless = one(make_core, None, core=core, allowed_token_ids=LETTERS)
+    endless = one(make_core, None, core=often_ending(), allowed_token_ids=LETTERS)
     assert endless[3] == "length" and len(endless[0]) == 60
 
 
-def test_allowed_tokens_alone_wait_for_nothing_and_bad_words_do(make_core):
-    for asked, waits in ((LISTS[0], False), (LISTS[2], True)):
-        core, unread = make_core(), []
-        device, depths = core._device, []
+@pytest.mark.parametrize(("asked", "waits"), [(LISTS[0], False), (LISTS[2], True)])
+def test_allowed_tokens_alone_wait_for_nothing_and_bad_words_do(make_core, asked, waits):
+    core, unread, depths = make_core(), [], []
+    device = core._device
 
-        class Watched:
-            reset = device.reset
+    class Watched:
+        reset = device.reset
 
-            def dispatch(self, plan):
-                depths.append(len(unread))
-                unread.append(plan)
-                return device.dispatch(plan)
+        def dispatch(self, plan):
+            depths.append(len(unread))
+            unread.append(plan)
+            return device.dispatch(plan)
 
-            def read(self, pending):
-                unread.pop(0)
-                return device.read(pending)
+        def read(self, pending):
+            unread.pop(0)
+            return device.read(pending)
 
-        core._device = Watched()
-        one(make_core, None, core=core, ignore_eos=True, **asked)
-        assert (max(depths) == 0) is waits, asked
+    core._device = Watched()
+    one(make_core, None, core=core, ignore_eos=True, **asked)
+    assert (max(depths) == 0) is waits
 
 
 def test_a_stop_string_ends_an_output_with_lists(make_core):

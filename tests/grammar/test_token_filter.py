@@ -116,20 +116,17 @@ def test_without_lists_there_is_no_filter():
 )
 def test_lists_that_cannot_be_are_refused_by_name(params, param):
     with pytest.raises(RequestError) as refused:
-        request = Request(
-            request_id="r", prompt_token_ids=[1], params=SamplingParams(max_tokens=1, **params)
-        )
-        check_request(request, Limits(VOCAB, 100, 100), TOKENIZER)
+        check(TOKENIZER, **params)
     assert refused.value.param == param
 
 
+def check(tokenizer, **params) -> None:
+    params = SamplingParams(max_tokens=1, **params)
+    request = Request(request_id="r", prompt_token_ids=[1], params=params)
+    check_request(request, Limits(VOCAB, 100, 100), tokenizer)
+
+
 def test_words_need_a_tokenizer_and_ids_do_not():
-    limits = Limits(VOCAB, 100, 100)
-
-    def check(**params):
-        params = SamplingParams(max_tokens=1, **params)
-        check_request(Request(request_id="r", prompt_token_ids=[1], params=params), limits, None)
-
-    check(allowed_token_ids=[3])
+    check(None, allowed_token_ids=[3])
     with pytest.raises(RequestError, match="tokenizer"):
-        check(bad_words=["a"])
+        check(None, bad_words=["a"])

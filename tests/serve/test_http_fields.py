@@ -192,7 +192,9 @@ async def test_logprobs_of_the_prompt_in_vllms_form(server):
         assert (answer if path == CHAT else answer["choices"][0])["prompt_logprobs"] == scores
         alone = await post(server, path, {**body, "prompt_logprobs": 0})
         where = alone if path == CHAT else alone["choices"][0]
-        assert [list(e) for e in where["prompt_logprobs"][1:]] == [[str(token)] for token in ids[1:]]
+        assert [list(e) for e in where["prompt_logprobs"][1:]] == [
+            [str(token)] for token in ids[1:]
+        ]
         without = await post(server, path, body)
         assert "prompt_logprobs" not in {*without, *without["choices"][0]}
         status, refused = await server.post(path, {**body, "prompt_logprobs": 1, "stream": True})
