@@ -268,7 +268,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "a regex without words": {
         "structured_outputs": GrammarSpec.regex("( the| cat| sat|[a-f]| old){2,}"),
         "allowed_token_ids": tuple(range(VOCAB)),
-        "bad_words": ("cat", "ca", "ee", " thea"),
+        "bad_words": ("ee", "fd", "bac", "ab"),
         "ignore_eos": False,
         "min_tokens": 9,
     },
