@@ -175,6 +175,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         late=None if ready else late,
         startup=startup,
         system_fingerprint=fingerprint,
+        architecture=spec.architecture,
     )
 
 

@@ -40,6 +40,7 @@ class Engine(StreamingEngine):
         self.name = parts.name
         self.max_model_len = parts.max_model_len
         self.system_fingerprint = parts.system_fingerprint
+        self.architecture = parts.architecture
         self.vocab_size = parts.core.vocab_size
         self.tokenizer = parts.tokenizer
         self.chat_template = parts.chat_template
@@ -183,6 +184,7 @@ class Engine(StreamingEngine):
             and self._thread.is_alive(),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            num_slots=scheduler.config.max_num_seqs,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_used_blocks=pool.num_blocks - pool.num_free,

@@ -46,6 +46,7 @@ class EngineStats:
     healthy: bool
     num_running: int
     num_waiting: int
+    num_slots: int  # how many can run
     num_blocks: int
     num_free_blocks: int  # free, or cached and evictable
     num_used_blocks: int  # held by live sequences
@@ -141,6 +142,7 @@ class StreamingEngine(ABC):
         self.max_model_len = 0
         self.vocab_size = 0
         self.system_fingerprint: str | None = None
+        self.architecture: str | None = None
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
         self.grammars: GrammarCompiler | None = None

@@ -265,7 +265,7 @@ class FakeDevice:
     def _verify(self, slot: _Slot, scheduled: ScheduledSequence, masks: Any) -> list[int]:
         """What the rows sample, up to the first draft that is another token."""
         params = slot.admission.params
-        assert masks is not None or not params.constrained, f"{scheduled.seq_key} has no mask"
+        assert masks is not None or not params.masked, f"{scheduled.seq_key} has no mask"
         if masks is not None:
             masks = masks[scheduled.num_rows - 1 - scheduled.num_drafts :]
         seed = 0 if params.greedy else slot.admission.seed
@@ -304,7 +304,10 @@ class FakeDevice:
     def _logprobs(self, rolling: int, token: int, count: int) -> TokenLogprobs:
         top = tuple(((rolling >> 16) + index) % self.vocab_size for index in range(min(count, 20)))
         return TokenLogprobs(
-            token, -1.0 - token / self.vocab_size, tuple((t, -1.0 - i) for i, t in enumerate(top))
+            token,
+            -1.0 - token / self.vocab_size,
+            tuple((t, -1.0 - i) for i, t in enumerate(top)),
+            rank=1 + token,
         )
 
     # ---- the KV cache --------------------------------------------------------------------------

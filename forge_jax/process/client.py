@@ -265,6 +265,7 @@ class EngineProcess(StreamingEngine):
     def _introduce(self, hello: Hello) -> None:
         self.name, self.max_model_len = hello.name, hello.max_model_len
         self.system_fingerprint = hello.system_fingerprint
+        self.architecture = hello.architecture
         self._limits, self.vocab_size = hello.limits, hello.limits.vocab_size
         self._stats = hello.stats
 

@@ -133,6 +133,7 @@ class Hello(msgspec.Struct, tag="hello"):
     max_model_len: int
     limits: Limits
     system_fingerprint: str | None
+    architecture: str | None
     end_ids: list[int]  # tokens that end an output
     stats: EngineStats
 

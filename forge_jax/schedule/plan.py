@@ -113,8 +113,9 @@ class StepPlan:
     admissions: tuple[Admission, ...]
     chunks: tuple[ScheduledSequence, ...]  # what comes after the decodes: drafts, then prompts
     decodes: Decodes = Decodes()
-    # i32[num_rows, mask_width]: which tokens each row may sample, those of a row without a grammar
-    # being all; None: every row may sample anything. Token t is bit t % 32 of word t // 32.
+    # i32[num_rows, mask_width]: which tokens each row may sample, those of a row without a
+    # constraint being all; None: every row may sample anything. Token t is bit t % 32 of word
+    # t // 32.
     masks: Any = None
 
     @property
@@ -141,11 +142,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprob of one token, and the most likely alternatives, best first."""
+    """Logprob of one token, and the most likely alternatives, best first.
+
+    `rank` is one more than the number of likelier tokens.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
 
 
 @dataclass(slots=True)

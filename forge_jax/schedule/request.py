@@ -124,14 +124,14 @@ class Sequence:
     # Fixed from here on, and read for every row of every step.
     key: tuple[str, int] = field(init=False)
     salt: str = field(init=False)
-    constrained: bool = field(init=False)  # the next token depends on the last: it must be known
+    stepwise: bool = field(init=False)  # what may come depends on the last token: it must be known
     prompt_len: int = field(init=False)
     max_len: int = field(init=False)  # prompt and output
 
     def __post_init__(self) -> None:
         self.key = (self.request.request_id, self.index)
         self.salt = self.request.cache_salt
-        self.constrained = self.request.params.constrained
+        self.stepwise = self.request.params.stepwise
         self.prompt_len = len(self.request.prompt_token_ids)
         self.max_len = self.prompt_len + self.max_tokens
 

@@ -18,8 +18,8 @@ Drafts are tokens that somebody guesses a sequence will go on with. A step compu
 last known token, and samples at each; `commit` learns how many were right. What was written for the
 others lies behind the sequence's tokens, like a burnt row, and is written over. Until then nobody
 knows the sequence's length, so it cannot be scheduled: steps with drafts are read before the next
-is scheduled, or their sequences stay out of it. The same holds for a sequence with a grammar: which
-tokens may come depends on the one before.
+is scheduled, or their sequences stay out of it. The same holds for a sequence with a grammar or
+with bad words: which tokens may come depends on the one before.
 
 The module knows ints only: no device, no clock and no random source of its own.
 """
@@ -303,7 +303,7 @@ class Scheduler:
             step when everything else has been scheduled, in the order of the mapping, and only free
             blocks: never one that is reserved, let alone another's.
           masks_late: the caller reads what is in flight before it dispatches this step, so that
-            sequences with a grammar may be part of it.
+            stepwise sequences may be part of it.
         """
         config, running = self.config, self._running
         block_size = self.pool.block_size
@@ -323,7 +323,7 @@ class Scheduler:
                 if (known < seq.max_len or computed < seq.prompt_len) and not seq.num_verifying:
                     prompts.append(seq)
                 continue  # or its last tokens have been sampled and only need to be read
-            if seq.constrained and seq.num_pending and not masks_late:
+            if seq.stepwise and seq.num_pending and not masks_late:
                 continue
             if not tokens_left or not rows_left:
                 continue
@@ -775,7 +775,8 @@ class Scheduler:
         """Finishes the sequence if `token`, its last, ends it or is the last it may have."""
         params = seq.params
         if token in seq.stop_ids and seq.num_output >= params.held_tokens:
-            eos = token in self.config.eos_token_ids and (seq.constrained or not params.ignore_eos)
+            ends = params.constrained or not params.ignore_eos
+            eos = ends and token in self.config.eos_token_ids
             self._finish(seq, "stop", None if eos else token)
         elif len(seq.tokens) >= seq.max_len:
             self._finish(seq, "length", None)

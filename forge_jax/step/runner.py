@@ -364,9 +364,8 @@ class Runner:
         accepted = packed[2 * num_rows :].tolist()
         logprobs = None
         if all_params is not None:
-            logprobs = _RowLogprobs(
-                np.asarray(out.logprob), np.asarray(out.top_ids), np.asarray(out.top_logprobs)
-            )
+            scores = (out.logprob, out.rank, out.top_ids, out.top_logprobs)
+            logprobs = _RowLogprobs(*map(np.asarray, scores))
         results: list[SequenceResult] = []
         sequences = plan.sequences if any_fault or logprobs is not None else plan.chunks
         if sequences is plan.chunks:  # the decodes have nothing but their tokens, a row each
@@ -472,12 +471,13 @@ def compiler_options(
 
 class _RowLogprobs(NamedTuple):
     chosen: np.ndarray  # f32[R]
+    rank: np.ndarray  # i32[R]
     top_ids: np.ndarray  # i32[R, 20]
     top: np.ndarray  # f32[R, 20]
 
     def at(self, row: int, token_id: int, count: int) -> TokenLogprobs:
         top = zip(self.top_ids[row, :count].tolist(), self.top[row, :count].tolist(), strict=True)
-        return TokenLogprobs(token_id, float(self.chosen[row]), tuple(top))
+        return TokenLogprobs(token_id, float(self.chosen[row]), tuple(top), int(self.rank[row]))
 
 
 def _result(

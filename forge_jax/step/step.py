@@ -36,6 +36,7 @@ class StepOut(NamedTuple):
 
     packed: jax.Array  # i32[2R + S]: sampled token, fault (0 or 1), then accepted drafts per seq
     logprob: jax.Array  # f32[R], of the row's target, or of its sampled token
+    rank: jax.Array  # i32[R], of the same
     top_ids: jax.Array  # i32[R, 20]
     top_logprobs: jax.Array  # f32[R, 20]
 
@@ -206,14 +207,15 @@ def _sample_rows(
 
     def nothing(logits: jax.Array):
         top = (shape.num_rows, num_top)
-        return jnp.zeros(shape.num_rows), jnp.zeros(top, jnp.int32), jnp.zeros(top)
+        rank = jnp.zeros(shape.num_rows, jnp.int32)
+        return jnp.zeros(shape.num_rows), rank, jnp.zeros(top, jnp.int32), jnp.zeros(top)
 
     asked = _has(flags, meta_bits.LOGPROBS)
     with jax.named_scope("logprobs"):
-        logprob, top_ids, top_logprobs = jax.lax.cond(asked, logprobs, nothing, logits)
+        scores = jax.lax.cond(asked, logprobs, nothing, logits)
     packed = jnp.concatenate([sampled, fault.astype(jnp.int32), accepted])
     slots = slots._replace(last_token=last_token, counts=counts)
-    return slots, StepOut(packed, logprob, top_ids, top_logprobs)
+    return slots, StepOut(packed, *scores)
 
 
 def _drafts(
@@ -258,7 +260,7 @@ def _process(
     masks: jax.Array,  # i32[R, mask_width(V)]
     flags: jax.Array,
 ) -> jax.Array:
-    """Bias, penalties, min_tokens and grammars, in this order, for the rows that asked."""
+    """Bias, penalties, min_tokens and masks, in this order, for the rows that asked."""
     rows = jnp.arange(logits.shape[0])[:, None]
 
     def bias(logits: jax.Array) -> jax.Array:

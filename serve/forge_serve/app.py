@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 import logging
 import random
-import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -21,19 +20,20 @@ from aiohttp import hdrs, web
 
 from forge_jax import __version__
 from forge_jax.errors import RequestError
-from forge_serve import messages, tokens
+from forge_serve import info, messages, tokens
 from forge_serve.auth import ApiKeys, tenant_salt
 from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
 from forge_serve.cors import Cors
 from forge_serve.errors import BodyTimeoutError, NotReadyError, UnknownModelError, error_reply
 from forge_serve.event_stream import EventStream, Replay
-from forge_serve.generation import Generation, News, encode_prompts
+from forge_serve.generation import Generation, News, encode_prompts, truncated
 from forge_serve.memory import MemoryGuard
 from forge_serve.messages import MessagesForm, MessagesRequest
 from forge_serve.metrics import CONTENT_TYPE, Metrics
 from forge_serve.parsers.families import families
 from forge_serve.protocol import (
+    REQUEST_ID,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -59,10 +59,10 @@ CLIENT_CLOSED = 499  # what the log and the metrics call an answer that nobody w
 
 log = logging.getLogger("forge_serve.requests")
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
 _ids = random.Random()
 _GENERATION = web.RequestKey("generation", Generation)
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
+_CLIENTS_ID = web.RequestKey("clients_id", bool)  # whether a header of the client's has it
 _CLIENT_LEFT = web.RequestKey("client_left", bool)  # in the middle of a stream, or was given up
 
 Kind = type[CompletionRequest | ChatRequest | GenerateRequest | MessagesRequest | ResponsesRequest]
@@ -175,6 +175,12 @@ def make_app(service: Service) -> web.Application:
             web.post("/detokenize", endpoints.detokenize),
             web.post("/v1/detokenize", endpoints.detokenize),
             web.get("/tokenizer_info", endpoints.tokenizer_info),
+            web.get("/server_info", endpoints.server_info),
+            web.get("/get_server_info", endpoints.server_info),
+            web.get("/model_info", endpoints.model_info),
+            web.get("/get_model_info", endpoints.model_info),
+            web.get("/v1/loads", endpoints.loads),
+            web.get("/ping", endpoints.ping),
             web.get("/version", endpoints.version),
             web.get("/load", endpoints.load),
             web.post("/generate", endpoints.generate),
@@ -231,7 +237,7 @@ class _Endpoints:
                 return await _send(http, Replay(http, response.log, 0, stall_s=WRITE_STALL_S))
             return json_response(response.body())
         try:
-            return await _answer(http, generation, form)
+            return await self._answer(http, generation, form)
         finally:
             generation.close()
             self.stored.end(response, generation, form)
@@ -263,6 +269,21 @@ class _Endpoints:
 
     async def version(self, http: web.Request) -> web.StreamResponse:
         return web.json_response({"version": __version__})
+
+    async def server_info(self, http: web.Request) -> web.StreamResponse:
+        service = self._service
+        engine = service.ready_engine()
+        return web.json_response(info.server_info(engine, service.model_name, service.state))
+
+    async def model_info(self, http: web.Request) -> web.StreamResponse:
+        engine = self._service.ready_engine()
+        return web.json_response(info.model_info(engine, self._service.model_name))
+
+    async def loads(self, http: web.Request) -> web.StreamResponse:
+        return web.json_response(info.loads(self._service.ready_engine()))
+
+    async def ping(self, http: web.Request) -> web.StreamResponse:
+        return web.Response(status=200 if self._service.state in SERVES else 503)
 
     async def load(self, http: web.Request) -> web.StreamResponse:
         stats = self._service.ready_engine().stats()
@@ -321,9 +342,20 @@ class _Endpoints:
     ) -> web.StreamResponse:
         generation, form = await self._begin(http, kind, form_type)
         try:
-            return await _answer(http, generation, form)
+            return await self._answer(http, generation, form)
         finally:
             generation.close()
+
+    async def _answer(
+        self, http: web.Request, generation: Generation, form: ResponseForm
+    ) -> web.StreamResponse:
+        if not form.streams:
+            return await _whole(generation, form)
+        keep_alive_s = self._service.config.sse_keep_alive_s
+        stream = EventStream(
+            http, generation, form, stall_s=WRITE_STALL_S, keep_alive_s=keep_alive_s
+        )
+        return await _send(http, stream)
 
     async def _begin[Form: ResponseForm](
         self, http: web.Request, kind: Kind, form_type: Callable[..., Form]
@@ -338,17 +370,21 @@ class _Endpoints:
             if isinstance(request, ChatRequest):
                 answers = self._service.chat_answers(request)
             prompts = await encode_prompts(engine, request)
+            prompts = truncated(prompts, request, params.max_tokens, engine)
             if answers is not None:
                 params = await answers.params(params, prompts[0], engine)
             await engine.prepare(params)
             prompt_lens = [len(prompt.token_ids) for prompt in prompts]
             check_logprob_values(params, prompt_lens, engine.max_model_len, limits)
             engine = self._service.ready_engine()  # all of that may have taken long
+            unique_id = _adopted_id(http, request)
+            if kind is ResponsesRequest:  # it is found again by its id
+                unique_id = _new_id()
             form = form_type(
                 request,
                 prompts,
                 engine.tokenizer,
-                unique_id=_new_id(),
+                unique_id=unique_id,
                 model=self._service.model_name,
                 created_s=int(time.time()),
                 system_fingerprint=engine.system_fingerprint,
@@ -394,7 +430,8 @@ class _Endpoints:
     async def envelope(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Around every request: its id, its error as JSON, its count, its line in the log."""
         given = request.headers.get("X-Request-Id", "")
-        request[_REQUEST_ID_KEY] = given if _REQUEST_ID.fullmatch(given) else _new_id()
+        request[_CLIENTS_ID] = REQUEST_ID.fullmatch(given) is not None
+        request[_REQUEST_ID_KEY] = given if request[_CLIENTS_ID] else _new_id()
         begin_s, status = time.monotonic(), CLIENT_CLOSED
         try:
             response = await handler(request)
@@ -448,6 +485,13 @@ async def _body(http: web.Request) -> bytes:
         raise BodyTimeoutError(f"the body did not arrive within {BODY_S:.0f} s") from error
 
 
+def _adopted_id(http: web.Request, request: GenerationRequest) -> str:
+    """What names a request everywhere: the client's header, or its field, or neither."""
+    if request.request_id is not None and not http[_CLIENTS_ID]:
+        http[_REQUEST_ID_KEY] = request.request_id
+    return http[_REQUEST_ID_KEY]
+
+
 def _new_id() -> str:
     """128 random bits. Not a secret: `uuid4` would ask the kernel for each, 9 us."""
     return f"{_ids.getrandbits(128):032x}"
@@ -458,14 +502,6 @@ async def _add_headers(http: web.Request, response: web.StreamResponse) -> None:
     request_id = http.get(_REQUEST_ID_KEY)
     if request_id is not None:
         response.headers["X-Request-Id"] = request_id
-
-
-async def _answer(
-    http: web.Request, generation: Generation, form: ResponseForm
-) -> web.StreamResponse:
-    if form.streams:
-        return await _send(http, EventStream(http, generation, form, stall_s=WRITE_STALL_S))
-    return await _whole(generation, form)
 
 
 async def _send(http: web.Request, stream: EventStream | Replay) -> web.StreamResponse:

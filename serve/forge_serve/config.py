@@ -41,6 +41,11 @@ class ServerConfig:
         "seconds that a request may take at most; its own timeout may be shorter",
         flag="--request-timeout",
     )
+    sse_keep_alive_s: float = option(
+        15.0,
+        "seconds without news after which a stream has a comment, for proxies on its way; 0: never",
+        flag="--sse-keep-alive",
+    )
     max_queued_requests: int = option(
         4096, "samples that may wait for their first token; more are refused with 503"
     )
@@ -101,6 +106,7 @@ class ServerConfig:
             ("--drain-timeout", self.drain_timeout_s),
             ("--stall-timeout", self.stall_timeout_s),
             ("--request-timeout", self.request_timeout_s or 0.0),
+            ("--sse-keep-alive", self.sse_keep_alive_s),
             ("--max-queued-requests", self.max_queued_requests),
             ("--max-queued-tokens", self.max_queued_tokens),
             ("--max-stored-responses", self.max_stored_responses),

@@ -6,6 +6,7 @@ A request has P prompts with n samples each; its choices are numbered `prompt * 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,12 @@ from forge_jax.sampling_params import SamplingParams
 from forge_serve.errors import DeadlineError, StoppingError
 from forge_serve.metrics import Metrics
 from forge_serve.parsers.reasoning import ReasoningTokens
-from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from forge_serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    GenerationRequest,
+)
 
 if TYPE_CHECKING:
     from forge_jax.outputs import Delta
@@ -28,6 +34,8 @@ if TYPE_CHECKING:
 
 # A shorter text is tokenised on the event loop: in less time than handing it to a thread takes.
 THREAD_FROM_CHARS = 4096
+
+_serials = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +57,49 @@ async def encode_prompts(
         return [await _encode_chat(engine, request)]
     given = request.prompts() if isinstance(request, CompletionRequest) else [request.prompt]
     for item in given:
-        if isinstance(item, str):
+        if isinstance(item, str) and request.truncate_prompt_tokens is None:
             _check_text_size(engine, [item], "prompt")
     special = True if request.add_special_tokens is None else request.add_special_tokens
     num_chars = sum(len(item) for item in given if isinstance(item, str))
     if num_chars < THREAD_FROM_CHARS:
         return _encode_texts(engine.tokenizer, given, special)
     return await asyncio.to_thread(_encode_texts, engine.tokenizer, given, special)
+
+
+def truncated(
+    prompts: list[Prompt],
+    request: GenerationRequest,
+    max_tokens: int | None,
+    engine: StreamingEngine,
+) -> list[Prompt]:
+    """The prompts with no more tokens than the request wants kept: the last ones, or the first.
+
+    A BOS that the tokenizer has put before a text stays.
+    """
+    keep = request.truncate_prompt_tokens
+    if keep is None:
+        return prompts
+    limits = engine.limits
+    if keep > limits.context:
+        raise RequestError(
+            f"truncate_prompt_tokens must be at most {limits.context}, which is the context",
+            param="truncate_prompt_tokens",
+        )
+    if keep == -1:  # all that there is room for besides the output
+        room = min(limits.context, limits.kv_tokens + 1)
+        keep = max(room - (1 if max_tokens is None else max_tokens), 1)
+    bos = engine.tokenizer.bos_token_id if engine.tokenizer is not None else None
+    return [_cut(prompt, keep, bos, request.truncation_side) for prompt in prompts]
+
+
+def _cut(prompt: Prompt, keep: int, bos: int | None, side: str | None) -> Prompt:
+    ids = prompt.token_ids
+    if len(ids) <= keep:
+        return prompt
+    if side == "right":
+        return Prompt(ids[:keep])
+    has_bos = prompt.text is not None and keep > 1 and ids[0] == bos
+    return Prompt([*ids[:1], *ids[1 - keep :]] if has_bos else ids[-keep:])
 
 
 def _check_text_size(engine: StreamingEngine, texts: Iterable[str], param: str) -> None:
@@ -116,7 +160,8 @@ async def _encode_chat(engine: StreamingEngine, request: ChatRequest) -> Prompt:
         )
     messages = request.template_messages()
     options = request.template_options()
-    _check_text_size(engine, (message["content"] for message in messages), "messages")
+    if request.truncate_prompt_tokens is None:
+        _check_text_size(engine, (message["content"] for message in messages), "messages")
     # Templates may show whatever a message holds: the calls of tools, say.
     if not template.slow and len(msgspec.json.encode((messages, options))) < THREAD_FROM_CHARS:
         return Prompt(template.encode(messages, tokenizer, **options))
@@ -157,6 +202,7 @@ class Generation:
         reasoning: Sequence[ReasoningTokens] = (),
     ):
         self.request_id = request_id
+        serial = next(_serials)  # a client may give the same id to several requests
         self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.num_output_tokens = 0
         self.unfinished = len(prompts) * params.n
@@ -183,7 +229,7 @@ class Generation:
                     engine.submit(
                         prompt.token_ids,
                         params,
-                        request_id=f"{request_id}-{i}",
+                        request_id=f"{request_id}-{serial}-{i}",
                         priority=priority,
                         cache_salt=cache_salt,
                     )

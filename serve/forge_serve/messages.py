@@ -109,6 +109,12 @@ class MessagesRequest(GenerationRequest, kw_only=True):
         if not self.messages:
             raise RequestError("messages must not be empty", param="messages")
 
+    def _check_prompt_logprobs(self) -> None:
+        raise RequestError(
+            "prompt_logprobs are not supported here: ask for a chat completion",
+            param="prompt_logprobs",
+        )
+
     def chat(self) -> ChatRequest:
         """The same as a chat.
 

@@ -43,6 +43,7 @@ TARGET = "target"
 TOKENIZER = fake_tokenizer()
 VOCAB = TOKENIZER.vocab_size
 EOS = TOKENIZER.eos_token_id
+LETTERS = tuple(TOKENIZER.encode(letter, False)[0] for letter in "abcdef")
 GRAMMARS = GrammarCompiler(TOKENIZER, VOCAB, (EOS,), limits=None)
 NAN_TOKEN = VOCAB - 2  # in some models: its embedding is not finite
 
@@ -261,6 +262,15 @@ ASKED: dict[str, dict[str, Any]] = {
         "ignore_eos": False,
         "min_tokens": 9,
         "frequency_penalty": 0.5,
+    },
+    "allowed tokens": {"allowed_token_ids": (*LETTERS, *range(0, VOCAB, 9)), "logprobs": 2},
+    "bad words": {"allowed_token_ids": LETTERS, "bad_words": ("ab", "cb", "dd", "bac", "f")},
+    "a regex without words": {
+        "structured_outputs": GrammarSpec.regex("( the| cat| sat|[a-f]| old){2,}"),
+        "allowed_token_ids": tuple(range(VOCAB)),
+        "bad_words": ("ee", "fd", "bac", "ab"),
+        "ignore_eos": False,
+        "min_tokens": 9,
     },
 }
 AXES: dict[str, tuple[Any, ...]] = {
