@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -462,8 +462,9 @@ def check_the_matrix(drafter: str, count: int) -> None:
     assert count * len(AXES["drafter"]) >= 500
     differing, seen = compare(make_runner("float32"), combinations)
     assert differing == []
-    assert seen.preempted > 0.5 * len(combinations) / 5
-    assert seen.cached >= len(combinations) / 5
+    of_schedule = Counter(combination.schedule for combination in combinations)
+    assert seen.preempted > 0.5 * of_schedule["preempted"] > 0
+    assert seen.cached >= of_schedule["after a prefix"] > 0
     drafted = sum(stats.num_draft_tokens for stats in seen.stats)
     accepted = sum(stats.num_accepted_tokens for stats in seen.stats)
     assert drafted > len(combinations)
