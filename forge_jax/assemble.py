@@ -173,8 +173,10 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         guard=lambda: jax.no_tracing(True),
         compilations=compilations,
         late=None if ready else late,
+        prepare_pooling=runner.prepare_pooling,
         startup=startup,
         system_fingerprint=fingerprint,
+        pooling=config.model.pooling,
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from forge_jax.cache.block_pool import BlockPool
-from forge_jax.config import EngineConfig
+from forge_jax.config import EngineConfig, Pooling
 from forge_jax.errors import (
     EngineError,
     ForgeError,
@@ -91,6 +91,9 @@ class EngineParts:
     compilations: Callable[[], int] = lambda: 0  # since ready
     clock: Callable[[], float] = time.monotonic
     system_fingerprint: str | None = None  # in the deterministic tier
+    pooling: Pooling = "last"  # where a request does not say
+    # Has what pools hidden states compiled at its first call; between two ticks only.
+    prepare_pooling: Callable[[], None] = lambda: None
     late: Late | None = None  # what it can begin without, and the rest of its start
     startup: StartupTimes = field(default_factory=StartupTimes)
 
@@ -164,6 +167,7 @@ def make_scheduler(
         chunked_prefill=batch.chunked_prefill,
         batching=batch.batching,
         policy=batch.scheduling_policy,
+        pools_apart=config.model.deterministic,
         eos_token_ids=eos_token_ids,
     )
     pool = BlockPool(
@@ -608,6 +612,7 @@ class EngineCore:
             seq.num_cached,
             seq.num_drafted,
             seq.num_accepted,
+            got.pooled,
         )
 
     def _text_to_an_end(

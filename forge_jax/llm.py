@@ -7,13 +7,14 @@ import threading
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
+import numpy as np
 from tqdm import tqdm
 
 from forge_jax.assemble import assemble
-from forge_jax.config import EngineConfig
+from forge_jax.config import EngineConfig, Pooling
 from forge_jax.core import EngineParts, token_ids
 from forge_jax.errors import RequestError
 from forge_jax.outputs import Completion, Delta, RequestOutput
@@ -109,6 +110,44 @@ class LLM:
         """
         batch: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
         return self._run([self._encode(p) for p in batch], batch, params, progress)
+
+    def embed(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool = True,
+        progress: bool = True,
+    ) -> np.ndarray:
+        """The final hidden states of texts (or lists of token ids), pooled: f32[len(prompts), d].
+
+        The first call compiles the steps that do it.
+
+        Args:
+          pooling: "last": that of the last token; "mean": of all; default: the option `pooling`.
+          normalize: to a length of one (L2).
+
+        Raises:
+          RequestError: a prompt cannot be served; nothing has been computed then.
+          ForgeError: what ended a request: hidden states that are not finite, say.
+        """
+        batch: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
+        pooling = self._parts.pooling if pooling is None else pooling
+        if pooling not in get_args(Pooling):
+            raise RequestError("pooling must be last or mean", param="pooling")
+        params = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
+        requests = [replace(self._request(self._encode(p), params), pooling=pooling) for p in batch]
+        for request in requests:
+            self._check(request)
+        with self._lock:
+            self._parts.prepare_pooling()
+        collected = {r.request_id: _Collected(r) for r in requests}
+        with _Interrupts() as interrupts, self._running(requests) as mailbox:
+            self._collect(mailbox, collected, progress, interrupts)
+        vectors = np.stack([collected[r.request_id].pooled() for r in requests])
+        if normalize:
+            vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        return vectors
 
     def chat(
         self,
@@ -330,6 +369,15 @@ class _Collected:
             sample.last = delta
             return all(s.last is not None for s in self._samples)
         return False
+
+    def pooled(self) -> np.ndarray:
+        """f32[d]. Raises what ended the request, if that was an error."""
+        last = self._samples[0].last
+        assert last is not None
+        if last.error is not None:
+            raise last.error
+        assert last.pooled is not None
+        return np.frombuffer(last.pooled, np.float32)
 
     def output(self, prompt: str | None) -> RequestOutput:
         asked = self.request.params.logprobs is not None
