@@ -1,6 +1,7 @@
 """`LLM.embed`: pooled hidden states, against a plain forward pass over the whole text."""
 
 from functools import cache, partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -80,8 +81,8 @@ def test_preempted_prompts_are_pooled_from_their_beginning(stories, reference):
     streams = [llm.stream(text, params) for text in texts(seed=2)[6:8]]
     for stream in streams:
         next(stream)
-    executables = llm._core._device.executables  # compiled for whoever asks, and nobody has
-    assert not [name for name in executables if name.startswith("pool")]
+    device: Any = llm._core._device
+    assert not [name for name in device.executables if name.startswith("pool")]
     vectors = llm.embed(texts(), pooling="mean", progress=False)
     for text, vector in zip(texts(), vectors, strict=True):
         np.testing.assert_allclose(vector, reference(text, "mean"), atol=2e-5)
