@@ -454,7 +454,8 @@ class EngineCore:
     def _schedule(self, masks_late: bool) -> StepPlan | None:
         drafts = None
         if self.speculator is not None and self._in_flight is None:  # else tokens are not known
-            drafts = self.speculator.drafts(self.scheduler)
+            ahead = not self._constraints or not self._constraints.hold_up(self.scheduler.running)
+            drafts = self.speculator.drafts(self.scheduler, runs_ahead=ahead)
             if self._constraints:
                 drafts = self._constraints.cut(drafts)
             self.phases.end("draft")

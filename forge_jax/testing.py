@@ -422,9 +422,10 @@ class FailingDevice:
 
 def drafts_always_pay(policy: Any) -> None:
     """Makes a `LengthPolicy` think that all steps take a second, and that waiting costs nothing."""
-    policy.ahead.expect = policy.waited.expect = lambda num_tokens: 1.0
-    policy.ahead.count = lambda num_tokens: math.inf
-    policy.ahead.record = policy.waited.record = lambda num_tokens, seconds: None
+    for times in (policy.ahead, policy.alone, policy.drafted):
+        times.expect = lambda num_tokens: 1.0
+        times.count = lambda num_tokens: math.inf
+        times.record = lambda num_tokens, seconds: None
 
 
 def not_a_number(dtype: Any) -> float:

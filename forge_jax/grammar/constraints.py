@@ -71,8 +71,12 @@ class Constraints:
         With C of them beside F others, steps of s seconds and a host that keeps the device waiting
         for g, waiting gives more tokens a second where s / g > 2 F / C + 1; s / g is 4 and more.
         """
-        blocked = sum(seq.num_pending > 0 and seq in self._matchers for seq in seqs)
-        return blocked > 0 and blocked * MANY >= len(seqs)
+        return self.hold_up([seq for seq in seqs if seq.num_pending > 0], len(seqs))
+
+    def hold_up(self, seqs: Seq[Sequence], of: int | None = None) -> bool:
+        """Whether those with grammars among `seqs` are many of a step of so many, or of `seqs`."""
+        blocked = sum(seq in self._matchers for seq in seqs)
+        return blocked > 0 and blocked * MANY >= (len(seqs) if of is None else of)
 
     def cut(self, drafts: Mapping[Sequence, tuple[int, ...]]) -> dict[Sequence, tuple[int, ...]]:
         """The drafts, each up to what its grammar forbids; without those that have nothing left."""

@@ -27,7 +27,7 @@ from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
 from forge_serve.cors import Cors
 from forge_serve.errors import BodyTimeoutError, NotReadyError, UnknownModelError, error_reply
-from forge_serve.event_stream import EventStream
+from forge_serve.event_stream import EventStream, Replay
 from forge_serve.generation import Generation, News, encode_prompts
 from forge_serve.memory import MemoryGuard
 from forge_serve.messages import MessagesForm, MessagesRequest
@@ -42,6 +42,11 @@ from forge_serve.protocol import (
     TokenizeRequest,
 )
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
+from forge_serve.responses_api import PATH as RESPONSES_PATH
+from forge_serve.responses_api import ResponsesRequest
+from forge_serve.responses_events import ResponsesForm
+from forge_serve.responses_http import StoredResponses, json_response, whole_number
+from forge_serve.responses_store import ResponseStore
 from forge_serve.validate import check, check_logprob_values, decode
 
 if TYPE_CHECKING:
@@ -60,7 +65,7 @@ _GENERATION = web.RequestKey("generation", Generation)
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 _CLIENT_LEFT = web.RequestKey("client_left", bool)  # in the middle of a stream, or was given up
 
-Kind = type[CompletionRequest] | type[ChatRequest] | type[GenerateRequest] | type[MessagesRequest]
+Kind = type[CompletionRequest | ChatRequest | GenerateRequest | MessagesRequest | ResponsesRequest]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -78,6 +83,7 @@ class Service:
         self.created_s = int(time.time())
         self.metrics = Metrics(lambda: self.model_name, self.stats)
         self.memory = MemoryGuard(config.memory_watermark, self._shed)
+        self.responses = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
 
     @property
     def model_name(self) -> str:
@@ -160,6 +166,10 @@ def make_app(service: Service) -> web.Application:
             web.get("/v1/models/{name:.+}", endpoints.model),
             web.post(messages.PATH, endpoints.messages),
             web.post(f"{messages.PATH}/count_tokens", endpoints.count_tokens),
+            web.post(RESPONSES_PATH, endpoints.responses),
+            web.post(f"{RESPONSES_PATH}/input_tokens", endpoints.count_input_tokens),
+            web.get(f"{RESPONSES_PATH}/{{id}}", endpoints.response),
+            *endpoints.stored.routes(),
             web.post("/tokenize", endpoints.tokenize),
             web.post("/v1/tokenize", endpoints.tokenize),
             web.post("/detokenize", endpoints.detokenize),
@@ -182,6 +192,7 @@ def make_app(service: Service) -> web.Application:
 class _Endpoints:
     def __init__(self, service: Service):
         self._service = service
+        self.stored = StoredResponses(service.responses)
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, CompletionRequest, CompletionForm)
@@ -193,15 +204,49 @@ class _Endpoints:
         return await self._generate(http, MessagesRequest, MessagesForm)
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
+        number = await self._num_prompt_tokens(http, MessagesRequest)
+        return web.json_response({"input_tokens": number})
+
+    async def count_input_tokens(self, http: web.Request) -> web.StreamResponse:
+        number = await self._num_prompt_tokens(http, ResponsesRequest)
+        return web.json_response({"object": "response.input_tokens", "input_tokens": number})
+
+    async def _num_prompt_tokens(self, http: web.Request, kind: Kind) -> int:
         engine = self._service.ready_engine()
-        request = await self._read(http, MessagesRequest)
+        request = await self._read(http, kind)
         assert isinstance(request, ChatRequest)
         try:
             self._service.chat_answers(request)
             [prompt] = await encode_prompts(engine, request)
         except RequestError as error:
             raise request.in_its_words(error) from error
-        return web.json_response({"input_tokens": len(prompt.token_ids)})
+        return len(prompt.token_ids)
+
+    async def responses(self, http: web.Request) -> web.StreamResponse:
+        generation, form = await self._begin(http, ResponsesRequest, ResponsesForm)
+        response = self.stored.begin(http, form)
+        if response is not None and response.background:
+            self.stored.run_in_background(response, generation, form)
+            if response.log is not None:
+                return await _send(http, Replay(http, response.log, 0, stall_s=WRITE_STALL_S))
+            return json_response(response.body())
+        try:
+            return await _answer(http, generation, form)
+        finally:
+            generation.close()
+            self.stored.end(response, generation, form)
+
+    async def response(self, http: web.Request) -> web.StreamResponse:
+        response = self.stored.get(http)
+        if http.query.get("stream", "").lower() not in ("true", "1"):
+            return json_response(response.body())
+        if response.log is None:
+            raise RequestError(
+                "stream: only a response made with background and stream has events to send again",
+                param="stream",
+            )
+        first = whole_number(http, "starting_after", -1) + 1
+        return await _send(http, Replay(http, response.log, first, stall_s=WRITE_STALL_S))
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
@@ -272,11 +317,18 @@ class _Endpoints:
         }
 
     async def _generate(
-        self,
-        http: web.Request,
-        kind: Kind,
-        form_type: Callable[..., ResponseForm],
+        self, http: web.Request, kind: Kind, form_type: Callable[..., ResponseForm]
     ) -> web.StreamResponse:
+        generation, form = await self._begin(http, kind, form_type)
+        try:
+            return await _answer(http, generation, form)
+        finally:
+            generation.close()
+
+    async def _begin[Form: ResponseForm](
+        self, http: web.Request, kind: Kind, form_type: Callable[..., Form]
+    ) -> tuple[Generation, Form]:
+        """Reads a request, and submits it. The caller has to close the generation."""
         engine = self._service.ready_engine()
         self._service.memory.admit()
         limits = self._service.config.limits
@@ -311,16 +363,12 @@ class _Endpoints:
                 cache_salt=tenant_salt(http, request.cache_salt),
                 timeout_s=self._service.timeout_s(request.timeout),
                 metrics=self._service.metrics,
+                reasoning=form.reasoning_tokens,
             )
         except RequestError as error:
             raise request.in_its_words(error) from error
         http[_GENERATION] = generation
-        try:
-            if request.streams:
-                return await _stream(http, generation, form)
-            return await _whole(generation, form)
-        finally:
-            generation.close()
+        return generation, form
 
     async def _read(
         self, http: web.Request, kind: Kind
@@ -329,6 +377,12 @@ class _Endpoints:
         if isinstance(request, MessagesRequest):
             request = request.chat()
             check(request, self._service.config.limits)
+        if isinstance(request, ResponsesRequest):
+            request = self.stored.chat(http, request)
+            try:
+                check(request, self._service.config.limits)
+            except RequestError as error:
+                raise request.in_its_words(error) from error
         return request
 
     async def _decode[Body: GenerationRequest](self, http: web.Request, kind: type[Body]) -> Body:
@@ -406,10 +460,15 @@ async def _add_headers(http: web.Request, response: web.StreamResponse) -> None:
         response.headers["X-Request-Id"] = request_id
 
 
-async def _stream(
+async def _answer(
     http: web.Request, generation: Generation, form: ResponseForm
 ) -> web.StreamResponse:
-    stream = EventStream(http, generation, form, stall_s=WRITE_STALL_S)
+    if form.streams:
+        return await _send(http, EventStream(http, generation, form, stall_s=WRITE_STALL_S))
+    return await _whole(generation, form)
+
+
+async def _send(http: web.Request, stream: EventStream | Replay) -> web.StreamResponse:
     try:
         await stream.run()
     except TimeoutError:

@@ -58,6 +58,12 @@ class ServerConfig:
     engine_process: bool = option(
         False, "run the engine in a process of its own, which is started again if it dies"
     )
+    max_stored_responses: int = option(
+        1024, "responses of /v1/responses that are kept for later requests; 0: none"
+    )
+    max_stored_bytes: int = option(
+        256 * 1024 * 1024, "bytes that they take together, with their conversations"
+    )
     fake: bool = option(
         False, "serve a fake device without weights: deterministic text at any speed"
     )
@@ -97,6 +103,8 @@ class ServerConfig:
             ("--request-timeout", self.request_timeout_s or 0.0),
             ("--max-queued-requests", self.max_queued_requests),
             ("--max-queued-tokens", self.max_queued_tokens),
+            ("--max-stored-responses", self.max_stored_responses),
+            ("--max-stored-bytes", self.max_stored_bytes),
             ("--fake-step-time-ms", self.fake_step_time_ms),
         ):
             if not value >= 0:

@@ -21,6 +21,7 @@ from aiohttp import hdrs, web
 from forge_serve.errors import error_reply
 from forge_serve.generation import Generation, News
 from forge_serve.responses import ResponseForm
+from forge_serve.responses_store import EventLog
 
 if TYPE_CHECKING:
     from forge_jax.outputs import Delta
@@ -30,7 +31,7 @@ HEADERS = {
     hdrs.CACHE_CONTROL: "no-cache",
     "X-Accel-Buffering": "no",
 }
-PIECE = 256  # deltas whose events are written at once, at most
+PIECE = 256  # deltas whose events, or events that are written at once, at most
 
 
 class EventStream:
@@ -82,6 +83,7 @@ class EventStream:
           Exception: the generation's failure, after all that came before it.
         """
         generation = self._generation
+        self._write(self._form.beginning())
         generation.begin(self._take)
         while not generation.over:
             await self._attention.wait()
@@ -131,3 +133,37 @@ class EventStream:
         if self._chunked:
             events = b"%x\r\n%b\r\n" % (len(events), events)
         self._transport.write(events)
+
+
+class Replay:
+    """Writes the events of a log from the one with number `first` on, as they come and as fast as
+    the client reads. Nothing ends with it: the log grows without readers, too.
+    """
+
+    def __init__(self, http: web.Request, log: EventLog, first: int, *, stall_s: float):
+        self.response = web.StreamResponse(headers=HEADERS)
+        self._http = http
+        self._log = log
+        self._next = first
+        self._stall_s = stall_s
+
+    async def run(self) -> None:
+        """Sends headers, events and ending.
+
+        Raises:
+          TimeoutError: the client took nothing for `stall_s`.
+          ConnectionError: the client has gone.
+        """
+        await self.response.prepare(self._http)
+        while True:
+            piece = self._log.events[self._next : self._next + PIECE]
+            self._next += len(piece)
+            if piece:
+                async with asyncio.timeout(self._stall_s):
+                    await self.response.write(b"".join(piece))
+            elif self._log.over:
+                break
+            else:
+                await self._log.change()
+        async with asyncio.timeout(self._stall_s):
+            await self.response.write_eof()

@@ -18,6 +18,7 @@ from forge_jax.errors import ContextLengthError, EngineError, RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.errors import DeadlineError, StoppingError
 from forge_serve.metrics import Metrics
+from forge_serve.parsers.reasoning import ReasoningTokens
 from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest
 
 if TYPE_CHECKING:
@@ -138,7 +139,8 @@ type News = list[tuple[int, Delta]]  # (choice, delta) pairs of one step, or of 
 class Generation:
     """Submits the prompts of one request; `begin` has their news handed on, step by step.
 
-    `close` must be called at the end, however it comes: it aborts what still runs.
+    `close` must be called at the end, however it comes: it aborts what still runs. `reasoning`
+    counts that of each choice; empty: there is none.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class Generation:
         cache_salt: str,
         timeout_s: float | None,
         metrics: Metrics,
+        reasoning: Sequence[ReasoningTokens] = (),
     ):
         self.request_id = request_id
         self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -164,6 +167,7 @@ class Generation:
         self._last_s: list[float | None] = [None] * len(prompts)  # of its last tokens, by prompt
         self._cached = [0] * len(prompts)
         self._num_drafted = self._num_accepted = 0
+        self._reasoning = reasoning
         self._streams: list[Stream] = []
         self._receive: Callable[[News], None] | None = None
         self._timeout_s = timeout_s
@@ -203,6 +207,7 @@ class Generation:
             completion_tokens_details={
                 "accepted_prediction_tokens": self._num_accepted,
                 "rejected_prediction_tokens": self._num_drafted - self._num_accepted,
+                "reasoning_tokens": sum(counter.number for counter in self._reasoning),
             },
         )
 
@@ -278,6 +283,8 @@ class Generation:
         news = []
         for delta in deltas:
             num_tokens += len(delta.token_ids)
+            if self._reasoning:
+                self._reasoning[first_choice + delta.index].push(delta.token_ids)
             if delta.num_cached_tokens:
                 self._cached[prompt] = max(self._cached[prompt], delta.num_cached_tokens)
             if delta.finish_reason is not None:

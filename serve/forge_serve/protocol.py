@@ -361,6 +361,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
         )
 
 
+def thinking_variables(thinks: bool) -> dict[str, Any]:
+    """Of a chat template: families know it by one of two names, and ignore the other."""
+    return {"enable_thinking": thinks, "thinking": thinks}
+
+
 def _asks_for_something(value: Any) -> bool:
     empty = isinstance(value, str | list | dict) and not value
     return value is not False and not empty

@@ -20,6 +20,7 @@ from forge_serve.errors import ErrorReply
 from forge_serve.generation import Prompt, Usage
 from forge_serve.parsers.answer import AnswerParser
 from forge_serve.parsers.parts import CallPiece, Parts
+from forge_serve.parsers.reasoning import ReasoningTokens
 from forge_serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -101,6 +102,7 @@ class ResponseForm:
         self.tokens = TokenNames(tokenizer, skip_special=request.skip_special_tokens is not False)
         # Without a tokenizer the ids are all that there is to answer with.
         self.with_token_ids = bool(request.return_token_ids) or tokenizer is None
+        self.streams = request.streams
         self.include_usage = request.stream_usage
         self.usage_always = request.stream_usage_always
         self.id = f"{self.id_prefix}-{unique_id}"
@@ -111,6 +113,7 @@ class ResponseForm:
             "model": model,
             "system_fingerprint": system_fingerprint,
         }
+        self.reasoning_tokens: list[ReasoningTokens] = []  # of each choice, if any is looked for
         n = request.num_samples
         states = [_Prompt(prompt) for prompt in prompts]
         self._choices = [_Choice(i, states[i // n]) for i in range(len(prompts) * n)]
@@ -138,6 +141,10 @@ class ResponseForm:
             for choice_json in self._chunk_choices(state, delta, first)
             for part in (self._head, choice_json, tail)
         )
+
+    def beginning(self) -> bytes:
+        """The events before any news."""
+        return b""
 
     def end(self, usage: Usage) -> bytes:
         """The last events of a stream that went well."""
@@ -309,6 +316,9 @@ class ChatForm(ResponseForm):
         if answers is not None:
             for state in self._choices:
                 state.parser = answers.parser(prompts[0], tokenizer)
+                counter = answers.reasoning_tokens(prompts[0], tokenizer)
+                if counter is not None:
+                    self.reasoning_tokens.append(counter)
         self._only_text &= not self.with_logprobs
         self._extra = self._whole_extra()  # goes out with the first chunk
 
@@ -329,8 +339,7 @@ class ChatForm(ResponseForm):
         if state.parser is None:
             news = {"content": delta.text} if delta.text else {}
         else:
-            ended = delta.finish_reason is not None
-            news = self._news(state.parser.read(delta.text, last=ended))
+            news = self._news(self._read(state, delta))
             if delta.finish_reason == "stop" and state.parser.called:
                 more["finish_reason"] = "tool_calls"
             if state.parser.over:
@@ -344,8 +353,17 @@ class ChatForm(ResponseForm):
         super().add(choice, delta)
         state = self._choices[choice]
         if state.parser is not None:
-            ended = delta.finish_reason is not None
-            state.parts.add(state.parser.read(delta.text, last=ended))
+            state.parts.add(self._read(state, delta))
+
+    def _read(self, state: _Choice, delta: Delta) -> Parts:
+        """What a delta brings."""
+        if state.parser is None:
+            return Parts(content=[delta.text] if delta.text else [])
+        return state.parser.read(delta.text, last=delta.finish_reason is not None)
+
+    def _all_parts(self, state: _Choice) -> Parts:
+        """What the added deltas have brought."""
+        return state.parts if state.parser is not None else Parts(content=state.text)
 
     def _news(self, parts: Parts) -> dict[str, Any]:
         """What a message, or a piece of one, has beside its role."""

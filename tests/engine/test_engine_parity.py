@@ -9,7 +9,10 @@ from forge_jax.checkpoint.safetensors import read_header
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=20)
 
 
-@pytest.fixture(scope="module", params=["llama2", "llama31", "llama32_tied"])
+@pytest.fixture(
+    scope="module",
+    params=["llama2", "llama31", "llama32_tied", "qwen2_window", "gemma3", "olmo2", "smollm3"],
+)
 def folder(request, goldens):
     return goldens / request.param
 
