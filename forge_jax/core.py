@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args
 
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import EngineConfig, Pooling
@@ -77,6 +77,27 @@ class Late(Protocol):
         ...
 
 
+class Pooler(Protocol):
+    """The executables that pool hidden states: compiled when the first request asks for that."""
+
+    @property
+    def can_pool(self) -> bool:
+        """Whether both has been done."""
+        ...
+
+    def compile_pooling(self) -> None:
+        """Compiles them, in any thread but the one that ticks; a further call only waits.
+
+        Raises:
+          EngineError: there is no room for them.
+        """
+        ...
+
+    def adopt_pooling(self) -> None:
+        """Takes what has been compiled; between two ticks, by the thread that ticks."""
+        ...
+
+
 @dataclass(kw_only=True)
 class EngineParts:
     """An engine that has been put together and can run: what `LLM` and `Engine` start from."""
@@ -92,8 +113,7 @@ class EngineParts:
     clock: Callable[[], float] = time.monotonic
     system_fingerprint: str | None = None  # in the deterministic tier
     pooling: Pooling = "last"  # where a request does not say
-    # Has what pools hidden states compiled at its first call; between two ticks only.
-    prepare_pooling: Callable[[], None] = lambda: None
+    pooler: Pooler | None = None  # None: the device can pool from its start on
     late: Late | None = None  # what it can begin without, and the rest of its start
     startup: StartupTimes = field(default_factory=StartupTimes)
 
@@ -665,6 +685,7 @@ def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None)
     """
     check_token_ids(request, limits.vocab_size)
     check_salt(request.cache_salt)
+    _check_pooling(request)
     if request.params.constrained and tokenizer is None:
         raise refused("the model has no tokenizer")
     if request.params.stop and tokenizer is None:
@@ -673,6 +694,18 @@ def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None)
             param="stop",
         )
     output_room(request, limits.context, limits.kv_tokens)
+
+
+def _check_pooling(request: Request) -> None:
+    params = request.params
+    if request.pooling is None:
+        return
+    if request.pooling not in get_args(Pooling):
+        raise RequestError("pooling must be last or mean", param="pooling")
+    if params.max_tokens != 0 or params.n != 1 or params.constrained:
+        raise RequestError(
+            "with pooling there is no output: max_tokens must be 0 and n 1", param="max_tokens"
+        )
 
 
 def check_salt(salt: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -18,6 +18,7 @@ from forge_jax.config import EngineConfig, Pooling
 from forge_jax.core import EngineParts, token_ids
 from forge_jax.errors import RequestError
 from forge_jax.outputs import Completion, Delta, RequestOutput
+from forge_jax.pooled import normalized, stacked
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.schedule.request import Request
@@ -133,21 +134,16 @@ class LLM:
         """
         batch: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
         pooling = self._parts.pooling if pooling is None else pooling
-        if pooling not in get_args(Pooling):
-            raise RequestError("pooling must be last or mean", param="pooling")
         params = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
         requests = [replace(self._request(self._encode(p), params), pooling=pooling) for p in batch]
         for request in requests:
             self._check(request)
-        with self._lock:
-            self._parts.prepare_pooling()
+        self._prepare_pooling()
         collected = {r.request_id: _Collected(r) for r in requests}
         with _Interrupts() as interrupts, self._running(requests) as mailbox:
             self._collect(mailbox, collected, progress, interrupts)
-        vectors = np.stack([collected[r.request_id].pooled() for r in requests])
-        if normalize:
-            vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-        return vectors
+        vectors = stacked([collected[r.request_id].pooled() for r in requests])
+        return normalized(vectors) if normalize else vectors
 
     def chat(
         self,
@@ -274,6 +270,14 @@ class LLM:
                     mailbox.append((request_id, deltas))
         interrupts.check()
 
+    def _prepare_pooling(self) -> None:
+        pooler = self._parts.pooler
+        if pooler is None or pooler.can_pool:
+            return
+        pooler.compile_pooling()
+        with self._lock:
+            pooler.adopt_pooling()
+
     def _check(self, request: Request) -> None:
         """Refuses what cannot be served, its grammar among it, which is compiled here."""
         self._core.check(request)
@@ -370,14 +374,14 @@ class _Collected:
             return all(s.last is not None for s in self._samples)
         return False
 
-    def pooled(self) -> np.ndarray:
+    def pooled(self) -> bytes:
         """f32[d]. Raises what ended the request, if that was an error."""
         last = self._samples[0].last
         assert last is not None
         if last.error is not None:
             raise last.error
         assert last.pooled is not None
-        return np.frombuffer(last.pooled, np.float32)
+        return last.pooled
 
     def output(self, prompt: str | None) -> RequestOutput:
         asked = self.request.params.logprobs is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -196,6 +197,8 @@ class Runner:
         self._no_masks: dict[str, jax.Array] = {}  # for steps without any: never read
         self._new: Future[tuple[KV, Slots]] | None = None  # both of them
         self._pools: list[StepShape] = []  # that can run, smallest first
+        self._pooling: Executables | None = None  # of those, from the first request on
+        self._pooling_lock = threading.Lock()
         self._sums: Any = None  # f32[num_slots, d], of those
 
     @property
@@ -256,37 +259,52 @@ class Runner:
             add_step(shape)
         self._executables.close()
 
-    def prepare_pooling(self) -> None:
-        """Compiles the steps that pool hidden states, at the first call. Between steps only.
+    @property
+    def can_pool(self) -> bool:
+        """Whether the steps that pool hidden states have been adopted."""
+        return bool(self._pools)
+
+    def compile_pooling(self) -> None:
+        """Compiles the steps that pool hidden states; a further call only waits. In any thread.
 
         Raises:
           EngineError: there is no room for them.
         """
-        if self._pools:
-            return
-        mixed = [shape for shape in self._shapes if shape.max_q_len == shape.num_tokens > 1]
-        chosen = list(dict.fromkeys([*mixed[:1], self._shapes[-1]]))
-        shapes = [
-            dataclasses.replace(shape, name=f"pool[{shape.num_tokens}]", pools=True)
-            for shape in chosen
-        ]
-        executables = Executables(self._compiler_options)
-        for shape in shapes:
-            step = self._make_step(shape)
-            inputs = [*self._step_inputs(shape), self._sums_shape]
-            executables.add(shape.name, step, *inputs, donate_argnums=(1, 2, 6))
-        executables.close()
-        for shape in shapes:
-            needed = executables.memory_bytes(shape.name)
+        with self._pooling_lock:
+            if self._pooling is None:
+                self._pooling = Executables(self._compiler_options)
+                for shape in self._pool_shapes:
+                    step = self._make_step(shape)
+                    inputs = [*self._step_inputs(shape), self._sums_shape]
+                    self._pooling.add(shape.name, step, *inputs, donate_argnums=(1, 2, 6))
+                self._pooling.close()
+        for shape in self._pool_shapes:
+            needed = self._pooling.memory_bytes(shape.name)
             if self._memory_limit is not None and needed > self._memory_limit:
                 raise EngineError(
                     f"embeddings need {needed / GIB:.2f} GiB, and there is "
                     f"{self._memory_limit / GIB:.2f}: less --num-blocks makes room"
                 )
+
+    def adopt_pooling(self) -> None:
+        """Takes what `compile_pooling` has compiled, and runs each once. Between steps only."""
+        if self._pools:
+            return
+        assert self._pooling is not None
         self._new_sums()
-        for shape in shapes:
-            self._run_empty(shape, executables[shape.name])
-        self._pools = shapes
+        for shape in self._pool_shapes:
+            self._run_empty(shape, self._pooling[shape.name])
+        self._pools = self._pool_shapes
+
+    @property
+    def _pool_shapes(self) -> list[StepShape]:
+        """The smallest and the largest that take chunks."""
+        mixed = [shape for shape in self._shapes if shape.max_q_len == shape.num_tokens > 1]
+        chosen = list(dict.fromkeys([*mixed[:1], self._shapes[-1]]))
+        return [
+            dataclasses.replace(shape, name=f"pool[{shape.num_tokens}]", pools=True)
+            for shape in chosen
+        ]
 
     def _new_sums(self) -> None:
         zeros = np.zeros(self._sums_shape.shape, np.float32)

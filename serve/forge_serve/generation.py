@@ -22,6 +22,7 @@ from forge_serve.parsers.reasoning import ReasoningTokens
 from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest
 
 if TYPE_CHECKING:
+    from forge_jax.config import Pooling
     from forge_jax.outputs import Delta
     from forge_jax.streams import Stream, StreamingEngine
     from forge_jax.text import Tokenizer
@@ -50,15 +51,15 @@ async def encode_prompts(
     given = request.prompts() if isinstance(request, CompletionRequest) else [request.prompt]
     for item in given:
         if isinstance(item, str):
-            _check_text_size(engine, [item], "prompt")
+            check_text_size(engine, [item], "prompt")
     special = True if request.add_special_tokens is None else request.add_special_tokens
     num_chars = sum(len(item) for item in given if isinstance(item, str))
     if num_chars < THREAD_FROM_CHARS:
-        return _encode_texts(engine.tokenizer, given, special)
-    return await asyncio.to_thread(_encode_texts, engine.tokenizer, given, special)
+        return encode_texts(engine.tokenizer, given, special)
+    return await asyncio.to_thread(encode_texts, engine.tokenizer, given, special)
 
 
-def _check_text_size(engine: StreamingEngine, texts: Iterable[str], param: str) -> None:
+def check_text_size(engine: StreamingEngine, texts: Iterable[str], param: str) -> None:
     """Refuses, before the work of tokenising it, what would not fit in the longest tokens.
 
     Raises:
@@ -86,9 +87,14 @@ def _longest_token_bytes(tokenizer: Tokenizer) -> int | None:
     return max((len(piece) for piece in tokenizer.table.pieces if piece), default=None)
 
 
-def _encode_texts(
+def encode_texts(
     tokenizer: Tokenizer | None, given: Sequence[str | list[int]], special: bool
 ) -> list[Prompt]:
+    """Texts as token ids, with special tokens about them or not; token ids as they are.
+
+    Raises:
+      RequestError: there is no tokenizer, or a text cannot be encoded.
+    """
     prompts = []
     for item in given:
         if not isinstance(item, str):
@@ -116,7 +122,7 @@ async def _encode_chat(engine: StreamingEngine, request: ChatRequest) -> Prompt:
         )
     messages = request.template_messages()
     options = request.template_options()
-    _check_text_size(engine, (message["content"] for message in messages), "messages")
+    check_text_size(engine, (message["content"] for message in messages), "messages")
     # Templates may show whatever a message holds: the calls of tools, say.
     if not template.slow and len(msgspec.json.encode((messages, options))) < THREAD_FROM_CHARS:
         return Prompt(template.encode(messages, tokenizer, **options))
@@ -155,6 +161,7 @@ class Generation:
         timeout_s: float | None,
         metrics: Metrics,
         reasoning: Sequence[ReasoningTokens] = (),
+        pooling: Pooling | None = None,
     ):
         self.request_id = request_id
         self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -186,6 +193,7 @@ class Generation:
                         request_id=f"{request_id}-{i}",
                         priority=priority,
                         cache_salt=cache_salt,
+                        pooling=pooling,
                     )
                 )
         except BaseException:
