@@ -50,12 +50,22 @@ def reference(stories):
 
 @pytest.fixture(scope="module")
 def llm(stories) -> LLM:
-    return LLM(stories, max_num_seqs=8, max_num_batched_tokens=64)
+    """It has room for 320 tokens: prompts and outputs preempt each other."""
+    return LLM(stories, max_num_seqs=4, max_num_batched_tokens=64, num_blocks=20, max_model_len=256)
 
 
 @pytest.fixture(scope="module")
 def exact(stories) -> LLM:
-    return LLM(stories, max_num_seqs=8, max_num_batched_tokens=64, deterministic=True)
+    return LLM(stories, max_num_seqs=4, max_num_batched_tokens=64, deterministic=True)
+
+
+def test_nothing_is_compiled_for_it_before_the_first_call(llm):
+    device: Any = llm._core._device
+    llm.generate(["a"], SamplingParams(max_tokens=2), progress=False)
+    assert not [name for name in device.executables if name.startswith("pool")]
+    llm.embed(["a"], progress=False)
+    assert [name for name in device.executables if name.startswith("pool")]
+    assert llm._parts.compilations() == 0, "it is no compilation that nobody expects"
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -67,7 +77,7 @@ def test_vectors_are_those_of_a_plain_forward_pass(llm, reference, pooling):
 
 
 def test_a_prefix_from_the_cache_loses_nothing(llm, reference):
-    text = texts(seed=1)[-1]
+    text = texts(seed=1)[-2]
     for _ in range(2):
         llm.generate([text], SamplingParams(max_tokens=1), progress=False)
         for pooling in POOLINGS:
@@ -75,17 +85,28 @@ def test_a_prefix_from_the_cache_loses_nothing(llm, reference):
             np.testing.assert_allclose(vector, reference(text, pooling), atol=2e-5)
 
 
-def test_preempted_prompts_are_pooled_from_their_beginning(stories, reference):
-    llm = LLM(stories, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=20, max_model_len=256)
+def test_preempted_prompts_are_pooled_from_their_beginning(llm, reference, monkeypatch):
+    """Each long prompt is preempted once, between two of its chunks, among outputs."""
+    scheduler, preempted = llm._core.scheduler, set()
+    schedule = scheduler.schedule
+
+    def preempt_and_schedule(*args: Any, **kwargs: Any) -> Any:
+        for seq in list(scheduler.running):
+            begun = seq.pooling is not None and 0 < seq.num_computed < seq.prompt_len
+            if begun and seq.key not in preempted:
+                preempted.add(seq.key)
+                scheduler._preempt(seq)
+        return schedule(*args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "schedule", preempt_and_schedule)
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
     streams = [llm.stream(text, params) for text in texts(seed=2)[6:8]]
     for stream in streams:
         next(stream)
-    device: Any = llm._core._device
-    assert not [name for name in device.executables if name.startswith("pool")]
     vectors = llm.embed(texts(), pooling="mean", progress=False)
     for text, vector in zip(texts(), vectors, strict=True):
         np.testing.assert_allclose(vector, reference(text, "mean"), atol=2e-5)
+    assert len(preempted) >= 2
     assert all(sum(len(delta.token_ids) for delta in stream) == 59 for stream in streams)
 
 
