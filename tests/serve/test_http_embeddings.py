@@ -300,7 +300,7 @@ async def test_outputs_and_vectors_share_steps(start):
 def config(stories) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(stories)),
-        batch=BatchConfig(max_num_seqs=2, max_num_batched_tokens=64),
+        batch=BatchConfig(max_num_seqs=1, max_num_batched_tokens=32),
     )
 
 
