@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args
 
 from forge_jax.cache.block_pool import BlockPool
-from forge_jax.config import EngineConfig
+from forge_jax.config import EngineConfig, Pooling
 from forge_jax.errors import (
     EngineError,
     ForgeError,
@@ -79,6 +79,27 @@ class Late(Protocol):
         ...
 
 
+class Pooler(Protocol):
+    """The executables that pool hidden states: compiled when the first request asks for that."""
+
+    @property
+    def can_pool(self) -> bool:
+        """Whether both has been done."""
+        ...
+
+    def compile_pooling(self) -> None:
+        """Compiles them, in any thread but the one that ticks; a further call only waits.
+
+        Raises:
+          EngineError: there is no room for them.
+        """
+        ...
+
+    def adopt_pooling(self) -> None:
+        """Takes what has been compiled; between two ticks, by the thread that ticks."""
+        ...
+
+
 @dataclass(kw_only=True)
 class EngineParts:
     """An engine that has been put together and can run: what `LLM` and `Engine` start from."""
@@ -94,6 +115,8 @@ class EngineParts:
     clock: Callable[[], float] = time.monotonic
     system_fingerprint: str | None = None  # in the deterministic tier
     architecture: str | None = None  # in the words of the model's config.json
+    pooling: Pooling = "last"  # where a request does not say
+    pooler: Pooler | None = None  # None: the device can pool from its start on
     late: Late | None = None  # what it can begin without, and the rest of its start
     startup: StartupTimes = field(default_factory=StartupTimes)
 
@@ -167,6 +190,7 @@ def make_scheduler(
         chunked_prefill=batch.chunked_prefill,
         batching=batch.batching,
         policy=batch.scheduling_policy,
+        pools_apart=config.model.deterministic,
         eos_token_ids=eos_token_ids,
     )
     pool = BlockPool(
@@ -616,6 +640,7 @@ class EngineCore:
             seq.num_cached,
             seq.num_drafted,
             seq.num_accepted,
+            got.pooled,
         )
 
     def _text_to_an_end(
@@ -669,6 +694,7 @@ def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None)
     """
     check_token_ids(request, limits.vocab_size)
     check_salt(request.cache_salt)
+    _check_pooling(request)
     if request.params.constrained and tokenizer is None:
         raise refused("the model has no tokenizer")
     if request.params.stop and tokenizer is None:
@@ -693,6 +719,18 @@ def token_filter(
     from forge_jax.grammar.token_filter import TokenFilter
 
     return TokenFilter.of(params, tokenizer, vocab_size)
+
+
+def _check_pooling(request: Request) -> None:
+    params = request.params
+    if request.pooling is None:
+        return
+    if request.pooling not in get_args(Pooling):
+        raise RequestError("pooling must be last or mean", param="pooling")
+    if params.max_tokens != 0 or params.n != 1 or params.constrained:
+        raise RequestError(
+            "with pooling there is no output: max_tokens must be 0 and n 1", param="max_tokens"
+        )
 
 
 def check_salt(salt: str) -> None:

@@ -123,6 +123,7 @@ class EngineProcess(StreamingEngine):
         self._heard_s = clock()  # when the process last said something
         self._recovery: asyncio.Task[None] | None = None
         self._introduce(process.hello)
+        self.pooling = start.config.model.pooling
         if start.fake:
             self.tokenizer, self.chat_template = fake_tokenizer(), fake_chat_template()
         else:

@@ -20,11 +20,12 @@ from aiohttp import hdrs, web
 
 from forge_jax import __version__
 from forge_jax.errors import RequestError
-from forge_serve import info, messages, tokens
+from forge_serve import embeddings, info, messages, tokens
 from forge_serve.auth import ApiKeys, tenant_salt
 from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
 from forge_serve.cors import Cors
+from forge_serve.embeddings import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from forge_serve.errors import BodyTimeoutError, NotReadyError, UnknownModelError, error_reply
 from forge_serve.event_stream import EventStream, Replay
 from forge_serve.generation import Generation, News, encode_prompts, truncated
@@ -170,6 +171,11 @@ def make_app(service: Service) -> web.Application:
             web.post(f"{RESPONSES_PATH}/input_tokens", endpoints.count_input_tokens),
             web.get(f"{RESPONSES_PATH}/{{id}}", endpoints.response),
             *endpoints.stored.routes(),
+            web.post("/v1/embeddings", endpoints.embeddings),
+            web.post("/score", endpoints.score),
+            web.post("/v1/score", endpoints.score),
+            web.post("/rerank", endpoints.rerank),
+            web.post("/v1/rerank", endpoints.rerank),
             web.post("/tokenize", endpoints.tokenize),
             web.post("/v1/tokenize", endpoints.tokenize),
             web.post("/detokenize", endpoints.detokenize),
@@ -253,6 +259,15 @@ class _Endpoints:
             )
         first = whole_number(http, "starting_after", -1) + 1
         return await _send(http, Replay(http, response.log, first, stall_s=WRITE_STALL_S))
+
+    async def embeddings(self, http: web.Request) -> web.StreamResponse:
+        return await self._pool(http, EmbeddingRequest)
+
+    async def score(self, http: web.Request) -> web.StreamResponse:
+        return await self._pool(http, ScoreRequest)
+
+    async def rerank(self, http: web.Request) -> web.StreamResponse:
+        return await self._pool(http, RerankRequest)
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
@@ -356,6 +371,34 @@ class _Endpoints:
             http, generation, form, stall_s=WRITE_STALL_S, keep_alive_s=keep_alive_s
         )
         return await _send(http, stream)
+
+    async def _pool(self, http: web.Request, kind: type[PoolingRequest]) -> web.StreamResponse:
+        engine = self._service.ready_engine()
+        self._service.memory.admit()
+        request = await self._decode(http, kind)
+        prompts = await embeddings.encode_inputs(engine, request)
+        engine = self._service.ready_engine()  # that may have taken long
+        generation = Generation(
+            engine,
+            prompts,
+            embeddings.PARAMS,
+            request_id=f"{request.ID_PREFIX}-{_adopted_id(http, request)}",
+            priority=request.priority or 0,
+            cache_salt=tenant_salt(http, request.cache_salt),
+            timeout_s=self._service.timeout_s(request.timeout),
+            metrics=self._service.metrics,
+            pooling=request.pooling or engine.pooling,  # type: ignore[arg-type]
+        )
+        http[_GENERATION] = generation
+        try:
+            vectors = await embeddings.pooled(generation)
+            answer = await request.answer(vectors, embeddings.usage_of(generation))
+        finally:
+            generation.close()
+        answer["id"] = generation.request_id
+        answer["created"] = int(time.time())
+        answer["model"] = self._service.model_name
+        return _json_response(answer)
 
     async def _begin[Form: ResponseForm](
         self, http: web.Request, kind: Kind, form_type: Callable[..., Form]

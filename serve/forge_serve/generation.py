@@ -28,6 +28,7 @@ from forge_serve.protocol import (
 )
 
 if TYPE_CHECKING:
+    from forge_jax.config import Pooling
     from forge_jax.outputs import Delta
     from forge_jax.streams import Stream, StreamingEngine
     from forge_jax.text import Tokenizer
@@ -58,12 +59,12 @@ async def encode_prompts(
     given = request.prompts() if isinstance(request, CompletionRequest) else [request.prompt]
     for item in given:
         if isinstance(item, str) and request.truncate_prompt_tokens is None:
-            _check_text_size(engine, [item], "prompt")
+            check_text_size(engine, [item], "prompt")
     special = True if request.add_special_tokens is None else request.add_special_tokens
     num_chars = sum(len(item) for item in given if isinstance(item, str))
     if num_chars < THREAD_FROM_CHARS:
-        return _encode_texts(engine.tokenizer, given, special)
-    return await asyncio.to_thread(_encode_texts, engine.tokenizer, given, special)
+        return encode_texts(engine.tokenizer, given, special)
+    return await asyncio.to_thread(encode_texts, engine.tokenizer, given, special)
 
 
 def truncated(
@@ -86,8 +87,8 @@ def truncated(
             param="truncate_prompt_tokens",
         )
     if keep == -1:  # all that there is room for besides the output
-        room = min(limits.context, limits.kv_tokens + 1)
-        keep = max(room - (1 if max_tokens is None else max_tokens), 1)
+        output = 1 if max_tokens is None else max_tokens
+        keep = max(min(limits.context - output, limits.kv_tokens + 1 - max(output, 1)), 1)
     bos = engine.tokenizer.bos_token_id if engine.tokenizer is not None else None
     return [_cut(prompt, keep, bos, request.truncation_side) for prompt in prompts]
 
@@ -102,7 +103,7 @@ def _cut(prompt: Prompt, keep: int, bos: int | None, side: str | None) -> Prompt
     return Prompt([*ids[:1], *ids[1 - keep :]] if has_bos else ids[-keep:])
 
 
-def _check_text_size(engine: StreamingEngine, texts: Iterable[str], param: str) -> None:
+def check_text_size(engine: StreamingEngine, texts: Iterable[str], param: str) -> None:
     """Refuses, before the work of tokenising it, what would not fit in the longest tokens.
 
     Raises:
@@ -130,9 +131,14 @@ def _longest_token_bytes(tokenizer: Tokenizer) -> int | None:
     return max((len(piece) for piece in tokenizer.table.pieces if piece), default=None)
 
 
-def _encode_texts(
+def encode_texts(
     tokenizer: Tokenizer | None, given: Sequence[str | list[int]], special: bool
 ) -> list[Prompt]:
+    """Texts as token ids, with special tokens about them or not; token ids as they are.
+
+    Raises:
+      RequestError: there is no tokenizer, or a text cannot be encoded.
+    """
     prompts = []
     for item in given:
         if not isinstance(item, str):
@@ -161,7 +167,7 @@ async def _encode_chat(engine: StreamingEngine, request: ChatRequest) -> Prompt:
     messages = request.template_messages()
     options = request.template_options()
     if request.truncate_prompt_tokens is None:
-        _check_text_size(engine, (message["content"] for message in messages), "messages")
+        check_text_size(engine, (message["content"] for message in messages), "messages")
     # Templates may show whatever a message holds: the calls of tools, say.
     if not template.slow and len(msgspec.json.encode((messages, options))) < THREAD_FROM_CHARS:
         return Prompt(template.encode(messages, tokenizer, **options))
@@ -200,6 +206,7 @@ class Generation:
         timeout_s: float | None,
         metrics: Metrics,
         reasoning: Sequence[ReasoningTokens] = (),
+        pooling: Pooling | None = None,
     ):
         self.request_id = request_id
         serial = next(_serials)  # a client may give the same id to several requests
@@ -232,6 +239,7 @@ class Generation:
                         request_id=f"{request_id}-{serial}-{i}",
                         priority=priority,
                         cache_salt=cache_salt,
+                        pooling=pooling,
                     )
                 )
         except BaseException:

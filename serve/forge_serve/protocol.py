@@ -264,7 +264,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         Raises:
           RequestError: for an empty list, or a mixed one.
         """
-        return _prompts(self.prompt)
+        return prompts_of(self.prompt)
 
     def sampling_params(self) -> SamplingParams:
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
@@ -488,16 +488,23 @@ class DetokenizeRequest(GenerationRequest, kw_only=True):
         return self.tokens if several else [self.tokens]  # type: ignore[return-value]
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+def prompts_of(
+    prompt: str | list[str | int | list[int]], param: str = "prompt"
+) -> list[str | list[int]]:
+    """The prompts in a field that may have one or several, as texts or as token ids.
+
+    Raises:
+      RequestError: it has none, or of several kinds.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise RequestError("prompt must not be empty", param="prompt")
+        raise RequestError(f"{param} must not be empty", param=param)
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
         raise RequestError(
-            "prompt must be a text, a list of texts, a list of token ids or a list of those",
-            param="prompt",
+            f"{param} must be a text, a list of texts, a list of token ids or a list of those",
+            param=param,
         )
     if kinds == {int}:
         return [prompt]  # type: ignore[list-item]

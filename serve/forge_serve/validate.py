@@ -21,6 +21,7 @@ import numpy as np
 
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
+from forge_serve.embeddings import PoolingRequest
 from forge_serve.ignored_fields import IgnoredFields
 from forge_serve.limits import KIB, Limits
 from forge_serve.protocol import (
@@ -125,6 +126,8 @@ def _check_limits(request: GenerationRequest, limits: Limits) -> None:
         _count("prompt", request.prompt, "texts", limits.prompts)
     if isinstance(request, DetokenizeRequest):
         _count("tokens", request.texts(), "texts", limits.prompts)
+    if isinstance(request, PoolingRequest):
+        _count(request.list_name, request.inputs, "texts", limits.prompts)
     _check_stops(request, limits)
     _count("stop_token_ids", request.stop_token_ids, "ids", limits.stop_token_ids)
     _count("logit_bias", request.logit_bias, "entries", limits.logit_bias)
