@@ -69,6 +69,17 @@ class LLM:
         self._mailboxes: dict[str, _Mailbox] = {}  # by request; its caller's
         self._lock = threading.Lock()
 
+    def close(self) -> None:
+        """Ends the threads and the process that it began for grammars. It takes none any more."""
+        if self._core.grammars is not None:
+            self._core.grammars.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def name(self) -> str:
         return self._parts.name

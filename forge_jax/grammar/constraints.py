@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -65,8 +65,7 @@ class _Held:
         return valid if self.matcher is None else self.matcher.valid_drafts(token_ids[:valid])
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
+class _Rows(NamedTuple):
     """The rows of one sequence that sample: `first`, and one more after each draft."""
 
     seq: Sequence
@@ -216,6 +215,8 @@ class Constraints:
         may not come to that.
         """
         seq, follower, matcher = row.seq, row.held.follower, row.held.matcher
+        if follower is None and row.held.not_stops is None and not _holds(seq, row.num_output):
+            return None
         for ahead in range(len(row.drafts) + 1):
             mask = masks[row.first + ahead]
             if follower is not None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from forge_serve.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from forge_serve.messages import (
     Block,
     Choice,
@@ -56,6 +57,11 @@ ENDPOINTS: dict[str, type[GenerationRequest]] = {
     "/v1/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/v1/detokenize": DetokenizeRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/score": ScoreRequest,
+    "/v1/score": ScoreRequest,
+    "/rerank": RerankRequest,
+    "/v1/rerank": RerankRequest,
 }
 VALID: dict[type, dict[str, Any]] = {
     CompletionRequest: {"prompt": f"the dog {SENTINEL}"},
@@ -66,6 +72,9 @@ VALID: dict[type, dict[str, Any]] = {
     },
     TokenizeRequest: {"prompt": f"the dog {SENTINEL}"},
     DetokenizeRequest: {"tokens": [5, 6, 7]},
+    EmbeddingRequest: {"input": f"the dog {SENTINEL}"},
+    ScoreRequest: {"text_1": f"the dog {SENTINEL}", "text_2": ["a", "b"]},
+    RerankRequest: {"query": f"the dog {SENTINEL}", "documents": ["a", "b"]},
     MessagesRequest: {
         "messages": [{"role": "user", "content": f"the dog {SENTINEL}"}],
         "tools": [{"name": "bark"}],
