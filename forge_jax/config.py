@@ -47,7 +47,9 @@ class ModelConfig:
     max_model_len: int | None = option(
         None, "longest prompt plus output; auto: the model's, or what the KV cache has room for"
     )
-    chat_template: str | None = option(None, "a file with a Jinja chat template, or its text")
+    chat_template: str | None = option(
+        None, "a Jinja chat template: a file, its text, or the name of one of the model's own"
+    )
     deterministic: bool = option(
         False, "equal bits for a request whatever else runs and however it is scheduled; slower"
     )

@@ -35,7 +35,7 @@ class StoredTensor:
         span = span_of(self.shape, self.strides)
         flat = np.memmap(self.file, self.dtype, mode="r", offset=self.offset, shape=(span,))
         strides = [stride * self.dtype.itemsize for stride in self.strides]
-        return np.lib.stride_tricks.as_strided(flat, self.shape, strides, writeable=False)
+        return np.ndarray(self.shape, self.dtype, buffer=flat, strides=strides)
 
 
 def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:

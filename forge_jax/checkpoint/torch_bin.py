@@ -94,6 +94,7 @@ _GLOBALS = {
         "collections.OrderedDict",
         "torch.Size",
         "torch._utils._rebuild_parameter",
+        "torch._utils._rebuild_parameter_with_state",
         "torch._utils._rebuild_tensor",
         "torch._utils._rebuild_tensor_v2",
         "torch._utils._rebuild_tensor_v3",
@@ -240,8 +241,14 @@ class _Archive:
         end_at = tail_at + found
         if found + 22 + comment != len(tail):
             self._fail("its zip directory does not end with the file")
-        if 0xFFFF in (here, count) or 0xFFFFFFFF in (size, at):
-            end_at, disk, start_disk, here, count, size, at = self._directory64(end_at)
+        # Torch writes the 64-bit record into every file, however small.
+        if self._at(end_at - 20, 4) == b"PK\x06\x07":
+            narrow = (disk, start_disk, here, count, size, at)
+            end_at, *wide = self._directory64(end_at)
+            for n, w, most in zip(narrow, wide, (0xFFFF,) * 4 + (0xFFFFFFFF,) * 2, strict=True):
+                if n not in (w, most):
+                    self._fail("its two directories contradict each other")
+            disk, start_disk, here, count, size, at = wide
         if disk or start_disk or here != count:
             self._fail("it is one part of several")
         if size > MAX_DIRECTORY_BYTES or count > size // 46:
@@ -512,6 +519,8 @@ class _Interpreter:
                 made = tuple(sizes)
             case "torch._utils._rebuild_parameter", (_Tensor() as tensor, _, _):
                 made = tensor
+            case "torch._utils._rebuild_parameter_with_state", (_Tensor() as tensor, _, _, _):
+                made = tensor
             case "torch._utils._rebuild_tensor", (_, _, _, _):
                 made = self._tensor(*arguments)
             case "torch._utils._rebuild_tensor_v2", (_, _, _, _, _, _, *rest) if len(rest) < 2:
@@ -546,6 +555,8 @@ class _Interpreter:
         dtype = dtype or storage.dtype
         count = storage.entry.size // dtype.itemsize
         size = math.prod(shape)  # Python's integers do not overflow
+        if any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True)):
+            self._fail(f"{what} of shape {shown(shape)} repeats its elements (an expanded view)")
         if size > count or (size and offset + span_of(shape, strides) > count):
             self._fail(
                 f"{what} of shape {shown(shape)}, strides {shown(strides)} and offset {offset} "

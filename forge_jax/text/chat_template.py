@@ -21,9 +21,10 @@ import jinja2.nodes
 import jinja2.parser
 
 from forge_jax.errors import CheckpointError, ConfigError, RequestError
-from forge_jax.files import MAX_BYTES, read_text
+from forge_jax.files import MAX_BYTES
 from forge_jax.text.sandbox import MAX_ERROR, OverLimitError, Sandbox, budget
-from forge_jax.text.tokenizer import Tokenizer, read_json_object
+from forge_jax.text.template_files import DEFAULT, folder_templates, given_template
+from forge_jax.text.tokenizer import Tokenizer
 
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
 SHORT_CHARS, SLOW_S = 16 * 1024, 0.02  # so short a text takes a hundredth of that
@@ -32,6 +33,8 @@ MAX_TAGS = 4096  # of a template; published ones have some hundreds
 MAX_DATE_FORMAT = 256
 LONG_PIECE = 1024  # characters; what is longer may have taken long to make
 
+_TRIAL = "qwxz"  # a text that no template has
+_TRIAL_SHARE = 1 / 64  # of the budget of a rendering
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # What a template can raise while it runs on messages of a shape that it does not expect.
 _TEMPLATE_FAULTS = (
@@ -50,8 +53,8 @@ class ChatTemplate:
     """Renders conversations; compiled once.
 
     templates       Jinja sources by name: `"default"`, and `"tool_use"` if there is another one for
-                    requests with tools. Without any, every rendering is refused, so that a base
-                    model can be served for completions.
+                    requests with tools; others are never chosen. Without any, every rendering is
+                    refused, so that a base model can be served for completions.
     special_tokens  variables of the template: `{"bos_token": "<s>", ...}`
     now             the clock behind `strftime_now`
 
@@ -66,9 +69,10 @@ class ChatTemplate:
         now: Callable[[], datetime] = datetime.now,
     ):
         if isinstance(templates, str):
-            templates = {"default": templates}
+            templates = {DEFAULT: templates}
         self.sources = dict(templates or {})
         self.special_tokens = dict(special_tokens or {})
+        self._parts_only: dict[tuple[int, str], bool] = {}
         self.slow = False  # whether a short rendering has taken long: not for an event loop
         environment = _environment(now)
         self._compiled = {
@@ -79,15 +83,15 @@ class ChatTemplate:
     def from_folder(
         cls, path: str | Path, tokenizer: Tokenizer, override: str | Path | None = None
     ) -> ChatTemplate:
-        """The template of a model folder, or the one given as a file or as Jinja text.
+        """The templates of a model folder, or the one given: see `template_files`.
 
-        A folder's `chat_template.jinja` comes before the `chat_template` of its
-        `tokenizer_config.json`. Raises `ConfigError` for an override that is neither a file nor
-        Jinja, `CheckpointError` for a folder's broken template.
+        Raises `ConfigError` for an override that is not what it may be, `CheckpointError` for a
+        folder's broken template.
         """
-        templates = _folder_templates(Path(path)) if override is None else _given(override)
+        folder = Path(path)
+        named = folder_templates(folder) if override is None else given_template(folder, override)
         try:
-            return cls(templates, tokenizer.special_tokens)
+            return cls(named, tokenizer.special_tokens)
         except CheckpointError as error:
             if override is None:
                 raise
@@ -112,7 +116,8 @@ class ChatTemplate:
         """The conversation as text.
 
         messages                OpenAI's shape. Content is text, or a list of text parts, which are
-                                joined; other parts are refused.
+                                joined; other parts are refused. A template that shows only lists
+                                is given lists of one.
         add_generation_prompt   end with the beginning of the assistant's turn
         continue_final_message  leave the last message open, for the model to go on with it
         kwargs                  further variables of the template (`enable_thinking=False`)
@@ -164,6 +169,10 @@ class ChatTemplate:
         final_text = ""
         if continue_final_message:
             final_text = _mark_final_message(variables["messages"])
+        for message in variables["messages"]:
+            content = message.get("content")
+            if isinstance(content, str) and self._wants_parts(template, message["role"]):
+                message["content"] = _parts(content)
         # Request variables may replace the model's special tokens, as with Hugging Face.
         context = {"add_generation_prompt": add_generation_prompt}
         context |= self.special_tokens | variables
@@ -196,14 +205,50 @@ class ChatTemplate:
 
     def _template_for(self, tools: Any) -> jinja2.Template:
         template = self._compiled.get("tool_use") if tools is not None else None
-        template = template or self._compiled.get("default")
-        if template is None:
+        template = template or self._compiled.get(DEFAULT)
+        if template is not None:
+            return template
+        if self._compiled:
             raise RequestError(
-                "this model has no chat template: use the completions endpoint, or start the "
-                "server with --chat-template FILE",
+                "none of this model's chat templates is the default one: start the server with "
+                f"--chat-template and one of the names {', '.join(sorted(self._compiled))}",
                 param="messages",
             )
-        return template
+        raise RequestError(
+            "this model has no chat template: use the completions endpoint, or start the "
+            "server with --chat-template FILE",
+            param="messages",
+        )
+
+    def _wants_parts(self, template: jinja2.Template, role: str) -> bool:
+        """Whether the template shows contents of this role only if they are lists of parts.
+
+        Templates that were made for images may do that. It is tried out, once for each role.
+        """
+        if role not in ("system", "user", "assistant"):
+            return False
+        key = (id(template), role)
+        if key not in self._parts_only:
+            self._parts_only[key] = not self._shows(template, role, str) and self._shows(
+                template, role, _parts
+            )
+        return self._parts_only[key]
+
+    def _shows(self, template: jinja2.Template, role: str, content: Callable[[str], Any]) -> bool:
+        """Whether a text of that role is in what is rendered, but not within a printed list."""
+        user, tried = {"role": "user", "content": content("x")}, {"role": role}
+        tried["content"] = content(_TRIAL)
+        conversation = {"user": [tried], "system": [tried, user], "assistant": [user, tried, user]}
+        context = {"messages": conversation[role], "tools": None, "documents": None}
+        try:
+            with budget(_TRIAL_SHARE):
+                text = template.render(
+                    context | {"add_generation_prompt": False} | self.special_tokens
+                )
+        except (OverLimitError, *_TEMPLATE_FAULTS):
+            return False
+        _, found, rest = text.partition(_TRIAL)
+        return bool(found) and not rest.startswith(("'}", '"}'))
 
     def _placeholders(self, variables: dict[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
         """One private-use character per special token that occurs in the variables.
@@ -309,38 +354,6 @@ def _environment(now: Callable[[], datetime]) -> Sandbox:
     return environment
 
 
-def _folder_templates(folder: Path) -> dict[str, str]:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return {"default": read_text(file)}
-    file = folder / "tokenizer_config.json"
-    match read_json_object(file).get("chat_template"):
-        case None:
-            return {}
-        case str(source):
-            return {"default": source}
-        case [*entries]:
-            named = {}
-            for entry in entries:
-                match entry:
-                    case {"name": str(name), "template": str(source)}:
-                        named[name] = source
-                    case _:
-                        raise CheckpointError(f"{file}: chat_template has a malformed entry")
-            return named
-    raise CheckpointError(f"{file}: chat_template must be a string or a list of named templates")
-
-
-def _given(override: str | Path) -> dict[str, str]:
-    """A template from `--chat-template`: Jinja if it has a brace or a line break, else a file."""
-    if isinstance(override, str) and ("{" in override or "\n" in override):
-        return {"default": override}
-    try:
-        return {"default": read_text(Path(override), "chat_template.jinja")}
-    except (OSError, CheckpointError) as error:
-        raise ConfigError(f"--chat-template: cannot read {override}: {error}") from error
-
-
 def _variables(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
@@ -367,6 +380,10 @@ def _message(message: Any) -> dict[str, Any]:
     if reasoning is not None:
         return {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _part_text(part: Any) -> str:

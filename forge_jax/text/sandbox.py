@@ -58,10 +58,10 @@ class OverLimitError(jinja2.TemplateRuntimeError):
 class Budget:
     """What one rendering has used, and when it must stop."""
 
-    __slots__ = ("_cpu_limit", "look_at", "look_beyond", "spent")
+    __slots__ = ("_cpu_limit", "_most", "look_at", "look_beyond", "spent")
 
-    def __init__(self, seconds: float):
-        self.spent = 0
+    def __init__(self, seconds: float, most: float):
+        self.spent, self._most = 0, most
         self.look_beyond = LOOK_EVERY  # effort
         self.look_at = time.monotonic() + seconds
         self._cpu_limit = time.thread_time() + seconds
@@ -69,13 +69,13 @@ class Budget:
     def charge(self, cost: int) -> None:
         """For what may take long: looks at the clock. OverLimitError if it is more than allowed."""
         self.spent += cost
-        if self.spent > MAX_EFFORT or time.monotonic() > self.look_at:
+        if self.spent > self._most or time.monotonic() > self.look_at:
             self.look()
 
     def look(self) -> None:
         """What takes no time worth mentioning adds to `spent`, and calls this at `look_beyond`."""
         self.look_beyond = self.spent + LOOK_EVERY
-        if self.spent > MAX_EFFORT:
+        if self.spent > self._most:
             raise OverLimitError("the chat template makes more text than it may")
         if time.monotonic() > self.look_at:
             # A busy machine is not the template's fault: what counts is this thread's own time.
@@ -89,9 +89,9 @@ _budget: ContextVar[Budget] = ContextVar("rendering")
 
 
 @contextlib.contextmanager
-def budget() -> Iterator[Budget]:
-    """Everything that a template does inside is charged to a new budget."""
-    token = _budget.set(Budget(MAX_SECONDS))
+def budget(share: float = 1.0) -> Iterator[Budget]:
+    """Everything that a template does inside is charged to a new budget, or to a part of one."""
+    token = _budget.set(Budget(share * MAX_SECONDS, share * MAX_EFFORT))
     try:
         yield _budget.get()
     finally:

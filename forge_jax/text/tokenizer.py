@@ -23,10 +23,21 @@ from forge_jax.errors import CheckpointError, RequestError
 from forge_jax.files import read_json, shown
 from forge_jax.text.patterns import is_panic
 from forge_jax.text.token_bytes import ByteStream, TokenBytes
-from forge_jax.text.tokenizer_file import MAX_TOKEN_CHARS, load_backend
+from forge_jax.text.tokenizer_file import MAX_TOKEN_CHARS, add_configured, load_backend
 
 _NOTHING: frozenset[int] = frozenset()
 _UNKNOWN_CHAR = "\U0010fff0"  # private use: in no vocabulary
+
+# What models have in place of tokenizer.json: SentencePiece, tiktoken, GPT-2's and BERT's files.
+OTHER_FORMS = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "tiktoken.model",
+    "vocab.json",
+    "vocab.txt",
+)
 
 LONG_TEXT = 4096  # characters: about a millisecond of encoding
 
@@ -36,6 +47,7 @@ class Tokenizer:
 
     backend         the library's tokenizer; truncation and padding are turned off
     special_tokens  the tokens that the model's configuration names: `{"bos_token": "<s>", ...}`
+    more_special    further special tokens, without a name
     add_bos_token   `encode` must put the BOS token first, whether or not the backend does
     """
 
@@ -44,6 +56,7 @@ class Tokenizer:
         backend: Backend,
         special_tokens: Mapping[str, str] | None = None,
         *,
+        more_special: Iterable[str] = (),
         add_bos_token: bool = False,
     ):
         # Limits saved with a tokenizer come from training; here they would cut prompts silently.
@@ -55,7 +68,7 @@ class Tokenizer:
         self.eos_token = self.special_tokens.get("eos_token")
         self.bos_token_id = self._id_of(self.bos_token)
         self.eos_token_id = self._id_of(self.eos_token)
-        self._register_special_tokens()
+        self._register_special_tokens([*self.special_tokens.values(), *more_special])
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
@@ -69,24 +82,29 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path, vocab_size: int | None = None) -> Tokenizer | None:
-        """The tokenizer of a model folder, or None if the folder has no `tokenizer.json`.
+        """The tokenizer of a model folder, or None if the folder has none.
 
         Raises `CheckpointError`, naming file and field, if one of the tokenizer's files is broken,
-        or has an id beyond the model's width, `vocab_size`.
+        or has an id beyond the model's width, `vocab_size`, or is not `tokenizer.json`.
         """
         folder = Path(path)
         try:
             backend = load_backend(folder / "tokenizer.json", vocab_size)
         except FileNotFoundError:
+            _refuse_other_forms(folder)
             return None
         config_file, map_file = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
-        config = read_json_object(config_file)
-        named = _named_tokens(read_json_object(map_file), map_file)
+        config, mapped = read_json_object(config_file), read_json_object(map_file)
+        add_configured(backend, config.get("added_tokens_decoder"), config_file)
         # A false add_bos_token is not acted on: checkpoints carry it next to a post-processor that
         # adds BOS, and the post-processor is what the model was trained with.
         return cls(
             backend,
-            named | _named_tokens(config, config_file),
+            _named_tokens(mapped, map_file) | _named_tokens(config, config_file),
+            more_special=[
+                *_unnamed_tokens(mapped, map_file),
+                *_unnamed_tokens(config, config_file),
+            ],
             add_bos_token=config.get("add_bos_token") is True,
         )
 
@@ -163,10 +181,10 @@ class Tokenizer:
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
 
-    def _register_special_tokens(self) -> None:
+    def _register_special_tokens(self, tokens: Iterable[str]) -> None:
         """A token that the configuration calls special is special, whatever tokenizer.json says."""
         special = {t.content for t in self.backend.get_added_tokens_decoder().values() if t.special}
-        for token in self.special_tokens.values():
+        for token in tokens:
             # Unknown ones are left out: a new id would lie outside the model's embedding.
             if token not in special and self._id_of(token) is not None:
                 self.backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
@@ -261,20 +279,50 @@ def read_json_object(file: Path) -> dict[str, Any]:
         return {}
 
 
+def _refuse_other_forms(folder: Path) -> None:
+    """A model whose tokenizer is in a form that is not read is not one without a tokenizer."""
+    for name in OTHER_FORMS:
+        if (folder / name).exists():
+            raise CheckpointError(
+                f"{folder} has {name} but no tokenizer.json, which is the one form of a tokenizer "
+                "that is read. Convert it once, in an environment with transformers, sentencepiece "
+                'and protobuf: python -c "from transformers import AutoTokenizer as A; '
+                "A.from_pretrained('FOLDER').save_pretrained('FOLDER')\""
+            )
+
+
 def _named_tokens(config: Mapping[str, Any], file: Path) -> dict[str, str]:
     """`{"eos_token": "</s>", ...}`; a token may be written as a string or with its flags."""
+    found = {key: value for key, value in config.items() if key.endswith("_token")}
+    extra = config.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        found |= extra
     named = {}
-    for key, value in config.items():
+    for key, value in found.items():
         content = value.get("content") if isinstance(value, dict) else value
-        if not key.endswith("_token") or content is None or isinstance(content, bool):
+        if content is None or isinstance(content, bool):
             continue  # add_bos_token and its like are flags
-        if not isinstance(content, str) or len(content) > MAX_TOKEN_CHARS:
-            raise CheckpointError(
-                f"{file}: {shown(key)} must be a text of at most {MAX_TOKEN_CHARS} characters, "
-                f"not {shown(content)}"
-            )
-        named[key] = content
+        named[key] = _content(content, key, file)
     return named
+
+
+def _unnamed_tokens(config: Mapping[str, Any], file: Path) -> list[str]:
+    tokens = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        listed = config.get(key)
+        if isinstance(listed, list):
+            contents = (t.get("content") if isinstance(t, dict) else t for t in listed)
+            tokens += [_content(content, key, file) for content in contents]
+    return tokens
+
+
+def _content(content: Any, key: str, file: Path) -> str:
+    if isinstance(content, str) and len(content) <= MAX_TOKEN_CHARS:
+        return content
+    raise CheckpointError(
+        f"{file}: {shown(key)} must be a text of at most {MAX_TOKEN_CHARS} characters, "
+        f"not {shown(content)}"
+    )
 
 
 def _encode(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:

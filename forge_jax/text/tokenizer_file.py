@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from forge_jax.errors import CheckpointError
@@ -32,6 +33,7 @@ MAX_GROWTH = 64  # how much longer a text may become, all replacements together
 MAX_DECODER_GROWTH = 4  # the same for tokens, all of which are decoded at the start
 MAX_WORD_CHARS = 200  # WordPiece takes quadratic time in it
 
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
@@ -66,6 +68,54 @@ def load_backend(file: Path, vocab_size: int | None = None) -> Backend:
                 "contradiction"
             )
     return backend
+
+
+def add_configured(backend: Backend, tokens: Any, file: Path) -> None:
+    """Adds the `added_tokens_decoder` of `tokenizer_config.json`, `{"32000": {"content": ...}}`.
+
+    As with Hugging Face its flags count, not those of `tokenizer.json`, and tokens that are missing
+    there are added; here only if that gives them the id that they are said to have.
+
+    Raises CheckpointError, naming file and field.
+    """
+
+    def refused(what: str, value: Any) -> CheckpointError:
+        return CheckpointError(f"{file}: added_tokens_decoder {what} {shown(value)}")
+
+    if tokens is None:
+        return
+    if not isinstance(tokens, dict) or len(tokens) > MAX_ADDED_TOKENS:
+        raise refused("must be an object of tokens by id, at most", MAX_ADDED_TOKENS)
+    wanted: dict[int, AddedToken] = {}
+    for key, token in tokens.items():
+        match token:
+            case {"content": str(content)} if 0 < len(content) <= MAX_TOKEN_CHARS:
+                flags = {name: token[name] for name in _FLAGS if name in token}
+            case _:
+                raise refused("must hold tokens with their content, not", token)
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise refused("has an id that is none:", key)
+        if not all(isinstance(flag, bool) for flag in flags.values()):
+            raise refused("has a flag that is neither true nor false:", token)
+        wanted[int(key)] = AddedToken(content, **flags)
+    added = backend.get_added_tokens_decoder()
+    contents = {token.content for token in (*added.values(), *wanted.values())}
+    if len({token.content for token in wanted.values()}) < len(wanted):
+        raise refused("has a token twice, among", len(wanted))
+    if _deepest(contents) > MAX_NESTED_TOKENS:
+        raise refused("has more tokens that begin with each other than", MAX_NESTED_TOKENS)
+    changed = []  # added at once: each time the library builds all its tables anew
+    next_id = backend.get_vocab_size(with_added_tokens=True)
+    for i, token in sorted(wanted.items()):
+        known = backend.token_to_id(token.content)
+        if known is None and i != next_id:
+            continue  # it would get another id
+        next_id += known is None
+        before = None if known is None else added.get(known)
+        token.special = token.special or (before is not None and before.special)
+        if token != before:
+            changed.append(token)
+    backend.add_tokens(changed)
 
 
 class _File:
@@ -176,15 +226,10 @@ class _File:
         for content, i in seen.items():
             if taken_by.get(i, content) != content:
                 self._fail("added_tokens", f"gives id {i} of {shown(taken_by[i])} to", content)
-        nested = 0
-        before = ""
-        for content in sorted(seen):
-            nested = nested + 1 if before and content.startswith(before) else 0
-            before = content
-            if nested > MAX_NESTED_TOKENS:
-                self._fail(
-                    "added_tokens", f"has more than {MAX_NESTED_TOKENS} that begin with each other"
-                )
+        if _deepest(seen) > MAX_NESTED_TOKENS:
+            self._fail(
+                "added_tokens", f"has more than {MAX_NESTED_TOKENS} that begin with each other"
+            )
 
     def _component(self, name: str) -> None:
         value = self.data.get(name)
@@ -250,6 +295,16 @@ class _File:
     def _fail(self, field: str, what: str, value: Any = ...) -> NoReturn:
         tail = "" if value is ... else f" {shown(value)}"
         raise CheckpointError(f"{self.file} is not a usable tokenizer: {field} {what}{tail}")
+
+
+def _deepest(contents: Iterable[str]) -> int:
+    """How many tokens, one after the other, begin with the one before."""
+    nested = deepest = 0
+    before = ""
+    for content in sorted(contents):
+        nested = nested + 1 if before and content.startswith(before) else 0
+        before, deepest = content, max(deepest, nested)
+    return deepest
 
 
 def _makes_tokens(merges: list[Any], ids: dict[str, int]) -> bool:

@@ -104,6 +104,38 @@ def test_text_parts_are_joined():
     assert render(CHATML, user(parts)) == render(CHATML)
 
 
+PARTS = (
+    "{% for m in messages %}{{ m.role }}: {% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %};{% endfor %}"
+)
+
+
+def test_a_template_that_shows_only_parts_is_given_parts():
+    chat = [{"role": "system", "content": "a"}, *user("b<|x|>"), {"role": "tool", "content": "c"}]
+    assert render(PARTS, chat) == "system: a;user: b<|x|>;tool: ;"
+    assert render(
+        PARTS, user([{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}])
+    ) == ("user: hello;")
+    text = render(PARTS, CHAT, continue_final_message=True, add_generation_prompt=False)
+    assert text == "user: hello;assistant: The cat "
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        CHATML,
+        PARTS.replace("m.content", "[{'type': 'text', 'text': m.content}]"),
+        "{% for m in messages %}{{ m.content if m.content is string else 'parts' }}{% endfor %}",
+        "{{ messages[0].content is string }}",  # shows neither
+        "{% for m in messages %}{{ m.content if m.content is not string else 'text' }}{% endfor %}",
+        "{{ messages[0].content is string or raise_exception('no') }}",
+    ],
+)
+def test_any_other_template_is_given_texts(source):
+    seen = source + "{% for m in messages %}{{ m.content is string }}{% endfor %}"
+    assert render(seen, user("x")).endswith("True")
+
+
 @pytest.mark.parametrize(
     ("part", "problem"),
     [
@@ -272,6 +304,55 @@ def test_of_named_templates_default_is_used_and_tool_use_with_tools(write_folder
     assert template.render(HELLO, tools=[{"type": "function"}]) == "tools"
 
 
+def with_files(folder, **sources):
+    """Writes `default` as the folder's own template, and the others beside it."""
+    (folder / "additional_chat_templates").mkdir()
+    for name, source in sources.items():
+        file = f"additional_chat_templates/{name}.jinja"
+        (folder / ("chat_template.jinja" if name == "default" else file)).write_text(source)
+    return folder
+
+
+def test_named_templates_may_be_files_of_their_own(write_folder, byte_level):
+    folder = with_files(write_folder(), default="plain", tool_use="tools", rag="documents")
+    template = ChatTemplate.from_folder(folder, byte_level)
+    assert template.render(HELLO) == "plain"
+    assert template.render(HELLO, documents=[{"title": "t"}]) == "plain"
+    assert template.render(HELLO, tools=[{"type": "function"}]) == "tools"
+
+
+def test_no_template_of_the_config_counts_beside_files(write_folder, byte_level):
+    named = [{"name": "default", "template": "config"}, {"name": "tool_use", "template": "config"}]
+    folder = write_folder({"chat_template": named})
+    (folder / "chat_template.jinja").write_text("file")
+    template = ChatTemplate.from_folder(folder, byte_level)
+    assert template.render(HELLO, tools=[{"type": "function"}]) == "file"
+
+
+def test_without_a_default_one_the_message_names_the_templates(write_folder, byte_level):
+    template = ChatTemplate.from_folder(
+        with_files(write_folder(), rag="r", tool_use="t"), byte_level
+    )
+    assert template.available
+    assert template.render(HELLO, tools=[{"type": "function"}]) == "t"
+    with pytest.raises(RequestError, match="--chat-template and one of the names rag, tool_use"):
+        template.render(HELLO)
+
+
+def test_an_override_may_name_one_of_the_model_s_templates(write_folder, byte_level, tmp_path):
+    folder = with_files(write_folder(), default="plain", tool_use="tools", rag="documents")
+    template = ChatTemplate.from_folder(folder, byte_level, "rag")
+    assert template.render(HELLO, tools=[{"type": "function"}]) == "documents"
+    with pytest.raises(ConfigError, match=r"cannot read bag.*templates are default, rag, tool_use"):
+        ChatTemplate.from_folder(folder, byte_level, "bag")
+
+
+def test_a_folder_of_many_templates_is_refused(write_folder, byte_level):
+    sources = {f"t{i:02}": "x" for i in range(17)}
+    with pytest.raises(CheckpointError, match="17 chat templates; at most 16"):
+        ChatTemplate.from_folder(with_files(write_folder(), **sources), byte_level)
+
+
 @pytest.mark.parametrize("config", [None, {}, {"chat_template": None}])
 def test_a_folder_without_template_makes_an_unavailable_one(write_folder, byte_level, config):
     assert not ChatTemplate.from_folder(write_folder(config), byte_level).available
@@ -293,6 +374,12 @@ def test_a_wrong_override_is_the_flag_s_fault(write_folder, byte_level, override
 
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def test_special_tokens_in_parts_are_plain_text_too(byte_level):
+    ids = ChatTemplate(PARTS.replace(";", "<|im_end|>")).encode(user("a<|im_end|>b"), byte_level)
+    assert [i for i in ids if i in byte_level.special_ids] == [2]
+    assert byte_level.decode(ids, skip_special_tokens=False) == "user: a<|im_end|>b<|im_end|>"
 
 
 def test_an_ordinary_chat_is_one_encoding_of_the_rendered_text(byte_level):

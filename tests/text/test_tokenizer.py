@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from tokenizers import decoders, models
 
 from forge_jax.errors import CheckpointError, RequestError
 from forge_jax.text import Tokenizer
+from forge_jax.text.tokenizer import OTHER_FORMS
 
 VALID_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
@@ -68,6 +70,76 @@ def test_a_token_that_the_config_calls_special_is_special(write_folder, byte_lev
     assert tokenizer.eos_token_id == end_id
     assert end_id in tokenizer.special_ids
     assert tokenizer.decode(tokenizer.encode("a<|end|>")) == "a"
+
+
+def test_special_tokens_without_a_name_are_special(write_folder, byte_level_backend):
+    ids = [byte_level_backend.token_to_id("<think>"), byte_level_backend.get_vocab_size()]
+    byte_level_backend.add_tokens(["<|call|>"])
+    config = {"additional_special_tokens": ["<think>", {"content": "<|call|>"}, "[UNKNOWN]"]}
+    tokenizer = Tokenizer.from_folder(write_folder(config, byte_level_backend))
+    assert tokenizer is not None
+    assert tokenizer.special_ids == {0, 1, 2, *ids}
+    assert "[UNKNOWN]" not in tokenizer.backend.get_vocab()
+
+
+def test_extra_special_tokens_have_names_of_their_own(write_folder):
+    config = {"extra_special_tokens": {"thought": "<think>", "bos_token": "<|endoftext|>"}}
+    tokenizer = Tokenizer.from_folder(write_folder(config))
+    assert tokenizer is not None
+    assert tokenizer.special_tokens == {"thought": "<think>", "bos_token": "<|endoftext|>"}
+    assert 330 in tokenizer.special_ids
+
+
+def test_added_tokens_of_the_config_are_added_with_their_flags(write_folder):
+    """As transformers does; a token that would get another id than it says is left out."""
+    added = {
+        "2": {"content": "<|im_end|>", "lstrip": True, "rstrip": True, "special": False},
+        "331": {"content": "<|tool|>", "special": True},
+        "332": {"content": "<word>", "normalized": False},
+        "400": {"content": "<far>"},
+    }
+    tokenizer = Tokenizer.from_folder(write_folder({"added_tokens_decoder": added}))
+    assert tokenizer is not None
+    assert tokenizer.encode("<|tool|><word>") == [331, 332]
+    assert tokenizer.special_ids == {0, 1, 2, 331}
+    assert tokenizer.encode("  <|im_end|>\n") == [2]
+    assert tokenizer.backend.token_to_id("<far>") is None
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        ([], "must be an object"),
+        ({"x": {"content": "a"}}, "an id that is none: 'x'"),
+        ({"9" * 40: {"content": "a"}}, "an id that is none"),
+        ({"331": "a"}, "must hold tokens"),
+        ({"331": {"content": ""}}, "must hold tokens"),
+        ({"331": {"content": "a" * 5000}}, "must hold tokens"),
+        ({"331": {"content": "a", "special": 1}}, "a flag that is neither"),
+        ({"331": {"content": "a"}, "332": {"content": "a"}}, "a token twice"),
+        ({str(i): {"content": "a" * i} for i in range(1, 70)}, "begin with each other"),
+        ({str(i): {"content": str(i)} for i in range(70_000)}, "must be an object"),
+    ],
+)
+def test_malformed_added_tokens_of_the_config_are_named(write_folder, added, message):
+    folder = write_folder({"added_tokens_decoder": added})
+    with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: added_.*{message}"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("name", OTHER_FORMS)
+def test_another_form_of_a_tokenizer_says_how_to_convert_it(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=rf"has {re.escape(name)} but no tokenizer\.json.*AutoTok"
+    ):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_another_form_beside_tokenizer_json_is_not_looked_at(write_folder):
+    folder = write_folder()
+    (folder / "tokenizer.model").write_bytes(b"")
+    assert Tokenizer.from_folder(folder) is not None
 
 
 def test_a_special_token_outside_the_vocabulary_gets_no_id(write_folder, byte_level_backend):

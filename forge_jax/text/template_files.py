@@ -1,0 +1,95 @@
+"""Where chat templates come from: files of a model folder, its configuration, `--chat-template`.
+
+The same precedence as with Hugging Face. Nothing here knows Jinja.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forge_jax.errors import CheckpointError, ConfigError
+from forge_jax.files import read_text, shown
+from forge_jax.text.tokenizer import read_json_object
+
+DEFAULT = "default"
+MAX_TEMPLATES = 16  # published models have up to three
+MAX_NAME = 64  # characters
+_KIND = "chat_template.jinja"
+
+
+def folder_templates(folder: Path) -> dict[str, str]:
+    """The Jinja sources of a model folder, by name; empty if it has none.
+
+    `chat_template.jinja` is the default one, `additional_chat_templates/NAME.jinja` are the others.
+    If there is any such file, the `chat_template` of `tokenizer_config.json` is not looked at; that
+    is a source, or a list of `{"name": ..., "template": ...}`.
+
+    Raises:
+      CheckpointError: a file is broken or too large, or there are too many templates.
+    """
+    found = _from_files(folder) or _from_config(folder / "tokenizer_config.json")
+    if len(found) > MAX_TEMPLATES:
+        raise CheckpointError(
+            f"{folder} has {len(found)} chat templates; at most {MAX_TEMPLATES} are read"
+        )
+    return found
+
+
+def given_template(folder: Path, given: str | Path) -> dict[str, str]:
+    """The one template that `--chat-template` means.
+
+    A text with a brace or a line break is Jinja; anything else is a file, or the name of one of the
+    folder's own templates.
+
+    Raises:
+      ConfigError: it is none of these.
+      CheckpointError: it is no file, and the folder's templates are broken.
+    """
+    if isinstance(given, str) and ("{" in given or "\n" in given):
+        return {DEFAULT: given}
+    try:
+        return {DEFAULT: read_text(Path(given), _KIND)}
+    except (OSError, CheckpointError) as error:
+        named = folder_templates(folder)
+        if str(given) in named:
+            return {DEFAULT: named[str(given)]}
+        names = f"; the model's own templates are {', '.join(sorted(named))}" if named else ""
+        raise ConfigError(f"--chat-template: cannot read {given}: {error}{names}") from error
+
+
+def _from_files(folder: Path) -> dict[str, str]:
+    found = {}
+    file = folder / _KIND
+    if file.is_file():
+        found[DEFAULT] = read_text(file)
+    try:
+        others = sorted(folder.joinpath("additional_chat_templates").glob("*.jinja"))
+    except OSError as error:
+        raise CheckpointError(f"{folder}/additional_chat_templates: {error}") from error
+    for file in others[: MAX_TEMPLATES + 1]:
+        found[_name(file.stem, file)] = read_text(file, _KIND)
+    return found
+
+
+def _from_config(file: Path) -> dict[str, str]:
+    match read_json_object(file).get("chat_template"):
+        case None:
+            return {}
+        case str(source):
+            return {DEFAULT: source}
+        case [*entries]:
+            named = {}
+            for entry in entries:
+                match entry:
+                    case {"name": str(name), "template": str(source)}:
+                        named[_name(name, file)] = source
+                    case _:
+                        raise CheckpointError(f"{file}: chat_template has a malformed entry")
+            return named
+    raise CheckpointError(f"{file}: chat_template must be a string or a list of named templates")
+
+
+def _name(name: str, file: Path) -> str:
+    if len(name) > MAX_NAME:
+        raise CheckpointError(f"{file}: a chat template is named {shown(name)}")
+    return name
