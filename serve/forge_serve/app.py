@@ -21,7 +21,7 @@ from aiohttp import hdrs, web
 
 from forge_jax import __version__
 from forge_jax.errors import RequestError
-from forge_serve import messages, tokens
+from forge_serve import messages, openapi, tokens
 from forge_serve.auth import ApiKeys, tenant_salt
 from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
@@ -41,6 +41,7 @@ from forge_serve.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
+from forge_serve.request_schemas import About
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
 from forge_serve.validate import check, check_logprob_values, decode
 
@@ -174,6 +175,7 @@ def make_app(service: Service) -> web.Application:
             web.get("/forge/v1/health", endpoints.detailed_health),
             web.get("/stats", endpoints.stats),
             web.get("/metrics", endpoints.metrics),
+            web.get("/openapi.json", endpoints.openapi),
         ]
     )
     return app
@@ -182,6 +184,7 @@ def make_app(service: Service) -> web.Application:
 class _Endpoints:
     def __init__(self, service: Service):
         self._service = service
+        self._document: bytes | None = None  # of /openapi.json, once somebody has asked
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, CompletionRequest, CompletionForm)
@@ -196,6 +199,7 @@ class _Endpoints:
         engine = self._service.ready_engine()
         request = await self._read(http, MessagesRequest)
         assert isinstance(request, ChatRequest)
+        request.check_sampling()
         try:
             self._service.chat_answers(request)
             [prompt] = await encode_prompts(engine, request)
@@ -206,11 +210,13 @@ class _Endpoints:
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
         request = await self._decode(http, TokenizeRequest)
+        request.check_sampling()
         return _json_response(await tokens.tokenize(engine, request))
 
     async def detokenize(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
         request = await self._decode(http, DetokenizeRequest)
+        request.check_sampling()
         return _json_response(await tokens.detokenize(engine, request))
 
     async def tokenizer_info(self, http: web.Request) -> web.StreamResponse:
@@ -258,6 +264,14 @@ class _Endpoints:
     async def metrics(self, http: web.Request) -> web.StreamResponse:
         text = self._service.metrics.text()
         return web.Response(body=text, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
+
+    async def openapi(self, http: web.Request) -> web.StreamResponse:
+        engine = self._service.ready_engine()
+        if self._document is None:
+            about = About.of(self._service.config, engine, self._service.model_name)
+            document = await asyncio.to_thread(openapi.document, http.app.router, about)
+            self._document = msgspec.json.encode(document)
+        return web.Response(body=self._document, content_type="application/json")
 
     def _card(self) -> dict[str, Any]:
         engine = self._service.ready_engine()

@@ -18,7 +18,7 @@ import msgspec
 
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
-from forge_serve.structured import demand
+from forge_serve.structured import asks_for_something, demand
 from forge_serve.tools import ToolChoice, tool_choice
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -44,7 +44,7 @@ _SAMPLING_FIELDS = (
 
 Role = Literal["system", "user", "assistant", "tool", "developer"]
 
-_TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents"})
+TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents"})
 
 
 class StreamOptions(msgspec.Struct):
@@ -139,8 +139,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
           RequestError: with `param` named.
         """
         for name, reason in self._REFUSED.items():
-            value = getattr(self, name)
-            if value is not None and _asks_for_something(value):
+            if asks_for_something(getattr(self, name)):
                 raise RequestError(f"{name}: {reason}", param=name)
         demand(self)
         if self.stream_options is not None and not self.streams:
@@ -170,6 +169,25 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             if "_" in name:  # else it could be a word of the sentence
                 message = re.sub(rf"\b{name}\b", sent, message)
         return type(error)(message, param=param)
+
+    def sampling_params(self) -> SamplingParams:
+        """What the engine is asked for.
+
+        Raises:
+          RequestError: for a value out of range; `param` may be the engine's name of the field.
+        """
+        return self._sampling_params(max_tokens=self.max_tokens)
+
+    def check_sampling(self) -> None:
+        """Refuses, where nothing is generated, what a generation would be refused for.
+
+        Raises:
+          RequestError: with `param` named.
+        """
+        try:
+            self.sampling_params()
+        except RequestError as error:
+            raise self.in_its_words(error) from error
 
     def _sampling_params(self, **more: Any) -> SamplingParams:
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
@@ -298,6 +316,15 @@ class ChatRequest(GenerationRequest, kw_only=True):
         self.chosen_tools()
         if self.modalities not in (None, [], ["text"]):
             raise RequestError("modalities: only text is supported", param="modalities")
+        for name in TEMPLATE_VARIABLES & (self.chat_template_kwargs or {}).keys():
+            raise RequestError(
+                f"chat_template_kwargs must not set {name}", param=f"chat_template_kwargs.{name}"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        self._check_messages()
+
+    def _check_messages(self) -> None:
         if not self.messages:
             raise RequestError("messages must not be empty", param="messages")
         if self.continue_final_message:
@@ -311,12 +338,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
                     "continue_final_message needs an assistant's message at the end",
                     param="continue_final_message",
                 )
-        for name in _TEMPLATE_VARIABLES & (self.chat_template_kwargs or {}).keys():
-            raise RequestError(
-                f"chat_template_kwargs must not set {name}", param=f"chat_template_kwargs.{name}"
-            )
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
 
     def names_sent(self) -> dict[str, str]:
         alias = self.max_completion_tokens is not None
@@ -361,11 +382,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
         )
 
 
-def _asks_for_something(value: Any) -> bool:
-    empty = isinstance(value, str | list | dict) and not value
-    return value is not False and not empty
-
-
 class TokenizeRequest(ChatRequest, kw_only=True):
     """POST /tokenize: a text, several, or a chat as it would reach the model."""
 
@@ -376,10 +392,11 @@ class TokenizeRequest(ChatRequest, kw_only=True):
     def check(self) -> None:
         if (self.prompt is None) == (not self.messages):
             raise RequestError("send prompt or messages, and not both", param="prompt")
+        ChatRequest.check(self)
+
+    def _check_messages(self) -> None:
         if self.prompt is None:
-            ChatRequest.check(self)
-        else:
-            GenerationRequest.check(self)
+            ChatRequest._check_messages(self)
 
     def asked(self) -> CompletionRequest | ChatRequest:
         """The generation whose prompt is meant."""

@@ -39,6 +39,19 @@ _ONE_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 SMALL_BODY_BYTES = 64 * KIB  # in which a key that stands twice is looked for by name
 
+# How many of what a field may have: the row of `Limits` for it.
+COUNTS: dict[type[GenerationRequest], dict[str, tuple[str, str]]] = {
+    GenerationRequest: {
+        "stop_token_ids": ("ids", "stop_token_ids"),
+        "logit_bias": ("entries", "logit_bias"),
+    },
+    ChatRequest: {
+        "messages": ("messages", "messages"),
+        "tools": ("entries", "tools"),
+        "functions": ("entries", "tools"),
+    },
+}
+
 
 def decode[Body: GenerationRequest](body: bytes, kind: type[Body], limits: Limits) -> Body:
     """Reads and checks a request body.
@@ -117,8 +130,12 @@ def _check_limits(request: GenerationRequest, limits: Limits) -> None:
     if isinstance(request, DetokenizeRequest):
         _count("tokens", request.texts(), "texts", limits.prompts)
     _check_stops(request, limits)
-    _count("stop_token_ids", request.stop_token_ids, "ids", limits.stop_token_ids)
-    _count("logit_bias", request.logit_bias, "entries", limits.logit_bias)
+    for kind, counts in COUNTS.items():
+        if isinstance(request, kind):
+            for name, (what, row) in counts.items():
+                value = getattr(request, name)
+                if isinstance(value, list | dict):
+                    _count(name, value, what, getattr(limits, row))
     salt = request.cache_salt
     if salt is not None and not 1 <= len(salt) <= limits.cache_salt_chars:
         raise RequestError(
@@ -148,7 +165,6 @@ def _check_prompts(request: CompletionRequest, limits: Limits) -> None:
 
 
 def _check_chat(request: ChatRequest, limits: Limits) -> None:
-    _count("messages", request.messages, "messages", limits.messages)
     for i, message in enumerate(request.messages):
         if message.tool_calls:
             _count(f"messages[{i}].tool_calls", message.tool_calls, "calls", limits.tools)
@@ -157,10 +173,6 @@ def _check_chat(request: ChatRequest, limits: Limits) -> None:
     _between("top_logprobs", request.top_logprobs, limits.logprobs)
     if request.chat_template_kwargs:
         _bytes("chat_template_kwargs", request.chat_template_kwargs, limits.template_kwargs_bytes)
-    for name in ("tools", "functions"):
-        value = getattr(request, name)
-        if isinstance(value, list):
-            _count(name, value, "entries", limits.tools)
 
 
 def _check_stops(request: GenerationRequest, limits: Limits) -> None:

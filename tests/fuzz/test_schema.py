@@ -1,0 +1,149 @@
+"""The served schema says of a body what the server does: of every field, with every odd value."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from functools import cache
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+from bodies import ENDPOINTS, Case, cases, matrix
+
+from forge_jax.errors import RequestError
+from forge_serve import validate
+from forge_serve.app import Service, make_app
+from forge_serve.config import ServerConfig
+from forge_serve.limits import Limits
+from forge_serve.messages import MessagesRequest
+from forge_serve.openapi import document
+from forge_serve.protocol import ChatRequest, TokenizeRequest
+from forge_serve.request_schemas import RULES, About
+
+VOCAB_SIZE = 2**31
+ABOUT = About(
+    model="m", max_model_len=2**31, vocab_size=VOCAB_SIZE, limits=Limits(), api_keys=False
+)
+# A body that its schema allows may be refused for these, and for nothing else: what a schema of
+# single values cannot say. Each is the message, and each is in `RULES`.
+EXCUSES = re.compile(
+    r"best_of is not supported unless it equals n|must equal|n must be 1 here"
+    r"|stream_options is only allowed with stream|exclude each other|is larger than max_tokens"
+    r"|top_logprobs needs logprobs|continue_final_message needs|the schema is not valid JSON"
+    r"|the structural tag is not valid JSON|the structural tag must be an object"
+    r"|the schema must be an object|nested deeper than \d+ levels|has \d+ bytes; at most"
+    r"|a string is longer than|more than the \d+ choices|tool_choice: there are no tools"
+    r"|tool_choice names a function|stop and stop_sequences are the same"
+    r"|is given twice|a number of more than \d+ digits|arrays and objects; at most|out of range"
+    r"|this server has no such model"
+)
+NUMBER = 6_000
+
+
+@cache
+def schemas() -> dict[str, Any]:
+    return document(make_app(Service(ServerConfig())).router, ABOUT)
+
+
+@cache
+def judge(path: str) -> jsonschema.protocols.Validator:
+    body = schemas()["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    components = {"components": schemas()["components"]}
+    return jsonschema.Draft202012Validator({**components, **body["schema"]})
+
+
+def refusal(case: Case) -> RequestError | None:
+    """What the server would refuse a body for, before it asks the model."""
+    kind = ENDPOINTS[case.path]
+    try:
+        request = validate.decode(case.body, kind, ABOUT.limits)
+        if request.model not in (None, ABOUT.model):
+            raise RequestError("this server has no such model", param="model")
+        if isinstance(request, MessagesRequest):
+            request = request.chat()
+            validate.check(request, ABOUT.limits)
+        request.check_sampling()
+        if isinstance(request, TokenizeRequest) and request.prompt is not None:
+            return None
+        if isinstance(request, ChatRequest):
+            request.template_messages()
+    except RequestError as error:
+        return error
+    return None
+
+
+def read(body: bytes) -> Any:
+    """Strict JSON, or None."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    try:
+        return json.loads(body, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def meant(case: Case) -> Any:
+    """The same body with its numbers and booleans in their own types."""
+    kind = ENDPOINTS[case.path]
+    request = msgspec.json.Decoder(kind, strict=False).decode(case.body)
+    return msgspec.json.decode(msgspec.json.encode(request))
+
+
+def disagreement(case: Case) -> str | None:
+    body, refused = read(case.body), refusal(case)
+    if refused is not None:
+        if body is None or EXCUSES.search(str(refused)) or not judge(case.path).is_valid(body):
+            return None
+        return f"the schema allows what is refused: {refused}"
+    if body is None:
+        return "what is no JSON is not refused"
+    valid = judge(case.path).is_valid
+    return None if valid(body) or valid(meant(case)) else "the schema refuses what is allowed"
+
+
+def disagreements(found: list[Case]) -> list[str]:
+    wrong = []
+    for case in found:
+        why = disagreement(case)
+        if why is not None:
+            wrong.append(f"{case.path} {case.body[:300]!r}: {why}")
+    return wrong
+
+
+def test_the_schema_and_the_server_agree_on_odd_bodies():
+    every = matrix()
+    random.Random(5).shuffle(every)
+    every = [case for case in every if len(case.body) < 5_000]
+    tried = [*every[:NUMBER], *cases(seed=7, number=500)]
+    wrong = disagreements(tried)
+    assert not wrong, "\n".join(wrong[:20])
+
+
+@pytest.mark.fuzz
+def test_the_schema_and_the_server_agree_on_every_field_with_every_odd_value():
+    wrong = disagreements(matrix())
+    assert not wrong, "\n".join(wrong[:50])
+
+
+def test_the_check_sees_a_schema_that_says_something_else(monkeypatch):
+    path = "/v1/completions"
+    fields = judge(path).schema["components"]["schemas"]["CompletionRequest"]["properties"]
+    good = Case(path, b'{"prompt": "a", "temperature": 1.5}')
+    assert disagreement(good) is None
+    monkeypatch.setitem(fields, "temperature", {"maximum": 1})
+    assert disagreement(good) == "the schema refuses what is allowed"
+    monkeypatch.setitem(fields, "temperature", {})
+    bad = Case(path, b'{"prompt": "a", "temperature": 1000}')
+    assert "temperature must be" in (disagreement(bad) or "")
+
+
+def test_every_rule_is_about_a_field():
+    components = schemas()["components"]["schemas"]
+    bodies = [components[kind.__name__] for kind in set(ENDPOINTS.values())]
+    fields = {name for body in bodies for name in body["properties"]}
+    assert RULES.keys() <= fields

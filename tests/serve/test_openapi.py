@@ -1,0 +1,216 @@
+"""`/openapi.json`: it names what there is, and what there is answers as it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import jsonschema
+import msgspec
+import pytest
+
+from forge_jax.engine import Engine
+from forge_jax.text import ChatTemplate
+from forge_serve.app import Service, make_app
+from forge_serve.auth import OPEN_PATHS
+from forge_serve.config import ServerConfig
+from forge_serve.limits import Limits
+from forge_serve.openapi import OPERATIONS, routes
+
+ROOT = Path(__file__).parent.parent.parent
+USER = {"role": "user", "content": "the dog"}
+TAKES_TOOLS = "{{ messages[0].content }}{% if tools %}<tool_call>{% endif %}"
+ANY = {"type": "any"}
+TOOL = {"type": "function", "function": {"name": "bark", "parameters": {"type": "object"}}}
+
+
+async def served(server) -> dict[str, Any]:
+    status, document = await server.get("/openapi.json")
+    assert status == 200
+    return document
+
+
+def refs(schema: Any) -> set[str]:
+    if isinstance(schema, dict):
+        own = {schema["$ref"]} if isinstance(schema.get("$ref"), str) else set()
+        return own.union(*map(refs, schema.values()))
+    return set().union(*map(refs, schema)) if isinstance(schema, list) else set()
+
+
+def validator(document: dict[str, Any], schema: dict[str, Any]) -> jsonschema.protocols.Validator:
+    return jsonschema.Draft202012Validator({"components": document["components"], **schema})
+
+
+def test_every_route_has_an_operation_and_every_operation_a_route():
+    router = make_app(Service(ServerConfig())).router
+    assert {name for _, _, name in routes(router)} == set(OPERATIONS)
+
+
+async def test_the_document_has_every_route_and_no_other(server):
+    document = await served(server)
+    router = make_app(Service(ServerConfig())).router
+    named = {(path, method.upper()) for path, item in document["paths"].items() for method in item}
+    assert named == {(path, method) for path, method, _ in routes(router)}
+    operations = [operation for item in document["paths"].values() for operation in item.values()]
+    ids = [operation["operationId"] for operation in operations]
+    assert len(set(ids)) == len(ids)
+
+
+async def test_every_schema_is_one_and_every_reference_leads_somewhere(server):
+    document = await served(server)
+    schemas = document["components"]["schemas"]
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    used = refs(document)
+    assert used <= {f"#/components/schemas/{name}" for name in schemas}
+
+
+async def test_bodies_have_the_fields_of_their_structs(server):
+    document = await served(server)
+    for operation in OPERATIONS.values():
+        if operation.request is None:
+            continue
+        schema = document["components"]["schemas"][operation.request.__name__]
+        fields = {field.encode_name for field in msgspec.structs.fields(operation.request)}
+        assert schema["properties"].keys() == fields
+        for name, of in schema["properties"].items():
+            assert of, f"nothing is said of {name}"
+
+
+async def test_the_document_has_the_limits_of_this_server(start):
+    limits = Limits(n=5, prompts=7, messages=9, tools=3)
+    config = ServerConfig(served_model_name="org/m", limits=limits)
+    document = await served(await start(Engine.fake(max_model_len=640), config))
+    schemas = document["components"]["schemas"]
+    completion = schemas["CompletionRequest"]["properties"]
+    chat = schemas["ChatRequest"]["properties"]
+    assert completion["n"]["maximum"] == 5
+    assert completion["prompt"]["anyOf"][1]["maxItems"] == 7
+    assert chat["messages"]["maxItems"] == 9
+    assert chat["tools"]["anyOf"][0]["maxItems"] == 3
+    assert completion["max_tokens"]["maximum"] == 640
+    assert chat["model"]["enum"] == ["org/m", None]
+    assert document["info"]["x-model"] == {"id": "org/m", "max_model_len": 640}
+    assert document["info"]["x-limits"]["n"]["at_most"] == 5
+
+
+async def test_the_document_says_who_may_use_the_server(start, server):
+    open_to_all = await served(server)
+    assert "security" not in open_to_all and "securitySchemes" not in open_to_all["components"]
+    closed = await start(Engine.fake(), ServerConfig(api_key=("k",)))
+    status, _ = await closed.get("/openapi.json")
+    assert status == 401
+    headers = {"Authorization": "Bearer k"}
+    async with closed.http.get(closed.url + "/openapi.json", headers=headers) as response:
+        document = await response.json()
+    assert document["security"] == [{"bearer": []}]
+    assert set(document["components"]["securitySchemes"]) == {"bearer", "key"}
+    for path, item in document["paths"].items():
+        for operation in item.values():
+            assert ("401" in operation["responses"]) == (path not in OPEN_PATHS)
+            assert (operation.get("security") == []) == (path in OPEN_PATHS)
+            with_key = {"key": []} in operation.get("security", [])
+            assert with_key == path.startswith("/v1/messages")
+
+
+async def test_there_is_no_document_before_there_is_a_model(listening):
+    async with listening(Service(ServerConfig())) as url, aiohttp.ClientSession() as http:
+        async with http.get(url + "/openapi.json") as response:
+            assert response.status == 503
+
+
+ANSWERED = [  # what is asked, and of which kind all of its answers are
+    ("/v1/completions", {"prompt": "a"}),
+    ("/v1/completions", {"prompt": ["a", [1, 2]][:1], "n": 2, "stop": "e", "max_tokens": 40}),
+    ("/v1/completions", {"prompt": "ab", "echo": True, "logprobs": 2, "return_token_ids": True}),
+    ("/v1/chat/completions", {"messages": [USER]}),
+    ("/v1/chat/completions", {"messages": [USER], "logprobs": True, "top_logprobs": 2, "n": 2}),
+    ("/v1/chat/completions", {"messages": [USER], "return_token_ids": True, "max_tokens": 5}),
+    ("/v1/chat/completions", {"messages": [USER], "tools": [TOOL], "tool_choice": "required"}),
+    ("/generate", {"prompt": "a"}),
+    ("/v1/generate", {"prompt": [1, 2], "return_token_ids": True, "max_new_tokens": 3}),
+    ("/v1/messages", {"messages": [USER]}),
+    ("/v1/messages", {"messages": [USER], "stop_sequences": ["e"], "max_tokens": 90}),
+    ("/v1/messages", {"messages": [USER], "tools": [{"name": "f"}], "tool_choice": ANY}),
+    ("/v1/messages/count_tokens", {"messages": [USER]}),
+    ("/tokenize", {"prompt": "a", "return_token_strs": True}),
+    ("/v1/tokenize", {"prompt": ["a", "the dog"], "return_token_strs": True}),
+    ("/tokenize", {"messages": [USER]}),
+    ("/detokenize", {"tokens": [1, 2]}),
+    ("/v1/detokenize", {"tokens": [[1, 2], []]}),
+]  # fmt: skip
+
+
+async def test_answers_and_events_are_as_the_document_says(start):
+    engine = Engine.fake()
+    engine.chat_template = ChatTemplate(TAKES_TOOLS)
+    server = await start(engine)
+    document = await served(server)
+    for path, body in ANSWERED:
+        post = document["paths"][path]["post"]
+        content = post["responses"]["200"]["content"]
+        validator(document, post["requestBody"]["content"]["application/json"]["schema"]).validate(
+            body
+        )
+        status, answer = await server.post(path, body)
+        assert status == 200, answer
+        validator(document, content["application/json"]["schema"]).validate(answer)
+        if "text/event-stream" not in content:
+            continue
+        of = validator(document, content["text/event-stream"]["x-event-schema"])
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        streamed = {**body, "stream": True, "stream_options": options}
+        async with server.http.post(server.url + path, json=streamed) as response:
+            lines = (await response.text()).splitlines()
+        events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        if not path.startswith("/v1/messages"):
+            assert events.pop() == "[DONE]"
+        assert events
+        for event in events:
+            of.validate(json.loads(event))
+
+
+async def test_what_is_read_is_as_the_document_says(server):
+    document = await served(server)
+    for path, item in document["paths"].items():
+        if "get" not in item:
+            continue
+        path = path.replace("{name}", server.model)
+        async with server.http.get(server.url + path) as response:
+            content = item["get"]["responses"][str(response.status)]["content"]
+            assert list(content) == [response.content_type]
+            if response.content_type == "application/json":
+                schema = content[response.content_type]["schema"]
+                validator(document, schema).validate(await response.json())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_errors_are_as_the_document_says(server, path):
+    document = await served(server)
+    responses = document["paths"][path]["post"]["responses"]
+    for body in ({"messages": []}, {"messages": [USER], "model": "another"}, b"{"):
+        status, answer = await server.post(path, body)
+        assert status in (400, 404)
+        schema = responses[str(status)]["content"]["application/json"]["schema"]
+        validator(document, schema).validate(answer)
+
+
+def documented_requests() -> list[tuple[str, Any]]:
+    """The path and the body of every curl in the documents."""
+    curl = re.compile(r"curl (?:-N )?http://127\.0\.0\.1:8000(/\S+)[^']*'[^']*'[\s\\]*-d '([^']*)'")
+    pages = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    found = [match for page in pages for match in curl.findall(page.read_text())]
+    return [(path, json.loads(body)) for path, body in found]
+
+
+async def test_requests_in_the_documents_are_as_the_document_says(start):
+    config = ServerConfig(served_model_name="forge-tiny")
+    document = await served(await start(Engine.fake(), config))
+    requests = documented_requests()
+    assert {path for path, _ in requests} >= {"/v1/chat/completions"} and len(requests) >= 3
+    for path, body in requests:
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        validator(document, schema["schema"]).validate(body)
