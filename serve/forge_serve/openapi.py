@@ -142,19 +142,13 @@ OPERATIONS = {
     "load": Operation(
         summary="How many samples run or wait", answer=answers.Load, errors=NOT_READY
     ),
-    "health": Operation(
-        summary="Whether requests are served", answer=answers.Health, also=(503,)
-    ),
+    "health": Operation(summary="Whether requests are served", answer=answers.Health, also=(503,)),
     "detailed_health": Operation(
         summary="The same with the size of the queue", answer=answers.DetailedHealth, also=(503,)
     ),
-    "stats": Operation(
-        summary="The engine's counters", answer="EngineStats", errors=NOT_READY
-    ),
+    "stats": Operation(summary="The engine's counters", answer="EngineStats", errors=NOT_READY),
     "metrics": Operation(summary="Prometheus metrics", content_type=METRICS_TYPE),
-    "openapi": Operation(
-        summary="This document", answer=dict[str, Any], errors=NOT_READY
-    ),
+    "openapi": Operation(summary="This document", answer=dict[str, Any], errors=NOT_READY),
 }
 
 

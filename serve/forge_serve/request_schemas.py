@@ -178,11 +178,9 @@ def _generation(kind: type, schema: Schema, about: About) -> None:
     )
     if "logprobs" in fields and issubclass(kind, CompletionRequest):
         fields["logprobs"] |= {"maximum": limits.logprobs}
-    if issubclass(kind, CompletionRequest | GenerateRequest | ChatRequest):
-        if not issubclass(kind, TokenizeRequest):
-            for name in ("max_tokens", *OTHER_NAMES):
-                if name in fields:
-                    fields[name] |= {"maximum": about.max_model_len}
+    if kind in (CompletionRequest, GenerateRequest, ChatRequest):
+        for name in {"max_tokens", *OTHER_NAMES} & fields.keys():
+            fields[name] |= {"maximum": about.max_model_len}
     for name, rule in RULES.items():
         if name in fields and name not in kind._REFUSED:
             said = fields[name].get("description")

@@ -91,8 +91,7 @@ FIELD_SCHEMAS: dict[str, dict[str, Any]] = {
                 "type": "object",
                 "properties": {
                     **{
-                        kind: {"anyOf": [{"enum": [None, False]}, _VALUES[kind]]}
-                        for kind in _KINDS
+                        kind: {"anyOf": [{"enum": [None, False]}, _VALUES[kind]]} for kind in _KINDS
                     },
                     "disable_any_whitespace": {"type": ["boolean", "null"]},
                     "whitespace_pattern": {"type": ["string", "null"]},
@@ -105,9 +104,7 @@ FIELD_SCHEMAS: dict[str, dict[str, Any]] = {
             },
         ]
     },
-    **{
-        field: {"anyOf": [NOTHING, _KIND_SCHEMAS[read]]} for field, read in _FIELDS.items()
-    },
+    **{field: {"anyOf": [NOTHING, _KIND_SCHEMAS[read]]} for field, read in _FIELDS.items()},
 }
 
 
@@ -177,7 +174,7 @@ def _structured_outputs(value: Any) -> GrammarSpec:
     if len(kinds) != 1:
         raise RequestError(f"it needs one of {', '.join(_KINDS)}, and no two of them")
     kind, whitespace = kinds[0], _whitespace(value)
-    given = sent[kind]
+    given: Any = sent[kind]
     match kind:
         case "json":
             return GrammarSpec.json_schema(

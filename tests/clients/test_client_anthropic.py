@@ -91,8 +91,8 @@ def test_errors_are_the_clients_own(client, server, closed_server):
         client.messages.create(model=server.model, messages=MESSAGES, max_tokens=1, temperature=900)
     assert refused.value.body["error"]["type"] == "invalid_request_error"
     asked = dict(model=closed_server.model, messages=MESSAGES, max_tokens=1)
-    with Anthropic(base_url=closed_server.url, api_key="another", max_retries=0) as stranger:
-        with pytest.raises(anthropic.AuthenticationError):
-            stranger.messages.create(**asked)
+    stranger = Anthropic(base_url=closed_server.url, api_key="another", max_retries=0)
+    with stranger, pytest.raises(anthropic.AuthenticationError):
+        stranger.messages.create(**asked)
     with Anthropic(base_url=closed_server.url, api_key=KEY, max_retries=0) as known:
         assert known.messages.create(**asked).usage.output_tokens == 1

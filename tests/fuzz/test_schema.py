@@ -31,9 +31,7 @@ from forge_serve.protocol import (
 )
 from forge_serve.request_schemas import RULES, About
 
-ABOUT = About(
-    model="m", max_model_len=2**31 - 1, vocab_size=1000, limits=Limits(), api_keys=False
-)
+ABOUT = About(model="m", max_model_len=2**31 - 1, vocab_size=1000, limits=Limits(), api_keys=False)
 # A body that its schema allows may be refused for these, and for nothing else: what a schema of
 # single values cannot say. Each is the message, and each is in `RULES`.
 EXCUSES = re.compile(

@@ -114,7 +114,7 @@ def test_every_field_of_the_table_is_tried_and_every_tried_field_is_in_it():
 async def test_a_field_is_what_the_table_says(start, name):
     engine = Engine.fake(max_model_len=1024)
     engine.chat_template = ChatTemplate(
-        "{{ messages[0].content }}{% if tools %}<tool_call>{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}<tool_call>{% endif %}"
     )
     server = await start(engine)
     said = table()[name]

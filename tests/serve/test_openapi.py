@@ -130,9 +130,12 @@ async def test_the_document_says_who_may_use_the_server(start, server):
 
 
 async def test_there_is_no_document_before_there_is_a_model(listening):
-    async with listening(Service(ServerConfig())) as url, aiohttp.ClientSession() as http:
-        async with http.get(url + "/openapi.json") as response:
-            assert response.status == 503
+    async with (
+        listening(Service(ServerConfig())) as url,
+        aiohttp.ClientSession() as http,
+        http.get(url + "/openapi.json") as response,
+    ):
+        assert response.status == 503
 
 
 ANSWERED = [  # what is asked, and of which kind all of its answers are
@@ -166,9 +169,7 @@ async def test_answers_and_events_are_as_the_document_says(start):
     for path, body in ANSWERED:
         post = document["paths"][path]["post"]
         content = post["responses"]["200"]["content"]
-        validator(post["requestBody"]["content"]["application/json"]["schema"]).validate(
-            body
-        )
+        validator(post["requestBody"]["content"]["application/json"]["schema"]).validate(body)
         status, answer = await server.post(path, body)
         assert status == 200, answer
         validator(content["application/json"]["schema"]).validate(answer)
