@@ -231,7 +231,7 @@ def _chat(kind: type, schema: Schema, about: About) -> None:
 def _tokenize(kind: type, schema: Schema, about: About) -> None:
     fields = schema["properties"]
     del fields["messages"]["minItems"]
-    _array_of(fields["prompt"])["maxItems"] = about.limits.prompts
+    _array_of(fields["prompt"]).update(minItems=1, maxItems=about.limits.prompts)
     given, some, none = {"not": {"type": "null"}}, {"minItems": 1}, {"maxItems": 0}
     schema["oneOf"] = [
         {"required": ["prompt"], "properties": {"prompt": given, "messages": none}},

@@ -148,16 +148,16 @@ def _response_format(value: Any) -> GrammarSpec | None:
         case "text":
             return None
         case "json_object":
-            schema = value.get("schema")
+            schema: Any = value.get("schema")
             if not asks_for_something(schema):
                 return GrammarSpec.json_object()
             return GrammarSpec.json_schema(schema)
         case "json_schema":
             inner = value.get("json_schema", value)  # the short form has the schema right here
-            schema = inner.get("schema") if isinstance(inner, dict) else None
-            if schema is None:
+            demanded = inner.get("schema") if isinstance(inner, dict) else None
+            if demanded is None:
                 raise RequestError("json_schema needs its schema")
-            return GrammarSpec.json_schema(schema, lenient=inner.get("strict") is False)
+            return GrammarSpec.json_schema(demanded, lenient=inner.get("strict") is False)
         case "structural_tag":
             return GrammarSpec.structural_tag(value)
     raise RequestError("the type must be text, json_object, json_schema or structural_tag")

@@ -83,6 +83,8 @@ def refusal(case: Case) -> RequestError | None:
             validate.check(request, ABOUT.limits)
         request.check_sampling()
         if isinstance(request, TokenizeRequest) and request.prompt is not None:
+            asked = request.asked()
+            assert isinstance(asked, CompletionRequest) and asked.prompts()
             return None
         if isinstance(request, ChatRequest):
             request.template_messages()
