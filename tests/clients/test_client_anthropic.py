@@ -8,6 +8,7 @@ from anthropic import Anthropic
 from conftest import KEY
 
 MESSAGES = [{"role": "user", "content": "Tell me a story about a dog."}]
+GREEDY = {"temperature": 0}  # no argument of the client's any more
 WEATHER = {
     "name": "get_weather",
     "description": "The weather of a city.",
@@ -26,7 +27,7 @@ def client(server):
 
 
 def test_a_message_is_the_same_streamed_and_whole(client, server):
-    asked = dict(model=server.model, messages=MESSAGES, temperature=0, max_tokens=24)
+    asked = dict(model=server.model, messages=MESSAGES, max_tokens=24, extra_body=GREEDY)
     whole = client.messages.create(**asked, system="You are a poet.")
     assert (whole.type, whole.role, whole.model) == ("message", "assistant", server.model)
     assert whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 24
@@ -42,7 +43,7 @@ def test_a_message_is_the_same_streamed_and_whole(client, server):
 
 
 def test_a_stop_sequence(client, server):
-    asked = dict(model=server.model, messages=MESSAGES, temperature=0, max_tokens=64)
+    asked = dict(model=server.model, messages=MESSAGES, max_tokens=64, extra_body=GREEDY)
     text = client.messages.create(**asked).content[0].text
     word = text.split()[2]
     stopped = client.messages.create(**asked, stop_sequences=[word])
@@ -59,7 +60,7 @@ def test_tokens_are_counted(client, server):
 
 def test_a_tool_that_must_be_called_is_called(client, server):
     asked = dict(
-        model=server.model, messages=MESSAGES, tools=[WEATHER], temperature=0, max_tokens=120,
+        model=server.model, messages=MESSAGES, tools=[WEATHER], max_tokens=120, extra_body=GREEDY,
         tool_choice={"type": "any", "disable_parallel_tool_use": True},
     )  # fmt: skip
     answer = client.messages.create(**asked)
@@ -88,7 +89,9 @@ def test_errors_are_the_clients_own(client, server, closed_server):
         client.messages.create(model="another", messages=MESSAGES, max_tokens=1)
     assert refused.value.body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError) as refused:
-        client.messages.create(model=server.model, messages=MESSAGES, max_tokens=1, temperature=900)
+        client.messages.create(
+            model=server.model, messages=MESSAGES, max_tokens=1, extra_body={"temperature": 900}
+        )
     assert refused.value.body["error"]["type"] == "invalid_request_error"
     asked = dict(model=closed_server.model, messages=MESSAGES, max_tokens=1)
     stranger = Anthropic(base_url=closed_server.url, api_key="another", max_retries=0)
