@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from forge_jax.checkpoint.weight_map import llama_weights
+from forge_jax.checkpoint.weight_map import decoder_weights
 from forge_jax.models.registry import read_spec
 from forge_jax.models.spec import ModelSpec
 
@@ -70,7 +70,7 @@ def write_folder(folder: Path, tiny: bool) -> ModelSpec:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(tiny)))
     spec = read_spec(folder)
-    tensors = [tensor for parts in llama_weights(spec).values() for tensor in parts]
+    tensors = [tensor for parts in decoder_weights(spec).values() for tensor in parts]
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     rng = np.random.default_rng(0)
     pattern = (0.02 * rng.standard_normal(PATTERN_VALUES, np.float32)).astype(ml_dtypes.bfloat16)

@@ -21,7 +21,30 @@ class Tensor:
 WeightMap = dict[str, tuple[Tensor, ...]]  # leaf <- tensors, one below the other (axis 0)
 
 
-def llama_weights(spec: ModelSpec) -> WeightMap:
+# The norms of a layer by where they stand: our names, and the checkpoint's.
+_NORMS = {
+    "before": {
+        "attention.norm": "input_layernorm",
+        "mlp.norm": "post_attention_layernorm",
+    },
+    "after": {
+        "attention.post_norm": "post_attention_layernorm",
+        "mlp.post_norm": "post_feedforward_layernorm",
+    },
+    "both": {
+        "attention.norm": "input_layernorm",
+        "attention.post_norm": "post_attention_layernorm",
+        "mlp.norm": "pre_feedforward_layernorm",
+        "mlp.post_norm": "post_feedforward_layernorm",
+    },
+}
+
+
+def decoder_weights(spec: ModelSpec, *, fused: bool = False) -> WeightMap:
+    """The tensors of a checkpoint with Hugging Face's usual names.
+
+    `fused`: queries, keys and values are one matrix there already, and so are gate and up.
+    """
     d, inner = spec.hidden_size, spec.intermediate_size
     q_rows = spec.num_attention_heads * spec.head_dim
     kv_rows = spec.num_key_value_heads * spec.head_dim
@@ -32,23 +55,41 @@ def llama_weights(spec: ModelSpec) -> WeightMap:
     else:
         weights["embedding.weight"] = (embedding,)
         weights["head.weight"] = (Tensor("lm_head.weight", (spec.vocab_size, d)),)
+    qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+    gate_up = {"gate_proj": inner, "up_proj": inner}
+    if fused:
+        qkv, gate_up = {"qkv_proj": q_rows + 2 * kv_rows}, {"gate_up_proj": 2 * inner}
+
     for index in range(spec.num_hidden_layers):
         leaf, tensor = f"layers.{index}", f"model.layers.{index}"
-        weights |= {
-            f"{leaf}.attention.norm.weight": (Tensor(f"{tensor}.input_layernorm.weight", (d,)),),
-            f"{leaf}.attention.qkv.weight": (
-                Tensor(f"{tensor}.self_attn.q_proj.weight", (q_rows, d)),
-                Tensor(f"{tensor}.self_attn.k_proj.weight", (kv_rows, d)),
-                Tensor(f"{tensor}.self_attn.v_proj.weight", (kv_rows, d)),
-            ),
-            f"{leaf}.attention.out.weight": (
-                Tensor(f"{tensor}.self_attn.o_proj.weight", (d, q_rows)),
-            ),
-            f"{leaf}.mlp.norm.weight": (Tensor(f"{tensor}.post_attention_layernorm.weight", (d,)),),
-            f"{leaf}.mlp.gate_up.weight": (
-                Tensor(f"{tensor}.mlp.gate_proj.weight", (inner, d)),
-                Tensor(f"{tensor}.mlp.up_proj.weight", (inner, d)),
-            ),
-            f"{leaf}.mlp.down.weight": (Tensor(f"{tensor}.mlp.down_proj.weight", (d, inner)),),
-        }
+
+        def linear(
+            name: str, outputs: dict[str, int], inputs: int, bias: bool,
+            leaf: str = leaf, tensor: str = tensor,
+        ) -> WeightMap:  # fmt: skip
+            part = f"{tensor}.self_attn" if name.startswith("attention") else f"{tensor}.mlp"
+            parts = {
+                f"{leaf}.{name}.weight": tuple(
+                    Tensor(f"{part}.{each}.weight", (rows, inputs))
+                    for each, rows in outputs.items()
+                )
+            }
+            if bias:
+                parts[f"{leaf}.{name}.bias"] = tuple(
+                    Tensor(f"{part}.{each}.bias", (rows,)) for each, rows in outputs.items()
+                )
+            return parts
+
+        weights |= linear("attention.qkv", qkv, d, spec.attention_bias)
+        weights |= linear("attention.out", {"o_proj": d}, q_rows, spec.output_bias)
+        weights |= linear("mlp.gate_up", gate_up, d, spec.mlp_bias)
+        weights |= linear("mlp.down", {"down_proj": d}, inner, spec.mlp_bias)
+        for ours, theirs in _NORMS[spec.norm_placement].items():
+            weights[f"{leaf}.{ours}.weight"] = (Tensor(f"{tensor}.{theirs}.weight", (d,)),)
+        if spec.qk_norm is not None:
+            by_head = spec.qk_norm == "head"
+            for ours, theirs, rows in (("q", "q_norm", q_rows), ("k", "k_norm", kv_rows)):
+                size = spec.head_dim if by_head else rows
+                name = f"{tensor}.self_attn.{theirs}.weight"
+                weights[f"{leaf}.attention.{ours}_norm.weight"] = (Tensor(name, (size,)),)
     return weights

@@ -10,7 +10,7 @@ import numpy as np
 
 from forge_jax.errors import GrammarError
 
-ALONE_S = 1e-4
+ALONE_S = 3e-4
 
 
 class Matcher:

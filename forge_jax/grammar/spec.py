@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from forge_jax.errors import RequestError
@@ -33,12 +33,18 @@ class GrammarSpec:
         the schema.
       whitespace: of JSON, a regular expression for what may stand between its tokens; "" for none.
         None: nothing but one space, which may stand after a comma or a colon.
+      lead: what comes before it, as rules in Lark, of which one is `lead`; "" for nothing.
     """
 
     kind: Kind
     text: str
     lenient: bool = False
     whitespace: str | None = None
+    lead: str = ""
+
+    def behind(self, lead: str) -> GrammarSpec:
+        """The same after what the rule `lead` of some rules in Lark allows."""
+        return replace(self, lead=lead)
 
     @classmethod
     def json_object(cls, *, whitespace: str | None = None) -> GrammarSpec:

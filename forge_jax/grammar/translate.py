@@ -48,6 +48,15 @@ def to_llguidance(spec: GrammarSpec) -> str:
     Raises:
       RequestError: it has not the form of its kind.
     """
+    grammar = _of_kind(spec)
+    if not spec.lead:
+        return grammar
+    first, *others = json.loads(grammar)["grammars"]
+    lead = {"lark_grammar": f"{spec.lead}\nstart: lead @answer"}
+    return json.dumps({"grammars": [lead, {**first, "name": "answer"}, *others]})
+
+
+def _of_kind(spec: GrammarSpec) -> str:
     match spec.kind:
         case "json_schema":
             return _json_schema(spec)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -39,8 +40,7 @@ Leaves = tuple[jax.Array, ...]
 class Ragged(NamedTuple):
     """What every layer needs to know about the step: its rows, and how attention is computed."""
 
-    cos: jax.Array  # f32[T, D / 2]
-    sin: jax.Array  # f32[T, D / 2]
+    ropes: tuple[tuple[jax.Array, jax.Array], ...]  # cos and sin, f32[T, D / 2], by kind
     slot_mapping: jax.Array  # i32[T]
     block_tables: jax.Array  # i32[S, max_blocks]
     kv_lens: jax.Array  # i32[S]
@@ -62,6 +62,23 @@ class WeightForms:
     embedding: Format | None = None  # where it is not the head
 
 
+class RMSNorm(nnx.Module):
+    def __init__(self, size: int, spec: ModelSpec, dtype: Any):
+        self.weight = nnx.Param(jnp.zeros(size, dtype))
+        self.eps = spec.rms_norm_eps
+        self.offset, self.in_float32 = spec.norm_offset, spec.norm_in_float32
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is as in Llama, so that `forge_kernels.linear` can do it."""
+        return not self.offset and not self.in_float32
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(
+            x, self.weight[...], self.eps, offset=self.offset, in_float32=self.in_float32
+        )
+
+
 class Linear(nnx.Module):
     """A matrix in one of its forms; `forge_kernels.linear` says what a call can do besides."""
 
@@ -73,7 +90,11 @@ class Linear(nnx.Module):
         form: Format | None = None,
         *,
         paired: bool = False,
+        bias: bool = False,
     ):
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(outputs, dtype))
+        self.has_bias = bias
         self.packing = None if form is None else Packing(form, outputs, inputs, paired)
         if self.packing is None:
             self.weight = nnx.Param(jnp.zeros((outputs, inputs), dtype))
@@ -90,42 +111,80 @@ class Linear(nnx.Module):
         scale = None if self.packing.scale is None else self.scale[...]
         return PackedWeight(self.weight[...], scale, self.packing)
 
-    def __call__(self, x: jax.Array, *, norm: RMSNorm | None = None, **options: Any) -> jax.Array:
-        scaling = None if norm is None else (norm.weight[...], norm.eps)
-        return linear(x, self.matrix, norm=scaling, **options)
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        norm: RMSNorm | None = None,
+        residual: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        scaling = None
+        if norm is not None and norm.is_plain:
+            scaling = (norm.weight[...], norm.eps)
+        elif norm is not None:
+            x = norm(x)
+        if not self.has_bias:
+            return linear(x, self.matrix, norm=scaling, residual=residual, **options)
+        y = linear(x, self.matrix, norm=scaling, **options) + self.bias[...]
+        return y if residual is None else residual + y
 
 
-class RMSNorm(nnx.Module):
-    def __init__(self, size: int, eps: float, dtype: Any):
-        self.weight = nnx.Param(jnp.zeros(size, dtype))
-        self.eps = eps
+class Block(nnx.Module):
+    """What attention and MLP have in common: the norms around them, and the sum with the stream."""
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.weight[...], self.eps)
+    def __init__(self, spec: ModelSpec, dtype: Any):
+        before = spec.norm_placement in ("before", "both")
+        after = spec.norm_placement in ("after", "both")
+        self.norm = RMSNorm(spec.hidden_size, spec, dtype) if before else None
+        self.post_norm = RMSNorm(spec.hidden_size, spec, dtype) if after else None
+        self.scale = spec.residual_scale
+
+    def add(self, x: jax.Array, last: Linear, inner: jax.Array, ragged: Ragged) -> jax.Array:
+        """x: dtype[T, d], with what `last` makes of `inner` added."""
+        rows = ragged.num_tokens
+        if self.post_norm is None and self.scale == 1.0:
+            return last(inner, residual=x, num_rows=rows)
+        y = last(inner, num_rows=rows)
+        if self.post_norm is not None:
+            y = self.post_norm(y)
+        return x + (y if self.scale == 1.0 else y * self.scale)
 
 
-class Attention(nnx.Module):
+class Attention(Block):
     """Grouped-query attention over the paged cache; queries, keys and values in one matrix."""
 
-    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None):
+    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None, layer: int):
+        super().__init__(spec, dtype)
         self.heads, self.kv_heads = spec.num_attention_heads, spec.num_key_value_heads
         self.head_dim, self.sm_scale = spec.head_dim, spec.sm_scale
+        self.window, self.soft_cap = spec.window(layer), spec.attention_soft_cap
+        self.rope = rope_kinds(spec).index(rope_kind(spec, layer))
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
-        self.qkv = Linear(spec.hidden_size, rows, dtype, form)
-        self.out = Linear(self.heads * self.head_dim, spec.hidden_size, dtype, form)
+        self.qkv = Linear(spec.hidden_size, rows, dtype, form, bias=spec.attention_bias)
+        self.out = Linear(
+            self.heads * self.head_dim, spec.hidden_size, dtype, form, bias=spec.output_bias
+        )
+        self.norm_all = spec.qk_norm == "all"
+        heads, kv_heads = (self.heads, self.kv_heads) if self.norm_all else (1, 1)
+        has = spec.qk_norm is not None
+        self.q_norm = RMSNorm(heads * self.head_dim, spec, dtype) if has else None
+        self.k_norm = RMSNorm(kv_heads * self.head_dim, spec, dtype) if has else None
 
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
         """x: dtype[T, d]; kv: one layer's -> (kv, x with the attention added)."""
         H, K, D = self.heads, self.kv_heads, self.head_dim
+        implementation = ragged.implementation
+        if implementation == "cpu" and not self.is_plain:
+            implementation = "auto"  # the C++ kernels know neither windows nor soft caps
         with jax.named_scope("qkv"):
             qkv = self.qkv(x, norm=self.norm, num_rows=ragged.num_tokens)
+            qkv = self._normed(qkv.reshape(-1, H + 2 * K, D))
         with jax.named_scope("rope_write"):
             q, kv = rotate_and_write(
-                qkv.reshape(-1, H + 2 * K, D),
+                qkv,
                 kv,
-                ragged.cos,
-                ragged.sin,
+                *ragged.ropes[self.rope],
                 ragged.slot_mapping,
                 num_tokens=ragged.num_tokens,
                 kv_dtype=ragged.kv_dtype,
@@ -142,35 +201,65 @@ class Attention(nnx.Module):
                 sm_scale=self.sm_scale,
                 kv_dtype=ragged.kv_dtype,
                 max_q_len=ragged.max_q_len,
-                implementation=ragged.implementation,
+                implementation=implementation,
                 uniform=ragged.uniform,
+                window=self.window,
+                soft_cap=self.soft_cap,
             )
         out = out.reshape(-1, H * D)
         with jax.named_scope("attention_out"):
-            return kv, self.out(out, residual=x, num_rows=ragged.num_tokens)
+            return kv, self.add(x, self.out, out, ragged)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a query sees all keys before it, with their scores as they are."""
+        return self.window is None and self.soft_cap is None
+
+    def _normed(self, qkv: jax.Array) -> jax.Array:
+        """dtype[T, H + 2K, D], with the norms of queries and keys where the model has them."""
+        if self.q_norm is None or self.k_norm is None:
+            return qkv
+        H, K = self.heads, self.kv_heads
+        normed = []
+        for norm, part in ((self.q_norm, qkv[:, :H]), (self.k_norm, qkv[:, H : H + K])):
+            shape = (len(part), -1) if self.norm_all else part.shape
+            normed.append(norm(part.reshape(shape)).reshape(part.shape))
+        return jnp.concatenate([*normed, qkv[:, H + K :]], axis=1)
 
 
-class MLP(nnx.Module):
-    """SwiGLU (Shazeer 2020); gate and up in one matrix."""
+class MLP(Block):
+    """SwiGLU (Shazeer 2020), or the same with another activation; gate and up in one matrix."""
 
     def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None):
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
+        super().__init__(spec, dtype)
+        self.activation = spec.activation
+        self.swiglu = spec.activation == "silu" and not spec.mlp_bias
+        inner, bias = spec.intermediate_size, spec.mlp_bias
         self.gate_up = Linear(
-            spec.hidden_size, 2 * spec.intermediate_size, dtype, form, paired=True
+            spec.hidden_size, 2 * inner, dtype, form, paired=self.swiglu, bias=bias
         )
-        self.down = Linear(spec.intermediate_size, spec.hidden_size, dtype, form)
+        self.down = Linear(inner, spec.hidden_size, dtype, form, bias=bias)
 
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """dtype[T, d] -> x with the MLP added."""
         with jax.named_scope("gate_up"):
-            inner = self.gate_up(x, norm=self.norm, swiglu=True, num_rows=ragged.num_tokens)
+            inner = self.gate_up(x, norm=self.norm, swiglu=self.swiglu, num_rows=ragged.num_tokens)
+            if not self.swiglu:
+                gate, up = jnp.split(inner, 2, axis=-1)
+                inner = _ACTIVATIONS[self.activation](gate) * up
         with jax.named_scope("down"):
-            return self.down(inner, residual=x, num_rows=ragged.num_tokens)
+            return self.add(x, self.down, inner, ragged)
+
+
+_ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None):
-        self.attention = Attention(spec, dtype, form)
+    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None, layer: int):
+        self.attention = Attention(spec, dtype, form, layer)
         self.mlp = MLP(spec, dtype, form)
 
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
@@ -179,13 +268,15 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm and head of a Llama."""
+    """Embedding, layers, final norm and head: every family's, by what the spec says."""
 
     def __init__(self, spec: ModelSpec, dtype: Any, forms: WeightForms):
         self.layers = nnx.List(
-            [DecoderLayer(spec, dtype, forms.layers) for _ in range(spec.num_hidden_layers)]
+            [DecoderLayer(spec, dtype, forms.layers, i) for i in range(spec.num_hidden_layers)]
         )
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype)
+        self.norm = RMSNorm(spec.hidden_size, spec, dtype)
+        self.embedding_scale, self.logit_scale = spec.embedding_scale, spec.logit_scale
+        self.logit_soft_cap = spec.logit_soft_cap
         # The head is the embedding too where the model shares them.
         self.head = Linear(spec.hidden_size, spec.vocab_size, dtype, forms.head)
         self.embedding = (
@@ -203,6 +294,8 @@ class Decoder(nnx.Module):
         """(kv, dtype[T, d] after the final norm, the stream before each layer and after all)."""
         with jax.named_scope("embed"):
             x = embed((self.embedding or self.head).matrix, tokens)
+            if self.embedding_scale != 1.0:
+                x = x * jnp.asarray(self.embedding_scale, x.dtype)
         stream, new_kv = [x], []
         for i, (layer, layer_kv) in enumerate(zip(self.layers, kv, strict=True)):
             with jax.named_scope(f"layer_{i}"):
@@ -215,17 +308,39 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
         """dtype[B, d] -> f32[B, V]."""
         with jax.named_scope("logits"):
-            return self.head(hidden, num_rows=num_rows, out_dtype=jnp.float32)
+            logits = self.head(hidden, num_rows=num_rows, out_dtype=jnp.float32)
+            if self.logit_scale != 1.0:
+                logits = logits * self.logit_scale
+            if self.logit_soft_cap is None:
+                return logits
+            return self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
 
 
-def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
+def rope_kind(spec: ModelSpec, layer: int) -> RopeSpec | None:
+    """How this layer rotates queries and keys; None: not at all."""
+    if layer in spec.no_rope:
+        return None
+    windowed = spec.window(layer) is not None
+    return spec.local_rope if windowed and spec.local_rope is not None else spec.rope
+
+
+def rope_kinds(spec: ModelSpec) -> list[RopeSpec | None]:
+    """All that a model has, in the order in which layers first have them."""
+    return list(dict.fromkeys(rope_kind(spec, i) for i in range(spec.num_hidden_layers)))
+
+
+def rope_frequencies(rope: RopeSpec | None, head_dim: int) -> np.ndarray:
     """f32[D / 2]: radians per position, stretched as the spec says."""
+    if rope is None:
+        return np.zeros(head_dim // 2, np.float32)
     frequencies = inverse_frequencies(head_dim, rope.theta)
     match rope.type:
         case "default":
             return frequencies
         case "linear":
             return linear_scaling(frequencies, rope.factor)
+        case "longrope":
+            return (frequencies / np.asarray(rope.factors)).astype(np.float32)
         case "llama3":
             return llama3_scaling(
                 frequencies,
@@ -235,6 +350,14 @@ def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
                 original_max_position_embeddings=rope.original_max_position_embeddings,
             )
     raise AssertionError(f"rope type {rope.type}")
+
+
+def _rope_tables(
+    rope: RopeSpec | None, head_dim: int, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    cos, sin = rope_tables(positions, rope_frequencies(rope, head_dim))
+    factor = 1.0 if rope is None else rope.attention_factor
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,12 +455,12 @@ class Model:
           NotImplementedError: a gradient is asked of another combination than float32 `kv` and
             implementation="reference".
         """
-        frequencies = rope_frequencies(self.spec.rope, self.spec.head_dim)
         with jax.named_scope("rope_tables"):
-            cos, sin = rope_tables(positions, frequencies)
+            ropes = tuple(
+                _rope_tables(rope, self.spec.head_dim, positions) for rope in rope_kinds(self.spec)
+            )
         ragged = Ragged(
-            cos=cos,
-            sin=sin,
+            ropes=ropes,
             slot_mapping=slot_mapping,
             block_tables=block_tables,
             kv_lens=kv_lens,

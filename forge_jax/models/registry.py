@@ -1,31 +1,14 @@
-"""Which architectures there are: how each reads its config, is built, and maps its tensors."""
+"""From a model folder to its spec, and from a spec to a model without weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from flax import nnx
-
-from forge_jax.checkpoint.weight_map import WeightMap, llama_weights
 from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
 from forge_jax.files import read_json, shown
 from forge_jax.models.decoder import Decoder, Model, WeightForms
-from forge_jax.models.spec import DTYPES, Config, ModelSpec, llama_spec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    read_spec: Callable[[Config, Config], ModelSpec]  # config.json, generation_config.json
-    decoder: Callable[[ModelSpec, Any, WeightForms], nnx.Module]  # spec, dtype, forms
-    weights: Callable[[ModelSpec], WeightMap]
-
-
-ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture(read_spec=llama_spec, decoder=Decoder, weights=llama_weights),
-}
+from forge_jax.models.families import ARCHITECTURES, Architecture
+from forge_jax.models.spec import DTYPES, Config, ModelSpec
 
 
 def find_architecture(name: str) -> Architecture:
@@ -68,8 +51,7 @@ def build_model(spec: ModelSpec, dtype: str = "auto", forms: WeightForms | None 
     Raises:
       ModelError: no such dtype.
     """
-    decoder = find_architecture(spec.architecture).decoder
-    return Model.build(decoder, spec, resolve_dtype(spec, dtype), forms or WeightForms())
+    return Model.build(Decoder, spec, resolve_dtype(spec, dtype), forms or WeightForms())
 
 
 def resolve_dtype(spec: ModelSpec, dtype: str) -> str:

@@ -1,19 +1,22 @@
 """ModelSpec: what a model is, read from `config.json` and checked.
 
+What all families share is read here; what is a family's own, in `families`.
+
 Knows both spellings of Hugging Face's files: `rope_theta`, `rope_scaling` and `torch_dtype`
 (transformers 4), `rope_parameters` and `dtype` (transformers 5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from forge_jax.errors import ModelError, UnsupportedModelError
 from forge_jax.files import shown
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "longrope")
 DTYPES = ("bfloat16", "float16", "float32")
 
 # Far above any model that exists. What is made per layer or token is bounded by them.
@@ -35,11 +38,34 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    factors: tuple[float, ...] = ()  # of longrope: of each pair
+    attention_factor: float = 1.0  # on cos and sin
+
+
+Activation = Literal["silu", "gelu_tanh"]
+NormPlacement = Literal["before", "after", "both"]  # of attention and MLP
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer; the names are those of `config.json`."""
+    """A decoder-only transformer; the names are those of `config.json`, where it has one.
+
+    Attributes:
+      dtype: of the checkpoint: what "auto" means.
+      activation: of the gate. norm_placement: where norms stand; "after": before the result is
+        added to the stream.
+      norm_offset: added to the weight of every norm. norm_in_float32: whether a norm is multiplied
+        with its weight before it is rounded; with an offset it is.
+      attention_bias: of queries, keys and values; output_bias: of what attention gives; mlp_bias.
+      qk_norm: of queries and keys: by "head", over all heads as one ("all"), or None.
+      windows: for each layer, how many keys a query sees; None: all. Empty: all in every layer.
+      local_rope: of layers with a window, where theirs is another.
+      no_rope: layers whose queries and keys are not rotated.
+      attention_scale: the factor on scores; None: head_dim ** -0.5.
+      attention_soft_cap, logit_soft_cap: x becomes cap * tanh(x / cap).
+      embedding_scale, residual_scale, logit_scale: factors on embeddings, on what a layer adds,
+        and on logits.
+    """
 
     architecture: str
     vocab_size: int
@@ -53,14 +79,35 @@ class ModelSpec:
     rms_norm_eps: float
     rope: RopeSpec
     tie_word_embeddings: bool
-    dtype: str  # of the checkpoint: what "auto" means
+    dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    activation: Activation = "silu"
+    norm_placement: NormPlacement = "before"
+    norm_offset: float = 0.0
+    norm_in_float32: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    windows: tuple[int | None, ...] = ()
+    local_rope: RopeSpec | None = None
+    no_rope: frozenset[int] = frozenset()
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     @property
     def sm_scale(self) -> float:
         """The factor on attention scores."""
-        return self.head_dim**-0.5
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def window(self, layer: int) -> int | None:
+        """How many keys a query of this layer sees; None: all."""
+        return self.windows[layer] if self.windows else None
 
 
 class Config:
@@ -132,21 +179,43 @@ class Config:
         return tuple(ids)
 
 
-def llama_spec(config: Config, generation: Config) -> ModelSpec:
-    """The spec of a LlamaForCausalLM from its `config.json` and `generation_config.json`.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def decoder_spec(
+    config: Config,
+    generation: Config,
+    architecture: str,
+    *,
+    activation: str | None = "silu",
+    activation_name: str = "hidden_act",
+    eps: float = 1e-6,
+    tied: bool = False,
+    rope: RopeSpec | None = None,
+    **parts: Any,
+) -> ModelSpec:
+    """The spec of a decoder from its `config.json` and `generation_config.json`.
+
+    Args:
+      activation, eps, tied: Hugging Face's defaults, where the file does not say.
+      activation_name: of the field.
+      rope: instead of what the file says for all layers.
+      parts: what is the family's own.
 
     Raises:
       UnsupportedModelError: an option that is not implemented, by name.
       ModelError: a field is missing, or has the wrong type or range.
     """
     refuse_quantization(config)
-    for name in ("attention_bias", "mlp_bias"):
-        if config.boolean(name, False):
-            raise UnsupportedModelError(f"{config.where}: {name} is not supported for Llama")
-    activation = config.string("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
+    name = config.string(activation_name, activation)
+    if name not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{config.where}: hidden_act {shown(activation)} is not supported; supported: silu"
+            f"{config.where}: {activation_name} {shown(name)} is not supported; "
+            f"supported: {', '.join(ACTIVATIONS)}"
         )
     hidden_size = config.integer("hidden_size", high=MAX_WIDTH)
     heads = config.integer("num_attention_heads", high=MAX_HEADS)
@@ -166,7 +235,7 @@ def llama_spec(config: Config, generation: Config) -> ModelSpec:
     )
     bos_token_ids = config.token_ids("bos_token_id", vocab_size)
     return ModelSpec(
-        architecture="LlamaForCausalLM",
+        architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size", high=MAX_WIDTH),
@@ -175,13 +244,37 @@ def llama_spec(config: Config, generation: Config) -> ModelSpec:
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=read_rope(config, max_positions),
-        tie_word_embeddings=config.boolean("tie_word_embeddings", False),
+        rms_norm_eps=config.number("rms_norm_eps", eps),
+        rope=rope or read_rope(config, max_positions, head_dim),
+        tie_word_embeddings=config.boolean("tie_word_embeddings", tied),
         dtype=read_dtype(config),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         eos_token_ids=tuple(eos_token_ids),
+        activation=ACTIVATIONS[name],
+        **parts,
     )
+
+
+def read_windows(
+    config: Config, windowed: Callable[[int], bool], size: int | None = None
+) -> tuple[int | None, ...]:
+    """The window of each layer: by `layer_types` where the file has them, else by `windowed`.
+
+    Args:
+      windowed: whether the layer of this index has one, where the file does not say.
+      size: Hugging Face's default; None: no window.
+    """
+    layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    if not config.has("sliding_window") and size is None:
+        return ()
+    window = config.integer("sliding_window", size, high=MAX_POSITIONS)
+    types = config.values.get("layer_types")
+    if types is None:
+        return tuple(window if windowed(layer) else None for layer in range(layers))
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
+        raise config.error("layer_types", f"a list of {layers}, each {' or '.join(known)}")
+    return tuple(window if kind == known[0] else None for kind in types)
 
 
 def refuse_quantization(config: Config) -> None:
@@ -206,7 +299,7 @@ def read_dtype(config: Config) -> str:
     return dtype
 
 
-def read_rope(config: Config, max_position_embeddings: int) -> RopeSpec:
+def read_rope(config: Config, max_position_embeddings: int, head_dim: int) -> RopeSpec:
     """Rotary embeddings from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
     section = config.section("rope_parameters") or config.section("rope_scaling")
     partial = section if section and section.has("partial_rotary_factor") else config
@@ -214,6 +307,13 @@ def read_rope(config: Config, max_position_embeddings: int) -> RopeSpec:
         raise UnsupportedModelError(f"{partial.where}: partial_rotary_factor is not supported")
     if section is None:
         return RopeSpec(theta=config.number("rope_theta", 10000.0))
+    return rope_of(section, config, max_position_embeddings, head_dim)
+
+
+def rope_of(
+    section: Config, config: Config, max_position_embeddings: int, head_dim: int
+) -> RopeSpec:
+    """Rotary embeddings from the section of `config` that describes them."""
     # `type` is the spelling of before transformers 4.43.
     kind = section.string("rope_type", section.string("type", "default"))
     if kind not in ROPE_TYPES:
@@ -224,6 +324,8 @@ def read_rope(config: Config, max_position_embeddings: int) -> RopeSpec:
     theta = (section if section.has("rope_theta") else config).number("rope_theta", 10000.0)
     if kind == "default":
         return RopeSpec(theta=theta)
+    if kind == "longrope":
+        return _longrope(section, config, theta, max_position_embeddings, head_dim)
     factor = section.number("factor")
     if kind == "linear":
         return RopeSpec(type=kind, theta=theta, factor=factor)
@@ -239,4 +341,35 @@ def read_rope(config: Config, max_position_embeddings: int) -> RopeSpec:
         original_max_position_embeddings=section.integer(
             "original_max_position_embeddings", max_position_embeddings
         ),
+    )
+
+
+def _longrope(
+    section: Config, config: Config, theta: float, max_position_embeddings: int, head_dim: int
+) -> RopeSpec:
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a factor for each pair.
+
+    There are two lists, for sequences up to the original length and for longer ones. A model with
+    a longer context takes the second for all: keys that are in the cache cannot change.
+    """
+    name = "original_max_position_embeddings"
+    original = (section if section.has(name) else config).integer(name, max_position_embeddings)
+    extended = max_position_embeddings > original
+    field = "long_factor" if extended else "short_factor"
+    factors = section.values.get(field)
+    pairs = head_dim // 2
+    if (
+        not isinstance(factors, list)
+        or len(factors) != pairs
+        or any(isinstance(f, bool) or not isinstance(f, int | float) for f in factors)
+        or any(not 0 < f < 1e9 for f in factors)
+    ):
+        raise section.error(field, f"a list of {pairs} positive numbers")
+    stretch = section.number("factor", max_position_embeddings / original)
+    default = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return RopeSpec(
+        type="longrope",
+        theta=theta,
+        factors=tuple(float(factor) for factor in factors),
+        attention_factor=section.number("attention_factor", default),
     )

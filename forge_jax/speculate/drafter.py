@@ -83,28 +83,47 @@ class TextDrafter(Protocol):
 
 
 class OneByOne:
-    """A `Drafter` of a `TextDrafter`."""
+    """A `Drafter` of a `TextDrafter`.
+
+    What was foreseen is the draft, but for its first token, where that came true.
+    """
 
     def __init__(self, drafter: TextDrafter):
         self._drafter = drafter
+        self._foreseen: dict[Hashable, tuple[int, Draft]] = {}  # tokens known then, and the draft
 
     def propose(self, seqs: Seq[Sequence]) -> list[Draft]:
-        propose = self._drafter.propose
-        return [propose(seq.key, seq.tokens, seq.prompt_len, seq.salt) for seq in seqs]
+        return [self._propose(seq) for seq in seqs]
 
     def foresee(self, seqs: Seq[Sequence]) -> list[Seq[float]]:
         foreseen: list[Seq[float]] = []
-        for draft in self.propose(seqs):
-            # If the guess of the token in flight is wrong, so is the rest.
-            first, *rest = draft.confidence or (0.0,)
-            foreseen.append([first * rest[0], *rest[1:]] if rest else [])
+        self._foreseen.clear()
+        for seq in seqs:
+            draft = self._ask(seq)
+            if len(draft.token_ids) > 1:
+                self._foreseen[seq.key] = len(seq.tokens), draft
+                # If the guess of the token in flight is wrong, so is the rest.
+                first, second, *rest = draft.confidence
+                foreseen.append([first * second, *rest])
+            else:
+                foreseen.append([])
         return foreseen
 
     def study(self, limit: int) -> bool:
         return self._drafter.study(limit)
 
     def end(self, seq: Sequence) -> None:
+        self._foreseen.pop(seq.key, None)
         self._drafter.end(seq.key, seq.tokens, seq.prompt_len, seq.salt)
 
     def reset(self) -> None:
         """Knows nothing of the device."""
+
+    def _propose(self, seq: Sequence) -> Draft:
+        known, draft = self._foreseen.pop(seq.key, (0, Draft()))
+        if known + 1 == len(seq.tokens) and seq.tokens[-1] == draft.token_ids[0]:
+            return Draft(draft.token_ids[1:], draft.confidence[1:])
+        return self._ask(seq)
+
+    def _ask(self, seq: Sequence) -> Draft:
+        return self._drafter.propose(seq.key, seq.tokens, seq.prompt_len, seq.salt)

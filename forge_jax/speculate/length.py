@@ -12,6 +12,8 @@ Everything here only decides how fast the answer comes, never what it is.
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -21,56 +23,61 @@ WORTH = 1.02  # a choice must be better by this factor: measured times are noisy
 HIGHEST = 0.98  # probability that is believed
 TRIAL = 16  # steps with drafts, from which it is judged how long such steps take
 HOPE = 1.25  # of a step without drafts: what one with drafts is taken to need, during a trial
-CONTROL = 5  # steps without drafts that must have been timed, before there are any
-CONTROL_AFTER = 512  # steps with drafts, after which the others are timed anew
+CONTROL = 8  # steps without drafts that must have been timed, before there are any
+CONTROL_AFTER = 256  # steps with drafts, after which the others are timed anew
+TURNS = 1 / 64  # weight of a step with drafts in how often one is the last of a row
 FIRST_RETRY, LAST_RETRY = 1024, 16384  # steps from one trial to the next, where drafts do not pay
 
 
 class StepTimes:
-    """Seconds that a step takes, by its number of tokens: moving averages.
+    """Seconds that a step takes, by its number of tokens: means of the latest.
 
-    Sizes share an average where they are near each other.
+    Sizes share a mean where they are near each other.
     """
 
-    WEIGHT = 1 / 16  # of a new time
-    OUTLIER = 3.0  # no time counts as more than so many times the average
+    LATEST = 32
+    OUTLIER = 3.0  # no time counts as more than so many times the median
 
     def __init__(self) -> None:
-        self._mean: dict[int, tuple[float, float]] = {}  # tokens, seconds
-        self._count: dict[int, int] = {}
+        self._latest: dict[int, deque[float]] = {}  # seconds
+        self._known: dict[int, tuple[float, float]] = {}  # means of tokens and seconds
+        self._stale: set[int] = set()  # places whose mean has to be found anew
 
     def record(self, num_tokens: int, seconds: float) -> None:
         place = _place(num_tokens)
-        tokens, mean_s = self._mean.get(place, (num_tokens, seconds))
-        count = self._count[place] = self._count.get(place, 0) + 1
-        weight = max(self.WEIGHT, 1 / count)
-        seconds = min(seconds, self.OUTLIER * mean_s)
-        self._mean[place] = (
-            tokens + (num_tokens - tokens) * weight,
-            mean_s + (seconds - mean_s) * weight,
-        )
+        latest = self._latest.setdefault(place, deque(maxlen=self.LATEST))
+        latest.append(seconds)
+        tokens, mean_s = self._known.get(place, (num_tokens, seconds))
+        self._known[place] = tokens + (num_tokens - tokens) / len(latest), mean_s
+        self._stale.add(place)
 
     def count(self, num_tokens: int) -> int:
-        """How many times have been recorded for this size and those near it."""
-        return self._count.get(_place(num_tokens), 0)
+        """How many times are held for this size and those near it."""
+        return len(self._latest.get(_place(num_tokens), ()))
 
     def forget(self, num_tokens: int) -> None:
         """For this size and those near it."""
-        self._count.pop(_place(num_tokens), None)
-        self._mean.pop(_place(num_tokens), None)
+        place = _place(num_tokens)
+        self._latest.pop(place, None)
+        self._known.pop(place, None)
+        self._stale.discard(place)
 
     def clear(self) -> None:
-        self._mean.clear()
-        self._count.clear()
+        self._latest.clear()
+        self._known.clear()
+        self._stale.clear()
 
     def expect(self, num_tokens: int) -> float | None:
         """Between two sizes that are known, a time between theirs; beyond them, the nearest's.
 
         None if nothing is known.
         """
-        means = self._mean.values()
-        below = max((mean for mean in means if mean[0] <= num_tokens), default=None)
-        above = min((mean for mean in means if mean[0] >= num_tokens), default=None)
+        for place in self._stale:
+            self._known[place] = self._known[place][0], self._mean_s(self._latest[place])
+        self._stale.clear()
+        known = self._known.values()
+        below = max((times for times in known if times[0] <= num_tokens), default=None)
+        above = min((times for times in known if times[0] >= num_tokens), default=None)
         if below is None or above is None:
             nearest = above if below is None else below
             return None if nearest is None else nearest[1]
@@ -78,6 +85,10 @@ class StepTimes:
             return below[1]
         part = (num_tokens - below[0]) / (above[0] - below[0])
         return below[1] + part * (above[1] - below[1])
+
+    def _mean_s(self, latest: Collection[float]) -> float:
+        most = self.OUTLIER * sorted(latest)[len(latest) // 2]
+        return sum(min(seconds, most) for seconds in latest) / len(latest)
 
 
 def _place(num_tokens: int) -> int:
@@ -147,67 +158,94 @@ class LengthPolicy:
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
-        self.ahead = StepTimes()  # from one result to the next, with a step always in flight
-        self.waited = StepTimes()  # the same, where each is read before the next is made
+        self.ahead = StepTimes()  # without drafts, with a step always in flight
+        self.alone = StepTimes()  # without drafts, dispatched when nothing was in flight
+        self.drafted = StepTimes()  # with drafts, before which everything is read
+        self._turns = 0.5  # which part of the steps with drafts are the last of a row of them
+        self._in_row = False  # whether the last step was one
         self._trial = TRIAL  # steps left of it
         self._retry_in = self._retry = FIRST_RETRY  # steps
-        self._since_control: dict[int, int] = {}  # steps with drafts, by number of sequences
+        self._since_control: dict[tuple[int, bool], int] = {}  # steps with drafts
 
-    def step(self) -> bool:
-        """One more has been made. Returns whether a trial begins."""
+    def step(self, drafted: bool) -> bool:
+        """One more has been made, with drafts or without. Returns whether a trial begins."""
+        if self._in_row:
+            self._turns += ((not drafted) - self._turns) * TURNS
+        self._in_row = drafted
         self._retry_in -= 1
         if self._retry_in > 0:
             return False
         # Times that speak against drafts would never be measured again; and those of a few steps
         # among many others say little of a row of them: what is not run is cold.
         self._trial = TRIAL
-        self.waited.clear()
-        self.ahead.clear()
+        for times in (self.ahead, self.alone, self.drafted):
+            times.clear()
         self._retry = min(2 * self._retry, LAST_RETRY)
         self._retry_in = self._retry
         return True
 
-    def tried(self, num_sequences: int) -> None:
+    def tried(self, num_sequences: int, *, runs_ahead: bool = True) -> None:
         """The next step verifies what has been chosen."""
-        since = self._since_control.get(num_sequences, 0) + 1
+        since = self._since_control.get((num_sequences, runs_ahead), 0) + 1
         if since == CONTROL_AFTER:
             # They may have been timed under other circumstances, and drafts that seem to pay keep
             # them from being timed again.
-            self.ahead.forget(num_sequences)
+            self._plain(runs_ahead).forget(num_sequences)
             since = 0
-        self._since_control[num_sequences] = since
+        self._since_control[num_sequences, runs_ahead] = since
         if self._trial:
             self._trial -= 1
         else:
             self._retry_in = self._retry = FIRST_RETRY
 
-    def knows(self, num_sequences: int) -> bool:
+    def knows(self, num_sequences: int, *, runs_ahead: bool = True) -> bool:
         """Whether steps without drafts have been timed; until then there are none, nor looks."""
-        return self.ahead.count(num_sequences) >= CONTROL
+        return self._plain(runs_ahead).count(num_sequences) >= CONTROL
 
-    def choose(self, num_sequences: int, gains: Seq[float]) -> int:
+    def plain_s(self, num_sequences: int, *, runs_ahead: bool = True) -> float | None:
+        """Seconds of a step without drafts, if any is known."""
+        return self._plain(runs_ahead).expect(num_sequences)
+
+    def choose(
+        self,
+        num_sequences: int,
+        gains: Seq[float],
+        *,
+        runs_ahead: bool = True,
+        in_flight: bool = False,
+    ) -> int:
         """How many of the drafts to verify.
 
         Args:
           num_sequences: in the step, each with one token.
           gains: the probability that a draft brings a token, the largest first.
+          runs_ahead: whether steps without drafts are made with another one in flight.
+          in_flight: one is, which would have to be waited for. Later, when steps run ahead
+            again, the first of them brings its tokens late: this is what a row of steps with
+            drafts costs besides them.
 
         Returns:
           0 to `len(gains)`; 0 also where it is not known yet how long a step takes.
         """
-        plain_s = self.ahead.expect(num_sequences)
-        if not plain_s or not gains or not self.knows(num_sequences):
+        plain_s = self.plain_s(num_sequences, runs_ahead=runs_ahead)
+        if not plain_s or not gains or not self.knows(num_sequences, runs_ahead=runs_ahead):
             return 0
+        turn_s = 0.0
+        if in_flight and (alone_s := self.alone.expect(num_sequences)) is not None:
+            turn_s = self._turns * max(alone_s - plain_s, 0.0)
         best, best_rate = 0, WORTH * num_sequences / plain_s
         expected, counted = float(num_sequences), 0
         for count in _counts(len(gains)):
             expected += sum(gains[counted:count])
             counted = count
-            seconds = None if self._trial else self.waited.expect(num_sequences + count)
-            rate = expected / (seconds or HOPE * plain_s)
+            seconds = None if self._trial else self.drafted.expect(num_sequences + count)
+            rate = expected / ((seconds or HOPE * plain_s) + turn_s)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best
+
+    def _plain(self, runs_ahead: bool) -> StepTimes:
+        return self.ahead if runs_ahead else self.alone
 
 
 def _counts(most: int) -> list[int]:

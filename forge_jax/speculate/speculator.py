@@ -27,9 +27,10 @@ LOOK_PART, LOOK_SAVED_PART = 0.003, 0.25
 STUDY = 32  # tokens of earlier outputs at a time
 STUDY_PART, STUDY_SAVED_PART = 0.005, 0.05
 STUDY_IDLE = 256  # the same, when there is nothing else to do
-# Which steps are timed of those that run ahead, counted since one was waited for or looked at: what
-# follows upon that takes longer. Nearly all steps are such where drafts bring nothing.
-TIMED, TIMED_EACH = range(2, 8), 8
+EARN_EACH = 16  # steps, from which the budgets grow
+# Which steps are timed of those that run ahead, counted since one was waited for, was looked at or
+# had prompts: what follows takes longer. Nearly all steps are such where drafts bring nothing.
+TIMED, TIMED_EACH = range(3, 12), 8
 
 
 class Budget:
@@ -54,9 +55,10 @@ class Budget:
     def left(self) -> bool:
         return self._steps > 0
 
-    def step(self, saved: float) -> None:
-        """A step has been made that spared so many others."""
-        self._steps = min(self._steps + self._part + self._saved_part * saved, self.MOST)
+    def step(self, count: int, saved: float) -> None:
+        """So many steps have been made, which spared so many others; negative if they took more."""
+        earned = self._part * count + self._saved_part * saved
+        self._steps = min(self._steps + earned, self.MOST)
 
     def spend(self, steps: float) -> None:
         self._steps -= steps
@@ -109,10 +111,13 @@ class Speculator:
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted = [0] * max_draft_tokens  # by position
         self._num_looks = 0
+        self._waited = False  # for the step before the next, so that the next may have drafts
         self._num_ahead = 0  # steps, one after the other
         self._to_look = Budget(LOOK_PART, LOOK_SAVED_PART)
         self._to_study = Budget(STUDY_PART, STUDY_SAVED_PART)
         self._unread = False  # whether there is something to study
+        self._num_unpaid = 0  # steps since the budgets grew
+        self._drafted_s: float | None = None  # that the last step took, if it had drafts
         self._read_s: float | None = None  # when the last step was read, if steps have come since
 
     def stats(self) -> SpeculationStats:
@@ -132,33 +137,49 @@ class Speculator:
 
     def waits(self, plan: StepPlan, scheduler: Scheduler) -> bool:
         """Whether the step in flight, that of `plan`, should be read before the next is made."""
-        if plan.num_drafts:
-            return True
-        if plan.chunks or not self._to_look.left:
+        self._waited = bool(plan.num_drafts) or self._is_worth_waiting(plan, scheduler)
+        return self._waited
+
+    def _is_worth_waiting(self, plan: StepPlan, scheduler: Scheduler) -> bool:
+        num_sequences = len(plan.decodes)
+        if plan.chunks or not self._may_look(num_sequences, runs_ahead=True):
             return False
         seqs = [seq for seq in scheduler.running if seq.num_pending == 1 and seq.takes_drafts]
-        return self._pays(seqs, len(plan.decodes))
+        return bool(seqs) and self._pays(seqs, num_sequences, runs_ahead=True, in_flight=True)
 
-    def drafts(self, scheduler: Scheduler) -> dict[Sequence, tuple[int, ...]]:
-        """What the next step should verify, the likeliest first."""
+    def drafts(
+        self, scheduler: Scheduler, *, runs_ahead: bool = True
+    ) -> dict[Sequence, tuple[int, ...]]:
+        """What the next step should verify, the likeliest first.
+
+        `runs_ahead` tells whether steps without drafts would be made with another one in flight.
+        """
         self._verifying.clear()
+        runs_ahead = runs_ahead and self._one_step_ahead
+        waited, self._waited = self._waited, False
         seqs = scheduler.verifiable()
-        if not seqs or not (self._one_step_ahead or self._pays(seqs, scheduler.num_running)):
+        num_sequences = scheduler.num_running
+        if not seqs or not (waited or self._may_look(num_sequences, runs_ahead)):
+            return {}
+        if not waited and len(seqs) > LOOK_AT and not self._pays(seqs, num_sequences, runs_ahead):
             return {}
         drafts: dict[Sequence, Draft] = {}
         reach: dict[Sequence, list[float]] = {}
         gains: list[float] = []
+        began_s = self._clock()
         proposed = self._ask(lambda drafter: drafter.propose(seqs), [Draft()] * len(seqs))
+        if not waited:
+            self._spend_look(began_s, num_sequences, runs_ahead)
         for seq, draft in zip(seqs, proposed, strict=True):
             if draft.token_ids:
                 drafts[seq] = draft
                 reach[seq] = self._reach(seq, draft.confidence)
                 gains += reach[seq]
         gains.sort(reverse=True)
-        count = self.policy.choose(scheduler.num_running, gains)
+        count = self.policy.choose(num_sequences, gains, runs_ahead=runs_ahead)
         if not count:
             return {}
-        self.policy.tried(scheduler.num_running)
+        self.policy.tried(num_sequences, runs_ahead=runs_ahead)
         least = gains[count - 1]
         chosen: dict[Sequence, tuple[int, ...]] = {}
         for seq in sorted(drafts, key=lambda seq: reach[seq][0], reverse=True):
@@ -176,21 +197,30 @@ class Speculator:
         Args:
           alone: nothing else was in flight when it was dispatched.
         """
-        now_s = self._clock()
-        if self.policy.step():
+        now_s, before_s = self._clock(), self._read_s
+        self._read_s, self._drafted_s = now_s, None
+        drafted = bool(plan.chunks) and plan.num_drafts > 0
+        if self.policy.step(drafted):
             self._to_look.begin_trial()
             self._to_study.begin_trial()
-        chunks = plan.chunks
-        if self._read_s is not None and (not chunks or all(row.num_drafts for row in chunks)):
-            waited = alone if self._one_step_ahead else bool(plan.num_drafts)
-            if waited:
-                self.policy.waited.record(plan.num_tokens, now_s - self._read_s)
-                self._num_ahead = 0
-            else:
-                self._num_ahead += 1
-                if self._num_ahead in TIMED or self._num_ahead % TIMED_EACH == 0:
-                    self.policy.ahead.record(plan.num_tokens, now_s - self._read_s)
-        self._read_s = now_s
+        if plan.chunks or alone:
+            self._num_ahead = 0
+            if before_s is not None:
+                self._time(plan, drafted, now_s - before_s)
+        else:  # nearly every step where drafts bring nothing
+            self._num_ahead += 1
+            if before_s is not None and (
+                self._num_ahead in TIMED or self._num_ahead % TIMED_EACH == 0
+            ):
+                self.policy.ahead.record(plan.num_tokens, now_s - before_s)
+
+    def _time(self, plan: StepPlan, drafted: bool, seconds: float) -> None:
+        """The step of `plan`, which did not run ahead, came so long after the one before."""
+        if not plan.chunks:
+            self.policy.alone.record(plan.num_tokens, seconds)
+        elif drafted and all(row.num_drafts for row in plan.chunks):
+            self.policy.drafted.record(plan.num_tokens, seconds)
+            self._drafted_s = seconds
 
     def idle(self) -> None:
         """Nothing is in flight: the time until the next result is not a step's."""
@@ -200,15 +230,27 @@ class Speculator:
 
     def learn(self, plan: StepPlan, gains: Seq[Gain]) -> None:
         """What became of the drafts of `plan`."""
-        saved = 0.0
-        if plan.num_drafts:
+        self._num_unpaid += 1
+        if plan.chunks and plan.num_drafts:
             self._learn(plan, gains)
-            accepted = sum(len(got.token_ids) - 1 for _, got in gains if got.token_ids)
-            saved = accepted / plan.num_sequences
-        self._to_look.step(saved)
-        self._to_study.step(saved)
+            self._earn(self._saved(plan, gains))
+        elif self._num_unpaid == EARN_EACH:
+            self._earn(0.0)
         if self._unread and self._to_study.left:
             self._study(plan.num_sequences)
+
+    def _earn(self, saved: float) -> None:
+        self._to_look.step(self._num_unpaid, saved)
+        self._to_study.step(self._num_unpaid, saved)
+        self._num_unpaid = 0
+
+    def _saved(self, plan: StepPlan, gains: Seq[Gain]) -> float:
+        """How many steps without drafts that of `plan` has spared, by its tokens and its time."""
+        tokens = sum(len(got.token_ids) for _, got in gains) / plan.num_sequences
+        plain_s = self.policy.plain_s(plan.num_sequences, runs_ahead=self._one_step_ahead)
+        if self._drafted_s is None or plain_s is None:
+            return 0.0
+        return tokens - self._drafted_s / plain_s
 
     def _learn(self, plan: StepPlan, gains: Seq[Gain]) -> None:
         lengths = {row.seq_key: row.num_drafts for row in plan.chunks if row.num_drafts}
@@ -263,33 +305,51 @@ class Speculator:
         return experience
 
     def _study(self, num_sequences: int) -> None:
-        step_s, began_s = self.policy.ahead.expect(num_sequences), self._clock()
+        step_s, began_s = (
+            self.policy.plain_s(num_sequences, runs_ahead=self._one_step_ahead),
+            self._clock(),
+        )
         if step_s:
             self._unread = self._ask(lambda drafter: drafter.study(STUDY), False)
             self._to_study.spend((self._clock() - began_s) / step_s)
 
-    def _pays(self, seqs: Seq[Sequence], num_sequences: int) -> bool:
+    def _may_look(self, num_sequences: int, runs_ahead: bool) -> bool:
+        return (
+            self._drafter is not None
+            and self._to_look.left
+            and self.policy.knows(num_sequences, runs_ahead=runs_ahead)
+        )
+
+    def _pays(
+        self,
+        seqs: Seq[Sequence],
+        num_sequences: int,
+        runs_ahead: bool,
+        in_flight: bool = False,
+    ) -> bool:
         """Whether drafts for `seqs` would pay in a step of so many, as far as a look tells.
 
         A few stand for all.
         """
-        if not seqs or self._drafter is None or not self._to_look.left:
-            return False
-        step_s = self.policy.ahead.expect(num_sequences)
-        if not step_s or not self.policy.knows(num_sequences):
-            return False
         began_s = self._clock()
         if len(seqs) > LOOK_AT:
             first = self._num_looks * LOOK_AT % len(seqs)
             seqs = [*seqs[first:], *seqs[:first]][:LOOK_AT]
-        self._num_looks += 1
-        self._num_ahead = 0
         gains: list[float] = []
         foreseen = self._ask(lambda drafter: drafter.foresee(seqs), [()] * len(seqs))
         for seq, confidence in zip(seqs, foreseen, strict=True):
             gains += self._reach(seq, confidence)
         gains *= num_sequences // len(seqs)
         gains.sort(reverse=True)
-        chosen = self.policy.choose(num_sequences, gains)
-        self._to_look.spend((self._clock() - began_s) / step_s)
+        chosen = self.policy.choose(
+            num_sequences, gains, runs_ahead=runs_ahead, in_flight=in_flight
+        )
+        self._spend_look(began_s, num_sequences, runs_ahead)
         return chosen > 0
+
+    def _spend_look(self, began_s: float, num_sequences: int, runs_ahead: bool) -> None:
+        self._num_looks += 1
+        self._num_ahead = 0
+        step_s = self.policy.plain_s(num_sequences, runs_ahead=runs_ahead)
+        assert step_s is not None  # or nobody would have looked
+        self._to_look.spend((self._clock() - began_s) / step_s)

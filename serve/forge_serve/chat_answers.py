@@ -12,9 +12,9 @@ from forge_jax.errors import RequestError
 from forge_jax.grammar import GrammarSpec
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.parsers.answer import AnswerParser
-from forge_serve.parsers.call_grammar import call_grammar
+from forge_serve.parsers.call_grammar import call_grammar, reasoning_lead
 from forge_serve.parsers.families import CALL_FORMS, Families
-from forge_serve.parsers.reasoning import ReasoningParser
+from forge_serve.parsers.reasoning import ReasoningParser, ReasoningTokens
 from forge_serve.parsers.tool_calls import CallForm, ToolCallParser
 from forge_serve.protocol import ChatRequest
 from forge_serve.structured import demand
@@ -36,7 +36,7 @@ class ChatAnswers:
     request: ChatRequest
     families: Families
     choice: ToolChoice
-    other_form: bool = False  # the request demands one that is neither reasoning nor calls
+    other_form: bool = False  # the request demands one, behind the reasoning, that is no calls
 
     @classmethod
     def of(cls, request: ChatRequest, families: Families) -> ChatAnswers:
@@ -62,11 +62,11 @@ class ChatAnswers:
           RequestError: calls cannot be demanded so; `param` names the tools or the choice.
           OverloadedError: the grammar could not be tried now.
         """
-        if self.other_form:
-            return params
         form, families = self._form, self.families
         if families.hides(families.reasoning) or families.hides(form):
             params = dataclasses.replace(params, skip_special_tokens=False)
+        if self.other_form:
+            return self._behind_reasoning(params, prompt, engine.tokenizer)
         if form is None or not self._demands(form, params):
             return params
         grammar = self._grammar(form, prompt, engine.tokenizer)
@@ -77,6 +77,20 @@ class ChatAnswers:
             raise RequestError(f"tools: {error}", param="tools") from error
         return params
 
+    def _behind_reasoning(
+        self, params: SamplingParams, prompt: Prompt, tokenizer: Tokenizer | None
+    ) -> SamplingParams:
+        """With the demanded form after the reasoning, where the model writes some."""
+        form, demanded = self.families.reasoning, params.structured_outputs
+        if form is None or demanded is None:
+            return params
+        lead = reasoning_lead(
+            form,
+            is_open=self._reasoning_is_open(prompt, tokenizer),
+            special_tokens=self.families.special_tokens,
+        )
+        return dataclasses.replace(params, structured_outputs=demanded.behind(lead))
+
     @property
     def _form(self) -> CallForm | None:
         """How calls are written; None: nothing counts as one.
@@ -84,6 +98,8 @@ class ChatAnswers:
         What no grammar can say, and what is not known, is demanded in the most common form.
         """
         form = self.families.calls
+        if self.other_form:
+            return None
         match self.choice.mode:
             case "none":
                 return None
@@ -116,10 +132,17 @@ class ChatAnswers:
 
     def parser(self, prompt: Prompt, tokenizer: Tokenizer | None) -> AnswerParser | None:
         """A parser for one choice; None if its text is content as it is."""
-        if self.other_form:
-            return None
         reasoning, tools = self._reasoning_parser(prompt, tokenizer), self._tool_parser()
         return None if reasoning is None and tools is None else AnswerParser(reasoning, tools)
+
+    def reasoning_tokens(
+        self, prompt: Prompt, tokenizer: Tokenizer | None
+    ) -> ReasoningTokens | None:
+        """A counter for one choice; None if no reasoning is looked for."""
+        parser = None if self.other_form else self._reasoning_parser(prompt, tokenizer)
+        if parser is None or tokenizer is None:
+            return None
+        return ReasoningTokens(parser, tokenizer.token_bytes)
 
     def _tool_parser(self) -> ToolCallParser | None:
         form = self._form

@@ -130,7 +130,7 @@ def make_speculator(drafter: Drafter) -> Speculator:
     policy.acceptance.reach = lambda confidence, _: sorted(
         (rng.random() for _ in confidence), reverse=True
     )
-    policy.choose = lambda _, gains: rng.randint(len(gains) // 2, len(gains))
+    policy.choose = lambda _, gains, **options: rng.randint(len(gains) // 2, len(gains))
     return speculator
 
 

@@ -19,7 +19,7 @@ from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.checkpoint.weight_map import Tensor
 from forge_jax.errors import CheckpointError
 from forge_jax.models import build_model, read_spec
-from forge_jax.models.registry import ARCHITECTURES
+from forge_jax.models.families import ARCHITECTURES
 from forge_kernels import cpu
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
@@ -114,7 +114,7 @@ def test_a_map_may_transpose(folder, tensors, monkeypatch):
         (head,) = weights["head.weight"]
         return weights | {"head.weight": (Tensor(head.name, head.shape[::-1], transpose=True),)}
 
-    architecture = type(llama)(read_spec=llama.read_spec, decoder=llama.decoder, weights=transposed)
+    architecture = type(llama)(read_spec=llama.read_spec, weights=transposed)
     monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", architecture)
     head = tensors["lm_head.weight"]
     save_file(tensors | {"lm_head.weight": head.T.copy()}, folder / "model.safetensors")

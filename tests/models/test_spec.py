@@ -85,9 +85,10 @@ def test_end_tokens_come_from_both_files(spec_of):
     ("changes", "message"),
     [
         ({"architectures": ["RavenForCausalLM"]}, r"'RavenForCausalLM'.*supported: LlamaFor"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
-        ({"attention_bias": True}, "attention_bias is not supported"),
-        ({"mlp_bias": True}, "mlp_bias is not supported"),
+        (
+            {"hidden_act": "gelu"},
+            "hidden_act 'gelu' is not supported; supported: silu, swish, gelu",
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized.*'gptq'"),
         ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype 'float8_e4m3fn' is not supported"),
     ],
@@ -117,6 +118,7 @@ def test_what_is_not_supported_is_refused_by_name(spec_of, changes, message):
         ({"rope_scaling": ["linear"]}, "rope_scaling must be an object"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
         ({"hidden_act": 1}, "hidden_act must be a string"),
+        ({"attention_bias": 1}, "attention_bias must be true or false"),
         ({"eos_token_id": -1}, "eos_token_id must be a token id"),
         ({"eos_token_id": 331}, "eos_token_id must be a token id below 331"),
         ({"eos_token_id": [2] * 10**6}, "eos_token_id must be a token id"),

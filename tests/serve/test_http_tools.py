@@ -409,15 +409,43 @@ async def test_schemas_that_no_grammar_can_say_are_refused(start):
         assert (status, answer["error"]["param"]) == (400, param), answer
 
 
-async def test_an_answer_in_another_form_has_neither_calls_nor_reasoning(start):
-    server = await start(scripted_engine("<think>", template=families.QWEN))
-    form = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [5]}}}}
-    body = demanding("auto", chat_template_kwargs={"thinking": True}, **form)
+FIVE = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [5]}}}}
+
+
+async def test_an_answer_in_another_form_has_no_calls(start):
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    server = await start(scripted_engine(call, template=families.HERMES))
+    status, whole = await server.post(CHAT, demanding("auto", **FIVE))
+    assert status == 200, whole
+    message = whole["choices"][0]["message"]
+    assert message["content"] == "5" and "tool_calls" not in message
+    status, answer = await server.post(CHAT, demanding("required", **FIVE))
+    assert (status, answer["error"]["param"]) == (400, "tool_choice")
+
+
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")], ids=["text", "special tokens"])
+@pytest.mark.parametrize(
+    ("thinking", "answer", "thought"),
+    [
+        (True, "Hm.\n</think>\n\nSunny!", "Hm."),
+        (False, "<think>\nHm.\n</think>\n\n7", "Hm."),
+        (False, "5, sunny!", None),
+        (False, "5</think>", None),
+    ],
+    ids=["opened", "by itself", "none", "an end without a beginning"],
+)
+async def test_the_form_is_demanded_of_what_comes_after_the_reasoning(
+    start, thinking, answer, thought, special
+):
+    engine = scripted_engine(answer, template=families.QWEN, special_tokens=special)
+    server = await start(engine)
+    body = chat(chat_template_kwargs={"thinking": thinking}, **FIVE)
     status, whole = await server.post(CHAT, body)
     assert status == 200, whole
-    assert whole["choices"][0]["message"]["content"] == "5"
-    status, answer = await server.post(CHAT, demanding("required", **form))
-    assert (status, answer["error"]["param"]) == (400, "tool_choice")
+    streamed = joined(await server.events(CHAT, {**body, "stream": True}))
+    for message in (whole["choices"][0]["message"], streamed):
+        assert (message["content"], message.get("reasoning")) == ("5", thought)
+    assert whole["choices"][0]["finish_reason"] == streamed["finish_reason"] == "stop"
 
 
 THOUGHT = "<think>\nParis, then.\n</think>\n\nIt is sunny."

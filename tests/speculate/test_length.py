@@ -24,7 +24,7 @@ def policy(ahead_s=lambda n: 1.0, waited_s=lambda n: 1.0, sizes=range(1, 257)) -
     for size in sizes:
         for _ in range(CONTROL):
             made.ahead.record(size, ahead_s(size))
-        made.waited.record(size, waited_s(size))
+        made.drafted.record(size, waited_s(size))
     for _ in range(TRIAL):
         made.tried(1)
     return made
@@ -75,13 +75,13 @@ def steps(made: LengthPolicy, count: int, seconds) -> list[int]:
     """How many drafts each step took, where one with drafts takes `seconds`, and others one."""
     taken = []
     for _ in range(count):
-        made.step()
+        made.step(bool(taken and taken[-1]))
         chosen = made.choose(1, [0.5])
         assert made.choose(1, [0.5]) == chosen  # to ask changes nothing
         taken.append(chosen)
         if chosen:
             made.tried(1)
-            made.waited.record(1 + chosen, seconds)
+            made.drafted.record(1 + chosen, seconds)
         else:
             made.ahead.record(1, 1.0)
     return taken
@@ -103,7 +103,7 @@ def test_a_trial_forgets_the_times_that_spoke_against_drafts():
     made = timed()
     assert sum(steps(made, FIRST_RETRY - 1, seconds=5.0)) == TRIAL
     taken = steps(made, 4 * FIRST_RETRY, seconds=1.1)
-    assert taken[-1000:].count(0) <= 2 * CONTROL
+    assert taken[-4 * CONTROL_AFTER :].count(0) <= 5 * CONTROL
 
 
 def test_steps_without_drafts_are_timed_anew_for_a_few_steps():
@@ -111,6 +111,33 @@ def test_steps_without_drafts_are_timed_anew_for_a_few_steps():
     taken = steps(made, CONTROL_AFTER + CONTROL + TRIAL + 200, seconds=1.8)
     assert taken[:CONTROL_AFTER] == [1] * CONTROL_AFTER
     assert taken[CONTROL_AFTER:] == [0] * (CONTROL + TRIAL + 200)
+
+
+def test_a_row_of_steps_with_drafts_costs_the_first_one_after_it():
+    """It is dispatched when nothing is in flight, and so brings its tokens late."""
+    gains, kept = [0.7, 0.7], [0.1, 0.7]  # of drafts for whose sake a step is waited for, or none
+    for rows, wanted in ((1, 0), (20, 2)):
+        made = policy(lambda n: 1.0, lambda n: 1.8)
+        for _ in range(CONTROL):
+            made.alone.record(1, 2.0)
+        for step in range(30 * (rows + 1)):
+            made.step(bool(step % (rows + 1)))
+        assert made.choose(1, gains) == 2  # nothing is in flight: it is paid anyway
+        assert made.choose(1, gains, in_flight=True) == wanted
+        assert made.choose(1, kept) == 0
+
+
+def test_where_steps_never_run_ahead_drafts_are_held_against_those_that_wait():
+    made = policy(lambda n: 1.0, lambda n: 1.5)
+    assert made.choose(1, [0.4]) == 0
+    assert made.choose(1, [0.4], runs_ahead=False) == 0 and not made.knows(1, runs_ahead=False)
+    for _ in range(CONTROL):
+        made.alone.record(1, 1.3)
+    assert made.knows(1, runs_ahead=False)
+    assert made.choose(1, [0.4], runs_ahead=False) == 1
+    for _ in range(CONTROL_AFTER):
+        made.tried(1, runs_ahead=False)
+    assert made.knows(1) and not made.knows(1, runs_ahead=False)
 
 
 def test_a_trial_is_made_with_drafts_that_are_worth_one():

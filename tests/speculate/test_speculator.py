@@ -9,7 +9,7 @@ from forge_jax.config import EngineConfig
 from forge_jax.core import EngineCore
 from forge_jax.fake import assemble_fake
 from forge_jax.sampling_params import SamplingParams
-from forge_jax.schedule.request import Request
+from forge_jax.schedule.request import Request, Sequence, Status
 from forge_jax.speculate.drafter import Draft, OneByOne
 from forge_jax.speculate.length import FIRST_RETRY
 from forge_jax.speculate.speculator import LOOK_PART, Budget, Speculator
@@ -199,3 +199,34 @@ def test_steps_that_raise_lose_nothing_with_drafts():
     core = make_core(drafter, device=lambda d: FailingDevice(d, lambda *_: next(count) % 23 == 22))
     assert serve(core, requests(40, 5)) == expected
     assert core.num_recoveries > 5 and core.speculator.stats().num_accepted_tokens > 100
+
+
+def test_what_was_foreseen_is_not_looked_for_again_where_it_came_true():
+    asked = []
+
+    class Counting(Oracle):
+        def propose(self, key, tokens, prompt_len, salt):
+            asked.append((key, len(tokens)))
+            return super().propose(key, tokens, prompt_len, salt)
+
+    prompt, output = [1, 2], [3, 4, 5, 6, 7, 8]
+    request = Request(request_id="r", prompt_token_ids=prompt, params=SamplingParams())
+    seq = Sequence(
+        request=request,
+        index=0,
+        seed=1,
+        stop_ids=frozenset(),
+        max_tokens=50,
+        tokens=list(prompt),
+        status=Status.RUNNING,
+    )
+    seq.tokens.append(3)
+    drafter = OneByOne(Counting({seq.key: output}, right=1.0, length=4))
+    assert drafter.foresee([seq]) == [[pytest.approx(0.81), 0.9, 0.9]]
+    seq.tokens.append(4)
+    assert drafter.propose([seq]) == [Draft((5, 6, 7), (0.9,) * 3)] and len(asked) == 1
+    assert drafter.propose([seq]) == [Draft((5, 6, 7, 8), (0.9,) * 4)] and len(asked) == 2
+    drafter.foresee([seq])
+    seq.tokens.append(9)  # it was to be 5
+    drafter.propose([seq])
+    assert len(asked) == 4

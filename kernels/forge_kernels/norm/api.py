@@ -1,23 +1,28 @@
-"""RMSNorm (Zhang and Sennrich 2019), rounded where Hugging Face's LlamaRMSNorm rounds."""
+"""RMSNorm (Zhang and Sennrich 2019), rounded where Hugging Face's norms round."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, *, offset: float = 0.0, in_float32: bool = False
+) -> jax.Array:
     """Divides by the root mean square over the last axis, computed in float32.
-
-    The quotient is cast back to x's type before it is multiplied with the weight.
 
     Args:
       x: float[..., d].
       weight: float[d], of x's type.
       eps: added to the mean square.
+      offset: added to the weight, in float32 (1 in Gemma).
+      in_float32: multiply with the weight before the cast back to x's type, as with an offset;
+        otherwise after it, as in Llama.
 
     Returns:
       [..., d] of x's type.
     """
     x32 = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return weight * (x32 * scale).astype(x.dtype)
+    y = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    if offset or in_float32:
+        return (y * (offset + weight.astype(jnp.float32))).astype(x.dtype)
+    return weight * y.astype(x.dtype)

@@ -50,7 +50,7 @@ def call_grammar(
     more = f"({lark.text(written.between)} call)*" if parallel else ""
     lark.rule("calls", f"{lark.text(written.first)} call {more} {lark.text(written.last)}")
     marker = lark.text(written.marker)
-    lark.rule("TEXT", r"/(.|\n)*/")
+    lark.text_rule()
     if choice.mode == "required":
         lark.rule("answer", f"{marker} calls")
     elif not written.marker:  # a call is the whole answer, or it is none
@@ -61,8 +61,17 @@ def call_grammar(
     else:
         lark.rule("lead[lazy]", f"TEXT {marker}")  # ends where the marker does
         lark.rule("answer", "(lead calls)* TEXT")
-    lark.rule("start", f"{_thought(lark, reasoning, reasoning_is_open)} answer")
+    thought = "" if reasoning is None else _thought(lark, reasoning, reasoning_is_open)
+    lark.rule("start", f"{thought} answer")
     return GrammarSpec.grammar(str(lark))
+
+
+def reasoning_lead(form: ReasoningForm, *, is_open: bool, special_tokens: Mapping[str, int]) -> str:
+    """The rule `lead` of a `GrammarSpec`: reasoning, which must come to an end if it `is_open`."""
+    lark = _Lark(special_tokens)
+    lark.text_rule()
+    lark.rule("lead", _thought(lark, form, is_open))
+    return str(lark)
 
 
 class _Lark:
@@ -80,6 +89,10 @@ class _Lark:
     def rule(self, name: str, body: str) -> None:
         self._rules.append(f"{name}: {body}")
 
+    def text_rule(self) -> None:
+        """Any text is TEXT."""
+        self.rule("TEXT", r"/(.|\n)*/")
+
     def text(self, text: str) -> str:
         """A text as it stands in a rule; special tokens in it are themselves."""
         tokens = self.special_tokens
@@ -90,10 +103,8 @@ class _Lark:
         )
 
 
-def _thought(lark: _Lark, form: ReasoningForm | None, is_open: bool) -> str:
+def _thought(lark: _Lark, form: ReasoningForm, is_open: bool) -> str:
     """What comes before the answer."""
-    if form is None:
-        return ""
     begin, end = lark.text(form.begin), lark.text(form.end)
     if form.end in lark.special_tokens:
         lark.rule("thoughts", f"TEXT {end}")

@@ -27,7 +27,7 @@ namespace forge {
 constexpr int kMaxThreads = 64;
 
 class Phase {
-  static constexpr int kSpins = 4096;
+  static constexpr int kSpins = 256;  // some microseconds
 
  public:
   // `body(context, item)` for each item below `count`.
@@ -106,7 +106,9 @@ class Job {
 
 // Where threads of the pool wait for the next job. To wake a sleeping thread takes longer than
 // most jobs do, so a thread that has finished one stays awake for a moment: within a step the next
-// follows in a few microseconds.
+// follows in a few microseconds. Meanwhile it lets others have the core if there are any, such as
+// the host's thread: one that spins is taken for busy, and whoever is to run waits for its slice
+// of a millisecond or two.
 class Lobby {
  public:
   static Lobby& instance() {
@@ -145,10 +147,11 @@ class Lobby {
     auto end = std::chrono::steady_clock::now() + kLinger;
     bool found = false;
     do {
-      for (int i = 0; i < 64 && !found; ++i) {
+      for (int i = 0; i < 16 && !found; ++i) {
         found = published_.load(std::memory_order_acquire) != seen;
         FORGE_PAUSE();
       }
+      if (!found) std::this_thread::yield();
     } while (!found && std::chrono::steady_clock::now() < end);
     waiting_.fetch_sub(1, std::memory_order_acq_rel);
     return found;

@@ -1,0 +1,33 @@
+"""The families of models: how each reads its config, and which tensors make up its weights.
+
+A family that differs in known parts is one small file, and one line here.
+"""
+
+from forge_jax.models.families import (
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
+from forge_jax.models.families.architecture import Architecture
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": llama.ARCHITECTURE,
+    "MistralForCausalLM": mistral.ARCHITECTURE,
+    "Qwen2ForCausalLM": qwen2.ARCHITECTURE,
+    "Qwen3ForCausalLM": qwen3.ARCHITECTURE,
+    "Gemma2ForCausalLM": gemma2.ARCHITECTURE,
+    "Gemma3ForCausalLM": gemma3.ARCHITECTURE,
+    "Phi3ForCausalLM": phi3.ARCHITECTURE,
+    "Olmo2ForCausalLM": olmo2.ARCHITECTURE,
+    "GraniteForCausalLM": granite.ARCHITECTURE,
+    "SmolLM3ForCausalLM": smollm3.ARCHITECTURE,
+}
+
+__all__ = ["ARCHITECTURES", "Architecture"]

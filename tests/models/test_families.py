@@ -1,0 +1,155 @@
+"""What is a family's own in its config, and the same with packed matrices."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from paged import PagedRun
+
+from forge_jax.checkpoint.load import load_weights
+from forge_jax.checkpoint.safetensors import read_header
+from forge_jax.errors import ModelError, UnsupportedModelError
+from forge_jax.models import RopeSpec, build_model, read_spec
+from forge_jax.models.decoder import WeightForms, rope_kinds
+from forge_jax.models.families import ARCHITECTURES
+from forge_jax.research import LoadedModel
+from forge_kernels import cpu
+from forge_kernels.attention.cpu_ffi import unsupported
+
+GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
+BY_FAMILY = {
+    "MistralForCausalLM": "mistral_window",
+    "Qwen2ForCausalLM": "qwen2_window",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3_long",
+    "Olmo2ForCausalLM": "olmo2",
+    "GraniteForCausalLM": "granite",
+    "SmolLM3ForCausalLM": "smollm3",
+    "LlamaForCausalLM": "llama_bias",
+}
+
+
+@pytest.fixture
+def spec_of(tmp_path):
+    def read(name, without=(), **changes):
+        config = json.loads((GOLDENS / name / "config.json").read_text()) | changes
+        config = {key: value for key, value in config.items() if key not in without}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return read_spec(tmp_path)
+
+    return read
+
+
+def test_every_family_has_a_golden():
+    assert set(ARCHITECTURES) == set(BY_FAMILY)
+
+
+def test_windows_where_the_file_has_no_list_of_layers(spec_of):
+    assert spec_of("mistral_window").windows == (24,) * 3
+    assert spec_of("mistral_window", sliding_window=None).windows == ()
+    assert spec_of("qwen2").windows == ()
+    assert spec_of("qwen2_window", without=("layer_types",)).windows == (None, 16, 16)
+    assert spec_of("gemma2", without=("layer_types",)).windows == (16, None, 16, None)
+    gemma3 = ("layer_types", "_sliding_window_pattern")
+    assert spec_of("gemma3", without=gemma3).windows == (16,) * 5 + (None, 16)
+    assert spec_of("gemma3", without=gemma3, sliding_window_pattern=3).windows[2::3] == (None, None)
+
+
+def test_gemma_3_has_two_rotations_in_both_spellings(spec_of):
+    new = spec_of("gemma3")
+    assert (new.rope.theta, new.local_rope.theta) == (1e6, 1e4)
+    assert rope_kinds(new) == [new.local_rope, new.rope]
+    old = spec_of(
+        "gemma3",
+        without=("rope_parameters",),
+        rope_theta=2e6,
+        rope_local_base_freq=5e3,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    assert old.rope == RopeSpec(type="linear", theta=2e6, factor=8.0)
+    assert old.local_rope == RopeSpec(theta=5e3)
+    assert spec_of("gemma3", without=("rope_parameters",)).rope.theta == 1e6
+
+
+def test_longrope_in_both_spellings(spec_of):
+    new = spec_of("phi3_long")
+    section = json.loads((GOLDENS / "phi3_long" / "config.json").read_text())["rope_parameters"]
+    old = {key: section[key] for key in ("short_factor", "long_factor")}
+    without = ("rope_parameters",)
+    assert spec_of("phi3_long", without, rope_scaling={"type": "longrope", **old}) == new
+    assert new.rope.factors == tuple(section["long_factor"])
+    assert new.rope.attention_factor == pytest.approx((1 + np.log(16) / np.log(32)) ** 0.5)
+    section["original_max_position_embeddings"] = 512
+    short = spec_of("phi3_long", rope_parameters=section)
+    assert short.rope.factors == tuple(section["short_factor"])
+    assert short.rope.attention_factor == 1.0
+
+
+def test_smollm_3_rotates_not_every_fourth_layer(spec_of):
+    assert spec_of("smollm3").no_rope == {2}
+    assert spec_of("smollm3", without=("no_rope_layers",)).no_rope == {3}
+    spec = spec_of("smollm3", without=("no_rope_layers",), no_rope_layer_interval=2)
+    assert spec.no_rope == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mistral_window", {"sliding_window": 0}, "sliding_window must be an integer from 1"),
+        ("qwen2_window", {"layer_types": ["full_attention"]}, "layer_types must be a list of 3"),
+        ("qwen2_window", {"layer_types": ["x", "y", "z"]}, "layer_types must be a list of 3"),
+        ("qwen2_window", {"use_sliding_window": 1}, "use_sliding_window must be true or false"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a finite number"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be a finite"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported"),
+        ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers must be a list of 4 times"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling must be a finite number above 0"),
+        (
+            "gemma3",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention is not supported",
+        ),
+        (
+            "phi3_long",
+            {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 7}},
+            "long_factor must be a list of 8 positive numbers",
+        ),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is not supported"),
+        ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+    ],
+)
+def test_what_is_wrong_or_not_supported_is_named(spec_of, name, changes, message):
+    with pytest.raises((ModelError, UnsupportedModelError), match=message):
+        spec_of(name, **changes)
+
+
+@pytest.fixture
+def _kernels(compilation_cache):
+    if not cpu.available():
+        pytest.skip("no CPU kernels on this machine")
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("name", sorted({*BY_FAMILY.values()}))
+def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name):
+    """Also where norms, biases or activations have to be computed beside the kernels."""
+    stored = read_header(GOLDENS / name / "golden.safetensors")
+    ids = np.array(stored["input_ids"].read()).tolist()
+    want = np.array(stored["logits"].read())
+    spec = read_spec(GOLDENS / name)
+    packed, errors = WeightForms(layers="bf16", head="bf16"), []
+    attention = "xla" if unsupported(spec.head_dim, jnp.dtype("bfloat16"), "cpu") else "cpu"
+    for implementation, forms in (("xla", None), (attention, packed)):
+        model = build_model(spec, "bfloat16", forms)
+        loaded = LoadedModel(
+            model, load_weights(model, GOLDENS / name, progress=False), GOLDENS / name
+        )
+        run = PagedRun(loaded, 3, implementation=implementation)
+        scores = [run.step([ids[i][at] for i in range(3)]) for at in (slice(40), slice(40, None))]
+        found = np.concatenate([np.stack(part) for part in scores], axis=1)
+        errors.append(np.linalg.norm(found - want) / np.linalg.norm(want))
+    assert errors[1] < 1.5 * errors[0] and errors[0] < 0.04
