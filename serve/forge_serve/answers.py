@@ -23,6 +23,7 @@ class PromptTokensDetails(Answer):
 class CompletionTokensDetails(Answer):
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    reasoning_tokens: int
 
 
 class UsageAnswer(Answer):
@@ -33,6 +34,16 @@ class UsageAnswer(Answer):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
+
+
+class PromptLogprob(Answer):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+# For each token of a prompt, by id: that token and the likeliest; nothing comes before the first.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionLogprobs(Answer):
@@ -48,6 +59,7 @@ class CompletionChoice(Answer):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
@@ -143,6 +155,7 @@ class ChatAnswer(Answer):
     system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: UsageAnswer
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -322,6 +335,351 @@ class CountAnswer(Answer):
     input_tokens: int
 
 
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(Answer, tag="output_text"):
+    text: str
+    annotations: list[Any]
+    logprobs: list[TokenLogprob] | UnsetType = UNSET  # those of an input have none
+
+
+class ReasoningText(Answer, tag="reasoning_text"):
+    text: str
+
+
+class OutputMessage(Answer, tag="message"):
+    id: str
+    role: Literal["assistant"]
+    status: ItemStatus
+    content: list[OutputText]
+
+
+class OutputReasoning(Answer, tag="reasoning"):
+    id: str
+    summary: list[Any]  # nothing
+    content: list[ReasoningText]
+    encrypted_content: None
+    status: ItemStatus
+
+
+class OutputCall(Answer, tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str  # JSON, if the item is completed
+    status: ItemStatus
+
+
+Output = OutputMessage | OutputReasoning | OutputCall
+
+
+class ResponseFailure(Answer):
+    code: Literal["server_error"]
+    message: str
+    type: str
+
+
+class IncompleteDetails(Answer):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseReasoning(Answer):
+    effort: str | None
+    summary: None
+
+
+class ResponseText(Answer):
+    format: dict[str, Any]
+    verbosity: str | UnsetType = UNSET
+
+
+class InputTokensDetails(Answer):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Answer):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Answer):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseAnswer(Answer):
+    """The answer of /v1/responses."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    completed_at: int | None
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[Output]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ResponseReasoning
+    safety_identifier: str | None
+    store: bool
+    temperature: float
+    text: ResponseText
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+
+
+class _ResponseEvent(Answer):
+    sequence_number: int
+
+
+class _WithResponse(_ResponseEvent):
+    response: ResponseAnswer
+
+
+class ResponseCreated(_WithResponse, tag="response.created"):
+    pass
+
+
+class ResponseQueued(_WithResponse, tag="response.queued"):
+    pass
+
+
+class ResponseInProgress(_WithResponse, tag="response.in_progress"):
+    pass
+
+
+class ResponseCompleted(_WithResponse, tag="response.completed"):
+    pass
+
+
+class ResponseIncomplete(_WithResponse, tag="response.incomplete"):
+    pass
+
+
+class ResponseFailed(_WithResponse, tag="response.failed"):
+    pass
+
+
+class ResponseErrorEvent(_ResponseEvent, tag="error"):
+    code: str | None
+    message: str
+    param: str | None
+
+
+class ItemAdded(_ResponseEvent, tag="response.output_item.added"):
+    output_index: int
+    item: Output
+
+
+class ItemDone(_ResponseEvent, tag="response.output_item.done"):
+    output_index: int
+    item: Output
+
+
+class _OfItem(_ResponseEvent):
+    item_id: str
+    output_index: int
+
+
+class _OfPart(_OfItem):
+    content_index: int
+
+
+class PartAdded(_OfPart, tag="response.content_part.added"):
+    part: OutputText | ReasoningText
+
+
+class PartDone(_OfPart, tag="response.content_part.done"):
+    part: OutputText | ReasoningText
+
+
+class OutputTextDelta(_OfPart, tag="response.output_text.delta"):
+    delta: str
+    logprobs: list[TokenLogprob]
+
+
+class OutputTextDone(_OfPart, tag="response.output_text.done"):
+    text: str
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningTextDelta(_OfPart, tag="response.reasoning_text.delta"):
+    delta: str
+
+
+class ReasoningTextDone(_OfPart, tag="response.reasoning_text.done"):
+    text: str
+
+
+class ArgumentsDelta(_OfItem, tag="response.function_call_arguments.delta"):
+    delta: str
+
+
+class ArgumentsDone(_OfItem, tag="response.function_call_arguments.done"):
+    name: str
+    arguments: str
+
+
+ResponseEvent = (
+    ResponseCreated
+    | ResponseQueued
+    | ResponseInProgress
+    | ItemAdded
+    | PartAdded
+    | OutputTextDelta
+    | OutputTextDone
+    | ReasoningTextDelta
+    | ReasoningTextDone
+    | PartDone
+    | ArgumentsDelta
+    | ArgumentsDone
+    | ItemDone
+    | ResponseErrorEvent
+    | ResponseCompleted
+    | ResponseIncomplete
+    | ResponseFailed
+)
+
+
+class DeletedResponse(Answer):
+    """A response that is not there any more."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputTokens(Answer):
+    """How many tokens the prompt of a response has."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class InputText(Answer, tag="input_text"):
+    text: str
+
+
+class RefusalText(Answer, tag="refusal"):
+    refusal: str
+
+
+class SummaryText(Answer, tag="summary_text"):
+    text: str
+
+
+class ListedMessage(Answer, tag="message"):
+    id: str
+    role: Literal["user", "assistant", "system", "developer"]
+    status: ItemStatus
+    content: list[InputText | OutputText | RefusalText]
+
+
+class ListedReasoning(Answer, tag="reasoning"):
+    id: str
+    summary: list[SummaryText]
+    content: list[ReasoningText]
+    encrypted_content: UnsetType | None = UNSET
+    status: ItemStatus | UnsetType = UNSET
+
+
+class ListedCallOutput(Answer, tag="function_call_output"):
+    id: str
+    call_id: str
+    output: str
+    status: ItemStatus
+
+
+class InputItems(Answer):
+    """A page of the items that a response was made from."""
+
+    object: Literal["list"]
+    data: list[ListedMessage | ListedReasoning | OutputCall | ListedCallOutput]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class PooledUsage(Answer):
+    """Tokens of a request that has no output."""
+
+    prompt_tokens: int
+    completion_tokens: Literal[0]
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingData(Answer):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # base64 of little-endian float32 values
+
+
+class EmbeddingAnswer(Answer):
+    """The answer of /v1/embeddings."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[EmbeddingData]
+    usage: PooledUsage
+
+
+class ScoreData(Answer):
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreAnswer(Answer):
+    """The similarity of pairs of texts, from -1 to 1."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreData]
+    usage: PooledUsage
+
+
+class RankedDocument(Answer):
+    text: str
+
+
+class RankedResult(Answer):
+    index: int
+    relevance_score: float
+    document: RankedDocument | UnsetType = UNSET
+
+
+class RerankAnswer(Answer):
+    """Documents, the most similar first."""
+
+    id: str
+    created: int
+    model: str
+    results: list[RankedResult]
+    usage: PooledUsage
+
+
 class TokenizeAnswer(Answer):
     """The tokens of a text, or of each of several."""
 
@@ -359,6 +717,73 @@ class Load(Answer):
     """The samples that run or wait."""
 
     server_load: int
+
+
+class WorkerLoad(Answer):
+    """How much there is to do."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    token_usage: float
+    cache_hit_rate: float
+    max_running_requests: int
+    utilization: float
+
+
+class ReplicaLoad(WorkerLoad):
+    """The same of one replica."""
+
+    dp_rank: int
+    timestamp: float
+
+
+class Loads(Answer):
+    """How much there is to do, for each replica."""
+
+    timestamp: str
+    version: str
+    loads: list[ReplicaLoad]
+
+
+class ModelInfo(Answer):
+    """The model, in SGLang's words."""
+
+    model_path: str
+    tokenizer_path: str | None
+    served_model_name: str
+    is_generation: bool
+    architectures: list[str] | None
+    max_model_len: int
+    vocab_size: int
+    has_image_understanding: bool
+    has_audio_understanding: bool
+    preferred_sampling_params: None
+    weight_version: str
+
+
+class ServerInfo(Answer):
+    """What the server can hold, and what it does now, in SGLang's words."""
+
+    model_id: str
+    model_path: str
+    served_model_name: str
+    status: str
+    version: str
+    max_model_len: int
+    context_length: int
+    max_req_input_len: int
+    max_total_num_tokens: int
+    max_total_tokens: int
+    max_running_requests: int
+    max_num_reqs: int
+    tp_size: int
+    dp_size: int
+    disaggregation_mode: str
+    system_fingerprint: str | None
+    internal_states: list[WorkerLoad]
 
 
 class ModelCard(Answer):

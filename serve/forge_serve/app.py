@@ -230,10 +230,11 @@ class _Endpoints:
         engine = self._service.ready_engine()
         request = await self._read(http, kind)
         assert isinstance(request, ChatRequest)
-        request.check_sampling()
         try:
+            params = request.sampling_params()
             self._service.chat_answers(request)
-            [prompt] = await encode_prompts(engine, request)
+            prompts = await encode_prompts(engine, request)
+            [prompt] = truncated(prompts, request, params.max_tokens, engine)
         except RequestError as error:
             raise request.in_its_words(error) from error
         return len(prompt.token_ids)
@@ -390,6 +391,7 @@ class _Endpoints:
         engine = self._service.ready_engine()
         self._service.memory.admit()
         request = await self._decode(http, kind)
+        request.check_sampling()
         prompts = await embeddings.encode_inputs(engine, request)
         engine = self._service.ready_engine()  # that may have taken long
         generation = Generation(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import hdrs, web
@@ -17,6 +17,7 @@ from aiohttp import hdrs, web
 from forge_jax import __version__
 from forge_serve import answers, messages
 from forge_serve.auth import API_KEY_HEADER, HEALTH_PATHS, OPEN_PATHS
+from forge_serve.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from forge_serve.limits import rows
 from forge_serve.messages import MessagesRequest
 from forge_serve.metrics import CONTENT_TYPE as METRICS_TYPE
@@ -28,6 +29,8 @@ from forge_serve.protocol import (
     TokenizeRequest,
 )
 from forge_serve.request_schemas import REF, About, Schema, components
+from forge_serve.responses_api import ResponsesRequest
+from forge_serve.responses_http import DEFAULT_PAGE, MAX_PAGE
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 
@@ -39,7 +42,7 @@ GENERATES = (*READS, 504)
 STATUSES = {
     400: "The body is not what its schema says, or asks for more than the server allows.",
     401: "No API key, or an unknown one.",
-    404: "The server has no such model.",
+    404: "The server has no such model, or no such response.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     500: "The model or its grammar failed for this request, or a defect, which the log has.",
@@ -56,27 +59,42 @@ HEADERS = {  # by status; 0: all
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """Of the path or the query; those of a path are required."""
+
+    name: str
+    place: Literal["path", "query"]
+    schema: Schema | None  # None: the model's name
+    description: str = ""
+
+
+MODEL_NAME = Parameter("name", "path", None)
+RESPONSE_ID = Parameter("id", "path", {"type": "string", "pattern": "^resp_[0-9a-f]{48}$"})
+_WHOLE: Schema = {"type": "integer", "minimum": 0, "maximum": 10**9 - 1}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operation:
     """What a handler does, beside its paths and methods.
 
     Attributes:
       request: the struct of its body; None: it reads none.
-      answer: the type of its JSON; None: it answers with `content_type`.
+      answer: the type of its JSON; None: it answers with `content_type`; None as well: nothing.
       events: the type of an event of its stream, if it has one.
       errors: the statuses of its errors, beside 401.
       also: other statuses that come with `answer`.
-      parameters: of its path, by name.
+      parameters: of its path and query.
     """
 
     summary: str
     request: type | None = None
     answer: Any = None
     events: Any = None
-    content_type: str = JSON
+    content_type: str | None = JSON
     errors: tuple[int, ...] = DEFECT
     also: tuple[int, ...] = ()
-    parameters: tuple[str, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
 
 
 OPERATIONS = {
@@ -107,6 +125,80 @@ OPERATIONS = {
         answer=answers.CountAnswer,
         errors=READS,
     ),
+    "responses": Operation(
+        summary="Continue a conversation, in OpenAI's newer protocol",
+        request=ResponsesRequest,
+        answer=answers.ResponseAnswer,
+        events=answers.ResponseEvent,
+        errors=GENERATES,
+    ),
+    "count_input_tokens": Operation(
+        summary="Count the tokens of a response's prompt",
+        request=ResponsesRequest,
+        answer=answers.InputTokens,
+        errors=READS,
+    ),
+    "response": Operation(
+        summary="A response that is kept, or its events",
+        answer=answers.ResponseAnswer,
+        events=answers.ResponseEvent,
+        errors=(400, 404, *DEFECT),
+        parameters=(
+            RESPONSE_ID,
+            Parameter(
+                "stream",
+                "query",
+                {"type": "string"},
+                "true or 1: the events of a response made with background and stream",
+            ),
+            Parameter("starting_after", "query", _WHOLE, "the events after that number"),
+        ),
+    ),
+    "delete_response": Operation(
+        summary="Forget a response",
+        answer=answers.DeletedResponse,
+        errors=(404, *DEFECT),
+        parameters=(RESPONSE_ID,),
+    ),
+    "cancel_response": Operation(
+        summary="End a response in the background",
+        answer=answers.ResponseAnswer,
+        errors=(400, 404, *DEFECT),
+        parameters=(RESPONSE_ID,),
+    ),
+    "input_items": Operation(
+        summary="The items that a response was made from",
+        answer=answers.InputItems,
+        errors=(400, 404, *DEFECT),
+        parameters=(
+            RESPONSE_ID,
+            Parameter("order", "query", {"enum": ["asc", "desc"], "default": "desc"}),
+            Parameter(
+                "limit",
+                "query",
+                {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": DEFAULT_PAGE},
+            ),
+            Parameter("after", "query", {"type": "string"}, "the id of one of the items"),
+        ),
+    ),
+    "embeddings": Operation(
+        summary="Texts as vectors",
+        request=EmbeddingRequest,
+        answer=answers.EmbeddingAnswer,
+        errors=GENERATES,
+    ),
+    "score": Operation(
+        summary="How similar texts are",
+        request=ScoreRequest,
+        answer=answers.ScoreAnswer,
+        errors=GENERATES,
+    ),
+    "rerank": Operation(
+        summary="Documents by their similarity to a query",
+        request=RerankRequest,
+        answer=answers.RerankAnswer,
+        errors=GENERATES,
+    ),
     "generate": Operation(
         summary="Continue one prompt",
         request=GenerateRequest,
@@ -136,9 +228,17 @@ OPERATIONS = {
         summary="One model",
         answer=answers.ModelCard,
         errors=(404, *NOT_READY),
-        parameters=("name",),
+        parameters=(MODEL_NAME,),
     ),
     "version": Operation(summary="The version of forge-jax", answer=answers.Version),
+    "server_info": Operation(
+        summary="What the server can hold and does", answer=answers.ServerInfo, errors=NOT_READY
+    ),
+    "model_info": Operation(
+        summary="What the model is", answer=answers.ModelInfo, errors=NOT_READY
+    ),
+    "loads": Operation(summary="How much there is to do", answer=answers.Loads, errors=NOT_READY),
+    "ping": Operation(summary="Whether requests are served", content_type=None, also=(503,)),
     "load": Operation(
         summary="How many samples run or wait", answer=answers.Load, errors=NOT_READY
     ),
@@ -232,7 +332,7 @@ def _described(
     content = {}
     if operation.answer is not None:
         content[JSON] = {"schema": schemas[name]}
-    else:
+    elif operation.content_type is not None:
         content[operation.content_type.partition(";")[0]] = {"schema": {"type": "string"}}
     both = dict(content)
     if operation.events is not None:
@@ -259,13 +359,24 @@ def _described(
         described["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
     if operation.parameters:
         described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"enum": [about.model]}}
-            for name in operation.parameters
+            _parameter(parameter, about) for parameter in operation.parameters
         ]
     if about.api_keys and path in HEALTH_PATHS:
         described["security"] = []
     elif about.api_keys and path.startswith(messages.PATH):
         described["security"] = [{"bearer": []}, {"key": []}]
+    return described
+
+
+def _parameter(parameter: Parameter, about: About) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "name": parameter.name,
+        "in": parameter.place,
+        "required": parameter.place == "path",
+        "schema": parameter.schema or {"enum": [about.model]},
+    }
+    if parameter.description:
+        described["description"] = parameter.description
     return described
 
 
@@ -277,6 +388,6 @@ def _response(
         for name, (schema, said, required) in {**HEADERS[0], **HEADERS.get(status, {})}.items()
     }
     response: dict[str, Any] = {"description": description, "headers": headers}
-    if method != hdrs.METH_HEAD:
+    if content and method != hdrs.METH_HEAD:
         response["content"] = content
     return response

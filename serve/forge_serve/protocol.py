@@ -22,6 +22,7 @@ from forge_serve.structured import asks_for_something, demand
 from forge_serve.tools import ToolChoice, tool_choice
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_COUNT = 2**31 - 1  # of anything that the model's context or an answer limits anyway
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, by OpenAI's reference
 
@@ -184,7 +185,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         """
         for name, reason in self._REFUSED.items():
             value = getattr(self, name)
-            if asks_for_something(value) and value != NEUTRAL.get(name):
+            neutral = not isinstance(value, bool) and value == NEUTRAL.get(name)
+            if asks_for_something(value) and not neutral:
                 raise RequestError(f"{name}: {reason}", param=name)
         demand(self)
         if self.stream_options is not None and not self.streams:
@@ -201,9 +203,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 param="request_id",
             )
         keep = self.truncate_prompt_tokens
-        if keep is not None and (keep < -1 or keep == 0):
+        if keep is not None and keep != -1 and not 1 <= keep <= MAX_COUNT:
             raise RequestError(
-                "truncate_prompt_tokens must be positive, or -1 for what there is room for",
+                f"truncate_prompt_tokens must be between 1 and {MAX_COUNT}, or -1 for what there "
+                "is room for",
                 param="truncate_prompt_tokens",
             )
         if self.prompt_logprobs is not None:

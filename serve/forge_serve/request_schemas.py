@@ -12,15 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from forge_jax.config import Pooling
 from forge_jax.sampling_params import BIAS, RANGES, TOKEN_ID, Range
-from forge_serve import messages
+from forge_serve import embeddings, messages, responses_api, responses_items
+from forge_serve.embeddings import SCORE_PAIRS, PoolingRequest
 from forge_serve.limits import Limits
+from forge_serve.messages import MessagesRequest
 from forge_serve.protocol import (
+    MAX_COUNT,
     MAX_TOKEN_ID,
+    NEUTRAL,
+    REQUEST_ID,
     TEMPLATE_VARIABLES,
     ChatRequest,
     CompletionRequest,
@@ -31,6 +37,7 @@ from forge_serve.protocol import (
     TokenizeRequest,
     ToolCall,
 )
+from forge_serve.responses_api import ResponsesRequest
 from forge_serve.structured import FIELD_SCHEMAS, NOTHING
 from forge_serve.tools import CHOICE_SCHEMA, NAME_SCHEMA, TOOL_SCHEMA
 from forge_serve.validate import COUNTS
@@ -43,11 +50,29 @@ REF = "#/components/schemas/{name}"
 
 Schema = dict[str, Any]
 
-OTHER_NAMES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
+OTHER_NAMES = dict.fromkeys(
+    ("max_completion_tokens", "max_new_tokens", "max_output_tokens"), "max_tokens"
+)
+_MODULES = {
+    kind.__module__
+    for kind in (
+        GenerationRequest,
+        MessagesRequest,
+        ResponsesRequest,
+        responses_items.Item,
+        PoolingRequest,
+    )
+}
 
 # What a schema of single values cannot say. A body that the schema allows may be refused for these
 # fields, and for no others.
 RULES = {
+    "allowed_token_ids": "ids that the model has logits for; something has to be left to come",
+    "background": "excludes store: false; only where responses are kept",
+    "bad_words": "a string may have 256 bytes, in UTF-8; something has to be left to come",
+    "data_1": "one text, or as many as data_2",
+    "documents": "the texts of a request are limited",
+    "input": "it has to fit the context; where the model is to answer, something has to be said",
     "best_of": "equals n",
     "continue_final_message": "needs an assistant's message at the end, and excludes "
     "add_generation_prompt: true",
@@ -57,7 +82,13 @@ RULES = {
     "refuse them",
     "min_tokens": "at most max_tokens",
     "n": "prompts times n are limited",
+    "previous_response_id": "a response that is kept here, and has finished",
+    "prompt_logprobs": "excludes stream: true",
     "prompt": "it has at least one token, and has to fit the context",
+    "queries": "one text, or as many as the other field has",
+    "store": "true only where responses are kept",
+    "text": "as response_format, which its format excludes",
+    "text_1": "one text, or as many as text_2",
     "stop": "a string may have 256 bytes, in UTF-8; it excludes stop_sequences",
     "stop_token_ids": "ids that the model has logits for",
     "logit_bias": "ids that the model has logits for",
@@ -114,7 +145,7 @@ def components(kinds: Iterable[type], about: About) -> dict[str, Schema]:
 def _structs(of: type = msgspec.Struct) -> Iterable[type[msgspec.Struct]]:
     """Every struct that a request may be made of."""
     for kind in of.__subclasses__():
-        if kind.__module__ in (GenerationRequest.__module__, messages.__name__):
+        if kind.__module__ in _MODULES:
             yield kind
         yield from _structs(kind)
 
@@ -147,8 +178,11 @@ def _generation(kind: type, schema: Schema, about: About) -> None:
         name = OTHER_NAMES.get(field, field)
         if name in RANGES and of.get("type") in (["integer", "null"], ["number", "null"]):
             of |= number(RANGES[name])
+    for name in GenerationRequest._REFUSED:
+        fields[name] = {"description": "no effect"}
     for name, reason in kind._REFUSED.items():
-        fields[name] = {**NOTHING, "description": f"refused: {reason}"}
+        neutral = [*NOTHING["enum"], *([NEUTRAL[name]] if name in NEUTRAL else [])]
+        fields[name] = {"enum": neutral, "description": f"refused: {reason}"}
     for name, of in FIELD_SCHEMAS.items():
         if name not in kind._REFUSED:
             fields[name] = dict(of)
@@ -162,12 +196,24 @@ def _generation(kind: type, schema: Schema, about: About) -> None:
     fields["best_of"] |= {"minimum": 1, "maximum": most}
     fields["priority"] |= {"minimum": -(2**31), "maximum": 2**31 - 1}
     fields["timeout"] |= {"exclusiveMinimum": 0}
+    fields["request_id"] |= {"pattern": f"^{REQUEST_ID.pattern}$"}
     fields["cache_salt"] |= {"minLength": 1, "maxLength": limits.cache_salt_chars}
     text = {"type": "string", "minLength": 1, "maxLength": limits.stop_string_bytes}
     texts = {"type": "array", "items": text, "maxItems": limits.stop_strings}
     fields["stop"] = _nullable({"anyOf": [text, texts]})
     ids = _array_of(fields["stop_token_ids"])
     ids["items"] = {"type": "integer", **number(TOKEN_ID)}
+    ids = _array_of(fields["allowed_token_ids"])
+    ids |= {"minItems": 1, "items": {"type": "integer", **number(TOKEN_ID)}}
+    word = {"type": "string", "minLength": 1, "maxLength": limits.bad_word_bytes}
+    _array_of(fields["bad_words"])["items"] = word
+    cuts = not issubclass(kind, TokenizeRequest | DetokenizeRequest)
+    most = about.max_model_len if cuts else MAX_COUNT
+    fields["truncate_prompt_tokens"] |= {"minimum": -1, "maximum": most, "not": {"const": 0}}
+    if issubclass(kind, GenerateRequest | MessagesRequest | ResponsesRequest):
+        fields["prompt_logprobs"] = {"type": "null", "description": "refused: not supported here"}
+    else:
+        fields["prompt_logprobs"] |= number(RANGES["prompt_logprobs"], high=limits.logprobs)
     fields["logit_bias"] = _nullable(
         {
             "type": "object",
@@ -178,7 +224,7 @@ def _generation(kind: type, schema: Schema, about: About) -> None:
     )
     if "logprobs" in fields and issubclass(kind, CompletionRequest):
         fields["logprobs"] |= {"maximum": limits.logprobs}
-    if kind in (CompletionRequest, GenerateRequest, ChatRequest):
+    if kind in (CompletionRequest, GenerateRequest, ChatRequest, ResponsesRequest):
         for name in {"max_tokens", *OTHER_NAMES} & fields.keys():
             fields[name] |= {"maximum": about.max_model_len}
     for name, rule in RULES.items():
@@ -205,11 +251,19 @@ def _ids(about: About) -> Schema:
     return {"type": "array", "minItems": 1, "items": ids}
 
 
-def _completion(kind: type, schema: Schema, about: About) -> None:
+def _texts(most: int) -> Schema:
+    return {"type": "array", "minItems": 1, "maxItems": most, "items": {"type": "string"}}
+
+
+def _prompts(about: About) -> Schema:
+    """One or several, as texts or as token ids."""
     most = about.limits.prompts
-    texts = {"type": "array", "minItems": 1, "maxItems": most, "items": {"type": "string"}}
     lists = {"type": "array", "minItems": 1, "maxItems": most, "items": _ids(about)}
-    _replace(schema, "prompt", {"anyOf": [{"type": "string"}, texts, _ids(about), lists]})
+    return {"anyOf": [{"type": "string"}, _texts(most), _ids(about), lists]}
+
+
+def _completion(kind: type, schema: Schema, about: About) -> None:
+    _replace(schema, "prompt", _prompts(about))
 
 
 def _generate(kind: type, schema: Schema, about: About) -> None:
@@ -324,9 +378,153 @@ def _choice(kind: type, schema: Schema, about: About) -> None:
     ]
 
 
-def _output_config(kind: type, schema: Schema, about: About) -> None:
+def _responses(kind: type, schema: Schema, about: About) -> None:
+    fields, limits = schema["properties"], about.limits
+    fields["n"]["maximum"] = fields["best_of"]["maximum"] = 1
+    something = {"not": {"enum": [None, "", []]}}
+    schema["anyOf"] = [
+        {"required": ["input"], "properties": {"input": something}},
+        {
+            "required": ["previous_response_id"],
+            "properties": {"previous_response_id": {"type": "string"}},
+        },
+    ]
+    fields["top_logprobs"] |= {"minimum": 0, "maximum": limits.logprobs}
+    fields["max_tool_calls"] |= {"minimum": 0, "maximum": MAX_COUNT}
+    names = sorted(responses_api.INCLUDABLE)
+    fields["include"] = _nullable({"type": "array", "items": {"enum": names}})
+    fields["truncation"] = {"enum": ["disabled", None]}
+    fields["metadata"] = _nullable(
+        {
+            "type": "object",
+            "maxProperties": responses_api.MAX_METADATA,
+            "propertyNames": {"maxLength": responses_api.MAX_METADATA_KEY},
+            "additionalProperties": {
+                "type": "string",
+                "maxLength": responses_api.MAX_METADATA_VALUE,
+            },
+        }
+    )
+    tools = _array_of(fields["tools"])
+    tools |= {"maxItems": limits.tools, "items": _flat(TOOL_SCHEMA)}
+    named = {"type": "array", "items": _flat(_FUNCTION_NAME)}
+    allowed = {
+        "type": "object",
+        "required": ["type", "mode", "tools"],
+        "properties": {
+            "type": {"const": "allowed_tools"},
+            "mode": {"enum": ["auto", "required"]},
+            "tools": named,
+        },
+    }
+    modes = CHOICE_SCHEMA["anyOf"][0]
+    _replace(schema, "tool_choice", {"anyOf": [modes, _flat(_FUNCTION_NAME), allowed]})
+    reserved = {"not": {"enum": sorted(TEMPLATE_VARIABLES)}}
+    fields["chat_template_kwargs"]["propertyNames"] = reserved
+
+
+_FUNCTION_NAME = CHOICE_SCHEMA["anyOf"][1]
+
+
+def _flat(schema: Schema) -> Schema:
+    """Of a function in a chat: the same with what is in `function` beside the type."""
+    function = schema["properties"]["function"]
+    return {
+        "type": "object",
+        "required": ["type", *function["required"]],
+        "properties": {"type": schema["properties"]["type"], **function["properties"]},
+    }
+
+
+def _format(kind: type, schema: Schema, about: About) -> None:
     options = [*FIELD_SCHEMAS["response_format"]["anyOf"][1:], {"enum": [None, {}]}]
     schema["properties"]["format"] = {"anyOf": options}
+
+
+def _reasoning(kind: type, schema: Schema, about: About) -> None:
+    for name in ("summary", "generate_summary"):
+        schema["properties"][name] = {"enum": ["auto", None]}
+
+
+def _item(kind: type, schema: Schema, about: About) -> None:
+    """Which fields an item of a type needs."""
+    texts = responses_items.TEXTS
+    roles = {"enum": list(responses_items.ROLES)}
+    content = {"content": _parts(*texts, "refusal")}
+    text = {"type": "string"}
+    schema["anyOf"] = [
+        {
+            "required": ["role", "content"],
+            "properties": {"type": {"enum": ["message", None]}, "role": roles, **content},
+        },
+        {
+            "required": ["type", "call_id", "name", "arguments"],
+            "properties": {
+                "type": {"const": "function_call"},
+                **dict.fromkeys(("call_id", "name", "arguments"), text),
+            },
+        },
+        {
+            "required": ["type", "call_id", "output"],
+            "properties": {
+                "type": {"const": "function_call_output"},
+                "call_id": text,
+                "output": _parts(*texts),
+            },
+        },
+        {
+            "required": ["type"],
+            "properties": {
+                "type": {"const": "reasoning"},
+                "content": _nullable(_parts("reasoning_text", *texts)),
+                "summary": _nullable({"type": "array", "items": _part("summary_text")}),
+            },
+        },
+    ]
+
+
+def _parts(*types: str) -> Schema:
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": _part(*types)}]}
+
+
+def _part(*types: str) -> Schema:
+    """A part of one of the types, with the text that it needs."""
+    texts = [name for name in types if name != "refusal"]
+    text, refusal = _block("", "text"), _block("refusal", "refusal")
+    text["properties"]["type"] = {"enum": texts}
+    return {"anyOf": [text, refusal]} if len(texts) < len(types) else text
+
+
+def _pooling(kind: type, schema: Schema, about: About) -> None:
+    schema["properties"]["pooling"] = {"enum": [*get_args(Pooling), None]}
+
+
+def _embedding(kind: type, schema: Schema, about: About) -> None:
+    _replace(schema, "input", _prompts(about))
+    fields = schema["properties"]
+    for name, values in embeddings.FORMS.items():
+        fields[name] = {"enum": [*values, None]}
+
+
+def _score(kind: type, schema: Schema, about: About) -> None:
+    """Two fields, and no other than these."""
+    names = {name: None for pair in SCORE_PAIRS for name in pair}
+    most = about.limits.prompts - 1
+    for name in names:
+        _replace(schema, name, {"anyOf": [{"type": ["string", "null"]}, _texts(most)]})
+    given, null = {"not": {"type": "null"}}, {"type": "null"}
+    schema["oneOf"] = [
+        {
+            "required": list(pair),
+            "properties": {name: given if name in pair else null for name in names},
+        }
+        for pair in SCORE_PAIRS
+    ]
+
+
+def _rerank(kind: type, schema: Schema, about: About) -> None:
+    _replace(schema, "documents", _texts(about.limits.prompts - 1))
+    schema["properties"]["top_n"] |= {"minimum": 0, "maximum": MAX_COUNT}
 
 
 def _replace(schema: Schema, field: str, by: Schema) -> None:
@@ -344,9 +542,16 @@ _NARROWED: dict[type, tuple[_Narrow, ...]] = {
     DetokenizeRequest: (_detokenize,),
     Message: (_message,),
     ToolCall: (_tool_call,),
-    messages.MessagesRequest: (_messages,),
+    MessagesRequest: (_messages,),
     messages.Turn: (_turn,),
     messages.Tool: (_tool,),
     messages.Choice: (_choice,),
-    messages.OutputConfig: (_output_config,),
+    messages.OutputConfig: (_format,),
+    ResponsesRequest: (_responses,),
+    responses_api.Format: (_format,),
+    responses_api.Reasoning: (_reasoning,),
+    responses_items.Item: (_item,),
+    embeddings.EmbeddingRequest: (_pooling, _embedding),
+    embeddings.ScoreRequest: (_pooling, _score),
+    embeddings.RerankRequest: (_pooling, _rerank),
 }

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from forge_serve.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from forge_serve.messages import (
     Block,
     Choice,
@@ -48,6 +49,11 @@ ENDPOINTS: dict[str, type[GenerationRequest]] = {
     "/v1/messages/count_tokens": MessagesRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/responses/input_tokens": ResponsesRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/score": ScoreRequest,
+    "/v1/score": ScoreRequest,
+    "/rerank": RerankRequest,
+    "/v1/rerank": RerankRequest,
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/generate": GenerateRequest,
@@ -74,6 +80,9 @@ VALID: dict[type, dict[str, Any]] = {
         "input": [{"role": "user", "content": f"the dog {SENTINEL}"}],
         "tools": [{"type": "function", "name": "bark"}],
     },
+    EmbeddingRequest: {"input": f"the dog {SENTINEL}"},
+    ScoreRequest: {"text_1": f"the dog {SENTINEL}", "text_2": ["a", "b"]},
+    RerankRequest: {"query": f"the dog {SENTINEL}", "documents": ["a", "b"]},
     Item: {"role": "user", "content": f"the dog {SENTINEL}"},
     Part: {"type": "input_text", "text": f"the dog {SENTINEL}"},
     Format: {},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -20,16 +21,20 @@ from forge_jax.schedule.request import Request
 from forge_serve import validate
 from forge_serve.app import Service, make_app
 from forge_serve.config import ServerConfig
+from forge_serve.embeddings import PoolingRequest
 from forge_serve.limits import Limits
 from forge_serve.messages import MessagesRequest
 from forge_serve.openapi import document
 from forge_serve.protocol import (
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerateRequest,
+    GenerationRequest,
     TokenizeRequest,
 )
 from forge_serve.request_schemas import RULES, About
+from forge_serve.responses_api import ResponsesRequest
 
 ABOUT = About(model="m", max_model_len=2**31 - 1, vocab_size=1000, limits=Limits(), api_keys=False)
 # A body that its schema allows may be refused for these, and for nothing else: what a schema of
@@ -43,7 +48,9 @@ EXCUSES = re.compile(
     r"|a string is longer than|more than the \d+ choices|tool_choice: there are no tools"
     r"|tool_choice names a function|stop and stop_sequences are the same"
     r"|is given twice|a number of more than \d+ digits|arrays and objects; at most|out of range"
-    r"|this server has no such model"
+    r"|this server has no such model|bad_words: a string is longer than"
+    r"|prompt_logprobs are not streamed|has to be stored|text\.format and response_format are"
+    r"|messages must not be empty|must have one, or as many"
 )
 SMALL = [odd for odd in ODD if len(dump(odd)) < 5_000]
 
@@ -81,7 +88,14 @@ def refusal(case: Case) -> RequestError | None:
         if isinstance(request, MessagesRequest):
             request = request.chat()
             validate.check(request, ABOUT.limits)
+        if isinstance(request, ResponsesRequest):
+            request = request.chat(None, kept=True)
+            validate.check(request, ABOUT.limits)
         request.check_sampling()
+        check_truncation(request)
+        if isinstance(request, PoolingRequest):
+            check_ids([each.given for each in request.inputs])
+            return None
         if isinstance(request, TokenizeRequest) and request.prompt is not None:
             asked = request.asked()
             assert isinstance(asked, CompletionRequest) and asked.prompts()
@@ -89,16 +103,23 @@ def refusal(case: Case) -> RequestError | None:
         if isinstance(request, ChatRequest):
             request.template_messages()
         if isinstance(request, CompletionRequest | GenerateRequest):
-            check_ids(request)
+            whole = isinstance(request, GenerateRequest)
+            check_ids([request.prompt] if whole else request.prompts())
     except RequestError as error:
         return error
     return None
 
 
-def check_ids(request: CompletionRequest | GenerateRequest) -> None:
+def check_truncation(request: GenerationRequest) -> None:
+    """What is said of it where a prompt is cut."""
+    cuts = not isinstance(request, TokenizeRequest | DetokenizeRequest)
+    if cuts and (request.truncate_prompt_tokens or 0) > ABOUT.max_model_len:
+        raise RequestError("truncate_prompt_tokens is more than the context")
+
+
+def check_ids(prompts: Sequence[str | list[int]]) -> None:
     """What the engine says of prompts that are token ids."""
-    whole = isinstance(request, GenerateRequest)
-    for prompt in [request.prompt] if whole else request.prompts():
+    for prompt in prompts:
         if isinstance(prompt, list):
             ids = tuple(prompt)
             asked = Request(request_id="", prompt_token_ids=ids, params=SamplingParams())
