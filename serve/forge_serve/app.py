@@ -47,7 +47,12 @@ from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, Respon
 from forge_serve.responses_api import PATH as RESPONSES_PATH
 from forge_serve.responses_api import ResponsesRequest
 from forge_serve.responses_events import ResponsesForm
-from forge_serve.responses_http import StoredResponses, json_response, whole_number
+from forge_serve.responses_http import (
+    RESPONSE_PATH,
+    StoredResponses,
+    json_response,
+    whole_number,
+)
 from forge_serve.responses_store import ResponseStore
 from forge_serve.validate import check, check_logprob_values, decode
 
@@ -170,7 +175,7 @@ def make_app(service: Service) -> web.Application:
             web.post(f"{messages.PATH}/count_tokens", endpoints.count_tokens),
             web.post(RESPONSES_PATH, endpoints.responses),
             web.post(f"{RESPONSES_PATH}/input_tokens", endpoints.count_input_tokens),
-            web.get(f"{RESPONSES_PATH}/{{id}}", endpoints.response),
+            web.get(RESPONSE_PATH, endpoints.response),
             *endpoints.stored.routes(),
             web.post("/v1/embeddings", endpoints.embeddings),
             web.post("/score", endpoints.score),

@@ -334,15 +334,14 @@ def _described(
         content[JSON] = {"schema": schemas[name]}
     elif operation.content_type is not None:
         content[operation.content_type.partition(";")[0]] = {"schema": {"type": "string"}}
-    both = dict(content)
+    error = schemas["m-error" if path.startswith(messages.PATH) else "error"]
+    both, said = dict(content), "What was asked for."
     if operation.events is not None:
-        said = f"With stream: true. The data of each event is one of {name} events."
-        schema = {"type": "string", "description": said}
-        both[EVENTS] = {"schema": schema, "x-event-schema": schemas[f"{name} events"]}
-    answered = {200: _response(200, "What was asked for.", both, method)}
+        both[EVENTS] = {"x-event-schema": {"anyOf": [schemas[f"{name} events"], error]}}
+        said += " The data of each event of a stream is of x-event-schema, but for a last [DONE]."
+    answered = {200: _response(200, said, both, method)}
     for status in operation.also:
         answered[status] = _response(status, STATUSES[status], content, method)
-    error = schemas["m-error" if path.startswith(messages.PATH) else "error"]
     closed = about.api_keys and path not in OPEN_PATHS
     for status in sorted({*operation.errors, *((401,) if closed else ())}):
         content = {JSON: {"schema": error}}

@@ -19,6 +19,7 @@ from forge_serve.responses_events import ResponsesForm
 from forge_serve.responses_items import Item, input_items
 from forge_serve.responses_store import EventLog, ResponseStore, StoredResponse, Turn
 
+RESPONSE_PATH = PATH + "/{id:(?!input_tokens$)[^/{}]+}"  # which is the path of another endpoint
 MAX_PAGE, DEFAULT_PAGE = 100, 20  # input items in one answer
 
 _json = msgspec.json.Encoder().encode
@@ -33,11 +34,10 @@ class StoredResponses:
 
     def routes(self) -> list[web.RouteDef]:
         """Those that need nothing but the store."""
-        path = f"{PATH}/{{id}}"
         return [
-            web.delete(path, self.delete_response),
-            web.post(f"{path}/cancel", self.cancel_response),
-            web.get(f"{path}/input_items", self.input_items),
+            web.delete(RESPONSE_PATH, self.delete_response),
+            web.post(f"{RESPONSE_PATH}/cancel", self.cancel_response),
+            web.get(f"{RESPONSE_PATH}/input_items", self.input_items),
         ]
 
     def chat(self, http: web.Request, request: ResponsesRequest) -> ResponsesChat:

@@ -1,4 +1,5 @@
-"""What schemathesis is told of this server: two checks of ours in the place of two of its own.
+"""What schemathesis is told of this server: two checks of ours in the place of two of its own, and
+one of events.
 
 Its `negative_data_rejection` and `positive_data_acceptance` ask whether a body that the document
 forbids is refused, and one that it allows is served. Ours ask the same of every body that it sends,
@@ -35,6 +36,7 @@ EXCUSES = re.compile(
             r"leave none of the allowed tokens|leave no token|has no tokens",
             # The size of things, in bytes and tokens
             r"the context|the KV cache|tokens? of output|has \d+ bytes|a string is longer than",
+            r"together they must be at most",
             r"nested deeper than",
             r"the prompt is empty|token id .* outside the model's vocabulary",
             # Grammars and schemas that are none, or that cannot be enforced
@@ -89,6 +91,7 @@ _LENIENT = jsonschema.validators.extend(
 
 
 _SCHEMAS: dict[str, dict[str, Any]] = {}  # of bodies, by path
+_EVENTS: dict[str, dict[str, Any]] = {}  # of events
 
 
 def _inlined(schema: Any, components: dict[str, Any]) -> Any:
@@ -110,6 +113,10 @@ def after_load_schema(context: Any, schema: Any) -> None:
         if "requestBody" in item.get("post", {}):
             body = item["post"]["requestBody"]["content"]["application/json"]["schema"]
             _SCHEMAS[path] = _inlined(body, components)
+            answers = item["post"]["responses"]["200"].get("content", {})
+            events = answers.get("text/event-stream", {}).get("x-event-schema")
+            if events is not None:
+                _EVENTS[path] = _inlined(events, components)
 
 
 def _body(response: Any) -> Any:
@@ -138,3 +145,18 @@ def the_schema_says_what_is_served(ctx: Any, response: Any, case: Any) -> None:
         if not EXCUSES.search(message):
             allowed = Draft202012Validator(schema).is_valid(body)
             assert not allowed, f"the server refuses what its schema allows: {message}"
+
+
+@schemathesis.check
+def the_schema_says_what_is_streamed(ctx: Any, response: Any, case: Any) -> None:
+    """The data of each event is what the document says of events."""
+    schema, kind = _EVENTS.get(case.operation.path), response.headers.get("content-type", [""])
+    if schema is None or response.status_code != 200 or "text/event-stream" not in kind[0]:
+        return
+    data = [line.removeprefix("data: ") for line in response.text.split("\n")]
+    validator = Draft202012Validator(schema)
+    for event in data:
+        if event.startswith("{"):
+            validator.validate(json.loads(event))
+        else:
+            assert not event or event in ("[DONE]", ": keep-alive") or event.startswith("event: ")
