@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import anthropic
 import pytest
-from anthropic import Anthropic
+from anthropic import Anthropic, AsyncAnthropic
 from conftest import KEY
 
 MESSAGES = [{"role": "user", "content": "Tell me a story about a dog."}]
@@ -82,6 +84,69 @@ def test_a_tool_that_must_be_called_is_called(client, server):
     ]
     after = client.messages.create(model=server.model, messages=talk, tools=[WEATHER], max_tokens=4)
     assert after.role == "assistant"
+
+
+def test_the_stream_of_a_call_has_its_arguments_in_pieces(client, server):
+    asked = dict(
+        model=server.model, messages=MESSAGES, tools=[WEATHER], max_tokens=120, extra_body=GREEDY,
+        tool_choice={"type": "tool", "name": "get_weather"},
+    )  # fmt: skip
+    started, pieces = [], []
+    for event in client.messages.create(**asked, stream=True):
+        if event.type == "content_block_start":
+            started.append(event.content_block)
+        elif event.type == "content_block_delta":
+            assert event.delta.type == "input_json_delta"
+            pieces.append(event.delta.partial_json)
+    [block] = started
+    assert (block.type, block.name, block.input) == ("tool_use", "get_weather", {})
+    assert len(pieces) > 1 and isinstance(json.loads("".join(pieces))["city"], str)
+
+
+def test_an_answer_has_the_form_that_is_demanded(client, server):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    answer = client.messages.create(
+        model=server.model, messages=MESSAGES, max_tokens=200,
+        extra_body={**GREEDY, "output_config": form},
+    )  # fmt: skip
+    assert answer.stop_reason == "end_turn"
+    assert set(json.loads(answer.content[0].text)) == {"name", "age"}
+
+
+def test_systems_and_turns_in_blocks_count_as_their_texts(client, server):
+    def count(system, content, **more):
+        turn = {"role": "user", "content": content}
+        counted = client.messages.count_tokens(
+            model=server.model, messages=[turn], system=system, **more
+        )
+        return counted.input_tokens
+
+    text, blocks = "You are a poet.", [{"type": "text", "text": "You are a poet."}]
+    assert count(text, text) == count(blocks, blocks) > count(text, "a")
+    assert count(text, text, tools=[WEATHER]) > count(text, text)
+
+
+def test_the_assistants_turn_is_gone_on_with(client, server):
+    begun = [*MESSAGES, {"role": "assistant", "content": "Once upon"}]
+    asked = dict(model=server.model, max_tokens=8, extra_body=GREEDY)
+    answer = client.messages.create(**asked, messages=begun)
+    fresh = client.messages.create(**asked, messages=MESSAGES)
+    assert answer.content[0].text != fresh.content[0].text
+
+
+async def test_the_asynchronous_client(server):
+    async with AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        asked = dict(model=server.model, messages=MESSAGES, max_tokens=8)
+        async with client.messages.stream(**asked) as stream:
+            pieces = [text async for text in stream.text_stream]
+            final = await stream.get_final_message()
+    assert "".join(pieces) == final.content[0].text and final.usage.output_tokens <= 8
 
 
 def test_errors_are_the_clients_own(client, server, closed_server):

@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 MESSAGES = [{"role": "user", "content": "Tell me a story about a dog."}]
 WEATHER = {
@@ -27,7 +27,7 @@ WEATHER = {
 
 
 class Person(BaseModel):
-    name: str
+    name: str = Field(max_length=12)
     age: int
 
 
@@ -197,27 +197,90 @@ async def test_the_asynchronous_client(server):
 
 
 def test_embeddings(client, server):
-    server.needs("/v1/embeddings")
-    answer = client.embeddings.create(model=server.model, input=["a dog", "a cat"])
-    assert [item.index for item in answer.data] == [0, 1]
-    size = len(answer.data[0].embedding)
+    answer = client.embeddings.create(model=server.model, input=["a dog", "a cat"])  # as base64
+    assert answer.object == "list" and [item.index for item in answer.data] == [0, 1]
+    dog, cat = (item.embedding for item in answer.data)
+    assert sum(x * x for x in dog) == pytest.approx(1.0, abs=1e-4) and dog != cat
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 0
     plain = client.embeddings.create(model=server.model, input="a dog", encoding_format="float")
-    assert size == len(plain.data[0].embedding) > 1
-    assert answer.data[0].embedding == pytest.approx(plain.data[0].embedding, abs=1e-5)
+    assert plain.data[0].embedding == pytest.approx(dog, abs=1e-5)
+    tokens = server.post("/tokenize", {"prompt": "a dog"})["tokens"]
+    same = client.embeddings.create(model=server.model, input=tokens)
+    assert same.data[0].embedding == pytest.approx(dog, abs=1e-5)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.embeddings.create(model=server.model, input="a dog", dimensions=3)
+    assert refused.value.param == "dimensions"
 
 
-def test_responses(client, server):
-    server.needs("/v1/responses")
-    asked = dict(model=server.model, input="Tell me a story.", temperature=0, max_output_tokens=24)
-    whole = client.responses.create(**asked)
-    assert whole.object == "response" and whole.status in ("completed", "incomplete")
-    assert whole.usage.output_tokens <= 24
-    with client.responses.stream(**asked) as stream:
-        kinds = [event.type for event in stream]
+# The client's helper for streams wants them to end by themselves.
+RESPONSE = dict(
+    input="Tell me a story.", temperature=0, max_output_tokens=200, extra_body={"stop": "."}
+)
+FLAT_WEATHER = {"type": "function", **WEATHER["function"]}
+
+
+def test_a_response_is_the_same_streamed_whole_and_kept(client, server):
+    whole = client.responses.create(model=server.model, **RESPONSE)
+    assert whole.object == "response" and whole.status == "completed"
+    assert whole.output_text and 0 < whole.usage.output_tokens < 200
+    with client.responses.stream(model=server.model, **RESPONSE) as stream:
+        events = list(stream)
         final = stream.get_final_response()
-    assert kinds[0] == "response.created" and "response.output_text.delta" in kinds
-    assert final.output_text == whole.output_text
+    kinds = [event.type for event in events]
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert deltas == final.output_text == whole.output_text
+
+    for made in (whole, final):
+        kept = client.responses.retrieve(made.id)
+        assert kept.output_text == whole.output_text and kept.usage == made.usage
+    [item] = client.responses.input_items.list(whole.id)
+    assert item.content[0].text == RESPONSE["input"]
+    counted = client.responses.input_tokens.count(model=server.model, input=RESPONSE["input"])
+    assert counted.input_tokens == whole.usage.input_tokens
+    client.responses.delete(whole.id)
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.responses.retrieve(whole.id)
+    assert refused.value.code == "response_not_found"
+
+
+def test_a_response_is_parsed_into_a_model(client, server):
     parsed = client.responses.parse(
         model=server.model, input="Who?", text_format=Person, temperature=0, max_output_tokens=200
     )
     assert isinstance(parsed.output_parsed, Person)
+
+
+def test_a_conversation_of_responses_with_a_tool(client, server):
+    asked = dict(
+        model=server.model, tools=[FLAT_WEATHER], temperature=0, max_output_tokens=120,
+        parallel_tool_calls=False,
+    )  # fmt: skip
+    first = client.responses.create(input="The weather?", tool_choice="required", **asked)
+    [call] = first.output
+    assert call.type == "function_call" and call.name == "get_weather"
+    assert isinstance(json.loads(call.arguments)["city"], str)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    second = client.responses.create(
+        input=[result], previous_response_id=first.id, tool_choice="none", **asked
+    )
+    assert second.previous_response_id == first.id and second.output_text
+    kinds = [item.type for item in client.responses.input_items.list(second.id, order="asc")]
+    assert kinds == ["message", "function_call", "function_call_output"]
+
+
+def test_a_response_in_the_background_can_be_cancelled(client, server):
+    asked = dict(model=server.model, input="Hi", background=True, extra_body={"ignore_eos": True})
+    made = client.responses.create(**asked, max_output_tokens=700)
+    assert made.status == "queued"
+    gone = client.responses.cancel(made.id)
+    assert gone.status in ("cancelled", "incomplete")
+    assert client.responses.retrieve(made.id).status == gone.status
+
+
+async def test_the_asynchronous_client_streams_a_response(server):
+    async with AsyncOpenAI(base_url=server.v1, api_key="none", max_retries=0) as client:
+        stream = await client.responses.create(model=server.model, **RESPONSE, stream=True)
+        kinds = [event.type async for event in stream]
+    assert kinds[-1] == "response.completed"
