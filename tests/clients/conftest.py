@@ -55,11 +55,6 @@ class Server:
         with urllib.request.urlopen(request) as response:
             return json.load(response)
 
-    def needs(self, path: str) -> None:
-        """Skips the test where the server has no such endpoint."""
-        if path not in self.document["paths"]:
-            pytest.skip(f"this server has no {path}")
-
     def post(self, path: str, body: dict[str, Any]) -> Any:
         data = json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}

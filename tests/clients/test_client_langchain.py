@@ -61,8 +61,20 @@ def test_structured_output(chat, method):
     assert isinstance(person, Person)
 
 
+def test_responses(server):
+    chat = ChatOpenAI(
+        base_url=server.v1, api_key="none", model=server.model, temperature=0, max_tokens=160,
+        max_retries=0, use_responses_api=True,
+    )  # fmt: skip
+    whole = chat.invoke("Tell me a story about a dog.")
+    chunks = list(chat.stream("Tell me a story about a dog."))
+    assert "".join(chunk.text for chunk in chunks) == whole.text != ""
+    answer = chat.bind_tools([get_weather], tool_choice="get_weather").invoke("The weather?")
+    [call] = answer.tool_calls
+    assert call["name"] == "get_weather" and isinstance(call["args"]["city"], str)
+
+
 def test_embeddings(server):
-    server.needs("/v1/embeddings")
     embeddings = OpenAIEmbeddings(
         base_url=server.v1, api_key="none", model=server.model, check_embedding_ctx_length=False
     )

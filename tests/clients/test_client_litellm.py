@@ -67,3 +67,18 @@ def test_errors_are_the_clients_own(server, at):
         )
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(model="openai/another", messages=MESSAGES, **at)
+
+
+def test_embeddings(server, at):
+    answer = litellm.embedding(model=f"openai/{server.model}", input=["a dog", "a cat"], **at)
+    dog, cat = (item["embedding"] for item in answer.data)
+    assert len(dog) == len(cat) > 1 and dog != cat
+
+
+def test_responses(server, at):
+    asked = dict(model=f"openai/{server.model}", input="Hi", temperature=0, max_output_tokens=12)
+    whole = litellm.responses(**asked, **at)
+    assert whole.status in ("completed", "incomplete") and whole.usage.output_tokens > 0
+    events = list(litellm.responses(**asked, stream=True, **at))
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert text == whole.output[0].content[0].text != ""

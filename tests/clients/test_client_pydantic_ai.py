@@ -28,7 +28,7 @@ async def test_an_agent_answers_with_a_model(model, form):
     agent = Agent(model, output_type=form(Person), model_settings=SETTINGS, retries=0)
     result = await agent.run("John is 30 years old.")
     assert isinstance(result.output, Person)
-    assert result.usage().output_tokens > 0
+    assert result.usage.output_tokens > 0
 
 
 async def test_an_agent_calls_a_tool(model):
