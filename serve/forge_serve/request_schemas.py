@@ -165,6 +165,18 @@ def number(allowed: Range, *, high: float | None = None) -> Schema:
     return {low: allowed.low, "maximum": allowed.high if high is None else min(high, allowed.high)}
 
 
+def _up_to(most: int) -> str:
+    """A pattern of the whole numbers from 0 to `most`, which has several digits."""
+    digits = str(most)
+    found = ["0", f"[1-9][0-9]{{0,{len(digits) - 2}}}", digits]
+    for i, digit in enumerate(digits):
+        low = 1 if i == 0 else 0
+        if int(digit) > low:
+            rest = len(digits) - i - 1
+            found.append(f"{digits[:i]}[{low}-{int(digit) - 1}][0-9]{{{rest}}}")
+    return "|".join(found)
+
+
 def _nullable(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
@@ -217,7 +229,7 @@ def _generation(kind: type, schema: Schema, about: About) -> None:
     fields["logit_bias"] = _nullable(
         {
             "type": "object",
-            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+            "propertyNames": {"pattern": f"^({_up_to(int(TOKEN_ID.high))})$"},
             "additionalProperties": {"type": "number", **number(BIAS)},
             "maxProperties": limits.logit_bias,
         }
