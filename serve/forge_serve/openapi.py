@@ -80,6 +80,7 @@ class Operation:
 
     Attributes:
       request: the struct of its body; None: it reads none.
+      example: such a body.
       answer: the type of its JSON; None: it answers with `content_type`; None as well: nothing.
       events: the type of an event of its stream, if it has one.
       errors: the statuses of its errors, beside 401.
@@ -89,6 +90,7 @@ class Operation:
 
     summary: str
     request: type | None = None
+    example: dict[str, Any] | None = None
     answer: Any = None
     events: Any = None
     content_type: str | None = JSON
@@ -97,10 +99,12 @@ class Operation:
     parameters: tuple[Parameter, ...] = ()
 
 
+_USER = {"role": "user", "content": "Tell me a story."}
 OPERATIONS = {
     "completions": Operation(
         summary="Continue a prompt",
         request=CompletionRequest,
+        example={"prompt": "Once upon a time", "max_tokens": 8},
         answer=answers.CompletionAnswer,
         events=answers.CompletionEvent,
         errors=GENERATES,
@@ -108,6 +112,7 @@ OPERATIONS = {
     "chat_completions": Operation(
         summary="Continue a conversation",
         request=ChatRequest,
+        example={"messages": [_USER], "max_tokens": 8},
         answer=answers.ChatAnswer,
         events=answers.ChatEvent,
         errors=GENERATES,
@@ -115,6 +120,7 @@ OPERATIONS = {
     "messages": Operation(
         summary="Continue a conversation, in Anthropic's protocol",
         request=MessagesRequest,
+        example={"messages": [_USER], "max_tokens": 8},
         answer=answers.MessagesAnswer,
         events=answers.MessagesEvent,
         errors=GENERATES,
@@ -122,12 +128,14 @@ OPERATIONS = {
     "count_tokens": Operation(
         summary="Count the tokens of a prompt, in Anthropic's protocol",
         request=MessagesRequest,
+        example={"messages": [_USER], "max_tokens": 8},
         answer=answers.CountAnswer,
         errors=READS,
     ),
     "responses": Operation(
         summary="Continue a conversation, in OpenAI's newer protocol",
         request=ResponsesRequest,
+        example={"input": "Tell me a story.", "max_output_tokens": 8},
         answer=answers.ResponseAnswer,
         events=answers.ResponseEvent,
         errors=GENERATES,
@@ -135,6 +143,7 @@ OPERATIONS = {
     "count_input_tokens": Operation(
         summary="Count the tokens of a response's prompt",
         request=ResponsesRequest,
+        example={"input": "Tell me a story.", "max_output_tokens": 8},
         answer=answers.InputTokens,
         errors=READS,
     ),
@@ -184,24 +193,28 @@ OPERATIONS = {
     "embeddings": Operation(
         summary="Texts as vectors",
         request=EmbeddingRequest,
+        example={"input": ["a dog", "a cat"]},
         answer=answers.EmbeddingAnswer,
         errors=GENERATES,
     ),
     "score": Operation(
         summary="How similar texts are",
         request=ScoreRequest,
+        example={"text_1": "a dog", "text_2": ["a cat", "a stone"]},
         answer=answers.ScoreAnswer,
         errors=GENERATES,
     ),
     "rerank": Operation(
         summary="Documents by their similarity to a query",
         request=RerankRequest,
+        example={"query": "a dog", "documents": ["a stone", "a cat"]},
         answer=answers.RerankAnswer,
         errors=GENERATES,
     ),
     "generate": Operation(
         summary="Continue one prompt",
         request=GenerateRequest,
+        example={"prompt": "Once upon a time", "max_new_tokens": 8},
         answer=answers.GenerateAnswer,
         events=answers.GenerateEvent,
         errors=GENERATES,
@@ -209,12 +222,14 @@ OPERATIONS = {
     "tokenize": Operation(
         summary="The tokens of a text or a chat",
         request=TokenizeRequest,
+        example={"prompt": "Once upon a time"},
         answer=answers.TokenizeAnswer,
         errors=READS,
     ),
     "detokenize": Operation(
         summary="The text of tokens",
         request=DetokenizeRequest,
+        example={"tokens": [5, 6, 7]},
         answer=answers.DetokenizeAnswer,
         errors=READS,
     ),
@@ -355,7 +370,8 @@ def _described(
     }
     if operation.request is not None:
         schema = {"$ref": REF.format(name=operation.request.__name__)}
-        described["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+        body = {"schema": schema, "examples": _examples(operation)}
+        described["requestBody"] = {"required": True, "content": {JSON: body}}
     if operation.parameters:
         described["parameters"] = [
             _parameter(parameter, about) for parameter in operation.parameters
@@ -365,6 +381,14 @@ def _described(
     elif about.api_keys and path.startswith(messages.PATH):
         described["security"] = [{"bearer": []}, {"key": []}]
     return described
+
+
+def _examples(operation: Operation) -> dict[str, Any]:
+    assert operation.example is not None
+    examples = {"whole": {"value": operation.example}}
+    if operation.events is not None:
+        examples["streamed"] = {"value": {**operation.example, "stream": True}}
+    return examples
 
 
 def _parameter(parameter: Parameter, about: About) -> dict[str, Any]:

@@ -199,6 +199,25 @@ async def test_answers_and_events_are_as_the_document_says(start):
         check_events(validator, content, events)
 
 
+async def test_the_documents_examples_are_served(server):
+    document = await served(server)
+    validator, tried = judge(document), 0
+    for path, item in document["paths"].items():
+        if "requestBody" not in item.get("post", {}):
+            continue
+        body = item["post"]["requestBody"]["content"]["application/json"]
+        events = "text/event-stream" in item["post"]["responses"]["200"]["content"]
+        assert list(body["examples"]) == ["whole", "streamed"][: 1 + events]
+        for example in body["examples"].values():
+            validator(body["schema"]).validate(example["value"])
+            async with server.http.post(server.url + path, json=example["value"]) as response:
+                assert response.status == 200, await response.text()
+                streamed = response.content_type == "text/event-stream"
+                assert streamed == example["value"].get("stream", False)
+            tried += 1
+    assert tried > 20
+
+
 def data_of(text: str) -> list[str]:
     """That of each event of a stream."""
     lines = text.splitlines()
