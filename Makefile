@@ -2,8 +2,10 @@
 # make test    runs the tests
 # make fuzz    sends the server 50,000 odd requests; ARGS="--fuzz-seed N" for others
 # make test-cuda-compile   compiles the GPU kernels and a step for an H200; needs no GPU
+# make test-clients   drives a server with the clients of others: SDKs, agents, evaluations, schemathesis
 # They make .venv and install what they need the first time, and not again until the pins change.
-# The compilers for the GPU (300 MB) have an environment of their own, .venv-aot.
+# The compilers for the GPU (300 MB) have an environment of their own, .venv-aot; so have the clients
+# of others (.venv-clients).
 
 PYTHON := $(shell for p in python3.12 python3 python3.13 python3.14 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
@@ -12,13 +14,16 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-cuda-compile soak fuzz lint format docs train-forge-tiny clean
+.PHONY: serve test test-clients test-cuda-compile soak fuzz lint format docs train-forge-tiny clean
 
 serve: .venv/.serve
 	@exec $(BIN)/forge-jax serve $(MODEL) $(ARGS)
 
 test: .venv/.dev
 	$(BIN)/python -m pytest -m "not soak and not fuzz"
+
+test-clients: .venv/.serve .venv-clients/.clients
+	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini tests/clients $(ARGS)
 
 test-cuda-compile: .venv-aot/.aot
 	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/cuda_compile.py $(ARGS)
@@ -45,7 +50,7 @@ train-forge-tiny: .venv/.dev
 	$(BIN)/python -m training.forge_tiny
 
 clean:
-	rm -rf .venv .venv-aot
+	rm -rf .venv .venv-aot .venv-clients
 
 .venv/.python:
 	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer, and none was found: install it (your distribution's python3.12 and python3.12-venv, or: uv python install 3.12), then run make again." >&2; exit 1; }
@@ -68,4 +73,11 @@ clean:
 	@echo "installing compilers for GPUs into .venv-aot (300 MB)"
 	@$(PYTHON) -m venv .venv-aot
 	@.venv-aot/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[aot]"
+	@touch $@
+
+.venv-clients/.clients: tests/clients/requirements.txt
+	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer" >&2; exit 1; }
+	@echo "installing the clients of others into .venv-clients"
+	@$(PYTHON) -m venv .venv-clients
+	@.venv-clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
 	@touch $@

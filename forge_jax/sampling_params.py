@@ -20,6 +20,43 @@ MAX_BAD_WORD_CHARS = 256
 MAX_N = 128
 
 
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Which numbers a field may have."""
+
+    low: float
+    high: float
+    whole: bool = False
+    open_low: bool = False  # more than `low`
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises `RequestError`, with `param` named, for anything else."""
+        if self.whole:
+            _int(name, value, self.low, self.high)
+        else:
+            _number(name, value, self.low, self.high, open_low=self.open_low)
+
+
+TOKEN_ID = Range(0, 2**31 - 1, whole=True)
+BIAS = Range(-100.0, 100.0)
+RANGES = {  # of the fields that are numbers
+    "n": Range(1, MAX_N, whole=True),
+    "max_tokens": Range(0, 2**31 - 1, whole=True),
+    "min_tokens": Range(0, 2**31 - 1, whole=True),
+    "temperature": Range(0.0, 100.0),
+    "top_k": Range(-1, 2**31 - 1, whole=True),
+    "top_p": Range(0.0, 1.0, open_low=True),
+    "min_p": Range(0.0, 1.0),
+    "seed": Range(-(2**63), 2**64 - 1, whole=True),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "repetition_penalty": Range(0.01, 100.0),
+    "logprobs": Range(0, MAX_LOGPROBS, whole=True),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS, whole=True),
+}
+_MAY_BE_NONE = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to continue a prompt.
@@ -63,35 +100,23 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        _int("n", self.n, 1, MAX_N)
-        if self.max_tokens is not None:
-            _int("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        _int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                allowed.check(name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _int("top_k", self.top_k, -1, 2**31 - 1)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _int("seed", self.seed, -(2**63), 2**64 - 1)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
                 f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}",
                 param="logit_bias",
             )
         for token, bias in self.logit_bias.items():
-            _int("logit_bias", token, 0, 2**31 - 1)
-            _number("logit_bias", bias, -100.0, 100.0)
+            TOKEN_ID.check("logit_bias", token)
+            BIAS.check("logit_bias", bias)
         _texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise RequestError(
@@ -100,7 +125,7 @@ class SamplingParams:
                 param="stop_token_ids",
             )
         for token in self.stop_token_ids:
-            _int("stop_token_ids", token, 0, 2**31 - 1)
+            TOKEN_ID.check("stop_token_ids", token)
         if not isinstance(self.structured_outputs, GrammarSpec | None):
             raise RequestError(
                 "structured_outputs must be a GrammarSpec", param="structured_outputs"
@@ -150,7 +175,7 @@ class SamplingParams:
         )
 
 
-def _int(name: str, value: Any, low: int, high: int) -> None:
+def _int(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} must be an integer, not {type(value).__name__}", param=name)
     if not low <= value <= high:

@@ -20,7 +20,7 @@ from aiohttp import hdrs, web
 
 from forge_jax import __version__
 from forge_jax.errors import RequestError
-from forge_serve import embeddings, info, messages, tokens
+from forge_serve import embeddings, info, messages, openapi, tokens
 from forge_serve.auth import ApiKeys, tenant_salt
 from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
@@ -42,11 +42,17 @@ from forge_serve.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
+from forge_serve.request_schemas import About
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
 from forge_serve.responses_api import PATH as RESPONSES_PATH
 from forge_serve.responses_api import ResponsesRequest
 from forge_serve.responses_events import ResponsesForm
-from forge_serve.responses_http import StoredResponses, json_response, whole_number
+from forge_serve.responses_http import (
+    RESPONSE_PATH,
+    StoredResponses,
+    json_response,
+    whole_number,
+)
 from forge_serve.responses_store import ResponseStore
 from forge_serve.validate import check, check_logprob_values, decode
 
@@ -169,7 +175,7 @@ def make_app(service: Service) -> web.Application:
             web.post(f"{messages.PATH}/count_tokens", endpoints.count_tokens),
             web.post(RESPONSES_PATH, endpoints.responses),
             web.post(f"{RESPONSES_PATH}/input_tokens", endpoints.count_input_tokens),
-            web.get(f"{RESPONSES_PATH}/{{id}}", endpoints.response),
+            web.get(RESPONSE_PATH, endpoints.response),
             *endpoints.stored.routes(),
             web.post("/v1/embeddings", endpoints.embeddings),
             web.post("/score", endpoints.score),
@@ -196,6 +202,7 @@ def make_app(service: Service) -> web.Application:
             web.get("/forge/v1/health", endpoints.detailed_health),
             web.get("/stats", endpoints.stats),
             web.get("/metrics", endpoints.metrics),
+            web.get("/openapi.json", endpoints.openapi),
         ]
     )
     return app
@@ -204,6 +211,7 @@ def make_app(service: Service) -> web.Application:
 class _Endpoints:
     def __init__(self, service: Service):
         self._service = service
+        self._document: bytes | None = None  # of /openapi.json, once somebody has asked
         self.stored = StoredResponses(service.responses)
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
@@ -228,8 +236,10 @@ class _Endpoints:
         request = await self._read(http, kind)
         assert isinstance(request, ChatRequest)
         try:
+            params = request.sampling_params()
             self._service.chat_answers(request)
-            [prompt] = await encode_prompts(engine, request)
+            prompts = await encode_prompts(engine, request)
+            [prompt] = truncated(prompts, request, params.max_tokens, engine)
         except RequestError as error:
             raise request.in_its_words(error) from error
         return len(prompt.token_ids)
@@ -272,11 +282,13 @@ class _Endpoints:
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
         request = await self._decode(http, TokenizeRequest)
+        request.check_sampling()
         return _json_response(await tokens.tokenize(engine, request))
 
     async def detokenize(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
         request = await self._decode(http, DetokenizeRequest)
+        request.check_sampling()
         return _json_response(await tokens.detokenize(engine, request))
 
     async def tokenizer_info(self, http: web.Request) -> web.StreamResponse:
@@ -340,6 +352,14 @@ class _Endpoints:
         text = self._service.metrics.text()
         return web.Response(body=text, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
+    async def openapi(self, http: web.Request) -> web.StreamResponse:
+        engine = self._service.ready_engine()
+        if self._document is None:
+            about = About.of(self._service.config, engine, self._service.model_name)
+            document = await asyncio.to_thread(openapi.document, http.app.router, about)
+            self._document = msgspec.json.encode(document)
+        return web.Response(body=self._document, content_type="application/json")
+
     def _card(self) -> dict[str, Any]:
         engine = self._service.ready_engine()
         return {
@@ -376,6 +396,7 @@ class _Endpoints:
         engine = self._service.ready_engine()
         self._service.memory.admit()
         request = await self._decode(http, kind)
+        request.check_sampling()
         prompts = await embeddings.encode_inputs(engine, request)
         engine = self._service.ready_engine()  # that may have taken long
         generation = Generation(

@@ -28,19 +28,25 @@ from forge_serve.generation import (
     encode_texts,
     truncated,
 )
-from forge_serve.protocol import GenerationRequest, prompts_of
+from forge_serve.protocol import MAX_COUNT, GenerationRequest, prompts_of
 
 if TYPE_CHECKING:
     from forge_jax.streams import StreamingEngine
 
 PARAMS = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
 
-_SCORE_PAIRS = (
+SCORE_PAIRS = (
     ("text_1", "text_2"),
     ("queries", "documents"),
     ("queries", "items"),
     ("data_1", "data_2"),
 )
+
+FORMS = {  # of a vector in the answer
+    "encoding_format": ("float", "base64"),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+}
 
 
 class Input(msgspec.Struct, frozen=True):
@@ -109,9 +115,8 @@ class EmbeddingRequest(PoolingRequest, kw_only=True):
 
     def check(self) -> None:
         PoolingRequest.check(self)
-        one_of("encoding_format", self.encoding_format, ("float", "base64"))
-        one_of("embed_dtype", self.embed_dtype, ("float32",))
-        one_of("endianness", self.endianness, ("native", "little"))
+        for name, values in FORMS.items():
+            one_of(name, getattr(self, name), values)
 
     async def answer(self, vectors: np.ndarray, usage: dict[str, Any]) -> dict[str, Any]:
         asked = self.normalize if self.use_activation is None else self.use_activation
@@ -143,8 +148,8 @@ class ScoreRequest(PoolingRequest, kw_only=True):
 
     @property
     def _names(self) -> tuple[str, str]:
-        given = {name for pair in _SCORE_PAIRS for name in pair if getattr(self, name) is not None}
-        for pair in _SCORE_PAIRS:
+        given = {name for pair in SCORE_PAIRS for name in pair if getattr(self, name) is not None}
+        for pair in SCORE_PAIRS:
             if given == set(pair):
                 return pair
         raise RequestError(
@@ -212,8 +217,10 @@ class RerankRequest(PoolingRequest, kw_only=True):
 
     def check(self) -> None:
         PoolingRequest.check(self)
-        if self.top_n is not None and self.top_n < 0:
-            raise RequestError("top_n must be at least 0, which means all", param="top_n")
+        if self.top_n is not None and not 0 <= self.top_n <= MAX_COUNT:
+            raise RequestError(
+                f"top_n must be between 0, which means all, and {MAX_COUNT}", param="top_n"
+            )
 
     async def answer(self, vectors: np.ndarray, usage: dict[str, Any]) -> dict[str, Any]:
         scores = _similarity(vectors[:1], vectors[1:])

@@ -18,10 +18,11 @@ import msgspec
 
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
-from forge_serve.structured import demand
+from forge_serve.structured import asks_for_something, demand
 from forge_serve.tools import ToolChoice, tool_choice
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_COUNT = 2**31 - 1  # of anything that the model's context or an answer limits anyway
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, by OpenAI's reference
 
@@ -46,7 +47,7 @@ _SAMPLING_FIELDS = (
 )
 
 # The values of fields that are refused, at which they change nothing; so do null, false and empty.
-_NEUTRAL: dict[str, float] = {
+NEUTRAL: dict[str, float] = {
     "length_penalty": 1.0,
     "typical_p": 1.0,
     "xtc_probability": 0.0,
@@ -57,7 +58,7 @@ _NEUTRAL: dict[str, float] = {
 
 Role = Literal["system", "user", "assistant", "tool", "developer"]
 
-_TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents"})
+TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents"})
 
 
 class StreamOptions(msgspec.Struct):
@@ -115,7 +116,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ebnf: Any = None
     grammar: Any = None
 
-    # Refused unless null, false or empty, or as `_NEUTRAL` says; another 0 asks for something.
+    # Refused unless null, false or empty, or as `NEUTRAL` says; another 0 asks for something.
     stop_regex: Any = None
     no_stop_trim: Any = None
     use_beam_search: Any = None
@@ -184,7 +185,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         """
         for name, reason in self._REFUSED.items():
             value = getattr(self, name)
-            if _asks_for_something(value) and value != _NEUTRAL.get(name):
+            neutral = not isinstance(value, bool) and value == NEUTRAL.get(name)
+            if asks_for_something(value) and not neutral:
                 raise RequestError(f"{name}: {reason}", param=name)
         demand(self)
         if self.stream_options is not None and not self.streams:
@@ -201,9 +203,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 param="request_id",
             )
         keep = self.truncate_prompt_tokens
-        if keep is not None and (keep < -1 or keep == 0):
+        if keep is not None and keep != -1 and not 1 <= keep <= MAX_COUNT:
             raise RequestError(
-                "truncate_prompt_tokens must be positive, or -1 for what there is room for",
+                f"truncate_prompt_tokens must be between 1 and {MAX_COUNT}, or -1 for what there "
+                "is room for",
                 param="truncate_prompt_tokens",
             )
         if self.prompt_logprobs is not None:
@@ -231,6 +234,25 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             if "_" in name:  # else it could be a word of the sentence
                 message = re.sub(rf"\b{name}\b", sent, message)
         return type(error)(message, param=param)
+
+    def sampling_params(self) -> SamplingParams:
+        """What the engine is asked for.
+
+        Raises:
+          RequestError: for a value out of range; `param` may be the engine's name of the field.
+        """
+        return self._sampling_params(max_tokens=self.max_tokens)
+
+    def check_sampling(self) -> None:
+        """Refuses, where nothing is generated, what a generation would be refused for.
+
+        Raises:
+          RequestError: with `param` named.
+        """
+        try:
+            self.sampling_params()
+        except RequestError as error:
+            raise self.in_its_words(error) from error
 
     def _sampling_params(self, **more: Any) -> SamplingParams:
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
@@ -370,6 +392,15 @@ class ChatRequest(GenerationRequest, kw_only=True):
         self.chosen_tools()
         if self.modalities not in (None, [], ["text"]):
             raise RequestError("modalities: only text is supported", param="modalities")
+        for name in TEMPLATE_VARIABLES & (self.chat_template_kwargs or {}).keys():
+            raise RequestError(
+                f"chat_template_kwargs must not set {name}", param=f"chat_template_kwargs.{name}"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        self._check_messages()
+
+    def _check_messages(self) -> None:
         if not self.messages:
             raise RequestError("messages must not be empty", param="messages")
         if self.continue_final_message:
@@ -383,12 +414,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
                     "continue_final_message needs an assistant's message at the end",
                     param="continue_final_message",
                 )
-        for name in _TEMPLATE_VARIABLES & (self.chat_template_kwargs or {}).keys():
-            raise RequestError(
-                f"chat_template_kwargs must not set {name}", param=f"chat_template_kwargs.{name}"
-            )
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
 
     def names_sent(self) -> dict[str, str]:
         alias = self.max_completion_tokens is not None
@@ -439,11 +464,6 @@ def thinking_variables(thinks: bool) -> dict[str, Any]:
     return {"enable_thinking": thinks, "thinking": thinks}
 
 
-def _asks_for_something(value: Any) -> bool:
-    empty = isinstance(value, str | list | dict) and not value
-    return value is not None and value is not False and not empty
-
-
 class TokenizeRequest(ChatRequest, kw_only=True):
     """POST /tokenize: a text, several, or a chat as it would reach the model."""
 
@@ -454,10 +474,11 @@ class TokenizeRequest(ChatRequest, kw_only=True):
     def check(self) -> None:
         if (self.prompt is None) == (not self.messages):
             raise RequestError("send prompt or messages, and not both", param="prompt")
+        ChatRequest.check(self)
+
+    def _check_messages(self) -> None:
         if self.prompt is None:
-            ChatRequest.check(self)
-        else:
-            GenerationRequest.check(self)
+            ChatRequest._check_messages(self)
 
     def asked(self) -> CompletionRequest | ChatRequest:
         """The generation whose prompt is meant."""

@@ -13,7 +13,13 @@ from typing import Any, ClassVar
 import msgspec
 
 from forge_jax.errors import RequestError
-from forge_serve.protocol import ChatRequest, GenerationRequest, Message, thinking_variables
+from forge_serve.protocol import (
+    MAX_COUNT,
+    ChatRequest,
+    GenerationRequest,
+    Message,
+    thinking_variables,
+)
 from forge_serve.responses_items import Item, check_item, messages
 from forge_serve.responses_store import Turn
 
@@ -22,7 +28,7 @@ PATH = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
 # Of the others OpenAI's server has, those of tools that are not here add nothing, and reasoning is
 # given as it is, so that nothing has to be encrypted.
-_INCLUDABLE = frozenset(
+INCLUDABLE = frozenset(
     (
         LOGPROBS,
         "reasoning.encrypted_content",
@@ -113,6 +119,10 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         if isinstance(self.input, list):
             for i, item in enumerate(self.input):
                 check_item(f"input[{i}]", item)
+        if self.max_tool_calls is not None and not 0 <= self.max_tool_calls <= MAX_COUNT:
+            raise RequestError(
+                f"max_tool_calls must be between 0 and {MAX_COUNT}", param="max_tool_calls"
+            )
         if self.background and not self.stored:
             raise RequestError(
                 "background: a response that nobody waits for has to be stored: leave store out",
@@ -128,13 +138,19 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
                 "text.format and response_format are the same: send one", param="text.format"
             )
         for i, name in enumerate(self.include or ()):
-            if name not in _INCLUDABLE:
+            if name not in INCLUDABLE:
                 raise RequestError(
                     f"include[{i}] is unknown; {LOGPROBS} is what can be added",
                     param=f"include[{i}]",
                 )
         self._check_summary()
         self._check_metadata()
+
+    def _check_prompt_logprobs(self) -> None:
+        raise RequestError(
+            "prompt_logprobs are not supported here: ask for a chat completion",
+            param="prompt_logprobs",
+        )
 
     def _check_summary(self) -> None:
         for name in ("summary", "generate_summary"):

@@ -19,6 +19,7 @@ from forge_serve.responses_events import ResponsesForm
 from forge_serve.responses_items import Item, input_items
 from forge_serve.responses_store import EventLog, ResponseStore, StoredResponse, Turn
 
+RESPONSE_PATH = PATH + "/{id:(?!input_tokens$)[^/{}]+}"  # which is the path of another endpoint
 MAX_PAGE, DEFAULT_PAGE = 100, 20  # input items in one answer
 
 _json = msgspec.json.Encoder().encode
@@ -33,11 +34,10 @@ class StoredResponses:
 
     def routes(self) -> list[web.RouteDef]:
         """Those that need nothing but the store."""
-        path = f"{PATH}/{{id}}"
         return [
-            web.delete(path, self._delete),
-            web.post(f"{path}/cancel", self._cancel),
-            web.get(f"{path}/input_items", self._input_items),
+            web.delete(RESPONSE_PATH, self.delete_response),
+            web.post(f"{RESPONSE_PATH}/cancel", self.cancel_response),
+            web.get(f"{RESPONSE_PATH}/input_items", self.input_items),
         ]
 
     def chat(self, http: web.Request, request: ResponsesRequest) -> ResponsesChat:
@@ -109,7 +109,7 @@ class StoredResponses:
         """
         return self._store.get(_tenant(http), http.match_info["id"])
 
-    async def _cancel(self, http: web.Request) -> web.Response:
+    async def cancel_response(self, http: web.Request) -> web.Response:
         """Ends a response in the background; one that is over stays as it is."""
         response = self.get(http)
         if not response.background:
@@ -121,7 +121,7 @@ class StoredResponses:
             response.cancel()
         return json_response(response.body())
 
-    async def _delete(self, http: web.Request) -> web.Response:
+    async def delete_response(self, http: web.Request) -> web.Response:
         response = self.get(http)
         if response.cancel is not None:
             response.cancel()
@@ -129,7 +129,7 @@ class StoredResponses:
         gone = {"id": response.id, "object": "response", "deleted": True}
         return json_response(_json(gone))
 
-    async def _input_items(self, http: web.Request) -> web.Response:
+    async def input_items(self, http: web.Request) -> web.Response:
         """A page of the items that the response was made from."""
         items = self.get(http).turn.input_items()
         order = http.query.get("order", "desc")

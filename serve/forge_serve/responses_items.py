@@ -14,8 +14,8 @@ import msgspec
 from forge_jax.errors import RequestError
 from forge_serve.protocol import FunctionCall, Message, Role, ToolCall
 
-_TEXTS = ("input_text", "output_text", "text")
-_ROLES: dict[str, Role] = {
+TEXTS = ("input_text", "output_text", "text")
+ROLES: dict[str, Role] = {
     "user": "user",
     "assistant": "assistant",
     "system": "system",
@@ -63,12 +63,12 @@ def check_item(path: str, item: Item) -> None:
     """
     match item.kind:
         case "message":
-            if item.role not in _ROLES:
+            if item.role not in ROLES:
                 raise RequestError(
-                    f"{path}.role must be one of {', '.join(_ROLES)}", param=f"{path}.role"
+                    f"{path}.role must be one of {', '.join(ROLES)}", param=f"{path}.role"
                 )
             _required(path, "content", item.content)
-            _check_parts(f"{path}.content", item.content, (*_TEXTS, "refusal"))
+            _check_parts(f"{path}.content", item.content, (*TEXTS, "refusal"))
         case "function_call":
             _required(path, "call_id", item.call_id)
             _required(path, "name", item.name)
@@ -76,9 +76,9 @@ def check_item(path: str, item: Item) -> None:
         case "function_call_output":
             _required(path, "call_id", item.call_id)
             _required(path, "output", item.output)
-            _check_parts(f"{path}.output", item.output, _TEXTS)
+            _check_parts(f"{path}.output", item.output, TEXTS)
         case "reasoning":
-            _check_parts(f"{path}.content", item.content, ("reasoning_text", *_TEXTS))
+            _check_parts(f"{path}.content", item.content, ("reasoning_text", *TEXTS))
             _check_parts(f"{path}.summary", item.summary, ("summary_text",))
         case _:
             known = ", ".join(_ID_PREFIXES)
@@ -125,7 +125,7 @@ def messages(items: Iterable[Item]) -> list[Message]:
             continue
         if item.kind == "message" and item.role != "assistant":
             assert item.role is not None
-            found.append(Message(_ROLES[item.role], _text(item.content)))
+            found.append(Message(ROLES[item.role], _text(item.content)))
             own = None
             continue
         if own is None or not _takes(own, item):

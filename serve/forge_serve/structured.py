@@ -28,6 +28,85 @@ _FIELDS: dict[str, Callable[[Any], GrammarSpec]] = {
 }
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
+# The same as JSON schemas, for whoever asks what may be sent.
+NOTHING: dict[str, Any] = {"enum": [None, False, "", [], {}]}  # asks for no form
+_TEXT = {"type": "string", "minLength": 1}
+_TEXTS = {"type": "array", "minItems": 1, "items": _TEXT}
+_JSON_SCHEMA = {"anyOf": [{"type": "object"}, {"const": True}, _TEXT]}
+_SHORT = {"required": ["schema"], "not": {"required": ["json_schema"]}}
+_VALUES: dict[str, dict[str, Any]] = {
+    "json": _JSON_SCHEMA,
+    "regex": _TEXT,
+    "choice": _TEXTS,
+    "grammar": _TEXT,
+    "json_object": {"const": True},
+    "structural_tag": {"type": ["object", "string"]},
+}
+_KIND_SCHEMAS = {
+    GrammarSpec.json_schema: _JSON_SCHEMA,
+    GrammarSpec.regex: _TEXT,
+    GrammarSpec.choice: _TEXTS,
+    GrammarSpec.grammar: _TEXT,
+}
+
+
+def _one_of_type(kind: str, **more: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "required": ["type"],
+        "properties": {"type": {"const": kind}, **more.pop("properties", {})},
+        **more,
+    }
+
+
+FIELD_SCHEMAS: dict[str, dict[str, Any]] = {
+    "response_format": {
+        "anyOf": [
+            NOTHING,
+            _one_of_type("text"),
+            _one_of_type("json_object", properties={"schema": {"anyOf": [NOTHING, _JSON_SCHEMA]}}),
+            _one_of_type(
+                "json_schema",
+                anyOf=[
+                    {
+                        "required": ["json_schema"],
+                        "properties": {
+                            "json_schema": {
+                                "type": "object",
+                                "required": ["schema"],
+                                "properties": {"schema": _JSON_SCHEMA},
+                            }
+                        },
+                    },
+                    {**_SHORT, "properties": {"schema": _JSON_SCHEMA}},
+                ],
+            ),
+            _one_of_type("structural_tag"),
+        ]
+    },
+    "structured_outputs": {
+        "anyOf": [
+            NOTHING,
+            {
+                "type": "object",
+                "properties": {
+                    **{
+                        kind: {"anyOf": [{"enum": [None, False]}, _VALUES[kind]]} for kind in _KINDS
+                    },
+                    "disable_any_whitespace": {"type": ["boolean", "null"]},
+                    "whitespace_pattern": {"type": ["string", "null"]},
+                    "disable_additional_properties": {"type": ["boolean", "null"]},
+                },
+                "oneOf": [
+                    {"required": [kind], "properties": {kind: {"not": {"enum": [None, False]}}}}
+                    for kind in _KINDS
+                ],
+            },
+        ]
+    },
+    **{field: {"anyOf": [NOTHING, _KIND_SCHEMAS[read]]} for field, read in _FIELDS.items()},
+}
+
 
 def demand(request: GenerationRequest) -> tuple[str, GrammarSpec] | None:
     """The field that demands a form, and the form; None if any text will do.
@@ -42,7 +121,7 @@ def demand(request: GenerationRequest) -> tuple[str, GrammarSpec] | None:
         *_FIELDS.items(),
     ):
         value = getattr(request, field)
-        if value is None or value is False or value in ("", {}, []):
+        if not asks_for_something(value):
             continue
         try:
             spec = read(value)
@@ -57,20 +136,28 @@ def demand(request: GenerationRequest) -> tuple[str, GrammarSpec] | None:
     return found[0] if found else None
 
 
+def asks_for_something(value: Any) -> bool:
+    """Whether a field of any type says more than that it is not meant."""
+    empty = isinstance(value, str | list | dict) and not value
+    return value is not None and value is not False and not empty
+
+
 def _response_format(value: Any) -> GrammarSpec | None:
     kind = value.get("type") if isinstance(value, dict) else None
     match kind:
         case "text":
             return None
         case "json_object":
-            schema = value.get("schema")
-            return GrammarSpec.json_schema(schema) if schema else GrammarSpec.json_object()
+            schema: Any = value.get("schema")
+            if not asks_for_something(schema):
+                return GrammarSpec.json_object()
+            return GrammarSpec.json_schema(schema)
         case "json_schema":
             inner = value.get("json_schema", value)  # the short form has the schema right here
-            schema = inner.get("schema") if isinstance(inner, dict) else None
-            if schema is None:
+            demanded = inner.get("schema") if isinstance(inner, dict) else None
+            if demanded is None:
                 raise RequestError("json_schema needs its schema")
-            return GrammarSpec.json_schema(schema, lenient=inner.get("strict") is False)
+            return GrammarSpec.json_schema(demanded, lenient=inner.get("strict") is False)
         case "structural_tag":
             return GrammarSpec.structural_tag(value)
     raise RequestError("the type must be text, json_object, json_schema or structural_tag")
@@ -79,11 +166,16 @@ def _response_format(value: Any) -> GrammarSpec | None:
 def _structured_outputs(value: Any) -> GrammarSpec:
     if not isinstance(value, dict):
         raise RequestError("it must be an object")
-    kinds = [kind for kind in _KINDS if value.get(kind) not in (None, False)]
+    for name in ("disable_any_whitespace", "disable_additional_properties"):
+        if not isinstance(value.get(name), bool | None):
+            raise RequestError(f"{name} must be true or false")
+    sent = {kind: value.get(kind) for kind in _KINDS}
+    kinds = [kind for kind, said in sent.items() if said is not None and said is not False]
     if len(kinds) != 1:
         raise RequestError(f"it needs one of {', '.join(_KINDS)}, and no two of them")
-    given, whitespace = value[kinds[0]], _whitespace(value)
-    match kinds[0]:
+    kind, whitespace = kinds[0], _whitespace(value)
+    given: Any = sent[kind]
+    match kind:
         case "json":
             return GrammarSpec.json_schema(
                 given,
@@ -91,6 +183,8 @@ def _structured_outputs(value: Any) -> GrammarSpec:
                 additional_properties=value.get("disable_additional_properties") is not True,
             )
         case "json_object":
+            if given is not True:
+                raise RequestError("json_object must be true or false")
             return GrammarSpec.json_object(whitespace=whitespace)
         case "regex":
             return GrammarSpec.regex(given)
@@ -102,9 +196,7 @@ def _structured_outputs(value: Any) -> GrammarSpec:
 
 
 def _whitespace(value: dict[str, Any]) -> str | None:
-    if value.get("disable_any_whitespace") is True:
-        return ""
     pattern = value.get("whitespace_pattern")
     if pattern is not None and not isinstance(pattern, str):
         raise RequestError("whitespace_pattern must be a regular expression")
-    return pattern or None
+    return "" if value.get("disable_any_whitespace") is True else pattern or None

@@ -11,6 +11,43 @@ from forge_jax.errors import RequestError
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}", re.ASCII)
 
+# The same as JSON schemas, for whoever asks what may be sent.
+NAME_SCHEMA = {"type": "string", "pattern": f"^{_NAME.pattern}$"}
+TOOL_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": NAME_SCHEMA,
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"], "description": "a JSON schema"},
+                "strict": {"description": "true: arguments have to follow the schema"},
+            },
+        },
+    },
+}
+CHOICE_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"enum": [None, "none", "auto", "required"]},
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {"name": {"type": "string"}},
+                },
+            },
+        },
+    ]
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Function:

@@ -41,6 +41,20 @@ _ONE_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 SMALL_BODY_BYTES = 64 * KIB  # in which a key that stands twice is looked for by name
 
+# How many of what a field may have: the row of `Limits` for it.
+COUNTS: dict[type[GenerationRequest], dict[str, tuple[str, str]]] = {
+    GenerationRequest: {
+        "stop_token_ids": ("ids", "stop_token_ids"),
+        "logit_bias": ("entries", "logit_bias"),
+        "allowed_token_ids": ("ids", "allowed_token_ids"),
+        "bad_words": ("strings", "bad_words"),
+    },
+    ChatRequest: {
+        "messages": ("messages", "messages"),
+        "tools": ("entries", "tools"),
+        "functions": ("entries", "tools"),
+    },
+}
 _ignored = IgnoredFields()  # of this process
 
 
@@ -129,10 +143,12 @@ def _check_limits(request: GenerationRequest, limits: Limits) -> None:
     if isinstance(request, PoolingRequest):
         _count(request.list_name, request.inputs, "texts", limits.prompts)
     _check_stops(request, limits)
-    _count("stop_token_ids", request.stop_token_ids, "ids", limits.stop_token_ids)
-    _count("logit_bias", request.logit_bias, "entries", limits.logit_bias)
-    _count("allowed_token_ids", request.allowed_token_ids, "ids", limits.allowed_token_ids)
-    _count("bad_words", request.bad_words, "strings", limits.bad_words)
+    for kind, counts in COUNTS.items():
+        if isinstance(request, kind):
+            for name, (what, row) in counts.items():
+                value = getattr(request, name)
+                if isinstance(value, list | dict):
+                    _count(name, value, what, getattr(limits, row))
     for word in request.bad_words or ():
         if len(word.encode()) > limits.bad_word_bytes:
             raise RequestError(
@@ -169,7 +185,6 @@ def _check_prompts(request: CompletionRequest, limits: Limits) -> None:
 
 
 def _check_chat(request: ChatRequest, limits: Limits) -> None:
-    _count("messages", request.messages, "messages", limits.messages)
     for i, message in enumerate(request.messages):
         if message.tool_calls:
             _count(f"messages[{i}].tool_calls", message.tool_calls, "calls", limits.tools)
@@ -178,10 +193,6 @@ def _check_chat(request: ChatRequest, limits: Limits) -> None:
     _between("top_logprobs", request.top_logprobs, limits.logprobs)
     if request.chat_template_kwargs:
         _bytes("chat_template_kwargs", request.chat_template_kwargs, limits.template_kwargs_bytes)
-    for name in ("tools", "functions"):
-        value = getattr(request, name)
-        if isinstance(value, list):
-            _count(name, value, "entries", limits.tools)
 
 
 def _check_stops(request: GenerationRequest, limits: Limits) -> None:

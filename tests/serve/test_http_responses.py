@@ -800,3 +800,10 @@ async def test_a_page_that_cannot_be_is_refused(start, query, param):
     made = await created(server)
     status, answer = await server.get(f"{PATH}/{made['id']}/input_items?{query}")
     assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_counting_has_a_path_of_its_own(start):
+    server = await start(Engine.fake())
+    for method in ("GET", "DELETE"):
+        async with server.http.request(method, f"{server.url}{PATH}/input_tokens") as response:
+            assert (response.status, response.headers["Allow"]) == (405, "POST")

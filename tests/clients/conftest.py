@@ -1,0 +1,100 @@
+"""A server process with the bundled model, and where its clients find it.
+
+These tests have an environment of their own, which `make test-clients` makes. Where the clients are
+not installed, nothing here is collected.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+START_S = 90.0
+KEY = "the-key-of-the-tests"
+
+CLIENTS = ("anthropic", "instructor", "langchain_openai", "litellm", "pydantic_ai", "schemathesis")
+if any(importlib.util.find_spec(name) is None for name in CLIENTS):
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--server-python",
+        default=str(ROOT / ".venv/bin/python"),
+        help="the Python that has forge-jax",
+    )
+
+
+@dataclass(frozen=True)
+class Server:
+    """A process that serves. `url` has no /v1."""
+
+    url: str
+    model: str
+
+    @property
+    def v1(self) -> str:
+        return f"{self.url}/v1"
+
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        request = urllib.request.Request(f"{self.url}/openapi.json")
+        with urllib.request.urlopen(request) as response:
+            return json.load(response)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        data = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, data=data, headers=headers)
+        with urllib.request.urlopen(request) as response:
+            return json.load(response)
+
+
+def _serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
+    python = request.config.getoption("--server-python")
+    command = [python, "-m", "forge_serve", "serve", "--port", "0", "--no-request-log", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()  # the first one: it serves
+        found = re.match(r"forge-jax serves (\S+) at (http://\S+);", line)
+        assert found, f"the server did not start: {line!r}"
+        yield Server(url=found[2], model=found[1])
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="session")
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """The bundled model, with a chat template that has a place for tools."""
+    yield from _serving(request, "--chat-template", str(HERE / "tools.jinja"))
+
+
+@pytest.fixture(scope="session")
+def closed_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Asks for `KEY`; its model does not matter."""
+    yield from _serving(request, "--fake", "--api-key", KEY)
+
+
+@pytest.fixture(scope="session")
+def python() -> str:
+    """The interpreter that has the clients."""
+    return sys.executable

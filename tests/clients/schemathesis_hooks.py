@@ -1,0 +1,164 @@
+"""What schemathesis is told of this server: two checks of ours in the place of two of its own, and
+one of events.
+
+Its `negative_data_rejection` and `positive_data_acceptance` ask whether a body that the document
+forbids is refused, and one that it allows is served. Ours ask the same of every body that it sends,
+with two exceptions that the document itself states: numbers and booleans may be written as texts,
+and what holds for several fields together is said in words (`EXCUSES`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import schemathesis
+from jsonschema import Draft202012Validator
+
+# Why a body that the schema allows may be refused: each is a `description` in the document.
+EXCUSES = re.compile(
+    "|".join(
+        (
+            r"best_of is not supported unless it equals n",
+            r"more than the \d+ choices",
+            r"the answer could have \d+ of them",  # logprobs
+            r"min_tokens \(\d+\) is larger than",
+            r"stream_options is only allowed with stream",
+            r"exclude each other",
+            r"top_logprobs needs logprobs",
+            r"continue_final_message needs",
+            r"tool_choice names a function|there are no tools|cannot be demanded",
+            r"stop and stop_sequences are the same|text\.format and response_format are the same",
+            r"prompt_logprobs are not streamed|has to be stored|must have one, or as many",
+            r"there is no such response|stores no responses|messages must not be empty",
+            r"leave none of the allowed tokens|leave no token|has no tokens",
+            # The size of things, in bytes and tokens
+            r"the context|the KV cache|tokens? of output|has \d+ bytes|a string is longer than",
+            r"together they must be at most",
+            r"nested deeper than",
+            r"the prompt is empty|token id .* outside the model's vocabulary",
+            # Grammars and schemas that are none, or that cannot be enforced
+            r"(structured_outputs|guided_\w+|response_format|json_schema|regex|ebnf|grammar|tools)"
+            r"[\w.\[\]]*:",
+            r"chat template",
+            # JSON that the schema does not know
+            r"is given twice|digits|out of range|arrays and objects",
+        )
+    )
+)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|nan|[+-]?inf(inity)?", re.IGNORECASE)
+
+
+def _is_number(checker: Any, value: Any) -> bool:
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return plain or (isinstance(value, str) and _NUMBER.fullmatch(value) is not None)
+
+
+def _is_whole(checker: Any, value: Any) -> bool:
+    return _is_number(checker, value) and float(value).is_integer()
+
+
+def _is_boolean(checker: Any, value: Any) -> bool:
+    texts = ("true", "false", "0", "1")
+    return value in (0, 1) or (isinstance(value, str) and value.lower() in texts)
+
+
+def _is_null(checker: Any, value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.lower() == "null")
+
+
+def _as_number(check: Any) -> Any:
+    def compare(validator: Any, limit: float, value: Any, schema: Any) -> Any:
+        if isinstance(value, str) and _NUMBER.fullmatch(value):
+            value = float(value)
+        return check(validator, limit, value, schema)
+
+    return compare
+
+
+_LENIENT = jsonschema.validators.extend(
+    Draft202012Validator,
+    {
+        name: _as_number(Draft202012Validator.VALIDATORS[name])
+        for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+    },
+    type_checker=Draft202012Validator.TYPE_CHECKER.redefine_many(
+        {"integer": _is_whole, "number": _is_number, "boolean": _is_boolean, "null": _is_null}
+    ),
+)
+
+
+_SCHEMAS: dict[str, dict[str, Any]] = {}  # of bodies, by path
+_EVENTS: dict[str, dict[str, Any]] = {}  # of events
+
+
+def _inlined(schema: Any, components: dict[str, Any]) -> Any:
+    """The same without references, which a validator would look up again each time."""
+    if isinstance(schema, list):
+        return [_inlined(item, components) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(components[schema["$ref"].rpartition("/")[2]], components)
+    return {key: _inlined(value, components) for key, value in schema.items()}
+
+
+@schemathesis.hook
+def after_load_schema(context: Any, schema: Any) -> None:
+    document = schema.raw_schema
+    components = document["components"]["schemas"]
+    for path, item in document["paths"].items():
+        if "requestBody" in item.get("post", {}):
+            body = item["post"]["requestBody"]["content"]["application/json"]["schema"]
+            _SCHEMAS[path] = _inlined(body, components)
+            answers = item["post"]["responses"]["200"].get("content", {})
+            events = answers.get("text/event-stream", {}).get("x-event-schema")
+            if events is not None:
+                _EVENTS[path] = _inlined(events, components)
+
+
+def _body(response: Any) -> Any:
+    """What was sent, if it is JSON; else `Ellipsis`, which no schema allows."""
+    sent = response.request.body or b""
+    try:
+        return json.loads(sent, parse_constant=lambda constant: 1 / 0)
+    except (ValueError, ZeroDivisionError):
+        return ...
+
+
+@schemathesis.check
+def the_schema_says_what_is_served(ctx: Any, response: Any, case: Any) -> None:
+    """A body that the document forbids is refused; one that it allows is served."""
+    schema = _SCHEMAS.get(case.operation.path)
+    if case.method.upper() != "POST" or schema is None:
+        return
+    body = _body(response)
+    if response.status_code == 200:
+        allowed = body is not ... and (
+            Draft202012Validator(schema).is_valid(body) or _LENIENT(schema).is_valid(body)
+        )
+        assert allowed, "the server serves what its schema forbids"
+    elif response.status_code in (400, 404) and body is not ...:
+        message = response.json()["error"]["message"]
+        if not EXCUSES.search(message):
+            allowed = Draft202012Validator(schema).is_valid(body)
+            assert not allowed, f"the server refuses what its schema allows: {message}"
+
+
+@schemathesis.check
+def the_schema_says_what_is_streamed(ctx: Any, response: Any, case: Any) -> None:
+    """The data of each event is what the document says of events."""
+    schema, kind = _EVENTS.get(case.operation.path), response.headers.get("content-type", [""])
+    if schema is None or response.status_code != 200 or "text/event-stream" not in kind[0]:
+        return
+    data = [line.removeprefix("data: ") for line in response.text.split("\n")]
+    if response.stream_cut_short:
+        data.pop()
+    validator = Draft202012Validator(schema)
+    for event in data:
+        if event.startswith("{"):
+            validator.validate(json.loads(event))
+        else:
+            assert not event or event in ("[DONE]", ": keep-alive") or event.startswith("event: ")

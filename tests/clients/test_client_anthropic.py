@@ -1,0 +1,166 @@
+"""Anthropic's own client."""
+
+from __future__ import annotations
+
+import json
+
+import anthropic
+import pytest
+from anthropic import Anthropic, AsyncAnthropic
+from conftest import KEY
+
+MESSAGES = [{"role": "user", "content": "Tell me a story about a dog."}]
+GREEDY = {"temperature": 0}  # no argument of the client's any more
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}},
+        "required": ["city"],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_message_is_the_same_streamed_and_whole(client, server):
+    asked = dict(model=server.model, messages=MESSAGES, max_tokens=24, extra_body=GREEDY)
+    whole = client.messages.create(**asked, system="You are a poet.")
+    assert (whole.type, whole.role, whole.model) == ("message", "assistant", server.model)
+    assert whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 24
+    [block] = whole.content
+    assert block.type == "text"
+    with client.messages.stream(**asked, system="You are a poet.") as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == block.text == final.content[0].text != ""
+    assert final.stop_reason == "max_tokens" and final.usage.output_tokens == 24
+    kinds = [event.type for event in client.messages.create(**asked, stream=True)]
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+
+
+def test_a_stop_sequence(client, server):
+    asked = dict(model=server.model, messages=MESSAGES, max_tokens=64, extra_body=GREEDY)
+    text = client.messages.create(**asked).content[0].text
+    word = text.split()[2]
+    stopped = client.messages.create(**asked, stop_sequences=[word])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
+    assert stopped.content[0].text == text.partition(word)[0]
+
+
+def test_tokens_are_counted(client, server):
+    counted = client.messages.count_tokens(model=server.model, messages=MESSAGES)
+    answer = client.messages.create(model=server.model, messages=MESSAGES, max_tokens=1)
+    usage = answer.usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens > 0
+
+
+def test_a_tool_that_must_be_called_is_called(client, server):
+    asked = dict(
+        model=server.model, messages=MESSAGES, tools=[WEATHER], max_tokens=120, extra_body=GREEDY,
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+    )  # fmt: skip
+    answer = client.messages.create(**asked)
+    assert answer.stop_reason == "tool_use"
+    [call] = answer.content
+    assert call.type == "tool_use" and call.name == "get_weather"
+    assert isinstance(call.input["city"], str)
+    with client.messages.stream(**asked) as stream:
+        final = stream.get_final_message()
+    assert final.content[0].input == call.input
+    called = call.model_dump(include={"type", "id", "name", "input"})
+    talk = [
+        *MESSAGES,
+        {"role": "assistant", "content": [called]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}],
+        },
+    ]
+    after = client.messages.create(model=server.model, messages=talk, tools=[WEATHER], max_tokens=4)
+    assert after.role == "assistant"
+
+
+def test_the_stream_of_a_call_has_its_arguments_in_pieces(client, server):
+    asked = dict(
+        model=server.model, messages=MESSAGES, tools=[WEATHER], max_tokens=120, extra_body=GREEDY,
+        tool_choice={"type": "tool", "name": "get_weather"},
+    )  # fmt: skip
+    started, pieces = [], []
+    for event in client.messages.create(**asked, stream=True):
+        if event.type == "content_block_start":
+            started.append(event.content_block)
+        elif event.type == "content_block_delta":
+            assert event.delta.type == "input_json_delta"
+            pieces.append(event.delta.partial_json)
+    [block] = started
+    assert (block.type, block.name, block.input) == ("tool_use", "get_weather", {})
+    assert len(pieces) > 1 and isinstance(json.loads("".join(pieces))["city"], str)
+
+
+def test_an_answer_has_the_form_that_is_demanded(client, server):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    answer = client.messages.create(
+        model=server.model, messages=MESSAGES, max_tokens=200,
+        extra_body={**GREEDY, "output_config": form},
+    )  # fmt: skip
+    assert answer.stop_reason == "end_turn"
+    assert set(json.loads(answer.content[0].text)) == {"name", "age"}
+
+
+def test_systems_and_turns_in_blocks_count_as_their_texts(client, server):
+    def count(system, content, **more):
+        turn = {"role": "user", "content": content}
+        counted = client.messages.count_tokens(
+            model=server.model, messages=[turn], system=system, **more
+        )
+        return counted.input_tokens
+
+    text, blocks = "You are a poet.", [{"type": "text", "text": "You are a poet."}]
+    assert count(text, text) == count(blocks, blocks) > count(text, "a")
+    assert count(text, text, tools=[WEATHER]) > count(text, text)
+
+
+def test_the_assistants_turn_is_gone_on_with(client, server):
+    begun = [*MESSAGES, {"role": "assistant", "content": "Once upon"}]
+    asked = dict(model=server.model, max_tokens=8, extra_body=GREEDY)
+    answer = client.messages.create(**asked, messages=begun)
+    fresh = client.messages.create(**asked, messages=MESSAGES)
+    assert answer.content[0].text != fresh.content[0].text
+
+
+async def test_the_asynchronous_client(server):
+    async with AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        asked = dict(model=server.model, messages=MESSAGES, max_tokens=8)
+        async with client.messages.stream(**asked) as stream:
+            pieces = [text async for text in stream.text_stream]
+            final = await stream.get_final_message()
+    assert "".join(pieces) == final.content[0].text and final.usage.output_tokens <= 8
+
+
+def test_errors_are_the_clients_own(client, server, closed_server):
+    with pytest.raises(anthropic.NotFoundError) as refused:
+        client.messages.create(model="another", messages=MESSAGES, max_tokens=1)
+    assert refused.value.body["error"]["type"] == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(
+            model=server.model, messages=MESSAGES, max_tokens=1, extra_body={"temperature": 900}
+        )
+    assert refused.value.body["error"]["type"] == "invalid_request_error"
+    asked = dict(model=closed_server.model, messages=MESSAGES, max_tokens=1)
+    stranger = Anthropic(base_url=closed_server.url, api_key="another", max_retries=0)
+    with stranger, pytest.raises(anthropic.AuthenticationError):
+        stranger.messages.create(**asked)
+    with Anthropic(base_url=closed_server.url, api_key=KEY, max_retries=0) as known:
+        assert known.messages.create(**asked).usage.output_tokens == 1

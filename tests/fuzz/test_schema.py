@@ -1,0 +1,206 @@
+"""The served schema says of a body what the server does: of every field, with every odd value."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+from bodies import ENDPOINTS, ODD, Case, cases, dump, matrix, places, put
+
+from forge_jax.core import check_token_ids
+from forge_jax.errors import RequestError
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.request import Request
+from forge_serve import validate
+from forge_serve.app import Service, make_app
+from forge_serve.config import ServerConfig
+from forge_serve.embeddings import PoolingRequest
+from forge_serve.limits import Limits
+from forge_serve.messages import MessagesRequest
+from forge_serve.openapi import document
+from forge_serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from forge_serve.request_schemas import RULES, About
+from forge_serve.responses_api import ResponsesRequest
+
+ABOUT = About(model="m", max_model_len=2**31 - 1, vocab_size=1000, limits=Limits(), api_keys=False)
+# A body that its schema allows may be refused for these, and for nothing else: what a schema of
+# single values cannot say. Each is the message, and each is in `RULES`.
+EXCUSES = re.compile(
+    r"best_of is not supported unless it equals n|must equal|n must be 1 here"
+    r"|stream_options is only allowed with stream|exclude each other|is larger than max_tokens"
+    r"|top_logprobs needs logprobs|continue_final_message needs|the schema is not valid JSON"
+    r"|the structural tag is not valid JSON|the structural tag must be an object"
+    r"|the schema must be an object|nested deeper than \d+ levels|has \d+ bytes; at most"
+    r"|a string is longer than|more than the \d+ choices|tool_choice: there are no tools"
+    r"|tool_choice names a function|stop and stop_sequences are the same"
+    r"|is given twice|a number of more than \d+ digits|arrays and objects; at most|out of range"
+    r"|this server has no such model|bad_words: a string is longer than"
+    r"|prompt_logprobs are not streamed|has to be stored|text\.format and response_format are"
+    r"|messages must not be empty|must have one, or as many"
+)
+SMALL = [odd for odd in ODD if len(dump(odd)) < 5_000]
+
+
+@cache
+def schemas() -> dict[str, Any]:
+    return document(make_app(Service(ServerConfig())).router, ABOUT)
+
+
+def inlined(schema: Any, components: dict[str, Any]) -> Any:
+    """The same without references, which a validator would look up again each time."""
+    if isinstance(schema, list):
+        return [inlined(item, components) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return inlined(components[schema["$ref"].rpartition("/")[2]], components)
+    return {key: inlined(value, components) for key, value in schema.items()}
+
+
+@cache
+def judge(path: str) -> jsonschema.protocols.Validator:
+    body = schemas()["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    schema = inlined(body["schema"], schemas()["components"]["schemas"])
+    return jsonschema.Draft202012Validator(schema)
+
+
+def refusal(case: Case) -> RequestError | None:
+    """What the server would refuse a body for, before it asks the model."""
+    kind = ENDPOINTS[case.path]
+    try:
+        request = validate.decode(case.body, kind, ABOUT.limits)
+        if request.model not in (None, ABOUT.model):
+            raise RequestError("this server has no such model", param="model")
+        if isinstance(request, MessagesRequest):
+            request = request.chat()
+            validate.check(request, ABOUT.limits)
+        if isinstance(request, ResponsesRequest):
+            request = request.chat(None, kept=True)
+            validate.check(request, ABOUT.limits)
+        request.check_sampling()
+        check_truncation(request)
+        if isinstance(request, PoolingRequest):
+            check_ids([each.given for each in request.inputs])
+            return None
+        if isinstance(request, TokenizeRequest) and request.prompt is not None:
+            asked = request.asked()
+            assert isinstance(asked, CompletionRequest) and asked.prompts()
+            return None
+        if isinstance(request, ChatRequest):
+            request.template_messages()
+        if isinstance(request, CompletionRequest | GenerateRequest):
+            whole = isinstance(request, GenerateRequest)
+            check_ids([request.prompt] if whole else request.prompts())
+    except RequestError as error:
+        return error
+    return None
+
+
+def check_truncation(request: GenerationRequest) -> None:
+    """What is said of it where a prompt is cut."""
+    cuts = not isinstance(request, TokenizeRequest | DetokenizeRequest)
+    if cuts and (request.truncate_prompt_tokens or 0) > ABOUT.max_model_len:
+        raise RequestError("truncate_prompt_tokens is more than the context")
+
+
+def check_ids(prompts: Sequence[str | list[int]]) -> None:
+    """What the engine says of prompts that are token ids."""
+    for prompt in prompts:
+        if isinstance(prompt, list):
+            ids = tuple(prompt)
+            asked = Request(request_id="", prompt_token_ids=ids, params=SamplingParams())
+            check_token_ids(asked, ABOUT.vocab_size)
+
+
+def read(body: bytes) -> Any:
+    """Strict JSON, or None."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    try:
+        value = json.loads(body.decode(), parse_constant=refuse)
+        json.dumps(value, ensure_ascii=False).encode()  # no half of a pair of surrogates
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
+def meant(case: Case) -> Any:
+    """The same body with its numbers and booleans in their own types."""
+    kind = ENDPOINTS[case.path]
+    request = msgspec.json.Decoder(kind, strict=False).decode(case.body)
+    return msgspec.json.decode(msgspec.json.encode(request))
+
+
+def disagreement(case: Case) -> str | None:
+    body, refused = read(case.body), refusal(case)
+    if refused is not None:
+        if body is None or EXCUSES.search(str(refused)) or not judge(case.path).is_valid(body):
+            return None
+        return f"the schema allows what is refused: {refused}"
+    if body is None:
+        return "what is no JSON is not refused"
+    valid = judge(case.path).is_valid
+    return None if valid(body) or valid(meant(case)) else "the schema refuses what is allowed"
+
+
+def disagreements(found: list[Case]) -> list[str]:
+    wrong = []
+    for case in found:
+        why = disagreement(case)
+        if why is not None:
+            wrong.append(f"{case.path} {case.body[:300]!r}: {why}")
+    return wrong
+
+
+def test_the_schema_and_the_server_agree_on_odd_bodies():
+    rng = random.Random(5)
+    tried = [
+        Case(path, dump(put(kind, place.path, odd)).encode())
+        for path, kind in ENDPOINTS.items()
+        if not path.startswith("/v1/") or path.removeprefix("/v1") not in ENDPOINTS
+        for place in places(kind)
+        for odd in rng.sample(SMALL, 3)
+    ]
+    wrong = disagreements(tried)
+    assert not wrong, "\n".join(wrong[:20])
+
+
+@pytest.mark.fuzz
+def test_the_schema_and_the_server_agree_on_every_field_with_every_odd_value():
+    wrong = disagreements([*matrix(), *cases(seed=7, number=20_000)])
+    assert not wrong, "\n".join(wrong[:50])
+
+
+def test_the_check_sees_a_schema_that_says_something_else(monkeypatch):
+    path = "/v1/completions"
+    fields = judge(path).schema["properties"]
+    good = Case(path, b'{"prompt": "a", "temperature": 1.5}')
+    assert disagreement(good) is None
+    monkeypatch.setitem(fields, "temperature", {"maximum": 1})
+    assert disagreement(good) == "the schema refuses what is allowed"
+    monkeypatch.setitem(fields, "temperature", {})
+    bad = Case(path, b'{"prompt": "a", "temperature": 1000}')
+    assert "temperature must be" in (disagreement(bad) or "")
+
+
+def test_every_rule_is_about_a_field():
+    components = schemas()["components"]["schemas"]
+    bodies = [components[kind.__name__] for kind in set(ENDPOINTS.values())]
+    fields = {name for body in bodies for name in body["properties"]}
+    assert RULES.keys() <= fields

@@ -1,0 +1,226 @@
+"""The tables of fields in docs/http.md: our column is what the server does with each of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from forge_jax.engine import Engine
+from forge_jax.text import ChatTemplate
+from tests.serve.conftest import Server, running
+
+PAGE = Path(__file__).parent.parent.parent / "docs/http.md"
+TEMPLATE = """\
+{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}<tool_call>{% endif %}"""
+COMPLETION = {"prompt": "the dog", "max_tokens": 5, "seed": 1, "ignore_eos": True}
+CHAT = {**COMPLETION, "messages": [{"role": "user", "content": "the dog"}]}
+del CHAT["prompt"]
+TOOLS = [{"type": "function", "function": {"name": "bark"}}]
+SCHEMA = {"type": "object"}
+FLAT_TOOLS = [{"type": "function", "name": "bark"}]
+ASSISTANT = [*CHAT["messages"], {"role": "assistant", "content": "the"}]
+# What is sent, and where: a value, or a whole body to add.
+IN_CHATS: dict[str, Any] = {
+    "max_completion_tokens": 3,
+    "top_logprobs": {"logprobs": True, "top_logprobs": 2},
+    "tools": TOOLS,
+    "tool_choice": {"tools": TOOLS, "tool_choice": "auto"},
+    "parallel_tool_calls": False,
+    "functions": [{"name": "bark"}],
+    "function_call": "auto",
+    "reasoning_effort": "low",
+    "include_reasoning": False,
+    "add_generation_prompt": False,
+    "continue_final_message": {"messages": ASSISTANT, "continue_final_message": True},
+    "chat_template": "{{ messages }}",
+    "chat_template_kwargs": {"chat_template_kwargs": {"a": 1}},
+    "documents": [{"text": "a"}],
+    "mm_processor_kwargs": {"mm_processor_kwargs": {"a": 1}},
+    "thinking_token_budget": 5,
+}
+IN_COMPLETIONS: dict[str, Any] = {
+    "max_tokens": 3,
+    "best_of": 2,
+    "logit_bias": {"logit_bias": {"5": 1.5}},
+    "stop": ["e"],
+    "stop_token_ids": [5],
+    "stop_regex": "e+",
+    "truncate_prompt_tokens": 4,
+    "truncation_side": "right",
+    "no_stop_trim": True,
+    "prompt_logprobs": 1,
+    "logprob_token_ids": [5],
+    "allowed_token_ids": [5, 6],
+    "bad_words": ["dog"],
+    "suffix": "the end",
+    "prompt_embeds": "AAAA",
+    "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
+    "response_format": {"response_format": {"type": "json_object"}},
+    "structured_outputs": {"structured_outputs": {"regex": "a+"}},
+    "guided_json": {"guided_json": SCHEMA},
+    "guided_regex": "a+",
+    "guided_choice": ["a", "b"],
+    "guided_grammar": 'start: "a"',
+    "json_schema": {"json_schema": SCHEMA},
+    "regex": "a+",
+    "ebnf": 'start: "a"',
+    "grammar": 'root ::= "a"',
+    "timeout": 20,
+    "cache_salt": "a",
+    "request_id": "a",
+    "rid": "a",
+    "user": "a",
+    "lora_path": "a",
+    "lora": [{"id": 0, "scale": 1.0}],
+    "samplers": ["top_k"],
+    "custom_params": {"custom_params": {"a": 1}},
+    "custom_logit_processor": "a",
+    "vllm_xargs": {"vllm_xargs": {"a": 1}},
+    "kv_transfer_params": {"kv_transfer_params": {"a": 1}},
+    "repetition_detection": {"repetition_detection": {"min_count": 2}},
+    "length_penalty": 2,
+    "typical_p": 0.5,
+    "watermarking": {"watermarking": {"a": 1}},
+    **dict.fromkeys(
+        ["use_beam_search", "echo", "stream", "ignore_eos", "include_stop_str_in_output",
+         "skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens",
+         "return_token_ids", "return_tokens_as_token_ids", "return_hidden_states"],
+        True,
+    ),
+    **dict.fromkeys(
+        ["n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "logprobs",
+         "presence_penalty", "frequency_penalty", "repetition_penalty", "priority",
+         "stream_interval", "mirostat", "xtc_probability", "dry_multiplier", "dynatemp_range"],
+        1,
+    ),
+}  # fmt: skip
+RESPONSE = {"input": "the dog", "max_output_tokens": 5, "seed": 1}
+IN_RESPONSES: dict[str, Any] = {
+    "input": [{"role": "user", "content": "a"}],
+    "instructions": "bark",
+    "previous_response_id": None,  # of one that is there
+    "store": False,
+    "background": {"background": True, "store": True},
+    "max_output_tokens": 3,
+    "max_tool_calls": 2,
+    "tools": FLAT_TOOLS,
+    "tool_choice": {"tools": FLAT_TOOLS, "tool_choice": "auto"},
+    "parallel_tool_calls": False,
+    "text": {"text": {"format": {"type": "json_object"}}},
+    "reasoning": {"reasoning": {"effort": "low"}},
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": 2,
+    "truncation": "auto",
+    "metadata": {"metadata": {"a": "b"}},
+    "prompt_cache_key": "a",
+    "safety_identifier": "a",
+    "prompt": {"prompt": {"id": "a"}},
+    "conversation": "a",
+    "context_management": [{"type": "compaction"}],
+    "moderation": {"moderation": {"model": "a"}},
+    "prompt_logprobs": 1,
+}
+EMBEDDING = {"input": "the dog"}
+IN_EMBEDDINGS: dict[str, Any] = {
+    "input": ["a", "b"],
+    "encoding_format": "base64",
+    "dimensions": 3,
+    "messages": CHAT["messages"],
+    "pooling": "mean",
+    "use_activation": False,
+    "normalize": False,
+    "embed_dtype": "float32",
+    "endianness": "little",
+    "truncate_prompt_tokens": 4,
+    "truncation_side": "right",
+    "add_special_tokens": False,
+    "priority": 1,
+    "cache_salt": "a",
+    "request_id": "a",
+    "user": "a",
+}
+# What each table is about: the endpoint, a plain body, and what is sent beside it.
+Endpoint = tuple[str, dict[str, Any], dict[str, Any]]
+COMPLETIONS: Endpoint = ("/v1/completions", COMPLETION, IN_COMPLETIONS)
+CHATS: Endpoint = ("/v1/chat/completions", CHAT, IN_CHATS)
+TABLES: list[list[Endpoint]] = [
+    [COMPLETIONS, CHATS],
+    [("/v1/responses", RESPONSE, IN_RESPONSES)],
+    [("/v1/embeddings", EMBEDDING, IN_EMBEDDINGS)],
+]
+WRONG = [{"no field": "is of this form"}]
+TYPED = ("user", "max_tool_calls")  # ignored, but of their type
+
+
+def tables() -> list[dict[str, str]]:
+    """Our column, by field, of each table."""
+    section = PAGE.read_text().split("## The same fields elsewhere")[1].split("\n## ")[0]
+    found = []
+    for table in section.split("| field | forge-jax |")[1:]:
+        rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.MULTILINE)
+        assert len(rows) == len(dict(rows)) > 10
+        found.append(dict(rows))
+    return found
+
+
+def rows() -> list[Any]:
+    """Every row: what it says, the field, and where that is sent."""
+    return [
+        pytest.param(said, name, endpoint, id=f"{endpoint[0]}:{name}")
+        for said_of, endpoints in zip(tables(), TABLES, strict=True)
+        for name, said in said_of.items()
+        for endpoint in endpoints
+        if name in endpoint[2]
+    ]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[Server]:
+    engine = Engine.fake(max_model_len=1024)
+    engine.chat_template = ChatTemplate(TEMPLATE)
+    async with running(engine) as server:
+        yield server
+
+
+def test_every_field_of_a_table_is_tried_and_every_tried_field_is_in_it():
+    for said_of, endpoints in zip(tables(), TABLES, strict=True):
+        tried = [name for _, _, samples in endpoints for name in samples]
+        assert sorted(said_of) == sorted(tried)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("said", "name", "endpoint"), rows())
+async def test_a_field_is_what_the_table_says(served, said, name, endpoint):
+    path, plain, samples = endpoint
+    value = samples[name]
+    if name == "previous_response_id":
+        value = (await served.post(path, plain))[1]["id"]
+    sent = {**plain, **(value if isinstance(value, dict) else {name: value})}
+    async with served.http.post(served.url + path, json=sent) as response:
+        status, answer = response.status, await response.text()
+    wrong_status, refused = await served.post(path, {**plain, name: WRONG})
+    if said.startswith("refused"):
+        assert status == 400, answer
+        assert wrong_status == 400 and refused["error"]["param"] == name
+    elif said.startswith("supported"):
+        assert status == 200, answer
+        assert wrong_status == 400, "no value of it is wrong: it is not read"
+        assert (refused["error"]["param"] or name).startswith(name)
+    else:
+        assert said == "ignored" and status == 200
+        assert outcome(await served.post(path, sent)) == outcome(await served.post(path, plain))
+        assert wrong_status == (400 if name in TYPED else 200)
+
+
+def outcome(reply: tuple[int, Any]) -> Any:
+    """What the model has made of a request."""
+    status, answer = reply
+    assert status == 200
+    if "output" in answer:
+        return [item["content"] for item in answer["output"]]
+    return answer["choices"] if "choices" in answer else answer["data"]
