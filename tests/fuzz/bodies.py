@@ -62,11 +62,6 @@ ENDPOINTS: dict[str, type[GenerationRequest]] = {
     "/v1/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/v1/detokenize": DetokenizeRequest,
-    "/v1/embeddings": EmbeddingRequest,
-    "/score": ScoreRequest,
-    "/v1/score": ScoreRequest,
-    "/rerank": RerankRequest,
-    "/v1/rerank": RerankRequest,
 }
 VALID: dict[type, dict[str, Any]] = {
     CompletionRequest: {"prompt": f"the dog {SENTINEL}"},
@@ -88,9 +83,6 @@ VALID: dict[type, dict[str, Any]] = {
         "input": [{"role": "user", "content": f"the dog {SENTINEL}"}],
         "tools": [{"type": "function", "name": "bark"}],
     },
-    EmbeddingRequest: {"input": f"the dog {SENTINEL}"},
-    ScoreRequest: {"text_1": f"the dog {SENTINEL}", "text_2": ["a", "b"]},
-    RerankRequest: {"query": f"the dog {SENTINEL}", "documents": ["a", "b"]},
     Item: {"role": "user", "content": f"the dog {SENTINEL}"},
     Part: {"type": "input_text", "text": f"the dog {SENTINEL}"},
     Format: {},
