@@ -21,8 +21,10 @@ from forge_kernels.attention.cpu_ffi import unsupported
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 BY_FAMILY = {
     "MistralForCausalLM": "mistral_window",
+    "MixtralForCausalLM": "mixtral",
     "Qwen2ForCausalLM": "qwen2_window",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3_long",
@@ -152,4 +154,5 @@ def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name):
         scores = [run.step([ids[i][at] for i in range(3)]) for at in (slice(40), slice(40, None))]
         found = np.concatenate([np.stack(part) for part in scores], axis=1)
         errors.append(np.linalg.norm(found - want) / np.linalg.norm(want))
-    assert errors[1] < 1.5 * errors[0] and errors[0] < 0.04
+    # Rounded, a router may choose another expert, and these are random: nothing makes up for it.
+    assert errors[1] < 1.5 * errors[0] and errors[0] < (0.08 if spec.experts else 0.04)
