@@ -48,6 +48,7 @@ def checks() -> dict[str, Callable[[], None]]:
     import cpu_contract as contract
     import test_attention as attention
     import test_cpu_kernels as kernels
+    import test_experts as experts
     import test_sampling as sampling
 
     from forge_kernels.linear import FORMATS
@@ -63,6 +64,11 @@ def checks() -> dict[str, Callable[[], None]]:
         case = contract.invariance_case(form, "norm")
         found[f"not finite, {form}"] = lambda case=case: contract.check_not_finite(case)
         found[f"pack {form}"] = lambda form=form: kernels.check_packing((95, 100), form, False)
+        for name, shape in experts.PACKED_SHAPES.items():
+            found[f"experts {form}, {name}"] = lambda form=form, shape=shape: experts.check_packed(
+                form, shape
+            )
+        found[f"experts {form}, company"] = lambda form=form: experts.check_packed_company(form)
         found[f"embed {form}"] = lambda form=form: kernels.check_embed((33, 7), form)
     ragged = {name: attention.BATCHES[name] for name in RAGGED}
     for name, batch in {**ragged, **attention.CPU_BATCHES}.items():
