@@ -649,7 +649,12 @@ def activation_bytes(spec: ModelSpec, max_tokens: int, num_rows: int) -> int:
         (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim,
         spec.hidden_size,
     )
-    return 4 * 4 * (max_tokens * (width + 2 * spec.hidden_size) + num_rows * spec.vocab_size)
+    bound = 4 * 4 * (max_tokens * (width + 2 * spec.hidden_size) + num_rows * spec.vocab_size)
+    if spec.experts is None:
+        return bound
+    # On a GPU each expert computes each token: gates and ups, their products, and what comes out.
+    of_expert = 3 * spec.experts.intermediate_size + spec.hidden_size
+    return bound + 4 * max_tokens * spec.experts.count * of_expert
 
 
 def _eos_token_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> frozenset[int]:

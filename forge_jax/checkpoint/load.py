@@ -17,7 +17,7 @@ from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
 from forge_jax.models.decoder import Leaves, Model
 from forge_jax.models.registry import find_architecture
-from forge_kernels.linear import pack
+from forge_kernels.linear import pack, pack_experts
 from forge_kernels.linear.packed import aligned_empty
 
 
@@ -36,10 +36,14 @@ def check_weights(model: Model, folder: Path) -> CheckedWeights:
       CheckpointError: a file is missing or broken, or a tensor is missing or has the wrong shape or
         type; all that is wrong is listed.
     """
-    parts = find_architecture(model.spec.architecture).weights(model.spec)
+    architecture = find_architecture(model.spec.architecture)
+    parts = architecture.weights(model.spec)
     scales = {_scale_name(name) for name, packing in model.packings.items() if packing.scale}
     assert set(parts) | scales == set(model.names), f"no map: {set(parts) ^ set(model.names)}"
     stored = open_checkpoint(folder)
+    if architecture.other_weights is not None:
+        other = architecture.other_weights(model.spec)
+        parts = min(parts, other, key=lambda parts: _num_missing(parts, stored))
     faults = [fault for group in parts.values() for part in group for fault in _check(part, stored)]
     if faults:
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
@@ -96,11 +100,31 @@ def _host_leaves(
         leaf = model.leaves[model.names.index(name)]
         yield name, _read_matrix(parts, stored, leaf.shape, leaf.dtype)
         return
-    plain = _read_matrix(parts, stored, (packing.outputs, packing.inputs), model.dtype)
-    weight, scale = pack(plain, packing)
+    shape = packing.outputs, packing.inputs
+    if packing.experts is None:
+        weight, scale = pack(_read_matrix(parts, stored, shape, model.dtype), packing)
+    else:
+        # One expert at a time is in both forms.
+        plain = (
+            _read_matrix(each, stored, shape, model.dtype, expert)
+            for expert, each in enumerate(_by_expert(parts, packing.experts))
+        )
+        weight, scale = pack_experts(plain, packing)
     yield name, weight
     if scale is not None:
         yield _scale_name(name), scale
+
+
+def _by_expert(parts: tuple[Tensor, ...], experts: int) -> list[tuple[Tensor, ...]]:
+    """The tensors that have something of each expert."""
+    if len(parts) == 1:
+        return [parts] * experts
+    size = len(parts) // experts
+    return [parts[size * i : size * (i + 1)] for i in range(experts)]
+
+
+def _num_missing(parts: WeightMap, stored: dict[str, StoredTensor]) -> int:
+    return sum(part.name not in stored for group in parts.values() for part in group)
 
 
 def _scale_name(weight: str) -> str:
@@ -124,13 +148,19 @@ def _read_matrix(
     stored: dict[str, StoredTensor],
     shape: tuple[int, ...],
     dtype: np.dtype,
+    expert: int | None = None,
 ) -> np.ndarray:
+    """The tensors one below the other; of those with an axis of experts all, or this one alone."""
     host = aligned_empty(shape, dtype)
+    rows = host.reshape(-1, shape[-1]) if host.ndim == 3 else host
     row = 0
     for part in parts:
         view = stored[part.name].read()
         view = view.T if part.transpose else view
-        np.copyto(host[row : row + view.shape[0]], view, casting="unsafe")
-        row += view.shape[0]
-    assert row == shape[0], (row, shape)
+        if view.ndim == 3 and expert is not None:
+            view = view[expert]
+        size = view.shape[0] * view.shape[1] if view.ndim == 3 else view.shape[0]
+        np.copyto(rows[row : row + size].reshape(view.shape), view, casting="unsafe")
+        row += size
+    assert row == len(rows), (row, shape)
     return host

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from forge_jax.models.spec import ModelSpec
+    from forge_jax.models.spec import ExpertSpec, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Tensor:
     transpose: bool = False  # stored [K_in, N_out]; leaves are [N_out, K_in]
 
 
-WeightMap = dict[str, tuple[Tensor, ...]]  # leaf <- tensors, one below the other (axis 0)
+# leaf <- tensors, one below the other (axis 0; of experts' leaves [E, N, K], the rows of all)
+WeightMap = dict[str, tuple[Tensor, ...]]
 
 
 # The norms of a layer by where they stand: our names, and the checkpoint's.
@@ -40,7 +41,23 @@ _NORMS = {
 }
 
 
-def decoder_weights(spec: ModelSpec, *, fused: bool = False) -> WeightMap:
+@dataclass(frozen=True)
+class ExpertNames:
+    """What the experts of a layer are called.
+
+    `fused`: those of a layer are one tensor, gates above ups, as transformers 5 computes with them.
+    """
+
+    part: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    fused: bool = False
+
+
+def decoder_weights(
+    spec: ModelSpec, *, fused: bool = False, experts: ExpertNames | None = None
+) -> WeightMap:
     """The tensors of a checkpoint with Hugging Face's usual names.
 
     `fused`: queries, keys and values are one matrix there already, and so are gate and up.
@@ -82,8 +99,12 @@ def decoder_weights(spec: ModelSpec, *, fused: bool = False) -> WeightMap:
 
         weights |= linear("attention.qkv", qkv, d, spec.attention_bias)
         weights |= linear("attention.out", {"o_proj": d}, q_rows, spec.output_bias)
-        weights |= linear("mlp.gate_up", gate_up, d, spec.mlp_bias)
-        weights |= linear("mlp.down", {"down_proj": d}, inner, spec.mlp_bias)
+        mixture = spec.experts_of(index)
+        if mixture is None:
+            weights |= linear("mlp.gate_up", gate_up, d, spec.mlp_bias)
+            weights |= linear("mlp.down", {"down_proj": d}, inner, spec.mlp_bias)
+        else:
+            weights |= _expert_weights(f"{leaf}.mlp", tensor, d, mixture, experts or ExpertNames())
         for ours, theirs in _NORMS[spec.norm_placement].items():
             weights[f"{leaf}.{ours}.weight"] = (Tensor(f"{tensor}.{theirs}.weight", (d,)),)
         if spec.qk_norm is not None:
@@ -92,4 +113,26 @@ def decoder_weights(spec: ModelSpec, *, fused: bool = False) -> WeightMap:
                 size = spec.head_dim if by_head else rows
                 name = f"{tensor}.self_attn.{theirs}.weight"
                 weights[f"{leaf}.attention.{ours}_norm.weight"] = (Tensor(name, (size,)),)
+    return weights
+
+
+def _expert_weights(
+    leaf: str, layer: str, d: int, mixture: ExpertSpec, names: ExpertNames
+) -> WeightMap:
+    count, inner, part = mixture.count, mixture.intermediate_size, f"{layer}.{names.part}"
+    weights: WeightMap = {f"{leaf}.router.weight": (Tensor(f"{part}.gate.weight", (count, d)),)}
+    if names.fused:
+        gate_up, down = f"{part}.experts.gate_up_proj", f"{part}.experts.down_proj"
+        weights[f"{leaf}.gate_up.weight"] = (Tensor(gate_up, (count, 2 * inner, d)),)
+        weights[f"{leaf}.down.weight"] = (Tensor(down, (count, d, inner)),)
+        return weights
+    experts = [f"{part}.experts.{expert}" for expert in range(count)]
+    weights[f"{leaf}.gate_up.weight"] = tuple(
+        Tensor(f"{expert}.{name}.weight", (inner, d))
+        for expert in experts
+        for name in (names.gate, names.up)
+    )
+    weights[f"{leaf}.down.weight"] = tuple(
+        Tensor(f"{expert}.{names.down}.weight", (d, inner)) for expert in experts
+    )
     return weights

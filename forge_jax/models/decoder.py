@@ -22,9 +22,10 @@ import numpy as np
 from flax import nnx
 
 from forge_jax.cache.kv import KV, LayerKV, bits_of
-from forge_jax.models.spec import ModelSpec, RopeSpec
+from forge_jax.models.spec import ExpertSpec, ModelSpec, RopeSpec
 from forge_kernels.attention import Implementation, ragged_paged_attention, rotate_and_write
 from forge_kernels.embed import embed
+from forge_kernels.experts import choose_experts, mix_experts
 from forge_kernels.linear import Format, PackedWeight, Packing, Weight, linear
 from forge_kernels.norm import rms_norm
 from forge_kernels.rope import (
@@ -80,7 +81,10 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A matrix in one of its forms; `forge_kernels.linear` says what a call can do besides."""
+    """A matrix in one of its forms; `forge_kernels.linear` says what a call can do besides.
+
+    With `experts` it is a matrix for each of them, which is not called by itself.
+    """
 
     def __init__(
         self,
@@ -91,13 +95,15 @@ class Linear(nnx.Module):
         *,
         paired: bool = False,
         bias: bool = False,
+        experts: int | None = None,
     ):
         if bias:
             self.bias = nnx.Param(jnp.zeros(outputs, dtype))
         self.has_bias = bias
-        self.packing = None if form is None else Packing(form, outputs, inputs, paired)
+        self.packing = None if form is None else Packing(form, outputs, inputs, paired, experts)
         if self.packing is None:
-            self.weight = nnx.Param(jnp.zeros((outputs, inputs), dtype))
+            shape = (outputs, inputs) if experts is None else (experts, outputs, inputs)
+            self.weight = nnx.Param(jnp.zeros(shape, dtype))
             return
         weight, scale = self.packing.weight, self.packing.scale
         self.weight = nnx.Param(jnp.zeros(weight.shape, weight.dtype))
@@ -131,7 +137,7 @@ class Linear(nnx.Module):
 
 
 class Block(nnx.Module):
-    """What attention and MLP have in common: the norms around them, and the sum with the stream."""
+    """What attention, MLP and experts share: norms around them, and the sum with the stream."""
 
     def __init__(self, spec: ModelSpec, dtype: Any):
         before = spec.norm_placement in ("before", "both")
@@ -145,7 +151,10 @@ class Block(nnx.Module):
         rows = ragged.num_tokens
         if self.post_norm is None and self.scale == 1.0:
             return last(inner, residual=x, num_rows=rows)
-        y = last(inner, num_rows=rows)
+        return self.add_result(x, last(inner, num_rows=rows))
+
+    def add_result(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """x: dtype[T, d], with `y` of the same shape added."""
         if self.post_norm is not None:
             y = self.post_norm(y)
         return x + (y if self.scale == 1.0 else y * self.scale)
@@ -251,6 +260,36 @@ class MLP(Block):
             return self.add(x, self.down, inner, ragged)
 
 
+class Experts(Block):
+    """A mixture of experts in place of the MLP: a router chooses some for each token."""
+
+    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None, experts: ExpertSpec):
+        super().__init__(spec, dtype)
+        d, inner, count = spec.hidden_size, experts.intermediate_size, experts.count
+        self.per_token, self.normalised = experts.per_token, experts.normalised
+        self.router = Linear(d, count, dtype)
+        self.gate_up = Linear(d, 2 * inner, dtype, form, paired=True, experts=count)
+        self.down = Linear(inner, d, dtype, form, experts=count)
+
+    def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
+        """dtype[T, d] -> x with what the experts give added."""
+        normed = x if self.norm is None else self.norm(x)
+        with jax.named_scope("router"):
+            logits = self.router(normed, out_dtype=jnp.float32)
+            chosen, weights = choose_experts(logits, self.per_token, normalised=self.normalised)
+        with jax.named_scope("experts"):
+            y = mix_experts(
+                normed,
+                self.gate_up.matrix,
+                self.down.matrix,
+                chosen,
+                weights,
+                num_rows=ragged.num_tokens,
+                implementation="reference" if ragged.implementation == "reference" else "auto",
+            )
+            return self.add_result(x, y)
+
+
 _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
@@ -260,7 +299,10 @@ _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 class DecoderLayer(nnx.Module):
     def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None, layer: int):
         self.attention = Attention(spec, dtype, form, layer)
-        self.mlp = MLP(spec, dtype, form)
+        experts = spec.experts_of(layer)
+        self.mlp = (
+            MLP(spec, dtype, form) if experts is None else Experts(spec, dtype, form, experts)
+        )
 
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
         kv, x = self.attention(x, kv, ragged)

@@ -26,6 +26,7 @@ MAX_WIDTH = 2**20  # of hidden, intermediate and head sizes
 MAX_VOCAB = 2**22
 MAX_POSITIONS = 2**27
 MAX_TOKEN_LIST = 1024
+MAX_EXPERTS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,24 @@ class RopeSpec:
     original_max_position_embeddings: int = 8192
     factors: tuple[float, ...] = ()  # of longrope: of each pair
     attention_factor: float = 1.0  # on cos and sin
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSpec:
+    """A mixture of experts in place of the MLP (Shazeer et al. 2017, arXiv:1701.06538).
+
+    Attributes:
+      count: experts of a layer. per_token: how many of them compute a token.
+      intermediate_size: of one expert.
+      normalised: whether the weights of a token's experts are made to sum to one.
+      dense_layers: layers that have an ordinary MLP.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalised: bool = True
+    dense_layers: frozenset[int] = frozenset()
 
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -65,6 +84,7 @@ class ModelSpec:
       attention_soft_cap, logit_soft_cap: x becomes cap * tanh(x / cap).
       embedding_scale, residual_scale, logit_scale: factors on embeddings, on what a layer adds,
         and on logits.
+      experts: in place of the MLP of some or all layers.
     """
 
     architecture: str
@@ -99,6 +119,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    experts: ExpertSpec | None = None
 
     @property
     def sm_scale(self) -> float:
@@ -108,6 +129,11 @@ class ModelSpec:
     def window(self, layer: int) -> int | None:
         """How many keys a query of this layer sees; None: all."""
         return self.windows[layer] if self.windows else None
+
+    def experts_of(self, layer: int) -> ExpertSpec | None:
+        """The experts of this layer; None: it has an ordinary MLP."""
+        none = self.experts is None or layer in self.experts.dense_layers
+        return None if none else self.experts
 
 
 class Config:
@@ -159,6 +185,11 @@ class Config:
         if type(value) is not str:
             raise self.error(name, "a string")
         return value
+
+    def with_defaults(self, **values: Any) -> Config:
+        """The same, with `values` for fields that the file does not have."""
+        own = {name: value for name, value in self.values.items() if value is not None}
+        return Config({**self.values, **values, **own}, self.where)
 
     def section(self, name: str) -> Config | None:
         value = self.values.get(name)
@@ -275,6 +306,38 @@ def read_windows(
     if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
         raise config.error("layer_types", f"a list of {layers}, each {' or '.join(known)}")
     return tuple(window if kind == known[0] else None for kind in types)
+
+
+def read_experts(config: Config, *, count: int, per_token: int, **parts: Any) -> ExpertSpec | None:
+    """The experts of a model; None: it has none.
+
+    Args:
+      count, per_token: Hugging Face's defaults, where the file does not say.
+      parts: what is the family's own.
+
+    Raises:
+      UnsupportedModelError: experts that every token takes, or another activation.
+    """
+    for name in ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"):
+        if config.values.get(name):
+            raise UnsupportedModelError(
+                f"{config.where}: {name} is not supported: experts that every token takes"
+            )
+    # transformers 5 writes one name for all families, older files have the family's own.
+    name = "num_local_experts" if config.has("num_local_experts") else "num_experts"
+    count = config.integer(name, count, low=0, high=MAX_EXPERTS)
+    if count == 0:
+        return None
+    activation = config.string("hidden_act", "silu")
+    if ACTIVATIONS.get(activation) != "silu":
+        raise UnsupportedModelError(
+            f"{config.where}: hidden_act {shown(activation)} is not supported with experts; "
+            "supported: silu, swish"
+        )
+    per_token = config.integer("num_experts_per_tok", per_token, high=MAX_EXPERTS)
+    if per_token > count:
+        raise config.error("num_experts_per_tok", f"at most {name} ({count})")
+    return ExpertSpec(count=count, per_token=per_token, **parts)
 
 
 def refuse_quantization(config: Config) -> None:

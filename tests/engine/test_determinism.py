@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,8 @@ from forge_jax import LLM
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.cache.kv import element_dtype, kv_shape
 from forge_jax.core import EngineCore
+from forge_jax.models import decoder as decoder_file
+from forge_jax.models.spec import ExpertSpec
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import FED_BACK, Admission, ScheduledSequence, StepPlan
 from forge_jax.schedule.request import Request, Sequence, Status
@@ -35,6 +38,7 @@ from forge_jax.testing import not_a_number, random_leaves, tiny_model
 from forge_kernels.attention import api as attention_api
 from forge_kernels.attention import xla as xla_attention_file
 
+GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 VOCAB, BLOCK, NUM_BLOCKS, MAX_LEN, SLOTS, T = 96, 8, 320, 256, 16, 64
 OUTPUT = 10  # tokens of each sample
 TARGET = "target"  # the request that is compared
@@ -85,7 +89,7 @@ class RecordingRunner(Runner):
         )
 
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 352, "head_dim": 32},
     "forge-tiny": {
         "vocab_size": 3072,
@@ -93,6 +97,12 @@ SIZES: dict[str, dict[str, int]] = {
         "intermediate_size": 704,
         "head_dim": 64,
         "num_hidden_layers": 6,
+    },
+    "experts": {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "head_dim": 32,
+        "experts": ExpertSpec(count=6, per_token=2, intermediate_size=96),
     },
 }
 
@@ -374,6 +384,17 @@ def test_so_it_has_with_a_cache_in_8_bits(dtype, kv_dtype):
     check_the_tier(make_runner(dtype, kv_dtype=kv_dtype), some(25))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_so_it_has_where_others_choose_the_same_experts(dtype):
+    check_the_tier(make_runner(dtype, size="experts"), some(25))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_and_with_experts_in_the_whole_matrix(dtype):
+    check_the_tier(make_runner(dtype, size="experts"), MATRIX)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
@@ -448,6 +469,23 @@ def test_scales_that_depend_on_the_company_show(monkeypatch):
     assert comparison.differing
 
 
+def test_experts_that_drop_tokens_show(monkeypatch):
+    """No expert takes more than 4 tokens of a step."""
+    mix = decoder_file.mix_experts
+
+    def mix_some(x, gate_up, down, experts, weights, **options):
+        one_hot = jax.nn.one_hot(experts, len(gate_up), dtype=jax.numpy.int32).sum(axis=1)
+        before = jax.numpy.cumsum(one_hot, axis=0) - one_hot
+        fits = jax.numpy.take_along_axis(before, experts, axis=1) < 4
+        weights = jax.numpy.where(fits, weights, 0.0)
+        return mix(x, gate_up, down, experts, weights, **options)
+
+    monkeypatch.setattr(decoder_file, "mix_experts", mix_some)
+    comparison = Comparison(make_runner.__wrapped__("float32", size="experts"))
+    comparison.check(some(8))
+    assert comparison.differing
+
+
 # ---- beyond the scheduler of today --------------------------------------------------------------
 
 
@@ -491,3 +529,15 @@ def test_the_bundled_model_keeps_its_promise_and_says_who_it_is(kernels):
     assert crowd.num_cached_tokens == 0 and len(alone.outputs[0].token_ids) == 24
     assert crowd.outputs == alone.outputs  # tokens, text, and the float32 bits of the logprobs
     assert re.fullmatch("fp_[0-9a-f]{12}", llm.system_fingerprint)
+
+
+def test_experts_of_the_cpu_kernels_keep_it_too():
+    options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128, "dtype": "bfloat16"}
+    llm = LLM(str(GOLDENS / "qwen3_moe_step"), deterministic=True, **options)
+    params = SamplingParams(max_tokens=16, temperature=0.8, seed=1, logprobs=20, ignore_eos=True)
+    rng = random.Random(2)
+    mine, *others = [[rng.randrange(3, 331) for _ in range(n)] for n in (21, 3, 40, 9, 60, 1, 33)]
+    [alone] = llm.generate([mine], params, progress=False)
+    crowd = llm.generate([*others, mine, *others], params, progress=False)[len(others)]
+    assert len(alone.outputs[0].token_ids) == 16
+    assert crowd.outputs == alone.outputs

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def checks() -> dict[str, Callable[[], None]]:
     import cpu_contract as contract
     import test_attention as attention
     import test_cpu_kernels as kernels
+    import test_experts as experts
     import test_sampling as sampling
 
     from forge_kernels.linear import FORMATS
@@ -63,6 +65,10 @@ def checks() -> dict[str, Callable[[], None]]:
         case = contract.invariance_case(form, "norm")
         found[f"not finite, {form}"] = lambda case=case: contract.check_not_finite(case)
         found[f"pack {form}"] = lambda form=form: kernels.check_packing((95, 100), form, False)
+        for name in ("whole panels", "tails"):
+            shape = experts.PACKED_SHAPES[name]
+            found[f"experts {form}, {name}"] = partial(experts.check_packed, form, shape)
+        found[f"experts {form}, company"] = lambda form=form: experts.check_packed_company(form)
         found[f"embed {form}"] = lambda form=form: kernels.check_embed((33, 7), form)
     ragged = {name: attention.BATCHES[name] for name in RAGGED}
     for name, batch in {**ragged, **attention.CPU_BATCHES}.items():

@@ -220,6 +220,7 @@ FAULTS = {  # file: (what it says, what it should not say), each in its own part
         ("visible[i] = kv_len - q_len + row + 1;", "visible[i] = kv_len - q_len + row;"),
         ("sub(mul(a, c), mul(b, s))", "add(mul(a, c), mul(b, s))"),
     ),
+    "experts.h": (("weights[at] = op.weights[p];", "weights[at] = op.weights[at];"),),
     "pack.h": (("extreme / -8.0f", "extreme / -7.0f"),),
     "sampling.h": (("shift_right<15>(x)", "shift_right<14>(x)"),),
 }
@@ -239,6 +240,7 @@ def test_the_checks_catch_planted_faults(cpu_kernels, tmp_path):
         "linear int8, whole panels",
         "linear bf16, a tail of 15 columns",
         "pack int4",
+        "experts bf16, whole panels",
         "attention, mixed",
         "rotate and write",
         "sampling",

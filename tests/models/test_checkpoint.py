@@ -19,6 +19,7 @@ from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.checkpoint.weight_map import Tensor
 from forge_jax.errors import CheckpointError
 from forge_jax.models import build_model, read_spec
+from forge_jax.models.decoder import WeightForms
 from forge_jax.models.families import ARCHITECTURES
 from forge_kernels import cpu
 
@@ -31,10 +32,14 @@ def folder(tmp_path):
     return tmp_path
 
 
+def arrays_of(folder):
+    stored = read_header(folder / "model.safetensors")
+    return {name: np.array(tensor.read()) for name, tensor in stored.items()}
+
+
 @pytest.fixture
 def tensors():
-    stored = read_header(GOLDENS / "llama2" / "model.safetensors")
-    return {name: np.array(tensor.read()) for name, tensor in stored.items()}
+    return arrays_of(GOLDENS / "llama2")
 
 
 def read(folder, dtype="auto"):
@@ -104,6 +109,59 @@ def test_everything_that_is_wrong_is_named_before_any_data_is_read(folder, tenso
     assert "model.layers.2.self_attn.k_proj.weight is missing" in str(caught.value)
     assert "model.norm.weight has shape (63,), not (64,)" in str(caught.value)
     assert "lm_head.weight is int8, which is not supported" in str(caught.value)
+
+
+@pytest.mark.parametrize("form", [None, "bf16", "int4"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_are_the_same_from_one_tensor_and_from_many(name, form, tmp_path):
+    if form is not None and not cpu.available():
+        pytest.skip("no CPU kernels on this machine")
+    source = GOLDENS / name
+    spec = read_spec(source)
+    model = build_model(spec, "bfloat16", WeightForms(layers=form))
+    stored = arrays_of(source)
+    architecture = ARCHITECTURES[spec.architecture]
+    many, fused = architecture.weights(spec), architecture.other_weights(spec)
+    together = {
+        part.name: np.concatenate([stored[part.name] for part in many[leaf]]).reshape(part.shape)
+        if len(parts) == 1 < len(many[leaf])
+        else stored[many[leaf][i].name]
+        for leaf, parts in fused.items()
+        for i, part in enumerate(parts)
+    }
+    assert not any("experts.0." in key for key in together)
+    save_file(together, tmp_path / "model.safetensors")
+    leaves = load_weights(model, source, progress=False)
+    for key, mine, theirs in zip(
+        model.names, leaves, load_weights(model, tmp_path, progress=False), strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs, key)
+    at = model.names.index("layers.0.mlp.gate_up.weight")
+    assert leaves[at].shape[0] == spec.experts.count
+    if form is None:
+        first = many["layers.0.mlp.gate_up.weight"][2]  # the gate of the second expert
+        inner = spec.experts.intermediate_size
+        want = stored[first.name].astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(leaves[at][1, :inner], want)
+
+
+def test_missing_experts_are_named_in_the_form_that_is_there(tmp_path):
+    source = GOLDENS / "mixtral"
+    model = build_model(read_spec(source))
+    stored = arrays_of(source)
+    gone = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    del stored[gone]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"its config: tensor {gone} is missing$"):
+        load_weights(model, tmp_path, progress=False)
+
+
+def test_bytes_of_weights_include_all_experts():
+    for name, inner, count in (("mixtral", 48, 4), ("qwen3_moe", 16, 12)):
+        stored = read_header(GOLDENS / name / "model.safetensors")
+        model = build_model(read_spec(GOLDENS / name))
+        assert model.param_bytes == sum(4 * np.prod(t.shape) for t in stored.values())
+        assert model.param_bytes > 2 * 4 * count * 3 * inner * 64
 
 
 def test_a_map_may_transpose(folder, tensors, monkeypatch):

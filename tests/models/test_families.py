@@ -21,8 +21,10 @@ from forge_kernels.attention.cpu_ffi import unsupported
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 BY_FAMILY = {
     "MistralForCausalLM": "mistral_window",
+    "MixtralForCausalLM": "mixtral",
     "Qwen2ForCausalLM": "qwen2_window",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3_long",
@@ -96,9 +98,57 @@ def test_smollm_3_rotates_not_every_fourth_layer(spec_of):
     assert spec.no_rope == {1, 3}
 
 
+def test_which_layers_have_experts(spec_of):
+    def layers(name, without=(), **changes):
+        spec = spec_of(name, without, num_hidden_layers=6, **changes)
+        return [layer for layer in range(6) if spec.experts_of(layer) is not None]
+
+    assert layers("mixtral") == [0, 1, 2, 3, 4, 5]
+    assert layers("qwen3_moe") == [0, 2, 3, 4, 5]
+    assert layers("qwen3_moe", mlp_only_layers=None) == [0, 1, 2, 3, 4, 5]
+    assert layers("qwen3_moe", mlp_only_layers=[2, 5], decoder_sparse_step=3) == []
+    assert layers("qwen3_moe", mlp_only_layers=[2], decoder_sparse_step=3) == [5]
+    assert layers("qwen3_moe_step") == [1, 3, 5]
+    assert layers("qwen3", num_experts=4) == []
+    assert spec_of("qwen3_moe", num_local_experts=0).experts is None
+
+
+def test_experts_in_both_spellings_and_by_default(spec_of):
+    new = spec_of("qwen3_moe").experts
+    assert (new.count, new.per_token, new.intermediate_size, new.normalised) == (12, 4, 16, True)
+    assert spec_of("qwen3_moe", ("num_local_experts",), num_experts=12).experts == new
+    names = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
+    large = spec_of("qwen3_moe", (*names, "norm_topk_prob")).experts
+    assert (large.count, large.per_token, large.intermediate_size) == (128, 8, 768)
+    assert not large.normalised
+    mixtral = spec_of("mixtral", ("num_local_experts", "num_experts_per_tok", "rope_parameters"))
+    assert (mixtral.experts.count, mixtral.experts.per_token) == (8, 2)
+    assert mixtral.rope == RopeSpec(theta=1e6) and mixtral.windows == ()
+    assert spec_of("mixtral_window").windows == (24, 24)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
+        ("mixtral", {"num_local_experts": "8"}, "num_local_experts must be an integer from 0"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 5},
+            r"num_experts_per_tok must be at most num_local_experts \(4\), not 5",
+        ),
+        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok must be an integer from 1"),
+        ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act .* not supported with exp"),
+        (
+            "qwen3_moe",
+            {"shared_expert_intermediate_size": 64},
+            "shared_expert_intermediate_size is not supported: experts that every token takes",
+        ),
+        ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts is not supported"),
+        ("qwen3_moe", {"mlp_only_layers": [3]}, "mlp_only_layers must be a list of integers from"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers must be a list of integers from 0"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer from 1"),
+        ("qwen3_moe", {"moe_intermediate_size": -1}, "moe_intermediate_size must be an integer"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
         ("mistral_window", {"sliding_window": 0}, "sliding_window must be an integer from 1"),
         ("qwen2_window", {"layer_types": ["full_attention"]}, "layer_types must be a list of 3"),
         ("qwen2_window", {"layer_types": ["x", "y", "z"]}, "layer_types must be a list of 3"),
@@ -134,7 +184,7 @@ def _kernels(compilation_cache):
 
 
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("name", sorted({*BY_FAMILY.values()}))
+@pytest.mark.parametrize("name", [*sorted({*BY_FAMILY.values()}), "qwen3_moe_step"])
 def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name):
     """Also where norms, biases or activations have to be computed beside the kernels."""
     stored = read_header(GOLDENS / name / "golden.safetensors")
@@ -152,4 +202,5 @@ def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name):
         scores = [run.step([ids[i][at] for i in range(3)]) for at in (slice(40), slice(40, None))]
         found = np.concatenate([np.stack(part) for part in scores], axis=1)
         errors.append(np.linalg.norm(found - want) / np.linalg.norm(want))
-    assert errors[1] < 1.5 * errors[0] and errors[0] < 0.04
+    # Rounded, a router may choose another expert, and these are random: nothing makes up for it.
+    assert errors[1] < 1.5 * errors[0] and errors[0] < (0.08 if spec.experts else 0.04)

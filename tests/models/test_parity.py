@@ -17,6 +17,7 @@ from forge_kernels.attention import kv_shape_dtype
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 GOLDENS = (
     *("llama2", "llama31", "llama32_tied", "llama_bias", "mistral_window"),
+    *("mixtral", "mixtral_window", "qwen3_moe", "qwen3_moe_step"),
     *("qwen2", "qwen2_window", "qwen3", "gemma2", "gemma3", "phi3", "phi3_long"),
     *("olmo2", "granite", "smollm3"),
 )

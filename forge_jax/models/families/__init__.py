@@ -9,10 +9,12 @@ from forge_jax.models.families import (
     granite,
     llama,
     mistral,
+    mixtral,
     olmo2,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from forge_jax.models.families.architecture import Architecture
@@ -20,8 +22,10 @@ from forge_jax.models.families.architecture import Architecture
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": llama.ARCHITECTURE,
     "MistralForCausalLM": mistral.ARCHITECTURE,
+    "MixtralForCausalLM": mixtral.ARCHITECTURE,
     "Qwen2ForCausalLM": qwen2.ARCHITECTURE,
     "Qwen3ForCausalLM": qwen3.ARCHITECTURE,
+    "Qwen3MoeForCausalLM": qwen3_moe.ARCHITECTURE,
     "Gemma2ForCausalLM": gemma2.ARCHITECTURE,
     "Gemma3ForCausalLM": gemma3.ARCHITECTURE,
     "Phi3ForCausalLM": phi3.ARCHITECTURE,

@@ -15,3 +15,5 @@ class Architecture:
 
     read_spec: Callable[[Config, Config], ModelSpec]  # config.json, generation_config.json
     weights: Callable[[ModelSpec], WeightMap] = decoder_weights
+    # Of another form that its checkpoints come in: taken where more of these tensors are there.
+    other_weights: Callable[[ModelSpec], WeightMap] | None = None

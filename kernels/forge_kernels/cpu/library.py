@@ -12,7 +12,10 @@ import jax
 
 from forge_kernels.cpu.build import BuildError, best_isa, build, cpu_features
 
-TARGETS = ("forge_linear", "forge_embed", "forge_rotate_write", "forge_attention", "forge_sample")
+TARGETS = (
+    *("forge_linear", "forge_experts", "forge_embed"),
+    *("forge_rotate_write", "forge_attention", "forge_sample"),
+)
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -27,12 +28,16 @@ ALIGNMENT = 64  # bytes; XLA:CPU adopts a host buffer so aligned instead of copy
 
 @dataclass(frozen=True)
 class Packing:
-    """How one matrix [outputs, inputs] is packed; with `paired` its halves are gates and ups."""
+    """How one matrix [outputs, inputs] is packed; with `paired` its halves are gates and ups.
+
+    With `experts` it is so many matrices, each packed by itself, one after the other.
+    """
 
     format: Format
     outputs: int
     inputs: int
     paired: bool = False
+    experts: int | None = None
 
     @property
     def panels(self) -> int:
@@ -42,11 +47,11 @@ class Packing:
     def weight(self) -> jax.ShapeDtypeStruct:
         match self.format:
             case "bf16":
-                return _shape((self.panels, -(-self.inputs // 2), PANEL, 2), jnp.uint16)
+                return self._shape((self.panels, -(-self.inputs // 2), PANEL, 2), jnp.uint16)
             case "int8":
-                return _shape((self.panels, -(-self.inputs // 4), PANEL, 4), jnp.uint8)
+                return self._shape((self.panels, -(-self.inputs // 4), PANEL, 4), jnp.uint8)
             case "int4":
-                return _shape((self.panels, -(-self.inputs // GROUP), 8, 64), jnp.uint8)
+                return self._shape((self.panels, -(-self.inputs // GROUP), 8, 64), jnp.uint8)
 
     @property
     def scale(self) -> jax.ShapeDtypeStruct | None:
@@ -55,9 +60,13 @@ class Packing:
             case "bf16":
                 return None
             case "int8":
-                return _shape((columns,), jnp.float32)
+                return self._shape((columns,), jnp.float32)
             case "int4":
-                return _shape((-(-self.inputs // GROUP), columns), jnp.float16)
+                return self._shape((-(-self.inputs // GROUP), columns), jnp.float16)
+
+    def _shape(self, one: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        experts = () if self.experts is None else (self.experts,)
+        return jax.ShapeDtypeStruct((*experts, *one), dtype)
 
 
 @dataclass(frozen=True)
@@ -76,23 +85,46 @@ jax.tree_util.register_dataclass(
 
 def pack(w: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray | None]:
     """Packs bf16[outputs, inputs] on the host -> (weight, scale) of the packing's shapes."""
+    assert packing.experts is None
+    weight, scale = _empty(packing)
+    _pack_into(w, packing, weight, scale)
+    return weight, scale
+
+
+def pack_experts(
+    matrices: Iterable[np.ndarray], packing: Packing
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The same for the matrices of `packing.experts`, bf16[outputs, inputs] each."""
+    weight, scale = _empty(packing)
+    count = 0
+    for w in matrices:
+        _pack_into(w, packing, weight[count], None if scale is None else scale[count])
+        count += 1
+    assert count == packing.experts, (count, packing)
+    return weight, scale
+
+
+def _empty(packing: Packing) -> tuple[np.ndarray, np.ndarray | None]:
+    weight, scale = packing.weight, packing.scale
+    empty = aligned_empty(weight.shape, weight.dtype)
+    return empty, None if scale is None else aligned_empty(scale.shape, scale.dtype)
+
+
+def _pack_into(
+    w: np.ndarray, packing: Packing, weight: np.ndarray, scale: np.ndarray | None
+) -> None:
     assert w.dtype == ml_dtypes.bfloat16 and w.shape == (packing.outputs, packing.inputs)
     w = np.ascontiguousarray(w)
-    out = aligned_empty(packing.weight.shape, packing.weight.dtype)
-    scale = None
-    if packing.scale is not None:
-        scale = aligned_empty(packing.scale.shape, packing.scale.dtype)
     library().forge_pack(
         _pointer(w),
         ctypes.c_int64(packing.outputs),
         ctypes.c_int64(packing.inputs),
         ctypes.c_int64(packing.paired),
         ctypes.c_int64(FORMATS.index(packing.format)),
-        _pointer(out),
+        _pointer(weight),
         _pointer(scale),
         ctypes.c_int64(num_threads()),
     )
-    return out, scale
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -102,10 +134,6 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _pointer(array: np.ndarray | None) -> ctypes.c_void_p:

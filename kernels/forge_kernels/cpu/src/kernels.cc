@@ -1,6 +1,7 @@
 // The handlers that XLA calls: they check nothing that the Python side has checked by shape.
 
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "pack.h"
 #include "sampling.h"
@@ -44,6 +45,29 @@ ffi::Error linear(ffi::ThreadPool pool, BF16 x, BF16 norm, ffi::AnyBuffer w, ffi
     case forge::Format::kBf16: forge::run_linear<forge::Format::kBf16>(pool, op); break;
     case forge::Format::kInt8: forge::run_linear<forge::Format::kInt8>(pool, op); break;
     case forge::Format::kInt4: forge::run_linear<forge::Format::kInt4>(pool, op); break;
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error experts(ffi::ThreadPool pool, BF16 x, ffi::AnyBuffer gate_up, ffi::AnyBuffer gate_up_scale,
+                   ffi::AnyBuffer down, ffi::AnyBuffer down_scale, I32 chosen,
+                   ffi::Buffer<ffi::F32> weights, I32 num_rows, ffi::Result<BF16> y, int64_t format,
+                   int64_t inner) {
+  long d = x.dimensions()[1];
+  forge::Experts op;
+  op.x = bits(x);
+  op.gate_up = {gate_up.untyped_data(), gate_up_scale.untyped_data(), 2 * inner, d};
+  op.down = {down.untyped_data(), down_scale.untyped_data(), d, inner};
+  op.chosen = chosen.typed_data();
+  op.weights = weights.typed_data();
+  op.y = bits(y);
+  op.rows = std::min<long>(num_rows.typed_data()[0], x.dimensions()[0]);
+  op.per_token = chosen.dimensions()[1];
+  op.count = gate_up.dimensions()[0];
+  switch (static_cast<forge::Format>(format)) {
+    case forge::Format::kBf16: forge::run_experts<forge::Format::kBf16>(pool, op); break;
+    case forge::Format::kInt8: forge::run_experts<forge::Format::kInt8>(pool, op); break;
+    case forge::Format::kInt4: forge::run_experts<forge::Format::kInt4>(pool, op); break;
   }
   return ffi::Error::Success();
 }
@@ -185,6 +209,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_linear, linear,
                                   .Attr<int64_t>("epilogue")
                                   .Attr<int64_t>("columns")
                                   .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_experts, experts,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<BF16>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<I32>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<I32>()
+                                  .Ret<BF16>()
+                                  .Attr<int64_t>("format")
+                                  .Attr<int64_t>("inner"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_attention, attention,
                               ffi::Ffi::Bind()

@@ -21,7 +21,7 @@
 namespace forge {
 
 enum class Format { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
-enum class Epilogue { kStore = 0, kResidual = 1, kSwiGLU = 2 };
+enum class Epilogue { kStore = 0, kResidual = 1, kSwiGLU = 2, kAddWeighted = 3 };
 constexpr int kPanel = 32;
 constexpr int kGroup = 32;  // of int4 along K
 
@@ -38,6 +38,11 @@ struct Linear {
   long rows, K, N;           // N: columns of W
   long x_stride;
   Epilogue epilogue;
+  const int32_t* from = nullptr;   // the row of x that each row is, or null: all in order
+  const int32_t* to = nullptr;     // the row of y
+  const float* weight = nullptr;   // f32[rows]: kAddWeighted adds so many times the row to y32
+
+  const uint16_t* x_row(long row) const { return x + (from ? from[row] : row) * x_stride; }
 };
 
 // How the rows are cut into tiles: as even as possible.
@@ -54,7 +59,7 @@ struct Tiles {
 
 // One row of x as float32, normalised if there is a norm. `out` has room for K rounded up to 32.
 inline void read_row(const Linear& op, long row, float* out) {
-  const uint16_t* x = op.x + row * op.x_stride;
+  const uint16_t* x = op.x_row(row);
   long K = op.K, K16 = K / 16 * 16;
   if (!op.norm) {
     for (long k = 0; k < K16; k += 16) store(out + k, load_bf16(x + k));
@@ -92,6 +97,11 @@ inline long words_of(Format format, long K) {
                                                                          : (K + 31) / 32 * 8;
 }
 
+// Of one panel of w.
+inline long panel_bytes_of(Format format, long K) {
+  return format == Format::kInt4 ? (K + kGroup - 1) / kGroup * 512 : words_of(format, K) * 128;
+}
+
 struct PackedRows {
   uint32_t* words;  // [tiles][words][rows of the tile]
   float* scales;    // [rows], int8 and int4
@@ -119,7 +129,7 @@ inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long 
   int8_t* bytes = reinterpret_cast<int8_t*>(narrow);
   for (long r = 0; r < rows; ++r) {
     if (format == Format::kBf16 && !op.norm && op.K % 2 == 0) {
-      const uint16_t* x = op.x + (first + r) * op.x_stride;
+      const uint16_t* x = op.x_row(first + r);
       for (long k = 0; k < words; ++k) std::memcpy(out + k * rows + r, x + 2 * k, 4);
       continue;
     }
@@ -157,9 +167,10 @@ inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long 
 
 // Writes 16 columns of one row; `columns` of them exist.
 inline void write16(const Linear& op, long row, long column, long columns, long stride, F16 v) {
-  long at = row * stride + column;
+  long at = (op.to ? op.to[row] : row) * stride + column;
   if (columns >= 16) {
     if (op.epilogue == Epilogue::kResidual) v = add(v, load_bf16(op.residual + at));
+    if (op.epilogue == Epilogue::kAddWeighted) v = fma(v, splat(op.weight[row]), load(op.y32 + at));
     if (op.y32) {
       store(op.y32 + at, v);
     } else {
@@ -172,6 +183,7 @@ inline void write16(const Linear& op, long row, long column, long columns, long 
   for (long i = 0; i < columns; ++i) {
     float x = lanes[i];
     if (op.epilogue == Epilogue::kResidual) x += bf16_to_f32(op.residual[at + i]);
+    if (op.epilogue == Epilogue::kAddWeighted) x = std::fma(x, op.weight[row], op.y32[at + i]);
     if (op.y32) {
       op.y32[at + i] = x;
     } else {
@@ -374,9 +386,7 @@ void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
   // Two panels at a time give more independent sums; few of them would divide badly among threads.
   bool many = panels >= 64L * pool.num_threads();
   int wide = format != Format::kInt4 && op.rows <= kMaxRowsWide && panels % 2 == 0 && many ? 2 : 1;
-  long panel_bytes = format == Format::kBf16   ? words * 128
-                     : format == Format::kInt8 ? words * 128
-                                               : K32 / kGroup * 512;
+  long panel_bytes = panel_bytes_of(format, op.K);
   PackedRows packed;
   packed.words = scratch<uint32_t>(2, op.rows * words);
   packed.scales = scratch<float>(3, op.rows);

@@ -1,0 +1,112 @@
+"""Mixtures of experts with SwiGLU: the choice by a router's logits, and the sum of what they give.
+
+What a token gets is a function of that token alone: every expert that it chose computes it,
+whatever the others chose, and its sum goes by the experts' numbers.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from forge_kernels.experts.cpu_ffi import packed_experts
+from forge_kernels.experts.reference import reference_experts
+from forge_kernels.experts.xla import all_experts, tiled_experts
+from forge_kernels.linear import PackedWeight, Weight
+
+Implementation = Literal["auto", "reference"]
+
+
+def choose_experts(
+    logits: jax.Array, per_token: int, *, normalised: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The likeliest experts of each token; of equal ones the first.
+
+    Args:
+      logits: f32[T, E], of the router.
+      per_token: k.
+      normalised: the weights of a token's experts are made to sum to one.
+
+    Returns:
+      (experts i32[T, k], weights f32[T, k]): the softmax over all experts at those chosen.
+    """
+    weights, experts = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), per_token)
+    if normalised:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return experts.astype(jnp.int32), weights
+
+
+def mix_experts(
+    x: jax.Array,
+    gate_up: Weight,
+    down: Weight,
+    experts: jax.Array,
+    weights: jax.Array,
+    *,
+    num_rows: jax.Array | None = None,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """The weighted sum of down(silu(gate(x)) * up(x)) over each token's experts, in float32.
+
+    On a CPU the rows are sorted by expert and multiplied in tiles, packed ones by the C++ kernels:
+    experts that nobody chose are not read. Elsewhere every expert computes every row.
+
+    Args:
+      x: float[T, d].
+      gate_up: float[E, 2 I, d] of x's type, gates above ups; or packed as `paired` (then x is
+        bfloat16).
+      down: float[E, d, I], or packed.
+      experts: i32[T, k], in [0, E), different ones in a row.
+      weights: f32[T, k].
+      num_rows: i32[], a promise that rows from there on are not needed: they may hold anything.
+      implementation: "reference" is differentiable.
+
+    Returns:
+      [T, d] of x's type.
+
+    Raises:
+      TypeError, ValueError: types or shapes that do not go together.
+    """
+    _check(x, gate_up, down, experts, weights)
+    if isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
+        assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
+        return packed_experts(x, gate_up, down, experts, weights, num_rows)
+    if implementation == "reference":
+        return reference_experts(x, gate_up, down, experts, weights)
+    rows = jnp.int32(len(x)) if num_rows is None else num_rows
+    return lax.platform_dependent(
+        x, gate_up, down, experts, weights, rows, cpu=tiled_experts, default=all_experts
+    )
+
+
+def _check(
+    x: jax.Array, gate_up: Weight, down: Weight, experts: jax.Array, weights: jax.Array
+) -> None:
+    if isinstance(gate_up, PackedWeight) != isinstance(down, PackedWeight):
+        raise TypeError("experts with one packed matrix and one that is not")
+    shapes = []
+    for name, w in (("gate_up", gate_up), ("down", down)):
+        if isinstance(w, PackedWeight):
+            packing = w.packing
+            if x.dtype != jnp.bfloat16:
+                raise TypeError(f"packed experts with activations of {x.dtype}")
+            if packing.paired != (name == "gate_up"):
+                raise ValueError("experts need gate_up packed as paired, and only it")
+            shapes.append((packing.experts, packing.outputs, packing.inputs))
+        else:
+            if w.dtype != x.dtype:
+                raise TypeError(f"experts of {w.dtype} with activations of {x.dtype}")
+            shapes.append(w.shape)
+    count, width = shapes[0][0], x.shape[-1]
+    if x.ndim != 2 or shapes != [
+        (count, *shapes[0][1:2], width),
+        (count, width, shapes[0][1] // 2),
+    ]:
+        raise ValueError(f"experts {shapes[0]} and {shapes[1]} with x {x.shape}")
+    if experts.shape != weights.shape or experts.ndim != 2 or len(experts) != len(x):
+        raise ValueError(f"experts {experts.shape}, weights {weights.shape}, x {x.shape}")
+    if experts.shape[1] > (count or 0):
+        raise ValueError(f"{experts.shape[1]} experts of {count}")
+    if weights.dtype != jnp.float32 or experts.dtype != jnp.int32:
+        raise TypeError(f"experts are int32, weights float32; not {experts.dtype}, {weights.dtype}")

@@ -1,0 +1,319 @@
+"""Mixtures of experts: the choice, the sum, and that a row's bits depend on that row alone."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from forge_kernels.experts import choose_experts, mix_experts
+from forge_kernels.experts.xla import all_experts, tile_rows, tiled_experts
+from forge_kernels.linear import FORMATS, PackedWeight, Packing, linear, pack_experts
+
+# ---- the choice ---------------------------------------------------------------------------------
+
+
+def test_the_weights_are_the_softmax_at_the_likeliest_experts():
+    logits = np.random.default_rng(0).standard_normal((9, 7)).astype(np.float32)
+    share = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    order = np.argsort(-logits, axis=1)[:, :3]
+    for normalised in (False, True):
+        experts, weights = choose_experts(jnp.asarray(logits), 3, normalised=normalised)
+        np.testing.assert_array_equal(experts, order)
+        want = np.take_along_axis(share, order, 1)
+        want = want / want.sum(axis=1, keepdims=True) if normalised else want
+        np.testing.assert_allclose(weights, want, rtol=1e-5)
+
+
+def test_of_equal_experts_the_first_are_chosen():
+    logits = jnp.asarray([[0.0, 2.0, 0.0, 2.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
+    experts, weights = choose_experts(logits, 3, normalised=True)
+    assert experts.tolist() == [[1, 3, 0], [0, 1, 2]]
+    np.testing.assert_allclose(weights[1], [1 / 3] * 3, rtol=1e-6)
+
+
+# ---- the sum ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arrays:
+    x: np.ndarray  # [T, d]
+    gate_up: np.ndarray  # [E, 2 I, d]
+    down: np.ndarray  # [E, d, I]
+    experts: np.ndarray  # i32[T, k]
+    weights: np.ndarray  # f32[T, k]
+
+
+def make(rows, count, per_token, d, inner, dtype=np.float32, seed=0) -> Arrays:
+    """Experts are not equally liked: some have many rows, some none."""
+    rng = np.random.default_rng([seed, rows, count])
+    x = rng.standard_normal((rows, d)) * rng.uniform(0.5, 3, (rows, 1))
+    gate_up = rng.standard_normal((count, 2 * inner, d)) * d**-0.5
+    down = rng.standard_normal((count, d, inner)) * inner**-0.5
+    liking = rng.standard_normal((rows, count)) + np.linspace(2, -2, count)
+    experts = np.argsort(-liking, axis=1)[:, :per_token].astype(np.int32)
+    weights = rng.uniform(0.05, 1, (rows, per_token)).astype(np.float32)
+    return Arrays(x.astype(dtype), gate_up.astype(dtype), down.astype(dtype), experts, weights)
+
+
+def expected(a: Arrays) -> np.ndarray:
+    """f64[T, d]"""
+    y = np.zeros(a.x.shape)
+    for t, (experts, weights) in enumerate(zip(a.experts, a.weights, strict=True)):
+        for expert, weight in zip(experts, weights, strict=True):
+            gate, up = np.split(a.gate_up[expert].astype(np.float64) @ a.x[t].astype(float), 2)
+            inner = gate / (1 + np.exp(-gate)) * up
+            y[t] += weight * (a.down[expert].astype(np.float64) @ inner)
+    return y
+
+
+def rows_of(a: Arrays, at) -> Arrays:
+    return Arrays(a.x[at], a.gate_up, a.down, a.experts[at], a.weights[at])
+
+
+@partial(jax.jit, static_argnums=0)
+def _call(form, a: tuple, num_rows):
+    match form:
+        case "tiled":
+            return tiled_experts(*a, num_rows)
+        case "all":
+            return all_experts(*a, num_rows)
+        case "reference":
+            return mix_experts(*a, num_rows=num_rows, implementation="reference")
+        case _:
+            return mix_experts(*a, num_rows=num_rows)
+
+
+def run(form: str, a: Arrays, num_rows: int | None = None) -> np.ndarray:
+    arrays = (a.x, a.gate_up, a.down, a.experts, a.weights)
+    num_rows = len(a.x) if num_rows is None else num_rows
+    y = _call(form, tuple(map(jnp.asarray, arrays)), jnp.int32(num_rows))
+    assert y.dtype == a.x.dtype
+    return np.asarray(y)[:num_rows].astype(np.float32)
+
+
+FORMS = ("tiled", "all", "reference")
+SHAPES = {  # rows, experts, of a token, d, inner
+    "a single row": (1, 4, 2, 24, 16),
+    "few rows of many experts": (5, 12, 3, 24, 10),
+    "one expert": (9, 1, 1, 16, 8),
+    "each takes all": (6, 3, 3, 16, 8),
+    "full tiles": (80, 4, 2, 24, 16),
+    "tiles of 64": (100, 3, 2, 24, 16),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_token_gets_the_weighted_sum_of_its_experts(form, shape):
+    arrays = make(*shape)
+    np.testing.assert_allclose(run(form, arrays), expected(arrays), atol=2e-5)
+
+
+def test_the_shapes_have_tiles_of_all_sizes():
+    sizes = {tile_rows(rows * k, count) for rows, count, k, *_ in SHAPES.values()}
+    assert sizes == {2, 9, 15, 16, 64}
+
+
+@pytest.mark.parametrize("form", ["tiled", "all"])
+def test_16_bit_experts_stay_close(form):
+    arrays = make(40, 6, 2, 64, 48, ml_dtypes.bfloat16)
+    want = expected(arrays)
+    error = np.linalg.norm(run(form, arrays) - want) / np.linalg.norm(want)
+    assert 1e-4 < error < 0.01
+
+
+def test_gradients_pass_through_the_reference():
+    a = make(5, 4, 2, 8, 6)
+
+    def loss(gate_up, weights):
+        y = mix_experts(a.x, gate_up, a.down, a.experts, weights, implementation="reference")
+        return (y**2).sum()
+
+    by_gate_up, by_weights = jax.grad(loss, (0, 1))(jnp.asarray(a.gate_up), jnp.asarray(a.weights))
+    unused = [e for e in range(4) if e not in a.experts]
+    used = [e for e in range(4) if e in a.experts]
+    assert all((by_gate_up[e] == 0).all() for e in unused)
+    assert all((by_gate_up[e] != 0).any() for e in used) and (by_weights != 0).all()
+
+
+# ---- company ------------------------------------------------------------------------------------
+
+
+def check_company(form: str, a: Arrays) -> None:
+    """At one shape, a row's bits are the same in another place and among others."""
+    whole, count = run(form, a), len(a.x)
+    order = np.random.default_rng(1).permutation(count)
+    np.testing.assert_array_equal(run(form, rows_of(a, order)), whole[order], "in another place")
+    for row in (0, count // 2, count - 1):
+        again = rows_of(a, np.full(count, row))  # all the same: one expert has every row
+        np.testing.assert_array_equal(run(form, again), whole[[row] * count], f"copies of {row}")
+        np.testing.assert_array_equal(run(form, a, row + 1), whole[: row + 1], f"before {row}")
+
+
+@pytest.mark.parametrize("form", ["tiled", "all"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("rows", [7, 64])
+def test_a_row_has_the_same_bits_in_any_company(form, dtype, rows):
+    check_company(form, make(rows, 6, 2, 96, 80, dtype))
+
+
+def test_dropped_tokens_would_be_noticed():
+    """The comparison sees an expert that has room for 8 rows only."""
+    a = make(64, 6, 2, 96, 80)
+    nth = np.zeros_like(a.experts)
+    for expert in range(6):
+        mine = a.experts == expert
+        nth[mine] = np.arange(mine.sum())
+    dropped = Arrays(a.x, a.gate_up, a.down, a.experts, np.where(nth < 8, a.weights, 0))
+    assert (run("tiled", dropped) != run("tiled", a)).any(axis=1).sum() > 20
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_not_finite_stays_where_it_is(form):
+    """A row, and an expert that nobody chose."""
+    a = make(20, 6, 2, 24, 16)
+    clean, others = run(form, a), np.arange(20) != 3
+    x = a.x.copy()
+    x[3, 5] = np.nan
+    out = run(form, Arrays(x, a.gate_up, a.down, a.experts, a.weights))
+    assert np.isnan(out[3]).all()
+    np.testing.assert_array_equal(out[others], clean[others])
+    experts = np.where(a.experts == 4, 5, a.experts)
+    experts[(experts == 5).all(axis=1), 0] = 0
+    gate_up = a.gate_up.copy()
+    gate_up[4] = np.nan
+    assert np.isfinite(run(form, Arrays(a.x, gate_up, a.down, experts, a.weights))).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"down": np.zeros((4, 24, 15), np.float32)}, ValueError),
+        ({"down": np.zeros((3, 24, 16), np.float32)}, ValueError),
+        ({"x": np.zeros((5, 23), np.float32)}, ValueError),
+        ({"x": np.zeros((5, 24), ml_dtypes.bfloat16)}, TypeError),
+        ({"weights": np.zeros((5, 2), ml_dtypes.bfloat16)}, TypeError),
+        ({"weights": np.zeros((5, 3), np.float32)}, ValueError),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes, error):
+    arrays = {**vars(make(5, 4, 2, 24, 16)), **changes}
+    with pytest.raises(error):
+        mix_experts(**{name: jnp.asarray(array) for name, array in arrays.items()})
+
+
+# ---- the C++ kernel -----------------------------------------------------------------------------
+
+
+def packed(w: np.ndarray, form: str, paired: bool) -> PackedWeight:
+    packing = Packing(form, *w.shape[1:], paired, len(w))  # type: ignore[arg-type]
+    weight, scale = pack_experts(w, packing)
+    assert (weight.shape, weight.dtype) == (packing.weight.shape, packing.weight.dtype)
+    return PackedWeight(jnp.asarray(weight), None if scale is None else jnp.asarray(scale), packing)
+
+
+@jax.jit
+def _packed_call(x, gate_up, down, experts, weights, num_rows):
+    return mix_experts(x, gate_up, down, experts, weights, num_rows=num_rows)
+
+
+def run_packed(form: str, a: Arrays, num_rows: int | None = None) -> np.ndarray:
+    num_rows = len(a.x) if num_rows is None else num_rows
+    gate_up, down = packed(a.gate_up, form, True), packed(a.down, form, False)
+    y = _packed_call(a.x, gate_up, down, a.experts, a.weights, np.int32(num_rows))
+    assert y.dtype == jnp.bfloat16
+    return np.asarray(y)[:num_rows].astype(np.float32)
+
+
+def one_of(w: PackedWeight, expert: int) -> PackedWeight:
+    packing = Packing(w.packing.format, w.packing.outputs, w.packing.inputs, w.packing.paired)
+    scale = None if w.scale is None else w.scale[expert]
+    return PackedWeight(w.weight[expert], scale, packing)
+
+
+def check_packed(form: str, shape: tuple[int, int, int, int, int]) -> None:
+    """It gives what the packed linear layer gives for each expert alone, and their sum."""
+    a = make(*shape, ml_dtypes.bfloat16)
+    gate_up, down = packed(a.gate_up, form, True), packed(a.down, form, False)
+    want, magnitude = np.zeros(a.x.shape), np.zeros(a.x.shape)
+    for expert in range(len(a.gate_up)):
+        inner = linear(jnp.asarray(a.x), one_of(gate_up, expert), swiglu=True)
+        out = np.asarray(linear(inner, one_of(down, expert), out_dtype=jnp.float32), np.float64)
+        weight = np.where(a.experts == expert, a.weights, 0).sum(axis=1, keepdims=True)
+        want, magnitude = want + weight * out, magnitude + weight * abs(out)
+    error = abs(run_packed(form, a) - want)
+    assert (error <= 2.0**-8 * abs(want) + 2.0**-20 * magnitude).all(), error.max()
+
+
+def check_packed_company(form: str) -> None:
+    a = make(40, 6, 2, 99, 45, ml_dtypes.bfloat16)
+    whole = run_packed(form, a)
+    for rows in (1, 2, 7, 39):
+        np.testing.assert_array_equal(run_packed(form, rows_of(a, slice(rows))), whole[:rows])
+        np.testing.assert_array_equal(run_packed(form, a, rows), whole[:rows])
+    order = np.random.default_rng(1).permutation(40)
+    np.testing.assert_array_equal(run_packed(form, rows_of(a, order)), whole[order])
+    again = rows_of(a, np.full(130, 3))
+    np.testing.assert_array_equal(run_packed(form, again), whole[[3] * 130])
+
+
+PACKED_SHAPES = {
+    "whole panels": (9, 4, 2, 64, 64),
+    "tails": (33, 5, 3, 99, 45),
+    "a single row": (1, 4, 2, 24, 7),
+    "many rows": (150, 3, 2, 70, 50),
+}
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", PACKED_SHAPES)
+def test_packed_experts_are_packed_linear_layers(form, name):
+    check_packed(form, PACKED_SHAPES[name])
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_row_of_packed_experts_has_the_same_bits_in_any_company(form):
+    check_packed_company(form)
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_row_that_is_not_finite_stays_so_and_alone(form):
+    a = make(20, 6, 2, 40, 24, ml_dtypes.bfloat16)
+    clean, others = run_packed(form, a), np.arange(20) != 3
+    for value in (np.nan, np.inf):
+        x = a.x.copy()
+        x[3, 5] = value
+        out = run_packed(form, Arrays(x, a.gate_up, a.down, a.experts, a.weights))
+        assert not np.isfinite(out[3]).any()
+        np.testing.assert_array_equal(out[others], clean[others])
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+def test_no_row_of_no_expert_and_no_expert_that_there_is_not():
+    a = make(6, 4, 2, 24, 16, ml_dtypes.bfloat16)
+    assert run_packed("bf16", a, 0).shape == (0, 24)
+    beyond = np.where(a.experts == a.experts[0, 0], 2**30, a.experts)
+    zero = np.where(a.experts == a.experts[0, 0], 0, a.weights)
+    out = run_packed("bf16", Arrays(a.x, a.gate_up, a.down, beyond, a.weights))
+    want = run_packed("bf16", Arrays(a.x, a.gate_up, a.down, a.experts, zero))
+    np.testing.assert_array_equal(out, want)
+
+
+def test_packed_and_plain_matrices_do_not_mix(cpu_kernels):
+    a = make(5, 4, 2, 24, 16, ml_dtypes.bfloat16)
+    rest = (jnp.asarray(a.experts), jnp.asarray(a.weights))
+    x, down = jnp.asarray(a.x), jnp.asarray(a.down)
+    gate_up = packed(a.gate_up, "bf16", True)
+    with pytest.raises(TypeError, match="one packed matrix"):
+        mix_experts(x, gate_up, down, *rest)
+    with pytest.raises(ValueError, match="packed as paired"):
+        mix_experts(x, packed(a.gate_up, "bf16", False), packed(a.down, "bf16", False), *rest)
+    with pytest.raises(TypeError, match="activations of float32"):
+        mix_experts(x.astype(jnp.float32), gate_up, packed(a.down, "bf16", False), *rest)
