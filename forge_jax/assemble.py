@@ -173,8 +173,11 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         guard=lambda: jax.no_tracing(True),
         compilations=compilations,
         late=None if ready else late,
+        pooler=runner,
         startup=startup,
         system_fingerprint=fingerprint,
+        architecture=spec.architecture,
+        pooling=config.model.pooling,
     )
 
 

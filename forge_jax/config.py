@@ -21,6 +21,7 @@ Verification = Literal["coupled", "rejection"]
 SELF = "self"  # as a draft model: the first layers of the model itself
 MAX_DRAFT_TOKENS = 31  # each is a row of the executables that verify
 Batching = Literal["continuous", "static"]
+Pooling = Literal["last", "mean"]  # of hidden states, for an embedding
 
 
 def option(default: Any, doc: str, *, secret: bool = False, **metadata: Any) -> Any:
@@ -49,6 +50,10 @@ class ModelConfig:
     chat_template: str | None = option(None, "a file with a Jinja chat template, or its text")
     deterministic: bool = option(
         False, "equal bits for a request whatever else runs and however it is scheduled; slower"
+    )
+    pooling: Pooling = option(
+        "last",
+        "what an embedding is made of: the last token's final hidden state, or the mean of all",
     )
     seed: int = option(0, "seed of the random source that seeds requests without a seed")
 

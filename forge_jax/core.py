@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args
 
 from forge_jax.cache.block_pool import BlockPool
-from forge_jax.config import EngineConfig
+from forge_jax.config import EngineConfig, Pooling
 from forge_jax.errors import (
     EngineError,
     ForgeError,
@@ -31,6 +31,7 @@ from forge_jax.observe.phases import PhaseTimes
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
 from forge_jax.recovery import Bisection
+from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import (
     Device,
     SequenceResult,
@@ -46,6 +47,7 @@ from forge_jax.text import Detokenizer, StopStrings
 if TYPE_CHECKING:
     from forge_jax.grammar import Grammar, GrammarCompiler
     from forge_jax.grammar.constraints import Constraints
+    from forge_jax.grammar.token_filter import TokenFilter
     from forge_jax.text import ChatTemplate, Tokenizer
 
 SCORING_ROWS = 64
@@ -77,6 +79,27 @@ class Late(Protocol):
         ...
 
 
+class Pooler(Protocol):
+    """The executables that pool hidden states: compiled when the first request asks for that."""
+
+    @property
+    def can_pool(self) -> bool:
+        """Whether both has been done."""
+        ...
+
+    def compile_pooling(self) -> None:
+        """Compiles them, in any thread but the one that ticks; a further call only waits.
+
+        Raises:
+          EngineError: there is no room for them.
+        """
+        ...
+
+    def adopt_pooling(self) -> None:
+        """Takes what has been compiled; between two ticks, by the thread that ticks."""
+        ...
+
+
 @dataclass(kw_only=True)
 class EngineParts:
     """An engine that has been put together and can run: what `LLM` and `Engine` start from."""
@@ -91,6 +114,9 @@ class EngineParts:
     compilations: Callable[[], int] = lambda: 0  # since ready
     clock: Callable[[], float] = time.monotonic
     system_fingerprint: str | None = None  # in the deterministic tier
+    architecture: str | None = None  # in the words of the model's config.json
+    pooling: Pooling = "last"  # where a request does not say
+    pooler: Pooler | None = None  # None: the device can pool from its start on
     late: Late | None = None  # what it can begin without, and the rest of its start
     startup: StartupTimes = field(default_factory=StartupTimes)
 
@@ -164,6 +190,7 @@ def make_scheduler(
         chunked_prefill=batch.chunked_prefill,
         batching=batch.batching,
         policy=batch.scheduling_policy,
+        pools_apart=config.model.deterministic,
         eos_token_ids=eos_token_ids,
     )
     pool = BlockPool(
@@ -186,8 +213,8 @@ class EngineCore:
     With `one_step_ahead` a tick dispatches a step and reads the one before, which the device has
     meanwhile been computing; without it, a tick waits for the very step that it has dispatched.
     With a `speculator`, a tick whose step had better begin with drafts reads the one before first.
-    Where many sequences have a grammar, a tick reads the one before just before it dispatches, for
-    the masks of the new step, and commits it afterwards.
+    Where many sequences are held to a grammar or to bad words, a tick reads the one before just
+    before it dispatches, for the masks of the new step, and commits it afterwards.
 
     Not thread-safe: one thread owns it.
     """
@@ -205,7 +232,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.grammars = grammars
-        self._constraints: Constraints | None = None  # made with the first grammar
+        self._constraints: Constraints | None = None  # made with the first
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -256,15 +283,16 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queues a request that `check` has accepted."""
         grammar = self.compile_grammar(request)
+        tokens = token_filter(request.params, self.tokenizer, self.vocab_size)
         texts = self._new_texts(request)
         if not self.has_work:
             self._progress_s = self._clock()
         seqs = self.scheduler.add(request)
         self._texts.update(zip(seqs, texts, strict=False))
         self.prompt_tokens += len(request.prompt_token_ids)
-        if grammar is not None:
+        if grammar is not None or tokens is not None:
             for seq in seqs:
-                self._constrain(seq, grammar)
+                self._constrain(seq, grammar, tokens)
 
     def compile_grammar(self, request: Request) -> Grammar | None:
         """The grammar of a request, compiled here and now if nobody has done it before.
@@ -279,14 +307,16 @@ class EngineCore:
             raise refused("this engine has no grammars")
         return self.grammars.compile(spec)
 
-    def _constrain(self, seq: Sequence, grammar: Grammar) -> None:
+    def _constrain(
+        self, seq: Sequence, grammar: Grammar | None, tokens: TokenFilter | None
+    ) -> None:
         if self._constraints is None:
             from forge_jax.grammar.constraints import Constraints
 
-            assert self.grammars is not None
-            self._constraints = Constraints(self.grammars)
+            ends = self.scheduler.config.eos_token_ids
+            self._constraints = Constraints(self.vocab_size, ends)
         try:
-            if not self._constraints.add(seq, grammar):  # it was complete when it moved here
+            if not self._constraints.add(seq, grammar, tokens):  # complete when it moved here
                 self.scheduler.finish(seq, "stop")
                 self._forget(seq)
                 self._immediate.setdefault(seq.request_id, []).append(
@@ -365,7 +395,8 @@ class EngineCore:
                 return self._recover(step.plan, error)
             gains = self._commit(step, result)
         plan = self._schedule(late)
-        dispatched, failed = None, []
+        dispatched: _InFlight | None = None
+        failed: list[tuple[Sequence, ForgeError]] = []
         if plan is not None:
             read: tuple[_InFlight, StepResult] | None = None  # that has not been committed
             if late and self._in_flight is not None:
@@ -404,9 +435,9 @@ class EngineCore:
         if gains is not None:
             self._add_deltas(gains, outputs)
             phases.end("text")
-        for seq in failed:  # after its last news; its row of the new step is burnt
+        for seq, error in failed:  # after its last news; its row of the new step is burnt
             if not seq.finished:
-                self._give_up(seq, GrammarError("the grammar became too complex to follow"))
+                self._give_up(seq, error)
         return outputs
 
     def _read(self, step: _InFlight) -> StepResult:
@@ -424,7 +455,7 @@ class EngineCore:
         return self._constraints.waits(self.scheduler.sequences_of(self._in_flight.plan))
 
     def _foresee(self, step: _InFlight, result: StepResult) -> None:
-        """Lets the grammars have the tokens of a step that is committed after the next begins."""
+        """Lets the constraints have the tokens of a step that is committed behind the next."""
         assert self._constraints is not None
         seqs = self.scheduler.sequences_of(step.plan)
         self._constraints.foresee(zip(seqs, result.sequences, strict=True))
@@ -439,8 +470,8 @@ class EngineCore:
         self.phases.end("draft")
         return waits
 
-    def _mask(self, plan: StepPlan) -> tuple[StepPlan, list[Sequence]]:
-        """The plan with the masks of its rows, and the sequences that have to be given up."""
+    def _mask(self, plan: StepPlan) -> tuple[StepPlan, list[tuple[Sequence, ForgeError]]]:
+        """The plan with the masks of its rows, and who has to be given up for what."""
         if not self._constraints:
             return plan, []
         masks, failed = self._constraints.masks(plan, self.scheduler.sequences_of(plan))
@@ -475,7 +506,7 @@ class EngineCore:
         return gains
 
     def _follow(self, constraints: Constraints, gains: list[Gain]) -> list[Gain]:
-        """Ends the outputs that their grammars end. What is left of the gains."""
+        """Ends the outputs that their constraints end. What is left of the gains."""
         broken = set()
         for seq, error in constraints.follow(gains):
             if error is None:
@@ -609,6 +640,7 @@ class EngineCore:
             seq.num_cached,
             seq.num_drafted,
             seq.num_accepted,
+            got.pooled,
         )
 
     def _text_to_an_end(
@@ -631,6 +663,8 @@ class EngineCore:
             self.scheduler.finish(seq, "stop", matched)
         if seq.finish_reason is not None:
             del self._texts[seq]
+            if self._constraints is not None:  # by a stop string it does not learn of
+                self._constraints.end(seq)
         return text, num_taken
 
     def _end_drafts(self, seq: Sequence) -> None:
@@ -660,6 +694,7 @@ def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None)
     """
     check_token_ids(request, limits.vocab_size)
     check_salt(request.cache_salt)
+    _check_pooling(request)
     if request.params.constrained and tokenizer is None:
         raise refused("the model has no tokenizer")
     if request.params.stop and tokenizer is None:
@@ -667,7 +702,35 @@ def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None)
             "stop strings need a tokenizer, which this model does not have: use stop_token_ids",
             param="stop",
         )
+    token_filter(request.params, tokenizer, limits.vocab_size)
     output_room(request, limits.context, limits.kv_tokens)
+
+
+def token_filter(
+    params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int
+) -> TokenFilter | None:
+    """What `allowed_token_ids` and `bad_words` leave, if they exclude anything.
+
+    Raises:
+      RequestError: they leave nothing, or a word has no tokens.
+    """
+    if params.allowed_token_ids is None and not params.bad_words:
+        return None
+    from forge_jax.grammar.token_filter import TokenFilter
+
+    return TokenFilter.of(params, tokenizer, vocab_size)
+
+
+def _check_pooling(request: Request) -> None:
+    params = request.params
+    if request.pooling is None:
+        return
+    if request.pooling not in get_args(Pooling):
+        raise RequestError("pooling must be last or mean", param="pooling")
+    if params.max_tokens != 0 or params.n != 1 or params.constrained:
+        raise RequestError(
+            "with pooling there is no output: max_tokens must be 0 and n 1", param="max_tokens"
+        )
 
 
 def check_salt(salt: str) -> None:
@@ -711,11 +774,10 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
     for name, given in (
         ("logit_bias", request.params.logit_bias),
         ("stop_token_ids", request.params.stop_token_ids),
+        ("allowed_token_ids", request.params.allowed_token_ids),
     ):
-        for token in given:
-            if token >= vocab_size:
-                raise RequestError(
-                    f"{name}: token id {token} is outside the model's vocabulary "
-                    f"(0..{vocab_size - 1})",
-                    param=name,
-                )
+        if given and (token := max(given)) >= vocab_size:
+            raise RequestError(
+                f"{name}: token id {token} is outside the model's vocabulary (0..{vocab_size - 1})",
+                param=name,
+            )

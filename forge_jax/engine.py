@@ -12,10 +12,13 @@ import contextlib
 import logging
 import threading
 from collections import deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forge_jax.config import EngineConfig
-from forge_jax.core import EngineCore, EngineParts, Late, Limits
+from forge_jax.core import EngineCore, EngineParts, Late, Limits, Pooler
 from forge_jax.errors import EngineError, ForgeError
 from forge_jax.garbage import short_pauses
 from forge_jax.observe.startup import StartupTimes
@@ -40,6 +43,8 @@ class Engine(StreamingEngine):
         self.name = parts.name
         self.max_model_len = parts.max_model_len
         self.system_fingerprint = parts.system_fingerprint
+        self.architecture = parts.architecture
+        self.pooling = parts.pooling
         self.vocab_size = parts.core.vocab_size
         self.tokenizer = parts.tokenizer
         self.chat_template = parts.chat_template
@@ -50,6 +55,7 @@ class Engine(StreamingEngine):
         self._thread: threading.Thread | None = None
         self.grammars = parts.core.grammars
         self._compiling: dict[str, tuple[Request, asyncio.Task[None]]] = {}  # before it is queued
+        self._pooling: Future[None] | None = None  # until what pools can run
 
     @classmethod
     def load(
@@ -147,24 +153,48 @@ class Engine(StreamingEngine):
         self._command("abort", request_id)
 
     def _add(self, request: Request) -> None:
-        spec, grammars = request.params.structured_outputs, self.grammars
-        if spec is None or grammars is None or grammars.kept(spec) is not None:
+        spec, grammars, pooler = (
+            request.params.structured_outputs,
+            self.grammars,
+            self._parts.pooler,
+        )
+        if spec is not None and grammars is not None and grammars.kept(spec) is None:
+            compile_soon = partial(grammars.compile_soon, spec)
+        elif request.pooling is not None and pooler is not None and not pooler.can_pool:
+            compile_soon = partial(self._pooling_soon, pooler)
+        else:
             self._command("add", request)
             return
-        task = asyncio.get_running_loop().create_task(self._add_later(request, grammars, spec))
+        task = asyncio.get_running_loop().create_task(self._add_later(request, compile_soon))
         self._compiling[request.request_id] = request, task
 
     async def _add_later(
-        self, request: Request, grammars: GrammarCompiler, spec: GrammarSpec
+        self, request: Request, compile_soon: Callable[[], Awaitable[object]]
     ) -> None:
-        """Queues a request as soon as its grammar has been compiled."""
+        """Queues a request as soon as its grammar, or what it is the first to need, is compiled."""
         try:
-            await grammars.compile_soon(spec)
+            await compile_soon()
         except ForgeError as error:
             self._deliver({request.request_id: _ends(request, "error", error)})
+        except Exception:
+            log.exception("request %s: what it needs could not be compiled", request.request_id)
+            failure = EngineError("what the request needs could not be compiled")
+            self._deliver({request.request_id: _ends(request, "error", failure)})
         else:
             self._command("add", request)
         del self._compiling[request.request_id]
+
+    async def _pooling_soon(self, pooler: Pooler) -> None:
+        """Until what pools has been compiled, in a thread, and the engine thread will adopt it."""
+        if self._pooling is None or (self._pooling.done() and self._pooling.exception()):
+            thread = ThreadPoolExecutor(1, thread_name_prefix="forge-pooling")
+            self._pooling = thread.submit(self._compile_pooling, pooler)
+            thread.shutdown(wait=False)
+        await asyncio.shield(asyncio.wrap_future(self._pooling))
+
+    def _compile_pooling(self, pooler: Pooler) -> None:
+        pooler.compile_pooling()
+        self._command("pool", pooler)
 
     async def _prepare(self, grammars: GrammarCompiler, spec: GrammarSpec) -> None:
         await grammars.compile_soon(spec)
@@ -183,6 +213,7 @@ class Engine(StreamingEngine):
             and self._thread.is_alive(),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            num_slots=scheduler.config.max_num_seqs,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_used_blocks=pool.num_blocks - pool.num_free,
@@ -224,6 +255,8 @@ class Engine(StreamingEngine):
                             self._queue_in_core(argument)
                         elif verb == "abort":
                             core.abort(argument)
+                        elif verb == "pool":
+                            argument.adopt_pooling()
                         elif verb == "adopt":
                             if self._adopt(argument):
                                 while_ready.enter_context(short_pauses())

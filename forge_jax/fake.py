@@ -121,6 +121,7 @@ def assemble_fake(
         tokenizer=tokenizer,
         chat_template=fake_chat_template(),
         rng=rng,
+        pooling=config.model.pooling,
     )
 
 

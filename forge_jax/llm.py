@@ -7,16 +7,18 @@ import threading
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from forge_jax.assemble import assemble
-from forge_jax.config import EngineConfig
+from forge_jax.config import EngineConfig, Pooling
 from forge_jax.core import EngineParts, token_ids
 from forge_jax.errors import RequestError
 from forge_jax.outputs import Completion, Delta, RequestOutput
+from forge_jax.pooled import normalized, stacked
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.schedule.request import Request
@@ -109,6 +111,39 @@ class LLM:
         """
         batch: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
         return self._run([self._encode(p) for p in batch], batch, params, progress)
+
+    def embed(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool = True,
+        progress: bool = True,
+    ) -> np.ndarray:
+        """The final hidden states of texts (or lists of token ids), pooled: f32[len(prompts), d].
+
+        The first call compiles the steps that do it.
+
+        Args:
+          pooling: "last": that of the last token; "mean": of all; default: the option `pooling`.
+          normalize: to a length of one (L2).
+
+        Raises:
+          RequestError: a prompt cannot be served; nothing has been computed then.
+          ForgeError: what ended a request: hidden states that are not finite, say.
+        """
+        batch: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
+        pooling = self._parts.pooling if pooling is None else pooling
+        params = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
+        requests = [replace(self._request(self._encode(p), params), pooling=pooling) for p in batch]
+        for request in requests:
+            self._check(request)
+        self._prepare_pooling()
+        collected = {r.request_id: _Collected(r) for r in requests}
+        with _Interrupts() as interrupts, self._running(requests) as mailbox:
+            self._collect(mailbox, collected, progress, interrupts)
+        vectors = stacked([collected[r.request_id].pooled() for r in requests])
+        return normalized(vectors) if normalize else vectors
 
     def chat(
         self,
@@ -235,6 +270,14 @@ class LLM:
                     mailbox.append((request_id, deltas))
         interrupts.check()
 
+    def _prepare_pooling(self) -> None:
+        pooler = self._parts.pooler
+        if pooler is None or pooler.can_pool:
+            return
+        pooler.compile_pooling()
+        with self._lock:
+            pooler.adopt_pooling()
+
     def _check(self, request: Request) -> None:
         """Refuses what cannot be served, its grammar among it, which is compiled here."""
         self._core.check(request)
@@ -330,6 +373,15 @@ class _Collected:
             sample.last = delta
             return all(s.last is not None for s in self._samples)
         return False
+
+    def pooled(self) -> bytes:
+        """f32[d]. Raises what ended the request, if that was an error."""
+        last = self._samples[0].last
+        assert last is not None
+        if last.error is not None:
+            raise last.error
+        assert last.pooled is not None
+        return last.pooled
 
     def output(self, prompt: str | None) -> RequestOutput:
         asked = self.request.params.logprobs is not None

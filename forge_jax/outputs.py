@@ -31,6 +31,7 @@ class Delta:
     num_cached_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    pooled: bytes | None = None  # f32[d], of a request with `pooling`; not normalised
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,9 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 128 * 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
 MAX_N = 128
 
 
@@ -53,6 +56,11 @@ class SamplingParams:
     # The form that each output must have. It ends where its grammar ends, so stop, stop_token_ids,
     # min_tokens and ignore_eos do not cut it short, nor make it longer than its grammar.
     structured_outputs: GrammarSpec | None = None
+    # Only these may be sampled; the end token, too, only if it is among them. None: any.
+    allowed_token_ids: Sequence[int] | None = None
+    # No output has the tokens of one of these, as they are written with or without a space before
+    # them; the same text in other tokens is not found.
+    bad_words: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         _int("n", self.n, 1, MAX_N)
@@ -84,7 +92,7 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _int("logit_bias", token, 0, 2**31 - 1)
             _number("logit_bias", bias, -100.0, 100.0)
-        _stops(self.stop)
+        _texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise RequestError(
                 f"stop_token_ids has {len(self.stop_token_ids)} entries; "
@@ -97,9 +105,14 @@ class SamplingParams:
             raise RequestError(
                 "structured_outputs must be a GrammarSpec", param="structured_outputs"
             )
+        if self.allowed_token_ids is not None:
+            _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", param="stop")
         object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
@@ -111,6 +124,16 @@ class SamplingParams:
     def constrained(self) -> bool:
         """Whether a grammar says which tokens may come."""
         return self.structured_outputs is not None
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens may not be sampled, which a mask says."""
+        return self.constrained or self.allowed_token_ids is not None or bool(self.bad_words)
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether what may come next depends on the tokens before, so that they must be known."""
+        return self.constrained or bool(self.bad_words)
 
     @property
     def held_tokens(self) -> int:
@@ -142,17 +165,27 @@ def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = 
         raise RequestError(f"{name} must be {bound} {low} and at most {high}", param=name)
 
 
-def _stops(stop: Sequence[str]) -> None:
-    if isinstance(stop, str):
-        raise RequestError("stop must be a list of strings", param="stop")
-    if len(stop) > MAX_STOP_STRINGS:
-        raise RequestError(
-            f"stop has {len(stop)} strings; at most {MAX_STOP_STRINGS}", param="stop"
-        )
-    for text in stop:
+def _texts(name: str, texts: Sequence[str], most: int, most_chars: int) -> None:
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        raise RequestError(f"{name} must be a list of strings", param=name)
+    if len(texts) > most:
+        raise RequestError(f"{name} has {len(texts)} strings; at most {most}", param=name)
+    for text in texts:
         if not isinstance(text, str) or not text:
-            raise RequestError("stop must hold non-empty strings", param="stop")
-        if len(text) > MAX_STOP_STRING_CHARS:
+            raise RequestError(f"{name} must hold non-empty strings", param=name)
+        if len(text) > most_chars:
             raise RequestError(
-                f"a stop string is longer than {MAX_STOP_STRING_CHARS} characters", param="stop"
+                f"{name}: a string is longer than {most_chars} characters", param=name
             )
+
+
+def _token_ids(name: str, ids: Sequence[int], most: int) -> None:
+    """Without a loop over the ids: there may be as many as a vocabulary has."""
+    if not isinstance(ids, Sequence) or set(map(type, ids)) - {int}:
+        raise RequestError(f"{name} must be a list of integers", param=name)
+    if not ids:
+        raise RequestError(f"{name} must not be empty: leave it out for all", param=name)
+    if len(ids) > most:
+        raise RequestError(f"{name} has {len(ids)} entries; at most {most}", param=name)
+    if min(ids) < 0 or max(ids) > 2**31 - 1:
+        raise RequestError(f"{name} must be between 0 and {2**31 - 1}", param=name)

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from forge_jax.config import Pooling
 from forge_jax.core import Limits, Outputs, check_request, token_ids
 from forge_jax.errors import EngineError, OverloadedError, RequestError
 from forge_jax.observe.phases import Phase, PhaseTotals
@@ -46,6 +47,7 @@ class EngineStats:
     healthy: bool
     num_running: int
     num_waiting: int
+    num_slots: int  # how many can run
     num_blocks: int
     num_free_blocks: int  # free, or cached and evictable
     num_used_blocks: int  # held by live sequences
@@ -141,6 +143,8 @@ class StreamingEngine(ABC):
         self.max_model_len = 0
         self.vocab_size = 0
         self.system_fingerprint: str | None = None
+        self.architecture: str | None = None
+        self.pooling: Pooling = "last"  # what `--pooling` says
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
         self.grammars: GrammarCompiler | None = None
@@ -217,8 +221,13 @@ class StreamingEngine(ABC):
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        pooling: Pooling | None = None,
     ) -> Stream:
         """Queues a request. To be called on the event loop that will read the stream.
+
+        Args:
+          pooling: asks for the prompt's hidden states, pooled so, in the last delta's `pooled`,
+            instead of an output; `max_tokens` must be 0.
 
         Raises:
           RequestError: the request can never be served; `param` names the field.
@@ -235,6 +244,7 @@ class StreamingEngine(ABC):
             priority=priority,
             cache_salt=cache_salt,
             seed=seed % 2**64,
+            pooling=pooling,
         )
         return self.submit_request(request)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forge_jax.cache.block_pool import BlockPool
+from forge_jax.config import Pooling
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import (
     FED_BACK,
@@ -37,11 +39,20 @@ _MASK = 2**64 - 1
 _EMPTY = 0xCBF29CE484222325  # the rolling hash of no tokens
 _POISON = -2  # KV that is not finite
 _UNWRITTEN = -1
+POOLED_SIZE = 8  # d of the fake's hidden states
 
 
 def _extend(rolling: int, token: int) -> int:
     """The hash of a token list, from that of the list without its last token."""
     return (rolling * 6364136223846793005 + token + 1442695040888963407) & _MASK
+
+
+def _hidden(rolling: int) -> list[float]:
+    """The hidden state of the last token of a list with this hash: from -1 to 1."""
+    return [
+        (rolling * (2 * i + 0x9E3779B97F4A7C15) >> 40 & 0xFFFF) / 0x7FFF - 1.0
+        for i in range(POOLED_SIZE)
+    ]
 
 
 def _salt_hash(salt: str) -> int:
@@ -59,6 +70,7 @@ class _Slot:
     expected_kv: list[int] = field(default_factory=list)  # with `check`: of each token
     last_token: int | None = None
     computed: int | None = None  # tokens with KV; None before the first step
+    hidden_sum: list[float] = field(default_factory=lambda: [0.0] * POOLED_SIZE)  # as computed
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
@@ -260,12 +272,35 @@ class FakeDevice:
                 self._logprobs(slot.rolling[first + row], target, params.prompt_logprobs)
                 for row, target in enumerate(scheduled.targets)
             )
-        return SequenceResult(token_ids, False, logprobs, prompt_logprobs)
+        pooled = None if scheduled.pooling is None else self._pool_hidden(slot, scheduled)
+        return SequenceResult(token_ids, False, logprobs, prompt_logprobs, pooled)
+
+    def _pool_hidden(self, slot: _Slot, scheduled: ScheduledSequence) -> bytes | None:
+        """Adds up what this step computes: a position that no step computes is missing."""
+        end = scheduled.start + scheduled.num_tokens
+        hidden = [0.0] * POOLED_SIZE
+        for length in range(scheduled.start + 1, end + 1):
+            hidden = _hidden(slot.rolling[length])
+            slot.hidden_sum = [a + b for a, b in zip(slot.hidden_sum, hidden, strict=True)]
+        if not scheduled.num_rows:
+            return None
+        mean = [total / end for total in slot.hidden_sum]
+        return struct.pack(f"<{POOLED_SIZE}f", *(mean if scheduled.pooling == "mean" else hidden))
+
+    def pooled(self, prompt: Seq[int], pooling: Pooling) -> list[float]:
+        """What a request for this comes to, on any schedule, within the rounding to float32."""
+        rolling, states = _EMPTY, []
+        for token in prompt:
+            rolling = _extend(rolling, token)
+            states.append(_hidden(rolling))
+        if pooling == "last":
+            return states[-1]
+        return [sum(column) / len(states) for column in zip(*states, strict=True)]
 
     def _verify(self, slot: _Slot, scheduled: ScheduledSequence, masks: Any) -> list[int]:
         """What the rows sample, up to the first draft that is another token."""
         params = slot.admission.params
-        assert masks is not None or not params.constrained, f"{scheduled.seq_key} has no mask"
+        assert masks is not None or not params.masked, f"{scheduled.seq_key} has no mask"
         if masks is not None:
             masks = masks[scheduled.num_rows - 1 - scheduled.num_drafts :]
         seed = 0 if params.greedy else slot.admission.seed
@@ -304,7 +339,10 @@ class FakeDevice:
     def _logprobs(self, rolling: int, token: int, count: int) -> TokenLogprobs:
         top = tuple(((rolling >> 16) + index) % self.vocab_size for index in range(min(count, 20)))
         return TokenLogprobs(
-            token, -1.0 - token / self.vocab_size, tuple((t, -1.0 - i) for i, t in enumerate(top))
+            token,
+            -1.0 - token / self.vocab_size,
+            tuple((t, -1.0 - i) for i, t in enumerate(top)),
+            rank=1 + token,
         )
 
     # ---- the KV cache --------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Structured output: what a client may demand of an output's form, and what holds it to that.
+"""What a client may demand of an output's form or tokens, and what holds it to that.
 
 `GrammarSpec` is the demand, `GrammarCompiler` reads it for one vocabulary, and each sequence has a
 `Matcher` that says which tokens may come next. The work is llguidance's; nothing outside this
-folder knows it, and it is imported with the first grammar. Here only `GrammarSpec` is, so that the
+folder knows it, and it is imported with the first grammar. `TokenFilter` does the same for lists of
+tokens and words, without it. Here only `GrammarSpec` is, so that the
 scheduler can know of it and stay light.
 """
 

@@ -1,71 +1,137 @@
-"""`Constraints`: the grammars of the sequences that have one, between scheduler and device.
+"""`Constraints`: what sequences are held to, by a grammar or by lists of tokens, between scheduler
+and device.
 
-A row with a grammar samples under a mask, and the mask follows from all tokens before it. So the
-last token of such a sequence must be on the host before its next step; then the masks of a step are
-filled together, on threads, without the GIL.
+A constrained row samples under a mask. The mask of a grammar follows from all tokens before it, and
+that of bad words from the last ones. So the last token of such a sequence must be on the host
+before its next step; then the masks of a step are filled together, on threads, without the GIL. A
+list of allowed tokens alone has the same mask at each step, and waits for nothing.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forge_jax.errors import GrammarError
-from forge_jax.grammar.build import Grammar
-from forge_jax.grammar.compiler import GrammarCompiler
-from forge_jax.grammar.masks import mask_width
-from forge_jax.grammar.matcher import MaskPool, Matcher
+from forge_jax.errors import ForgeError, GrammarError, RequestError
+from forge_jax.grammar.masks import bits, mask_width
 from forge_jax.schedule.plan import SequenceResult, StepPlan
 from forge_jax.schedule.request import Sequence
 from forge_jax.schedule.scheduler import Gain
+
+if TYPE_CHECKING:
+    from forge_jax.grammar.build import Grammar
+    from forge_jax.grammar.matcher import MaskPool, Matcher
+    from forge_jax.grammar.token_filter import Follower, TokenFilter
 
 MAX_THREADS = 8
 MANY = 3  # one in so many
 
 
-class Constraints:
-    """A matcher for each live sequence with a grammar. One thread owns it."""
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What one sequence is held to: a grammar, lists of tokens, or both."""
 
-    def __init__(self, compiler: GrammarCompiler):
-        self.compiler = compiler
-        self._matchers: dict[Sequence, Matcher] = {}
+    matcher: Matcher | None
+    follower: Follower | None
+    not_stops: np.ndarray | None = None  # the mask of min_tokens, if the step applies one
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the output is complete and nothing can be added."""
+        return self.matcher is not None and self.matcher.stopped
+
+    def accept(self, token_ids: Seq[int]) -> None:
+        """Follows the output by some tokens.
+
+        Raises:
+          GrammarError: one of them may not stand there.
+        """
+        if self.follower is not None:
+            self.follower.accept(token_ids)
+        if self.matcher is not None:
+            self.matcher.accept(token_ids)
+
+    def valid_drafts(self, token_ids: Seq[int]) -> int:
+        """How many of these tokens could follow, up to what would end the output."""
+        valid = len(token_ids)
+        if self.follower is not None:
+            valid = self.follower.valid_drafts(token_ids)
+        return valid if self.matcher is None else self.matcher.valid_drafts(token_ids[:valid])
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of one sequence that sample: `first`, and one more after each draft."""
+
+    seq: Sequence
+    held: _Held
+    first: int
+    num_output: int  # before the first
+    drafts: tuple[int, ...] = ()
+
+
+class Constraints:
+    """What each live sequence that has a constraint is held to. One thread owns it.
+
+    Args:
+      vocab_size: the model's output width.
+      end_ids: the tokens that end an output.
+    """
+
+    def __init__(self, vocab_size: int, end_ids: Collection[int]):
+        self._held: dict[Sequence, _Held] = {}
         self._foreseen: dict[Sequence, GrammarError | None] = {}  # who has had what it will gain
-        self._pool = MaskPool(min(os.cpu_count() or 1, MAX_THREADS))
-        self._words = mask_width(compiler.vocab_size)
-        ends = np.zeros(32 * self._words, np.uint8)
-        ends[list(compiler.end_ids)] = 1
-        self._not_ends = ~np.packbits(ends, bitorder="little").view(np.int32)
+        self._dead_ends: dict[Sequence, RequestError] = {}  # behind drafts of the step in flight
+        self._words = mask_width(vocab_size)
+        self._vocab_size = vocab_size
+        self._not_ends = self._all_but(end_ids)
+
+    def _all_but(self, token_ids: Iterable[int]) -> np.ndarray:
+        return ~bits([i for i in token_ids if i < self._vocab_size], self._vocab_size)
+
+    @cached_property
+    def _pool(self) -> MaskPool:
+        from forge_jax.grammar.matcher import MaskPool
+
+        return MaskPool(min(os.cpu_count() or 1, MAX_THREADS))
 
     def __bool__(self) -> bool:
-        """Whether any sequence has a grammar."""
-        return bool(self._matchers)
+        """Whether any sequence has a constraint."""
+        return bool(self._held)
 
-    def add(self, seq: Sequence, grammar: Grammar) -> bool:
+    def add(self, seq: Sequence, grammar: Grammar | None, tokens: TokenFilter | None) -> bool:
         """Begins a sequence, after the output that it has; False if that is complete already.
 
         Raises:
-          GrammarError: the output does not follow the grammar.
+          GrammarError: the output is not what they allow.
         """
-        matcher = grammar.matcher()
+        held = _Held(
+            None if grammar is None else grammar.matcher(),
+            None if tokens is None else tokens.follower(),
+            self._all_but(seq.stop_ids) if seq.params.held_tokens else None,
+        )
         if seq.num_output:
-            matcher.accept(seq.tokens[seq.prompt_len :])
-        if matcher.stopped:
+            held.accept(seq.tokens[seq.prompt_len :])
+        if held.stopped:
             return False
-        self._matchers[seq] = matcher
+        self._held[seq] = held
         return True
 
     def end(self, seq: Sequence) -> None:
-        """The sequence has ended, or never had a grammar."""
-        self._matchers.pop(seq, None)
-        self._foreseen.pop(seq, None)
+        """The sequence has ended, or never had a constraint."""
+        for known in (self._held, self._foreseen, self._dead_ends):
+            known.pop(seq, None)
 
     def waits(self, seqs: Seq[Sequence]) -> bool:
         """Whether the step in flight, which is of these, should be read before the next begins.
 
-        Without their last tokens the sequences with grammars cannot be part of it. If they are
+        Without their last tokens the stepwise sequences cannot be part of it. If they are
         few, the others go ahead, and they follow in the step after: the masks are then filled
         while the device is busy. If they are many, half-empty steps would cost more than waiting.
         With C of them beside F others, steps of s seconds and a host that keeps the device waiting
@@ -75,110 +141,158 @@ class Constraints:
 
     def hold_up(self, seqs: Seq[Sequence], of: int | None = None) -> bool:
         """Whether those with grammars among `seqs` are many of a step of so many, or of `seqs`."""
-        blocked = sum(seq in self._matchers for seq in seqs)
+        blocked = sum(seq.stepwise and seq in self._held for seq in seqs)
         return blocked > 0 and blocked * MANY >= (len(seqs) if of is None else of)
 
     def cut(self, drafts: Mapping[Sequence, tuple[int, ...]]) -> dict[Sequence, tuple[int, ...]]:
-        """The drafts, each up to what its grammar forbids; without those that have nothing left."""
+        """The drafts, each up to what may not come; without those that have nothing left."""
         kept: dict[Sequence, tuple[int, ...]] = {}
         for seq, draft in drafts.items():
-            matcher = self._matchers.get(seq)
-            if matcher is not None:
-                draft = draft[: matcher.valid_drafts(draft)]
+            held = self._held.get(seq)
+            if held is not None:
+                draft = draft[: held.valid_drafts(draft)]
             if draft:
                 kept[seq] = draft
         return kept
 
     def masks(
         self, plan: StepPlan, seqs: Seq[Sequence]
-    ) -> tuple[np.ndarray | None, list[Sequence]]:
+    ) -> tuple[np.ndarray | None, list[tuple[Sequence, ForgeError]]]:
         """The masks of a plan, and whose could not be told: their rows may sample anything.
 
         Args:
           seqs: of the plan, in its order.
 
         Returns:
-          i32[num_rows, mask_width], or None if no row has a grammar.
+          i32[num_rows, mask_width], or None if no row has a constraint; and why not, for each
+          sequence that cannot go on.
         """
-        work: list[tuple[Matcher, int, tuple[int, ...]]] = []
-        owners: dict[Matcher, Sequence] = {}
-        held: list[int] = []  # rows that must not end yet
-        num_decodes = row = len(plan.decodes)
-        for index, seq in enumerate(seqs[:num_decodes]):
-            matcher = self._matchers.get(seq)
-            if matcher is not None:
-                owners[matcher] = seq
-                if matcher.stopped:  # by the step before: this row is burnt
-                    continue
-                work.append((matcher, index, ()))
-                if _holds(seq, plan.decodes.num_outputs[index]):
-                    held.append(index)
-        for seq, chunk in zip(seqs[num_decodes:], plan.chunks, strict=True):
-            matcher = self._matchers.get(seq) if chunk.samples else None
-            if matcher is not None:
-                owners[matcher] = seq
-                drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
-                first = row + chunk.num_rows - 1 - chunk.num_drafts
-                work.append((matcher, first, drafts))
-                for ahead in range(chunk.num_drafts + 1):
-                    if _holds(seq, chunk.num_output + ahead):
-                        held.append(first + ahead)
-            row += chunk.num_rows
-        if not owners:
+        self._dead_ends.clear()
+        rows = list(self._rows(plan, seqs))
+        if not rows:
             return None, []
-        masks = np.full((row, self._words), -1, np.int32)
-        failed = [owners[matcher] for matcher in self._pool.fill(work, masks)]
-        for index in held:
-            kept = masks[index] & self._not_ends
-            if kept.any():  # else it is complete: the grammar has the last word
-                masks[index] = kept
-        if failed:
-            for matcher, first, drafts in work:
-                if owners[matcher] in failed:
-                    masks[first : first + len(drafts) + 1] = -1
-        return masks, failed
+        masks = np.full((plan.num_rows, self._words), -1, np.int32)
+        rows = [row for row in rows if not row.held.stopped]  # else burnt: it ended the step before
+        failed: dict[Sequence, ForgeError] = {**self._fill_by_grammars(rows, masks)}
+        for row in rows:
+            if row.seq not in failed and (error := self._finish(row, masks)) is not None:
+                failed[row.seq] = error
+        for row in rows:
+            if row.seq in failed:
+                masks[row.first : row.first + len(row.drafts) + 1] = -1
+        return masks, list(failed.items())
+
+    def _rows(self, plan: StepPlan, seqs: Seq[Sequence]) -> Iterator[_Rows]:
+        num_decodes = first = len(plan.decodes)
+        for index, seq in enumerate(seqs[:num_decodes]):
+            held = self._held.get(seq)
+            if held is not None:
+                yield _Rows(seq, held, index, plan.decodes.num_outputs[index])
+        for seq, chunk in zip(seqs[num_decodes:], plan.chunks, strict=True):
+            first += chunk.num_rows
+            held = self._held.get(seq) if chunk.samples else None
+            if held is not None:
+                count = chunk.num_drafts
+                drafts = chunk.token_ids[len(chunk.token_ids) - count :]
+                yield _Rows(seq, held, first - 1 - count, chunk.num_output, drafts)
+
+    def _fill_by_grammars(
+        self, rows: list[_Rows], masks: np.ndarray
+    ) -> dict[Sequence, GrammarError]:
+        """Fills the rows of those that have a grammar; returns whose has failed."""
+        work = {row.held.matcher: row for row in rows if row.held.matcher is not None}
+        if not work:
+            return {}
+        filled = [(matcher, row.first, row.drafts) for matcher, row in work.items()]
+        return {
+            work[matcher].seq: GrammarError("the grammar became too complex to follow")
+            for matcher in self._pool.fill(filled, masks)
+        }
+
+    def _finish(self, row: _Rows, masks: np.ndarray) -> RequestError | None:
+        """Takes from the masks of a sequence what its lists exclude, and ends that come too early.
+
+        Returns why it cannot go on, if nothing is left. Behind a draft that is not known yet: it
+        may not come to that.
+        """
+        seq, follower, matcher = row.seq, row.held.follower, row.held.matcher
+        for ahead in range(len(row.drafts) + 1):
+            mask = masks[row.first + ahead]
+            if follower is not None:
+                mask &= follower.mask(row.drafts[:ahead])
+            num_output = row.num_output + ahead
+            left = mask
+            if matcher is not None and _holds(seq, num_output):
+                left = mask & self._not_ends
+                if left.any():  # else it is complete: the grammar has the last word
+                    mask[:] = left
+                left = mask
+            elif row.held.not_stops is not None and num_output < seq.params.held_tokens:
+                left = mask & row.held.not_stops
+            if follower is not None and not left.any():
+                if not ahead:
+                    return _dead_end(seq, num_output)
+                self._dead_ends[seq] = _dead_end(seq, num_output)
+                mask[:] = -1  # should it come to that, the token is no valid one
+        return None
 
     def foresee(self, results: Iterable[tuple[Sequence, SequenceResult]]) -> None:
         """Takes the results of a step of single tokens, ahead of the same gains for `follow`."""
         for seq, got in results:
-            matcher = self._matchers.get(seq)
-            if matcher is None or got.fault or not got.token_ids:
+            held = self._held.get(seq)
+            if held is None or got.fault or not got.token_ids:
                 continue
             self._foreseen[seq] = None
             try:
-                matcher.accept(got.token_ids)
+                held.accept(got.token_ids)
             except GrammarError as error:
                 self._foreseen[seq] = error
 
-    def follow(self, gains: Iterable[Gain]) -> list[tuple[Sequence, GrammarError | None]]:
+    def follow(self, gains: Iterable[Gain]) -> list[tuple[Sequence, ForgeError | None]]:
         """Takes what sequences have gained; those that end by it, and those that fail, are gone.
 
         Returns:
-          Whose output is complete, with None, and whose breaks its grammar, with why.
+          Whose output is complete, with None, and whose is not what it may be, with why.
         """
-        over: list[tuple[Sequence, GrammarError | None]] = []
+        over: list[tuple[Sequence, ForgeError | None]] = []
         for seq, got in gains:
-            matcher = self._matchers.get(seq)
-            if matcher is None:
+            held = self._held.get(seq)
+            if held is None:
                 continue
-            error = None
+            error: ForgeError | None = None
             try:
                 if seq not in self._foreseen:
-                    matcher.accept(got.token_ids)
+                    held.accept(got.token_ids)
                 elif (known := self._foreseen.pop(seq)) is not None:
                     raise known
-                complete = matcher.stopped
-                if seq.finish_reason == "stop" and not complete:
+                complete = held.stopped
+                if held.matcher is not None and seq.finish_reason == "stop" and not complete:
                     raise GrammarError("the output ended before its grammar did")
             except GrammarError as failure:
-                error, complete = failure, True
+                error, complete = self._dead_ends.get(seq, failure), True
             if complete:
                 over.append((seq, error))
             if complete or seq.finished:
-                del self._matchers[seq]
+                del self._held[seq]
         return over
 
 
 def _holds(seq: Sequence, num_output: int) -> bool:
     """Whether the output may not end yet, as far as its grammar lets it go on."""
     return seq.params.ignore_eos or num_output < seq.params.min_tokens
+
+
+def _dead_end(seq: Sequence, num_output: int) -> RequestError:
+    """The error of an output after which nothing may come: what was asked contradicts itself."""
+    params = seq.params
+    asked = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
+        "min_tokens": num_output < params.held_tokens,
+        "the grammar": params.constrained,
+    }
+    causes = [name for name, is_asked in asked.items() if is_asked]
+    return RequestError(
+        f"{' and '.join(causes)} leave no token that may come after {num_output} of the output",
+        param=causes[0],
+    )

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 import jax
 
 _EVENT = "/jax/core/compile/backend_compile_duration"
 _lock = threading.Lock()
 _count = 0
+_num_expected = 0  # of them
+_here = threading.local()  # `expected`: whether this thread is in that context
 _listening = False
 
 
 def _on_duration(event: str, duration_secs: float, **_: object) -> None:
-    global _count
+    global _count, _num_expected
     if event == _EVENT:
         with _lock:
             _count += 1
+            _num_expected += getattr(_here, "expected", False)
 
 
 def total() -> int:
@@ -29,8 +34,25 @@ def total() -> int:
         return _count
 
 
+@contextlib.contextmanager
+def expected() -> Iterator[None]:
+    """What this thread compiles meanwhile is no defect: `SinceReady` leaves it out."""
+    _here.expected = True
+    try:
+        yield
+    finally:
+        _here.expected = False
+
+
+def _unexpected() -> int:
+    return total() - _num_expected
+
+
 class SinceReady:
-    """Compilations since an engine was ready: 0 until then, and ever after if all is well."""
+    """Compilations since an engine was ready: 0 until then, and ever after if all is well.
+
+    Those under `expected` do not count.
+    """
 
     def __init__(self) -> None:
         self._at_ready: int | None = None
@@ -39,7 +61,7 @@ class SinceReady:
     def ready(self) -> None:
         """Counts from now on, or from an earlier call."""
         if self._at_ready is None:
-            self._at_ready = total()
+            self._at_ready = _unexpected()
 
     def __call__(self) -> int:
-        return 0 if self._at_ready is None else total() - self._at_ready
+        return 0 if self._at_ready is None else _unexpected() - self._at_ready

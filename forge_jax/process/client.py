@@ -123,6 +123,7 @@ class EngineProcess(StreamingEngine):
         self._heard_s = clock()  # when the process last said something
         self._recovery: asyncio.Task[None] | None = None
         self._introduce(process.hello)
+        self.pooling = start.config.model.pooling
         if start.fake:
             self.tokenizer, self.chat_template = fake_tokenizer(), fake_chat_template()
         else:
@@ -265,6 +266,7 @@ class EngineProcess(StreamingEngine):
     def _introduce(self, hello: Hello) -> None:
         self.name, self.max_model_len = hello.name, hello.max_model_len
         self.system_fingerprint = hello.system_fingerprint
+        self.architecture = hello.architecture
         self._limits, self.vocab_size = hello.limits, hello.limits.vocab_size
         self._stats = hello.stats
 

@@ -73,6 +73,7 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
     error: WireError | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    pooled: bytes | None = None
 
     @classmethod
     def of(cls, delta: Delta) -> WireDelta:
@@ -88,6 +89,7 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
             None if delta.error is None else WireError.of(delta.error),
             delta.num_draft_tokens,
             delta.num_accepted_tokens,
+            delta.pooled,
         )
 
     def delta(self) -> Delta:
@@ -103,6 +105,7 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
             self.num_cached_tokens,
             self.num_draft_tokens,
             self.num_accepted_tokens,
+            self.pooled,
         )
 
 
@@ -133,6 +136,7 @@ class Hello(msgspec.Struct, tag="hello"):
     max_model_len: int
     limits: Limits
     system_fingerprint: str | None
+    architecture: str | None
     end_ids: list[int]  # tokens that end an output
     stats: EngineStats
 

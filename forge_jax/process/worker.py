@@ -121,6 +121,7 @@ class _Worker(asyncio.Protocol):
                 max_model_len=engine.max_model_len,
                 limits=engine.limits,
                 system_fingerprint=engine.system_fingerprint,
+                architecture=engine.architecture,
                 end_ids=[] if engine.grammars is None else sorted(engine.grammars.end_ids),
                 stats=engine.stats(),
             )

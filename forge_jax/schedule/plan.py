@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from forge_jax.config import Pooling
 from forge_jax.sampling_params import SamplingParams
 
 FED_BACK = -1  # a token the host has not read: the device takes the slot's last token
@@ -59,6 +60,7 @@ class ScheduledSequence:
     targets: tuple[int, ...] = ()  # scoring: the next prompt token of each row that has one
     seq_key: tuple[str, int] = ("", 0)
     salt: str = ""
+    pooling: Pooling | None = None  # with a row: the pooled hidden states are wanted
 
     @property
     def num_tokens(self) -> int:
@@ -113,8 +115,9 @@ class StepPlan:
     admissions: tuple[Admission, ...]
     chunks: tuple[ScheduledSequence, ...]  # what comes after the decodes: drafts, then prompts
     decodes: Decodes = Decodes()
-    # i32[num_rows, mask_width]: which tokens each row may sample, those of a row without a grammar
-    # being all; None: every row may sample anything. Token t is bit t % 32 of word t // 32.
+    # i32[num_rows, mask_width]: which tokens each row may sample, those of a row without a
+    # constraint being all; None: every row may sample anything. Token t is bit t % 32 of word
+    # t // 32.
     masks: Any = None
 
     @property
@@ -135,17 +138,26 @@ class StepPlan:
         return len(self.decodes) + sum(s.num_rows for s in self.chunks)
 
     @property
+    def pools(self) -> bool:
+        """Whether hidden states are pooled, which takes executables of its own."""
+        return any(s.pooling is not None for s in self.chunks)
+
+    @property
     def num_drafts(self) -> int:
         return sum(s.num_drafts for s in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprob of one token, and the most likely alternatives, best first."""
+    """Logprob of one token, and the most likely alternatives, best first.
+
+    `rank` is one more than the number of likelier tokens.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
 
 
 @dataclass(slots=True)
@@ -159,6 +171,7 @@ class SequenceResult:
     fault: bool = False  # its logits were not finite; the tokens mean nothing
     logprobs: tuple[TokenLogprobs, ...] | None = None  # of token_ids
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of `targets`
+    pooled: bytes | None = None  # f32[d], not normalised
 
 
 @dataclass(frozen=True, slots=True)

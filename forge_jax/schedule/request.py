@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
+from forge_jax.config import Pooling
 from forge_jax.errors import ContextLengthError, RequestError
 from forge_jax.sampling_params import SamplingParams
 
@@ -28,6 +29,8 @@ class Request:
     seed: int | None = None  # 64 bits; None: `params.seed`, or drawn by the scheduler
     # Of a request that goes on elsewhere: the tokens of each unfinished sample, by index.
     outputs: Mapping[int, Seq[int]] | None = None
+    # Asks for the prompt's hidden states, pooled, instead of an output: max_tokens is 0 then.
+    pooling: Pooling | None = None
 
 
 def output_room(request: Request, context: int, kv_tokens: int) -> int:
@@ -124,14 +127,16 @@ class Sequence:
     # Fixed from here on, and read for every row of every step.
     key: tuple[str, int] = field(init=False)
     salt: str = field(init=False)
-    constrained: bool = field(init=False)  # the next token depends on the last: it must be known
+    stepwise: bool = field(init=False)  # what may come depends on the last token: it must be known
     prompt_len: int = field(init=False)
     max_len: int = field(init=False)  # prompt and output
+    pooling: Pooling | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = (self.request.request_id, self.index)
         self.salt = self.request.cache_salt
-        self.constrained = self.request.params.constrained
+        self.stepwise = self.request.params.stepwise
+        self.pooling = self.request.pooling
         self.prompt_len = len(self.request.prompt_token_ids)
         self.max_len = self.prompt_len + self.max_tokens
 

@@ -18,8 +18,8 @@ Drafts are tokens that somebody guesses a sequence will go on with. A step compu
 last known token, and samples at each; `commit` learns how many were right. What was written for the
 others lies behind the sequence's tokens, like a burnt row, and is written over. Until then nobody
 knows the sequence's length, so it cannot be scheduled: steps with drafts are read before the next
-is scheduled, or their sequences stay out of it. The same holds for a sequence with a grammar: which
-tokens may come depends on the one before.
+is scheduled, or their sequences stay out of it. The same holds for a sequence with a grammar or
+with bad words: which tokens may come depends on the one before.
 
 The module knows ints only: no device, no clock and no random source of its own.
 """
@@ -70,6 +70,7 @@ class SchedulerConfig:
     chunked_prefill: bool = True  # else only prompts that no step can hold are cut
     batching: Batching = "continuous"  # static: admissions only when nothing runs
     policy: Policy = "fcfs"
+    pools_apart: bool = False  # requests with `pooling` get steps and cached blocks of their own
     eos_token_ids: frozenset[int] = frozenset()
     aging_s: float = 5.0  # after which a waiting request goes first, whatever its prefix
 
@@ -157,6 +158,7 @@ class Scheduler:
         self._last_step = -1  # dispatched
         self._standing: _Standing | None = None  # as long as nobody got or lost a slot
         self._last_read = -1
+        self._pools_next = False  # with `pools_apart`: whose turn it is
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -212,6 +214,9 @@ class Scheduler:
             )
             for index, output in outputs.items()
         ]
+        if self.config.pools_apart and request.pooling is not None:
+            for seq in seqs:
+                seq.salt += "\0pooling"  # other executables have written its blocks
         self._requests[request.request_id] = seqs
         self._queue(seqs[0])
         shares_blocks = self.pool.prefix_cache and (prompt_len - 1) // self.pool.block_size
@@ -303,8 +308,22 @@ class Scheduler:
             step when everything else has been scheduled, in the order of the mapping, and only free
             blocks: never one that is reserved, let alone another's.
           masks_late: the caller reads what is in flight before it dispatches this step, so that
-            sequences with a grammar may be part of it.
+            stepwise sequences may be part of it.
         """
+        if not self.config.pools_apart:
+            return self._schedule(drafts, masks_late, None)
+        for turn in (self._pools_next, not self._pools_next):
+            plan = self._schedule(drafts, masks_late, turn)
+            if plan is not None:
+                self._pools_next = not turn
+                return plan
+        assert self._in_flight or not self._requests, "there is work, and none of it can run"
+        return None
+
+    def _schedule(
+        self, drafts: Mapping[Sequence, Seq[int]] | None, masks_late: bool, pools: bool | None
+    ) -> StepPlan | None:
+        """As `schedule`: of sequences that pool, or of the others; of all if `pools` is None."""
         config, running = self.config, self._running
         block_size = self.pool.block_size
         tokens_left, rows_left = config.max_num_batched_tokens, config.max_rows
@@ -317,13 +336,13 @@ class Scheduler:
         # Preemption takes from the end of `running`, where this loop has not been: what is taken is
         # never in `decodes`, and the loop ends at the shortened end.
         prompts: list[Sequence] = []
-        for seq in running:
+        for seq in () if pools else running:  # what pools never decodes
             known, computed = len(seq.tokens) + seq.num_pending, seq.num_computed
             if known != computed + 1 or known >= seq.max_len:
                 if (known < seq.max_len or computed < seq.prompt_len) and not seq.num_verifying:
                     prompts.append(seq)
                 continue  # or its last tokens have been sampled and only need to be read
-            if seq.constrained and seq.num_pending and not masks_late:
+            if seq.stepwise and seq.num_pending and not masks_late:
                 continue
             if not tokens_left or not rows_left:
                 continue
@@ -337,6 +356,11 @@ class Scheduler:
             tokens_left -= 1
             rows_left -= 1
 
+        if pools:
+            unfinished = (seq for seq in running if seq.num_computed < seq.prompt_len)
+            prompts = [seq for seq in unfinished if seq.pooling is not None]
+        elif pools is not None:
+            prompts = [seq for seq in prompts if seq.pooling is None]
         for seq in prompts:
             if not tokens_left:
                 break
@@ -373,6 +397,8 @@ class Scheduler:
             for seq in self._waiting.in_order(self._clock()) if hopeful else ():
                 if not self._free_slots or not tokens_left:
                     break
+                if pools is not None and (seq.pooling is not None) != pools:
+                    break  # its turn comes, and nobody overtakes it
                 admitted = self._admit(seq, tokens_left, rows_left, reserved)
                 if admitted is None:
                     break
@@ -385,7 +411,9 @@ class Scheduler:
                 admissions.append(self._admission(seq))
 
         if not decodes and not chunks:
-            assert self._in_flight or not self._requests, "there is work, and none of it can run"
+            assert self._in_flight or not self._requests or pools is not None, (
+                "there is work, and none of it can run"
+            )
             return None
         verified: dict[Sequence, ScheduledSequence] = {}
         if drafts and decodes and tokens_left and rows_left:
@@ -633,6 +661,7 @@ class Scheduler:
             targets=targets,
             seq_key=seq.key,
             salt=seq.salt,
+            pooling=seq.pooling,
         )
 
     def _admission(self, seq: Sequence) -> Admission:
@@ -775,7 +804,8 @@ class Scheduler:
         """Finishes the sequence if `token`, its last, ends it or is the last it may have."""
         params = seq.params
         if token in seq.stop_ids and seq.num_output >= params.held_tokens:
-            eos = token in self.config.eos_token_ids and (seq.constrained or not params.ignore_eos)
+            ends = params.constrained or not params.ignore_eos
+            eos = ends and token in self.config.eos_token_ids
             self._finish(seq, "stop", None if eos else token)
         elif len(seq.tokens) >= seq.max_len:
             self._finish(seq, "length", None)
@@ -794,7 +824,7 @@ class Scheduler:
             gains.append((seq, self._accept(seq, got)))
             return
         if seq.max_tokens == 0 and end >= seq.prompt_len:
-            self._finish(seq, "length", None)
+            self._finish(seq, "length" if seq.pooling is None else "stop", None)
         if seq.finished or got.prompt_logprobs:
             gains.append((seq, got))
 
@@ -869,6 +899,8 @@ class Scheduler:
 
     def _cacheable_blocks(self, seq: Sequence) -> int:
         """Leading blocks that may come from the cache: tokens that need logits are computed."""
+        if seq.pooling == "mean":
+            return 0  # each of its tokens counts
         limit = seq.num_scored if self._is_scoring(seq) else len(seq.tokens) - 1
         return limit // self.pool.block_size
 

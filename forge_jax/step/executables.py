@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from forge_jax.observe.compilations import expected
+
 
 class Executables:
     """Lowers and compiles in the background, first come, first compiled.
@@ -93,4 +95,5 @@ class Executables:
         self._calling.shutdown(wait=False)
 
     def _compile(self, lowered: Future[jax.stages.Lowered]) -> jax.stages.Compiled:
-        return lowered.result().compile(compiler_options=self._options or None)
+        with expected():
+            return lowered.result().compile(compiler_options=self._options or None)

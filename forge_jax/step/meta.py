@@ -49,6 +49,7 @@ class StepShape:
     num_updates: int  # U
     max_q_len: int  # tokens of one sequence
     max_drafts: int = 0  # of one sequence
+    pools: bool = False  # hidden states; only such a step takes plans that ask for it
 
     @classmethod
     def decode(cls, batch: int) -> StepShape:
@@ -96,6 +97,7 @@ class StepShape:
         decodes, chunks = plan.decodes, plan.chunks
         return (
             plan.num_sequences <= self.num_seqs
+            and plan.pools == self.pools
             and plan.num_tokens <= self.num_tokens
             and all(len(s.token_ids) <= self.max_q_len for s in chunks)
             and plan.num_rows <= self.num_rows

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,7 @@ import numpy as np
 
 from forge_jax.cache.kv import GIB, KV, KVShape
 from forge_jax.config import Verification
+from forge_jax.errors import EngineError
 from forge_jax.grammar.masks import mask_width
 from forge_jax.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from forge_jax.schedule.plan import (
@@ -45,7 +47,7 @@ from forge_jax.step.slots import (
     set_history,
     slots_shape,
 )
-from forge_jax.step.step import Sampler, StepOut, make_step
+from forge_jax.step.step import Pooled, Sampler, StepOut, make_step
 from forge_kernels import cpu
 from forge_kernels.attention import Implementation
 
@@ -71,6 +73,7 @@ class _Pending(NamedTuple):
     shape: StepShape
     out: StepOut
     params: tuple[SamplingParams, ...] | None  # of plan.sequences, where logprobs are asked for
+    pooled: Pooled | None = None
 
 
 # https://openxla.org/xla/determinism: some operations have fast forms without a fixed order of
@@ -193,6 +196,10 @@ class Runner:
         self._slots: Any = None
         self._no_masks: dict[str, jax.Array] = {}  # for steps without any: never read
         self._new: Future[tuple[KV, Slots]] | None = None  # both of them
+        self._pools: list[StepShape] = []  # that can run, smallest first
+        self._pooling: Executables | None = None  # of those, from the first request on
+        self._pooling_lock = threading.Lock()
+        self._sums: Any = None  # f32[num_slots, d], of those
 
     @property
     def executables(self) -> list[str]:
@@ -232,24 +239,12 @@ class Runner:
 
     def compile(self) -> None:
         """Starts to lower and compile everything in threads, the first shapes first."""
-        leaves = self._on_device(self._model.leaves)
-        kv = (self._on_device(self._kv_shape.layer),) * self._kv_shape.num_layers
         slots = self._on_device(self._slots_shape)
         add = self._executables.add
 
         def add_step(shape: StepShape) -> None:
-            step = make_step(
-                self._model,
-                shape,
-                self._kv_shape.block_size,
-                implementation=self._implementation,
-                sampler=self._sampler,
-                verification=self._verification,
-                uniform=self._deterministic,
-            )
-            inputs = [self._i32(shape.width), self._i32(*self._masks_shape(shape))]
-            inputs += self._on_device(self._proposed(shape))
-            add(shape.name, step, leaves, kv, slots, *inputs, donate_argnums=(1, 2))
+            step, inputs = self._make_step(shape), self._step_inputs(shape)
+            add(shape.name, step, *inputs, donate_argnums=(1, 2))
 
         add("new_state", self._new_state, out_shardings=self._sharding)
         self._new = self._executables.call("new_state")  # touching its pages takes long
@@ -265,11 +260,87 @@ class Runner:
         self._executables.close()
 
     @property
+    def can_pool(self) -> bool:
+        """Whether the steps that pool hidden states have been adopted."""
+        return bool(self._pools)
+
+    def compile_pooling(self) -> None:
+        """Compiles the steps that pool hidden states; a further call only waits. In any thread.
+
+        Raises:
+          EngineError: there is no room for them.
+        """
+        with self._pooling_lock:
+            if self._pooling is None:
+                self._pooling = Executables(self._compiler_options)
+                for shape in self._pool_shapes:
+                    step = self._make_step(shape)
+                    inputs = [*self._step_inputs(shape), self._sums_shape]
+                    self._pooling.add(shape.name, step, *inputs, donate_argnums=(1, 2, 6))
+                self._pooling.close()
+        for shape in self._pool_shapes:
+            needed = self._pooling.memory_bytes(shape.name)
+            if self._memory_limit is not None and needed > self._memory_limit:
+                raise EngineError(
+                    f"embeddings need {needed / GIB:.2f} GiB, and there is "
+                    f"{self._memory_limit / GIB:.2f}: less --num-blocks makes room"
+                )
+
+    def adopt_pooling(self) -> None:
+        """Takes what `compile_pooling` has compiled, and runs each once. Between steps only."""
+        if self._pools:
+            return
+        assert self._pooling is not None
+        self._new_sums()
+        for shape in self._pool_shapes:
+            self._run_empty(shape, self._pooling[shape.name])
+        self._pools = self._pool_shapes
+
+    @property
+    def _pool_shapes(self) -> list[StepShape]:
+        """The smallest and the largest that take chunks."""
+        mixed = [shape for shape in self._shapes if shape.max_q_len == shape.num_tokens > 1]
+        chosen = list(dict.fromkeys([*mixed[:1], self._shapes[-1]]))
+        return [
+            dataclasses.replace(shape, name=f"pool[{shape.num_tokens}]", pools=True)
+            for shape in chosen
+        ]
+
+    def _new_sums(self) -> None:
+        zeros = np.zeros(self._sums_shape.shape, np.float32)
+        self._sums = jax.device_put(zeros, self._device)
+
+    @property
+    def _sums_shape(self) -> jax.ShapeDtypeStruct:
+        shape = (len(self._slot_params), self._model.spec.hidden_size)
+        return jax.ShapeDtypeStruct(shape, np.float32, sharding=self._sharding)
+
+    @property
     def resident_bytes(self) -> int:
         """What it holds between two steps: weights, KV cache, slots, and masks."""
         slots = sum(s.size * s.dtype.itemsize for s in self._slots_shape)
         masks = sum(4 * math.prod(self._masks_shape(shape)) for shape in self._shapes)
         return self._model.param_bytes + self._kv_shape.total_bytes + slots + masks
+
+    def _make_step(self, shape: StepShape) -> Callable[..., Any]:
+        return make_step(
+            self._model,
+            shape,
+            self._kv_shape.block_size,
+            implementation=self._implementation,
+            sampler=self._sampler,
+            verification=self._verification,
+            uniform=self._deterministic,
+        )
+
+    def _step_inputs(self, shape: StepShape) -> list[Any]:
+        """The shapes of a step's arguments, but for the sums of a shape that pools."""
+        leaves = self._on_device(self._model.leaves)
+        kv = (self._on_device(self._kv_shape.layer),) * self._kv_shape.num_layers
+        inputs = [leaves, kv, self._on_device(self._slots_shape)]
+        inputs += [self._i32(shape.width), self._i32(*self._masks_shape(shape))]
+        proposed = self._on_device(self._proposed(shape))
+        return [*inputs, *(proposed or ((None,) if shape.pools else ()))]
 
     def memory_bytes(self) -> int:
         """What the first executables need at most, weights and KV cache included. Waits for them.
@@ -301,6 +372,8 @@ class Runner:
         self._slot_flags = SlotFlags(num_slots)
         new = self._executables["new_state"]()
         self._kv, self._slots = jax.block_until_ready(new)
+        if self._pools:
+            self._new_sums()
 
     def adopt(self) -> None:
         """Takes what has been compiled since, and runs each once. Between steps only.
@@ -347,15 +420,15 @@ class Runner:
         flags = self._slot_flags.of_step(plan)
         packed = shape.pack(plan, flags, self._max_blocks)
         masks = None if plan.masks is None else self._pad_masks(shape, plan.masks)
-        out = self._step(shape, packed, masks)
+        out, pooled = self._step(shape, packed, masks)
         out.packed.copy_to_host_async()
         params = None
         if flags & meta_bits.LOGPROBS:
             params = tuple(self._params_of(s.slot) for s in plan.sequences)
-        return _Pending(plan, shape, out, params)
+        return _Pending(plan, shape, out, params, pooled)
 
     def read(self, pending: _Pending) -> StepResult:
-        plan, shape, out, all_params = pending
+        plan, shape, out, all_params, pooled = pending
         packed = np.asarray(out.packed)
         num_rows = shape.num_rows
         tokens = packed[:num_rows].tolist()
@@ -364,9 +437,8 @@ class Runner:
         accepted = packed[2 * num_rows :].tolist()
         logprobs = None
         if all_params is not None:
-            logprobs = _RowLogprobs(
-                np.asarray(out.logprob), np.asarray(out.top_ids), np.asarray(out.top_logprobs)
-            )
+            scores = (out.logprob, out.rank, out.top_ids, out.top_logprobs)
+            logprobs = _RowLogprobs(*map(np.asarray, scores))
         results: list[SequenceResult] = []
         sequences = plan.sequences if any_fault or logprobs is not None else plan.chunks
         if sequences is plan.chunks:  # the decodes have nothing but their tokens, a row each
@@ -379,17 +451,26 @@ class Runner:
             else:
                 params = None if all_params is None else all_params[index]
                 results.append(_result(s, params, tokens, first, accepted[index], logprobs))
+                if pooled is not None and s.pooling is not None and s.num_rows:
+                    _take_pooled(results[-1], s, pooled, end - 1)
             first = end
         return StepResult(plan.step, tuple(results))
 
     def _step(
         self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None = None
-    ) -> StepOut:
+    ) -> tuple[StepOut, Pooled | None]:
         # The call uploads: a `device_put` before it would take half as long again.
         inputs = (packed, self._no_masks[shape.name] if masks is None else masks)
         step, proposed = self._compiled[shape.name], self._proposed(shape)
-        self._kv, self._slots, out = step(self._leaves, self._kv, self._slots, *inputs, *proposed)
-        return out
+        if not shape.pools:
+            self._kv, self._slots, out = step(
+                self._leaves, self._kv, self._slots, *inputs, *proposed
+            )
+            return out, None
+        inputs = (*inputs, *(proposed or (None,)), self._sums)
+        self._kv, self._slots, out, pooled = step(self._leaves, self._kv, self._slots, *inputs)
+        self._sums = pooled.sums
+        return out, pooled
 
     def _proposed(self, shape: StepShape) -> tuple[Proposed, ...]:
         """What the step of `shape` takes of the draft model: one argument, or none."""
@@ -422,7 +503,7 @@ class Runner:
         self._slots = self._compiled[name](self._slots, packed)
 
     def _choose(self, plan: StepPlan) -> StepShape:
-        for shape in self._ready:
+        for shape in self._pools if plan.pools else self._ready:
             if shape.fits(plan):
                 return shape
         raise AssertionError(
@@ -437,13 +518,16 @@ class Runner:
 
     def _adopt(self, shape: StepShape) -> None:
         """Runs the real step on no sequences: it writes nothing, for every index is padding."""
-        self._compiled[shape.name] = self._executables[shape.name]
+        self._run_empty(shape, self._executables[shape.name])
+        self._ready = [s for s in self._shapes if s in self._ready or s == shape]
+
+    def _run_empty(self, shape: StepShape, executable: jax.stages.Compiled) -> None:
+        self._compiled[shape.name] = executable
         no_masks = self._pad_masks(shape, np.empty((0, 1), np.int32))
         self._no_masks[shape.name] = jax.device_put(no_masks, self._device)
         empty = StepPlan(step=0, admissions=(), chunks=())
         packed = shape.pack(empty, 0, self._max_blocks)
-        self._step(shape, packed).packed.block_until_ready()
-        self._ready = [s for s in self._shapes if s in self._ready or s == shape]
+        self._step(shape, packed)[0].packed.block_until_ready()
 
     def _new_state(self) -> tuple[KV, Slots]:
         slots = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._slots_shape)
@@ -472,12 +556,23 @@ def compiler_options(
 
 class _RowLogprobs(NamedTuple):
     chosen: np.ndarray  # f32[R]
+    rank: np.ndarray  # i32[R]
     top_ids: np.ndarray  # i32[R, 20]
     top: np.ndarray  # f32[R, 20]
 
     def at(self, row: int, token_id: int, count: int) -> TokenLogprobs:
         top = zip(self.top_ids[row, :count].tolist(), self.top[row, :count].tolist(), strict=True)
-        return TokenLogprobs(token_id, float(self.chosen[row]), tuple(top))
+        return TokenLogprobs(token_id, float(self.chosen[row]), tuple(top), int(self.rank[row]))
+
+
+def _take_pooled(result: SequenceResult, s: ScheduledSequence, pooled: Pooled, row: int) -> None:
+    """Puts the vector of a prompt whose last token has the row `row` into its result."""
+    if s.pooling == "mean":
+        vector = np.asarray(pooled.row_sums)[row] / np.float32(s.start + s.num_tokens)
+    else:
+        vector = np.asarray(pooled.rows)[row]
+    result.fault = not np.isfinite(vector).all()
+    result.pooled = None if result.fault else vector.tobytes()
 
 
 def _result(

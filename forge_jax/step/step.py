@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +31,20 @@ if TYPE_CHECKING:
 Sampler = Literal["xla", "cpu"]
 
 
+class Pooled(NamedTuple):
+    """What a step with `StepShape.pools` returns besides."""
+
+    sums: jax.Array  # f32[num_slots, d], of each slot's hidden states so far; donated
+    row_sums: jax.Array  # f32[R, d], the same at the row's token
+    rows: jax.Array  # f32[R, d], the row's hidden state
+
+
 class StepOut(NamedTuple):
     """`packed` is what the host always reads; the logprobs only where a row asked for them."""
 
     packed: jax.Array  # i32[2R + S]: sampled token, fault (0 or 1), then accepted drafts per seq
     logprob: jax.Array  # f32[R], of the row's target, or of its sampled token
+    rank: jax.Array  # i32[R], of the same
     top_ids: jax.Array  # i32[R, 20]
     top_logprobs: jax.Array  # f32[R, 20]
 
@@ -49,7 +58,7 @@ def make_step(
     sampler: Sampler = "xla",
     verification: Verification = "coupled",
     uniform: bool = False,
-) -> Callable[..., tuple[KV, Slots, StepOut]]:
+) -> Callable[..., Any]:
     """The step function of one shape, to be jitted with `donate_argnums=(1, 2)`.
 
     Args:
@@ -65,7 +74,8 @@ def make_step(
         packed: jax.Array,  # i32[shape.width]
         masks: jax.Array,  # i32[R, mask_width(V)], read if the header says so
         proposed: Proposed | None = None,
-    ) -> tuple[KV, Slots, StepOut]:
+        sums: jax.Array | None = None,  # f32[num_slots, d]*, if the shape pools
+    ) -> Any:
         m: Meta = shape.split(packed)
         with jax.named_scope("inputs"):
             num_slots, max_blocks = slots.block_tables.shape
@@ -105,6 +115,10 @@ def make_step(
             max_q_len=shape.max_q_len,
             uniform=uniform,
         )
+        pooled = None
+        if sums is not None:
+            with jax.named_scope("pool"):
+                pooled = _pool(shape, m, hidden, sums)
         with jax.named_scope("rows"):
             hidden = embed(hidden, m.row_token)
         rows = model.logits(leaves, hidden, m.header[2])  # f32[R, V]
@@ -115,10 +129,40 @@ def make_step(
             slots, out = _sample_rows(
                 shape, slots, m, rows, masks, tokens, positions, sampler, drafts
             )
-        return kv, slots, out
+        return (kv, slots, out) if pooled is None else (kv, slots, out, pooled)
 
     step.__name__ = shape.name.replace("[", "_").replace("]", "")
     return step
+
+
+def _pool(
+    shape: StepShape,
+    m: Meta,
+    hidden: jax.Array,  # dtype[T, d]
+    sums: jax.Array,  # f32[num_slots, d]
+) -> Pooled:
+    """Adds each sequence's hidden states to what its earlier chunks came to.
+
+    One token after the other: the bits do not depend on where a prompt was cut. Rows of no sequence
+    may hold anything, so what begins anew is selected.
+    """
+    seq = jnp.minimum(m.token_seq, shape.num_seqs - 1)
+    begins = jnp.arange(shape.num_tokens) == m.cu_q_lens[seq]
+    # Else the norm's product and a sum may become one operation, with one rounding.
+    values = jax.lax.optimization_barrier(hidden.astype(jnp.float32))
+    before = jnp.where((m.start[seq] > 0)[:, None], sums[m.slot[seq]], 0.0)
+
+    def add(total: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        value, earlier, first = token
+        total = jnp.where(first, earlier, total) + value
+        return total, total
+
+    zero = jnp.zeros(hidden.shape[1], jnp.float32)
+    _, totals = jax.lax.scan(add, zero, (values, before, begins), unroll=16)
+    runs = jnp.arange(shape.num_seqs) < m.header[0]
+    last = jnp.maximum(m.cu_q_lens[1:] - 1, 0)
+    sums = sums.at[jnp.where(runs, m.slot, PADDING)].set(totals[last], mode="drop")
+    return Pooled(sums, totals[m.row_token], hidden[m.row_token].astype(jnp.float32))
 
 
 def _sample_rows(
@@ -206,14 +250,15 @@ def _sample_rows(
 
     def nothing(logits: jax.Array):
         top = (shape.num_rows, num_top)
-        return jnp.zeros(shape.num_rows), jnp.zeros(top, jnp.int32), jnp.zeros(top)
+        rank = jnp.zeros(shape.num_rows, jnp.int32)
+        return jnp.zeros(shape.num_rows), rank, jnp.zeros(top, jnp.int32), jnp.zeros(top)
 
     asked = _has(flags, meta_bits.LOGPROBS)
     with jax.named_scope("logprobs"):
-        logprob, top_ids, top_logprobs = jax.lax.cond(asked, logprobs, nothing, logits)
+        scores = jax.lax.cond(asked, logprobs, nothing, logits)
     packed = jnp.concatenate([sampled, fault.astype(jnp.int32), accepted])
     slots = slots._replace(last_token=last_token, counts=counts)
-    return slots, StepOut(packed, logprob, top_ids, top_logprobs)
+    return slots, StepOut(packed, *scores)
 
 
 def _drafts(
@@ -258,7 +303,7 @@ def _process(
     masks: jax.Array,  # i32[R, mask_width(V)]
     flags: jax.Array,
 ) -> jax.Array:
-    """Bias, penalties, min_tokens and grammars, in this order, for the rows that asked."""
+    """Bias, penalties, min_tokens and masks, in this order, for the rows that asked."""
     rows = jnp.arange(logits.shape[0])[:, None]
 
     def bias(logits: jax.Array) -> jax.Array:

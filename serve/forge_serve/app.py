@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 import logging
 import random
-import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -21,19 +20,21 @@ from aiohttp import hdrs, web
 
 from forge_jax import __version__
 from forge_jax.errors import RequestError
-from forge_serve import messages, tokens
+from forge_serve import embeddings, info, messages, tokens
 from forge_serve.auth import ApiKeys, tenant_salt
 from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
 from forge_serve.cors import Cors
+from forge_serve.embeddings import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from forge_serve.errors import BodyTimeoutError, NotReadyError, UnknownModelError, error_reply
-from forge_serve.event_stream import EventStream
-from forge_serve.generation import Generation, News, encode_prompts
+from forge_serve.event_stream import EventStream, Replay
+from forge_serve.generation import Generation, News, encode_prompts, truncated
 from forge_serve.memory import MemoryGuard
 from forge_serve.messages import MessagesForm, MessagesRequest
 from forge_serve.metrics import CONTENT_TYPE, Metrics
 from forge_serve.parsers.families import families
 from forge_serve.protocol import (
+    REQUEST_ID,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -42,6 +43,11 @@ from forge_serve.protocol import (
     TokenizeRequest,
 )
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
+from forge_serve.responses_api import PATH as RESPONSES_PATH
+from forge_serve.responses_api import ResponsesRequest
+from forge_serve.responses_events import ResponsesForm
+from forge_serve.responses_http import StoredResponses, json_response, whole_number
+from forge_serve.responses_store import ResponseStore
 from forge_serve.validate import check, check_logprob_values, decode
 
 if TYPE_CHECKING:
@@ -54,13 +60,13 @@ CLIENT_CLOSED = 499  # what the log and the metrics call an answer that nobody w
 
 log = logging.getLogger("forge_serve.requests")
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
 _ids = random.Random()
 _GENERATION = web.RequestKey("generation", Generation)
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
+_CLIENTS_ID = web.RequestKey("clients_id", bool)  # whether a header of the client's has it
 _CLIENT_LEFT = web.RequestKey("client_left", bool)  # in the middle of a stream, or was given up
 
-Kind = type[CompletionRequest] | type[ChatRequest] | type[GenerateRequest] | type[MessagesRequest]
+Kind = type[CompletionRequest | ChatRequest | GenerateRequest | MessagesRequest | ResponsesRequest]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -78,6 +84,7 @@ class Service:
         self.created_s = int(time.time())
         self.metrics = Metrics(lambda: self.model_name, self.stats)
         self.memory = MemoryGuard(config.memory_watermark, self._shed)
+        self.responses = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
 
     @property
     def model_name(self) -> str:
@@ -160,11 +167,26 @@ def make_app(service: Service) -> web.Application:
             web.get("/v1/models/{name:.+}", endpoints.model),
             web.post(messages.PATH, endpoints.messages),
             web.post(f"{messages.PATH}/count_tokens", endpoints.count_tokens),
+            web.post(RESPONSES_PATH, endpoints.responses),
+            web.post(f"{RESPONSES_PATH}/input_tokens", endpoints.count_input_tokens),
+            web.get(f"{RESPONSES_PATH}/{{id}}", endpoints.response),
+            *endpoints.stored.routes(),
+            web.post("/v1/embeddings", endpoints.embeddings),
+            web.post("/score", endpoints.score),
+            web.post("/v1/score", endpoints.score),
+            web.post("/rerank", endpoints.rerank),
+            web.post("/v1/rerank", endpoints.rerank),
             web.post("/tokenize", endpoints.tokenize),
             web.post("/v1/tokenize", endpoints.tokenize),
             web.post("/detokenize", endpoints.detokenize),
             web.post("/v1/detokenize", endpoints.detokenize),
             web.get("/tokenizer_info", endpoints.tokenizer_info),
+            web.get("/server_info", endpoints.server_info),
+            web.get("/get_server_info", endpoints.server_info),
+            web.get("/model_info", endpoints.model_info),
+            web.get("/get_model_info", endpoints.model_info),
+            web.get("/v1/loads", endpoints.loads),
+            web.get("/ping", endpoints.ping),
             web.get("/version", endpoints.version),
             web.get("/load", endpoints.load),
             web.post("/generate", endpoints.generate),
@@ -182,6 +204,7 @@ def make_app(service: Service) -> web.Application:
 class _Endpoints:
     def __init__(self, service: Service):
         self._service = service
+        self.stored = StoredResponses(service.responses)
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, CompletionRequest, CompletionForm)
@@ -193,15 +216,58 @@ class _Endpoints:
         return await self._generate(http, MessagesRequest, MessagesForm)
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
+        number = await self._num_prompt_tokens(http, MessagesRequest)
+        return web.json_response({"input_tokens": number})
+
+    async def count_input_tokens(self, http: web.Request) -> web.StreamResponse:
+        number = await self._num_prompt_tokens(http, ResponsesRequest)
+        return web.json_response({"object": "response.input_tokens", "input_tokens": number})
+
+    async def _num_prompt_tokens(self, http: web.Request, kind: Kind) -> int:
         engine = self._service.ready_engine()
-        request = await self._read(http, MessagesRequest)
+        request = await self._read(http, kind)
         assert isinstance(request, ChatRequest)
         try:
             self._service.chat_answers(request)
             [prompt] = await encode_prompts(engine, request)
         except RequestError as error:
             raise request.in_its_words(error) from error
-        return web.json_response({"input_tokens": len(prompt.token_ids)})
+        return len(prompt.token_ids)
+
+    async def responses(self, http: web.Request) -> web.StreamResponse:
+        generation, form = await self._begin(http, ResponsesRequest, ResponsesForm)
+        response = self.stored.begin(http, form)
+        if response is not None and response.background:
+            self.stored.run_in_background(response, generation, form)
+            if response.log is not None:
+                return await _send(http, Replay(http, response.log, 0, stall_s=WRITE_STALL_S))
+            return json_response(response.body())
+        try:
+            return await self._answer(http, generation, form)
+        finally:
+            generation.close()
+            self.stored.end(response, generation, form)
+
+    async def response(self, http: web.Request) -> web.StreamResponse:
+        response = self.stored.get(http)
+        if http.query.get("stream", "").lower() not in ("true", "1"):
+            return json_response(response.body())
+        if response.log is None:
+            raise RequestError(
+                "stream: only a response made with background and stream has events to send again",
+                param="stream",
+            )
+        first = whole_number(http, "starting_after", -1) + 1
+        return await _send(http, Replay(http, response.log, first, stall_s=WRITE_STALL_S))
+
+    async def embeddings(self, http: web.Request) -> web.StreamResponse:
+        return await self._pool(http, EmbeddingRequest)
+
+    async def score(self, http: web.Request) -> web.StreamResponse:
+        return await self._pool(http, ScoreRequest)
+
+    async def rerank(self, http: web.Request) -> web.StreamResponse:
+        return await self._pool(http, RerankRequest)
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
@@ -218,6 +284,21 @@ class _Endpoints:
 
     async def version(self, http: web.Request) -> web.StreamResponse:
         return web.json_response({"version": __version__})
+
+    async def server_info(self, http: web.Request) -> web.StreamResponse:
+        service = self._service
+        engine = service.ready_engine()
+        return web.json_response(info.server_info(engine, service.model_name, service.state))
+
+    async def model_info(self, http: web.Request) -> web.StreamResponse:
+        engine = self._service.ready_engine()
+        return web.json_response(info.model_info(engine, self._service.model_name))
+
+    async def loads(self, http: web.Request) -> web.StreamResponse:
+        return web.json_response(info.loads(self._service.ready_engine()))
+
+    async def ping(self, http: web.Request) -> web.StreamResponse:
+        return web.Response(status=200 if self._service.state in SERVES else 503)
 
     async def load(self, http: web.Request) -> web.StreamResponse:
         stats = self._service.ready_engine().stats()
@@ -272,11 +353,57 @@ class _Endpoints:
         }
 
     async def _generate(
-        self,
-        http: web.Request,
-        kind: Kind,
-        form_type: Callable[..., ResponseForm],
+        self, http: web.Request, kind: Kind, form_type: Callable[..., ResponseForm]
     ) -> web.StreamResponse:
+        generation, form = await self._begin(http, kind, form_type)
+        try:
+            return await self._answer(http, generation, form)
+        finally:
+            generation.close()
+
+    async def _answer(
+        self, http: web.Request, generation: Generation, form: ResponseForm
+    ) -> web.StreamResponse:
+        if not form.streams:
+            return await _whole(generation, form)
+        keep_alive_s = self._service.config.sse_keep_alive_s
+        stream = EventStream(
+            http, generation, form, stall_s=WRITE_STALL_S, keep_alive_s=keep_alive_s
+        )
+        return await _send(http, stream)
+
+    async def _pool(self, http: web.Request, kind: type[PoolingRequest]) -> web.StreamResponse:
+        engine = self._service.ready_engine()
+        self._service.memory.admit()
+        request = await self._decode(http, kind)
+        prompts = await embeddings.encode_inputs(engine, request)
+        engine = self._service.ready_engine()  # that may have taken long
+        generation = Generation(
+            engine,
+            prompts,
+            embeddings.PARAMS,
+            request_id=f"{request.ID_PREFIX}-{_adopted_id(http, request)}",
+            priority=request.priority or 0,
+            cache_salt=tenant_salt(http, request.cache_salt),
+            timeout_s=self._service.timeout_s(request.timeout),
+            metrics=self._service.metrics,
+            pooling=request.pooling or engine.pooling,  # type: ignore[arg-type]
+        )
+        http[_GENERATION] = generation
+        try:
+            vectors = await embeddings.pooled(generation)
+            answer = await request.answer(vectors, embeddings.usage_of(generation))
+        finally:
+            generation.close()
+        answer["id"] = generation.request_id
+        answer["created"] = int(time.time())
+        answer["model"] = self._service.model_name
+        return _json_response(answer)
+
+    async def _begin[Form: ResponseForm](
+        self, http: web.Request, kind: Kind, form_type: Callable[..., Form]
+    ) -> tuple[Generation, Form]:
+        """Reads a request, and submits it. The caller has to close the generation."""
         engine = self._service.ready_engine()
         self._service.memory.admit()
         limits = self._service.config.limits
@@ -286,17 +413,21 @@ class _Endpoints:
             if isinstance(request, ChatRequest):
                 answers = self._service.chat_answers(request)
             prompts = await encode_prompts(engine, request)
+            prompts = truncated(prompts, request, params.max_tokens, engine)
             if answers is not None:
                 params = await answers.params(params, prompts[0], engine)
             await engine.prepare(params)
             prompt_lens = [len(prompt.token_ids) for prompt in prompts]
             check_logprob_values(params, prompt_lens, engine.max_model_len, limits)
             engine = self._service.ready_engine()  # all of that may have taken long
+            unique_id = _adopted_id(http, request)
+            if kind is ResponsesRequest:  # it is found again by its id
+                unique_id = _new_id()
             form = form_type(
                 request,
                 prompts,
                 engine.tokenizer,
-                unique_id=_new_id(),
+                unique_id=unique_id,
                 model=self._service.model_name,
                 created_s=int(time.time()),
                 system_fingerprint=engine.system_fingerprint,
@@ -311,16 +442,12 @@ class _Endpoints:
                 cache_salt=tenant_salt(http, request.cache_salt),
                 timeout_s=self._service.timeout_s(request.timeout),
                 metrics=self._service.metrics,
+                reasoning=form.reasoning_tokens,
             )
         except RequestError as error:
             raise request.in_its_words(error) from error
         http[_GENERATION] = generation
-        try:
-            if request.streams:
-                return await _stream(http, generation, form)
-            return await _whole(generation, form)
-        finally:
-            generation.close()
+        return generation, form
 
     async def _read(
         self, http: web.Request, kind: Kind
@@ -329,6 +456,12 @@ class _Endpoints:
         if isinstance(request, MessagesRequest):
             request = request.chat()
             check(request, self._service.config.limits)
+        if isinstance(request, ResponsesRequest):
+            request = self.stored.chat(http, request)
+            try:
+                check(request, self._service.config.limits)
+            except RequestError as error:
+                raise request.in_its_words(error) from error
         return request
 
     async def _decode[Body: GenerationRequest](self, http: web.Request, kind: type[Body]) -> Body:
@@ -340,7 +473,8 @@ class _Endpoints:
     async def envelope(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Around every request: its id, its error as JSON, its count, its line in the log."""
         given = request.headers.get("X-Request-Id", "")
-        request[_REQUEST_ID_KEY] = given if _REQUEST_ID.fullmatch(given) else _new_id()
+        request[_CLIENTS_ID] = REQUEST_ID.fullmatch(given) is not None
+        request[_REQUEST_ID_KEY] = given if request[_CLIENTS_ID] else _new_id()
         begin_s, status = time.monotonic(), CLIENT_CLOSED
         try:
             response = await handler(request)
@@ -394,6 +528,13 @@ async def _body(http: web.Request) -> bytes:
         raise BodyTimeoutError(f"the body did not arrive within {BODY_S:.0f} s") from error
 
 
+def _adopted_id(http: web.Request, request: GenerationRequest) -> str:
+    """What names a request everywhere: the client's header, or its field, or neither."""
+    if request.request_id is not None and not http[_CLIENTS_ID]:
+        http[_REQUEST_ID_KEY] = request.request_id
+    return http[_REQUEST_ID_KEY]
+
+
 def _new_id() -> str:
     """128 random bits. Not a secret: `uuid4` would ask the kernel for each, 9 us."""
     return f"{_ids.getrandbits(128):032x}"
@@ -406,10 +547,7 @@ async def _add_headers(http: web.Request, response: web.StreamResponse) -> None:
         response.headers["X-Request-Id"] = request_id
 
 
-async def _stream(
-    http: web.Request, generation: Generation, form: ResponseForm
-) -> web.StreamResponse:
-    stream = EventStream(http, generation, form, stall_s=WRITE_STALL_S)
+async def _send(http: web.Request, stream: EventStream | Replay) -> web.StreamResponse:
     try:
         await stream.run()
     except TimeoutError:

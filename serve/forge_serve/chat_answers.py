@@ -14,7 +14,7 @@ from forge_jax.sampling_params import SamplingParams
 from forge_serve.parsers.answer import AnswerParser
 from forge_serve.parsers.call_grammar import call_grammar, reasoning_lead
 from forge_serve.parsers.families import CALL_FORMS, Families
-from forge_serve.parsers.reasoning import ReasoningParser
+from forge_serve.parsers.reasoning import ReasoningParser, ReasoningTokens
 from forge_serve.parsers.tool_calls import CallForm, ToolCallParser
 from forge_serve.protocol import ChatRequest
 from forge_serve.structured import demand
@@ -134,6 +134,15 @@ class ChatAnswers:
         """A parser for one choice; None if its text is content as it is."""
         reasoning, tools = self._reasoning_parser(prompt, tokenizer), self._tool_parser()
         return None if reasoning is None and tools is None else AnswerParser(reasoning, tools)
+
+    def reasoning_tokens(
+        self, prompt: Prompt, tokenizer: Tokenizer | None
+    ) -> ReasoningTokens | None:
+        """A counter for one choice; None if no reasoning is looked for."""
+        parser = None if self.other_form else self._reasoning_parser(prompt, tokenizer)
+        if parser is None or tokenizer is None:
+            return None
+        return ReasoningTokens(parser, tokenizer.token_bytes)
 
     def _tool_parser(self) -> ToolCallParser | None:
         form = self._form

@@ -41,6 +41,11 @@ class ServerConfig:
         "seconds that a request may take at most; its own timeout may be shorter",
         flag="--request-timeout",
     )
+    sse_keep_alive_s: float = option(
+        15.0,
+        "seconds without news after which a stream has a comment, for proxies on its way; 0: never",
+        flag="--sse-keep-alive",
+    )
     max_queued_requests: int = option(
         4096, "samples that may wait for their first token; more are refused with 503"
     )
@@ -57,6 +62,12 @@ class ServerConfig:
     )
     engine_process: bool = option(
         False, "run the engine in a process of its own, which is started again if it dies"
+    )
+    max_stored_responses: int = option(
+        1024, "responses of /v1/responses that are kept for later requests; 0: none"
+    )
+    max_stored_bytes: int = option(
+        256 * 1024 * 1024, "bytes that they take together, with their conversations"
     )
     fake: bool = option(
         False, "serve a fake device without weights: deterministic text at any speed"
@@ -95,8 +106,11 @@ class ServerConfig:
             ("--drain-timeout", self.drain_timeout_s),
             ("--stall-timeout", self.stall_timeout_s),
             ("--request-timeout", self.request_timeout_s or 0.0),
+            ("--sse-keep-alive", self.sse_keep_alive_s),
             ("--max-queued-requests", self.max_queued_requests),
             ("--max-queued-tokens", self.max_queued_tokens),
+            ("--max-stored-responses", self.max_stored_responses),
+            ("--max-stored-bytes", self.max_stored_bytes),
             ("--fake-step-time-ms", self.fake_step_time_ms),
         ):
             if not value >= 0:

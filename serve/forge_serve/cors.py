@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from aiohttp import hdrs, web
 
 MAX_AGE_S = 600  # that a browser may remember the answer to a preflight
-_METHODS = "GET, POST"
+_METHODS = "DELETE, GET, POST"
 _READABLE_HEADERS = "X-Request-Id, Retry-After"
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{0,1024}", re.ASCII)
 

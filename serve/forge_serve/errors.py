@@ -32,6 +32,10 @@ class UnknownModelError(RequestError):
     """The request names a model that this server does not serve."""
 
 
+class UnknownResponseError(RequestError):
+    """The request names a response that is not kept here, or not for this client."""
+
+
 class UnauthorizedError(ForgeError):
     """The request has no API key, or one that this server does not know."""
 
@@ -99,6 +103,9 @@ def error_reply(error: BaseException) -> ErrorReply:
             return ErrorReply(401, str(error), "invalid_request_error", None, code)
         case UnknownModelError():
             code = "model_not_found"
+            return ErrorReply(404, str(error), "invalid_request_error", error.param, code)
+        case UnknownResponseError():
+            code = "response_not_found"
             return ErrorReply(404, str(error), "invalid_request_error", error.param, code)
         case ContextLengthError():
             code = "context_length_exceeded"

@@ -21,6 +21,7 @@ from aiohttp import hdrs, web
 from forge_serve.errors import error_reply
 from forge_serve.generation import Generation, News
 from forge_serve.responses import ResponseForm
+from forge_serve.responses_store import EventLog
 
 if TYPE_CHECKING:
     from forge_jax.outputs import Delta
@@ -30,23 +31,39 @@ HEADERS = {
     hdrs.CACHE_CONTROL: "no-cache",
     "X-Accel-Buffering": "no",
 }
-PIECE = 256  # deltas whose events are written at once, at most
+PIECE = 256  # deltas whose events, or events that are written at once, at most
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: no client takes it for an event
 
 
 class EventStream:
     """Writes one generation's events; `run` is the whole life of its response.
 
     A failure after the headers is an event with an `error`, and no `[DONE]` after it.
+
+    Args:
+      stall_s: after which a client that takes nothing is given up.
+      keep_alive_s: after which a stream without news has a comment, for the proxies on its way; 0:
+        never.
     """
 
     def __init__(
-        self, http: web.Request, generation: Generation, form: ResponseForm, *, stall_s: float
+        self,
+        http: web.Request,
+        generation: Generation,
+        form: ResponseForm,
+        *,
+        stall_s: float,
+        keep_alive_s: float = 0.0,
     ):
         self.response = web.StreamResponse(headers=HEADERS)
         self._http = http
         self._generation = generation
         self._form = form
         self._stall_s = stall_s
+        self._keep_alive_s = keep_alive_s
+        self._loop = asyncio.get_running_loop()
+        self._written_s = self._loop.time()  # when the last bytes were
+        self._alarm: asyncio.TimerHandle | None = None
         self._held: deque[tuple[int, Delta]] = deque()  # the last step's, or a slow client's
         self._attention = asyncio.Event()  # the handler has something to do
 
@@ -65,12 +82,17 @@ class EventStream:
         self._transport = transport
         self._protocol = self._http.protocol
         self._chunked = response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+        if self._keep_alive_s:
+            self._wait_for_silence()
         try:
             last = await self._all_but_the_last()
         except (ConnectionError, TimeoutError):
             raise
         except Exception as error:
             last = self._form.error_event(error_reply(error))
+        finally:
+            if self._alarm is not None:
+                self._alarm.cancel()
         async with asyncio.timeout(self._stall_s):
             await response.write_eof(last)
 
@@ -82,6 +104,7 @@ class EventStream:
           Exception: the generation's failure, after all that came before it.
         """
         generation = self._generation
+        self._write(self._form.beginning())
         generation.begin(self._take)
         while not generation.over:
             await self._attention.wait()
@@ -125,9 +148,58 @@ class EventStream:
             return events(*news[0], usage)
         return b"".join([events(choice, delta, usage) for choice, delta in news])
 
+    def _wait_for_silence(self) -> None:
+        at_s = self._written_s + self._keep_alive_s
+        self._alarm = self._loop.call_at(at_s, self._keep_alive)
+
+    def _keep_alive(self) -> None:
+        """Writes a comment if nothing has been written for long, unless the client is slow."""
+        silent_s = self._loop.time() - self._written_s
+        slow = self._held or self._protocol.writing_paused
+        if slow or self._transport.is_closing():
+            self._written_s += silent_s  # bytes are on their way
+        elif silent_s >= self._keep_alive_s:
+            self._write(KEEP_ALIVE)
+        self._wait_for_silence()
+
     def _write(self, events: bytes) -> None:
         if not events:
             return
+        self._written_s = self._loop.time()
         if self._chunked:
             events = b"%x\r\n%b\r\n" % (len(events), events)
         self._transport.write(events)
+
+
+class Replay:
+    """Writes the events of a log from the one with number `first` on, as they come and as fast as
+    the client reads. Nothing ends with it: the log grows without readers, too.
+    """
+
+    def __init__(self, http: web.Request, log: EventLog, first: int, *, stall_s: float):
+        self.response = web.StreamResponse(headers=HEADERS)
+        self._http = http
+        self._log = log
+        self._next = first
+        self._stall_s = stall_s
+
+    async def run(self) -> None:
+        """Sends headers, events and ending.
+
+        Raises:
+          TimeoutError: the client took nothing for `stall_s`.
+          ConnectionError: the client has gone.
+        """
+        await self.response.prepare(self._http)
+        while True:
+            piece = self._log.events[self._next : self._next + PIECE]
+            self._next += len(piece)
+            if piece:
+                async with asyncio.timeout(self._stall_s):
+                    await self.response.write(b"".join(piece))
+            elif self._log.over:
+                break
+            else:
+                await self._log.change()
+        async with asyncio.timeout(self._stall_s):
+            await self.response.write_eof()

@@ -6,6 +6,7 @@ A request has P prompts with n samples each; its choices are numbered `prompt * 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,15 +19,24 @@ from forge_jax.errors import ContextLengthError, EngineError, RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.errors import DeadlineError, StoppingError
 from forge_serve.metrics import Metrics
-from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from forge_serve.parsers.reasoning import ReasoningTokens
+from forge_serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    GenerationRequest,
+)
 
 if TYPE_CHECKING:
+    from forge_jax.config import Pooling
     from forge_jax.outputs import Delta
     from forge_jax.streams import Stream, StreamingEngine
     from forge_jax.text import Tokenizer
 
 # A shorter text is tokenised on the event loop: in less time than handing it to a thread takes.
 THREAD_FROM_CHARS = 4096
+
+_serials = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +58,52 @@ async def encode_prompts(
         return [await _encode_chat(engine, request)]
     given = request.prompts() if isinstance(request, CompletionRequest) else [request.prompt]
     for item in given:
-        if isinstance(item, str):
-            _check_text_size(engine, [item], "prompt")
+        if isinstance(item, str) and request.truncate_prompt_tokens is None:
+            check_text_size(engine, [item], "prompt")
     special = True if request.add_special_tokens is None else request.add_special_tokens
     num_chars = sum(len(item) for item in given if isinstance(item, str))
     if num_chars < THREAD_FROM_CHARS:
-        return _encode_texts(engine.tokenizer, given, special)
-    return await asyncio.to_thread(_encode_texts, engine.tokenizer, given, special)
+        return encode_texts(engine.tokenizer, given, special)
+    return await asyncio.to_thread(encode_texts, engine.tokenizer, given, special)
 
 
-def _check_text_size(engine: StreamingEngine, texts: Iterable[str], param: str) -> None:
+def truncated(
+    prompts: list[Prompt],
+    request: GenerationRequest,
+    max_tokens: int | None,
+    engine: StreamingEngine,
+) -> list[Prompt]:
+    """The prompts with no more tokens than the request wants kept: the last ones, or the first.
+
+    A BOS that the tokenizer has put before a text stays.
+    """
+    keep = request.truncate_prompt_tokens
+    if keep is None:
+        return prompts
+    limits = engine.limits
+    if keep > limits.context:
+        raise RequestError(
+            f"truncate_prompt_tokens must be at most {limits.context}, which is the context",
+            param="truncate_prompt_tokens",
+        )
+    if keep == -1:  # all that there is room for besides the output
+        output = 1 if max_tokens is None else max_tokens
+        keep = max(min(limits.context - output, limits.kv_tokens + 1 - max(output, 1)), 1)
+    bos = engine.tokenizer.bos_token_id if engine.tokenizer is not None else None
+    return [_cut(prompt, keep, bos, request.truncation_side) for prompt in prompts]
+
+
+def _cut(prompt: Prompt, keep: int, bos: int | None, side: str | None) -> Prompt:
+    ids = prompt.token_ids
+    if len(ids) <= keep:
+        return prompt
+    if side == "right":
+        return Prompt(ids[:keep])
+    has_bos = prompt.text is not None and keep > 1 and ids[0] == bos
+    return Prompt([*ids[:1], *ids[1 - keep :]] if has_bos else ids[-keep:])
+
+
+def check_text_size(engine: StreamingEngine, texts: Iterable[str], param: str) -> None:
     """Refuses, before the work of tokenising it, what would not fit in the longest tokens.
 
     Raises:
@@ -85,9 +131,14 @@ def _longest_token_bytes(tokenizer: Tokenizer) -> int | None:
     return max((len(piece) for piece in tokenizer.table.pieces if piece), default=None)
 
 
-def _encode_texts(
+def encode_texts(
     tokenizer: Tokenizer | None, given: Sequence[str | list[int]], special: bool
 ) -> list[Prompt]:
+    """Texts as token ids, with special tokens about them or not; token ids as they are.
+
+    Raises:
+      RequestError: there is no tokenizer, or a text cannot be encoded.
+    """
     prompts = []
     for item in given:
         if not isinstance(item, str):
@@ -115,7 +166,8 @@ async def _encode_chat(engine: StreamingEngine, request: ChatRequest) -> Prompt:
         )
     messages = request.template_messages()
     options = request.template_options()
-    _check_text_size(engine, (message["content"] for message in messages), "messages")
+    if request.truncate_prompt_tokens is None:
+        check_text_size(engine, (message["content"] for message in messages), "messages")
     # Templates may show whatever a message holds: the calls of tools, say.
     if not template.slow and len(msgspec.json.encode((messages, options))) < THREAD_FROM_CHARS:
         return Prompt(template.encode(messages, tokenizer, **options))
@@ -138,7 +190,8 @@ type News = list[tuple[int, Delta]]  # (choice, delta) pairs of one step, or of 
 class Generation:
     """Submits the prompts of one request; `begin` has their news handed on, step by step.
 
-    `close` must be called at the end, however it comes: it aborts what still runs.
+    `close` must be called at the end, however it comes: it aborts what still runs. `reasoning`
+    counts that of each choice; empty: there is none.
     """
 
     def __init__(
@@ -152,8 +205,11 @@ class Generation:
         cache_salt: str,
         timeout_s: float | None,
         metrics: Metrics,
+        reasoning: Sequence[ReasoningTokens] = (),
+        pooling: Pooling | None = None,
     ):
         self.request_id = request_id
+        serial = next(_serials)  # a client may give the same id to several requests
         self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.num_output_tokens = 0
         self.unfinished = len(prompts) * params.n
@@ -164,6 +220,7 @@ class Generation:
         self._last_s: list[float | None] = [None] * len(prompts)  # of its last tokens, by prompt
         self._cached = [0] * len(prompts)
         self._num_drafted = self._num_accepted = 0
+        self._reasoning = reasoning
         self._streams: list[Stream] = []
         self._receive: Callable[[News], None] | None = None
         self._timeout_s = timeout_s
@@ -179,9 +236,10 @@ class Generation:
                     engine.submit(
                         prompt.token_ids,
                         params,
-                        request_id=f"{request_id}-{i}",
+                        request_id=f"{request_id}-{serial}-{i}",
                         priority=priority,
                         cache_salt=cache_salt,
+                        pooling=pooling,
                     )
                 )
         except BaseException:
@@ -203,6 +261,7 @@ class Generation:
             completion_tokens_details={
                 "accepted_prediction_tokens": self._num_accepted,
                 "rejected_prediction_tokens": self._num_drafted - self._num_accepted,
+                "reasoning_tokens": sum(counter.number for counter in self._reasoning),
             },
         )
 
@@ -278,6 +337,8 @@ class Generation:
         news = []
         for delta in deltas:
             num_tokens += len(delta.token_ids)
+            if self._reasoning:
+                self._reasoning[first_choice + delta.index].push(delta.token_ids)
             if delta.num_cached_tokens:
                 self._cached[prompt] = max(self._cached[prompt], delta.num_cached_tokens)
             if delta.finish_reason is not None:

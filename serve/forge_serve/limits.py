@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from forge_jax.config import option
 from forge_jax.errors import ConfigError
 from forge_jax.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -71,6 +74,9 @@ class Limits:
     stop_string_bytes: int = _row(MAX_STOP_STRING_CHARS, "bytes of a stop string", low=1)
     stop_token_ids: int = _row(MAX_STOP_TOKEN_IDS, "stop token ids", low=1)
     logit_bias: int = _row(MAX_LOGIT_BIAS, "tokens with a bias", low=1)
+    allowed_token_ids: int = _row(MAX_ALLOWED_TOKEN_IDS, "allowed token ids", low=1)
+    bad_words: int = _row(MAX_BAD_WORDS, "bad words", low=1)
+    bad_word_bytes: int = _row(MAX_BAD_WORD_CHARS, "bytes of a bad word", low=1)
     cache_salt_chars: int = _row(128, "characters of a cache salt", low=1)
     template_kwargs_bytes: int = _row(64 * KIB, "bytes of chat_template_kwargs, as JSON", low=KIB)
     tools: int = _row(

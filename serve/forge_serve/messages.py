@@ -15,7 +15,7 @@ from forge_jax.errors import RequestError
 from forge_serve.auth import ANTHROPIC_PATH
 from forge_serve.errors import ErrorReply
 from forge_serve.generation import Usage
-from forge_serve.parsers.parts import CallPiece, Parts
+from forge_serve.parsers.parts import CallPiece
 from forge_serve.protocol import (
     ChatRequest,
     ContentPart,
@@ -24,6 +24,7 @@ from forge_serve.protocol import (
     Message,
     Role,
     ToolCall,
+    thinking_variables,
 )
 from forge_serve.responses import ChatForm
 
@@ -108,6 +109,12 @@ class MessagesRequest(GenerationRequest, kw_only=True):
         if not self.messages:
             raise RequestError("messages must not be empty", param="messages")
 
+    def _check_prompt_logprobs(self) -> None:
+        raise RequestError(
+            "prompt_logprobs are not supported here: ask for a chat completion",
+            param="prompt_logprobs",
+        )
+
     def chat(self) -> ChatRequest:
         """The same as a chat.
 
@@ -137,11 +144,10 @@ class MessagesRequest(GenerationRequest, kw_only=True):
         )
 
     def _template_kwargs(self) -> dict[str, Any] | None:
-        """Families know it by one of two names; templates ignore what they do not know."""
         if self.thinking is None:
             return self.chat_template_kwargs
         thinks = self.thinking.type != "disabled"
-        return {"enable_thinking": thinks, "thinking": thinks, **(self.chat_template_kwargs or {})}
+        return {**thinking_variables(thinks), **(self.chat_template_kwargs or {})}
 
 
 class MessagesForm(ChatForm):
@@ -171,7 +177,7 @@ class MessagesForm(ChatForm):
 
     def body(self, usage: Usage) -> bytes:
         [state] = self._choices
-        parts = state.parts if state.parser is not None else Parts(content=state.text)
+        parts = self._all_parts(state)
         blocks: list[dict[str, Any]] = []
         if self.with_reasoning and parts.reasoning:
             thinking = "".join(parts.reasoning)
@@ -218,27 +224,22 @@ class MessagesForm(ChatForm):
             }
             message = {**self._message([]), "stop_reason": None, "stop_sequence": None}
             yield _event("message_start", message={**message, "usage": usage})
-        parts = self._parts(delta)
+        parts = self._read(state, delta)
         state.finish_reason, state.stop_reason = delta.finish_reason, delta.stop_reason
-        if self.with_reasoning and parts.reasoning:
-            yield from self._say("thinking", "".join(parts.reasoning))
-        # The rest of the open call comes first: no block is opened twice.
-        rest = [piece for piece in parts.calls if piece.index == self._open]
-        for piece in rest:
-            yield self._input(piece)
-        if parts.content:
-            yield from self._say("text", "".join(parts.content))
-        for piece in parts.calls[len(rest) :]:
-            yield from self._begin(piece.index, _tool_use(piece, {}))
-            yield self._input(piece)
+        open_call = self._open if isinstance(self._open, int) else None
+        for piece in parts.in_order(open_call):
+            match piece:
+                case "reasoning", text:
+                    if self.with_reasoning:
+                        yield from self._say("thinking", text)
+                case "content", text:
+                    yield from self._say("text", text)
+                case CallPiece():
+                    if piece.index != self._open:
+                        yield from self._begin(piece.index, _tool_use(piece, {}))
+                    yield self._input(piece)
         if delta.finish_reason is not None:
             yield from self._close()
-
-    def _parts(self, delta: Delta) -> Parts:
-        parser = self._choices[0].parser
-        if parser is None:
-            return Parts(content=[delta.text] if delta.text else [])
-        return parser.read(delta.text, last=delta.finish_reason is not None)
 
     def _say(self, kind: str, text: str) -> Iterator[bytes]:
         if self._open != kind:

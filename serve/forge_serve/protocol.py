@@ -22,6 +22,7 @@ from forge_serve.structured import demand
 from forge_serve.tools import ToolChoice, tool_choice
 
 MAX_TOKEN_ID = 2**31 - 1
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, by OpenAI's reference
 
 _SAMPLING_FIELDS = (
@@ -37,10 +38,22 @@ _SAMPLING_FIELDS = (
     "repetition_penalty",
     "logit_bias",
     "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
     "include_stop_str_in_output",
     "ignore_eos",
     "skip_special_tokens",
 )
+
+# The values of fields that are refused, at which they change nothing; so do null, false and empty.
+_NEUTRAL: dict[str, float] = {
+    "length_penalty": 1.0,
+    "typical_p": 1.0,
+    "xtc_probability": 0.0,
+    "dry_multiplier": 0.0,
+    "dynatemp_range": 0.0,
+    "mirostat": 0.0,
+}
 
 Role = Literal["system", "user", "assistant", "tool", "developer"]
 
@@ -75,12 +88,19 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None  # only these may be sampled
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None  # how many to keep; -1: what there is room for
+    truncation_side: Literal["left", "right"] | None = None  # which end is cut off
+    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in the logprobs
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None  # lower is served first
     timeout: float | None = None  # seconds for the whole answer
     cache_salt: str | None = None
+    request_id: str | None = None  # if the header has none
     user: str | None = None
 
     # One of these may demand a form of the output; see `structured`.
@@ -95,23 +115,47 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ebnf: Any = None
     grammar: Any = None
 
-    # Refused unless null, false or empty; 0 asks for something.
+    # Refused unless null, false or empty, or as `_NEUTRAL` says; another 0 asks for something.
     stop_regex: Any = None
+    no_stop_trim: Any = None
     use_beam_search: Any = None
-    prompt_logprobs: Any = None
+    length_penalty: Any = None
     logprob_token_ids: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    truncate_prompt_tokens: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    watermarking: Any = None
+    guided_whitespace_pattern: Any = None
+    typical_p: Any = None
+    xtc_probability: Any = None
+    dry_multiplier: Any = None
+    dynatemp_range: Any = None
+    mirostat: Any = None
+    logits_processors: Any = None
+    custom_logit_processor: Any = None
+    lora_path: Any = None
+    kv_transfer_params: Any = None
+    return_hidden_states: Any = None
 
     _REFUSED: ClassVar[Mapping[str, str]] = {
         "stop_regex": "not supported: use stop",
+        "no_stop_trim": "not supported: use include_stop_str_in_output",
         "use_beam_search": "beam search is not supported",
-        "prompt_logprobs": "not supported: use echo with logprobs in a completion",
+        "length_penalty": "beam search is not supported",
         "logprob_token_ids": "not supported: ask for the likeliest with logprobs",
-        "allowed_token_ids": "not supported: use logit_bias",
-        "bad_words": "not supported: use logit_bias",
-        "truncate_prompt_tokens": "not supported: send a shorter prompt",
+        "thinking_token_budget": "not supported: use max_tokens",
+        "repetition_detection": "not supported: use frequency_penalty",
+        "watermarking": "not supported",
+        "guided_whitespace_pattern": "not supported: use structured_outputs.whitespace_pattern",
+        "typical_p": "not supported: use top_p or min_p",
+        "xtc_probability": "not supported: use temperature or top_p",
+        "dry_multiplier": "not supported: use frequency_penalty",
+        "dynatemp_range": "not supported: use temperature",
+        "mirostat": "not supported: use temperature and top_p",
+        "logits_processors": "not accepted from clients",
+        "custom_logit_processor": "not accepted from clients",
+        "lora_path": "adapters are not supported",
+        "kv_transfer_params": "this server takes no KV caches of others",
+        "return_hidden_states": "not supported",
     }
 
     @property
@@ -140,7 +184,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         """
         for name, reason in self._REFUSED.items():
             value = getattr(self, name)
-            if value is not None and _asks_for_something(value):
+            if _asks_for_something(value) and value != _NEUTRAL.get(name):
                 raise RequestError(f"{name}: {reason}", param=name)
         demand(self)
         if self.stream_options is not None and not self.streams:
@@ -151,10 +195,27 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             raise RequestError(
                 "best_of is not supported unless it equals n; ask for n samples", param="best_of"
             )
+        if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
+            raise RequestError(
+                "request_id must have 1 to 128 characters, of those that X-Request-Id may have",
+                param="request_id",
+            )
+        keep = self.truncate_prompt_tokens
+        if keep is not None and (keep < -1 or keep == 0):
+            raise RequestError(
+                "truncate_prompt_tokens must be positive, or -1 for what there is room for",
+                param="truncate_prompt_tokens",
+            )
+        if self.prompt_logprobs is not None:
+            self._check_prompt_logprobs()
         if self.timeout is not None and not 0.0 < self.timeout < math.inf:
             raise RequestError("timeout must be a positive number of seconds", param="timeout")
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             raise RequestError("priority must fit 32 bits", param="priority")
+
+    def _check_prompt_logprobs(self) -> None:
+        if self.streams:
+            raise RequestError("prompt_logprobs are not streamed", param="prompt_logprobs")
 
     def names_sent(self) -> dict[str, str]:
         """The client's names of what the engine calls otherwise."""
@@ -203,14 +264,16 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         Raises:
           RequestError: for an empty list, or a mixed one.
         """
-        return _prompts(self.prompt)
+        return prompts_of(self.prompt)
 
     def sampling_params(self) -> SamplingParams:
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        of_prompt = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        wanted = [count for count in of_prompt if count is not None]
         return self._sampling_params(
             max_tokens=max_tokens,
             logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
+            prompt_logprobs=max(wanted, default=None),
         )
 
 
@@ -224,6 +287,11 @@ class GenerateRequest(GenerationRequest, kw_only=True):
         GenerationRequest.check(self)
         if self.num_samples != 1:
             raise RequestError("n must be 1 here: ask for a completion", param="n")
+
+    def _check_prompt_logprobs(self) -> None:
+        raise RequestError(
+            "prompt_logprobs are not supported here: ask for a completion", param="prompt_logprobs"
+        )
 
     def names_sent(self) -> dict[str, str]:
         alias = self.max_tokens is None and self.max_new_tokens is not None
@@ -283,6 +351,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     function_call: Any = None
     documents: Any = None
     audio: Any = None
+    echo: Any = None
+    web_search_options: Any = None
 
     _REFUSED: ClassVar[Mapping[str, str]] = {
         **GenerationRequest._REFUSED,
@@ -291,6 +361,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
         "function_call": "not supported: use tool_choice",
         "documents": "documents are not supported yet",
         "audio": "audio is not supported",
+        "echo": "not supported: ask for a completion",
+        "web_search_options": "this server searches nothing",
     }
 
     def check(self) -> None:
@@ -358,12 +430,18 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return self._sampling_params(
             max_tokens=next((m for m in given if m is not None), None),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
         )
+
+
+def thinking_variables(thinks: bool) -> dict[str, Any]:
+    """Of a chat template: families know it by one of two names, and ignore the other."""
+    return {"enable_thinking": thinks, "thinking": thinks}
 
 
 def _asks_for_something(value: Any) -> bool:
     empty = isinstance(value, str | list | dict) and not value
-    return value is not False and not empty
+    return value is not None and value is not False and not empty
 
 
 class TokenizeRequest(ChatRequest, kw_only=True):
@@ -410,16 +488,23 @@ class DetokenizeRequest(GenerationRequest, kw_only=True):
         return self.tokens if several else [self.tokens]  # type: ignore[return-value]
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+def prompts_of(
+    prompt: str | list[str | int | list[int]], param: str = "prompt"
+) -> list[str | list[int]]:
+    """The prompts in a field that may have one or several, as texts or as token ids.
+
+    Raises:
+      RequestError: it has none, or of several kinds.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise RequestError("prompt must not be empty", param="prompt")
+        raise RequestError(f"{param} must not be empty", param=param)
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
         raise RequestError(
-            "prompt must be a text, a list of texts, a list of token ids or a list of those",
-            param="prompt",
+            f"{param} must be a text, a list of texts, a list of token ids or a list of those",
+            param=param,
         )
     if kinds == {int}:
         return [prompt]  # type: ignore[list-item]

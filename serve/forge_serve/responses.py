@@ -20,6 +20,7 @@ from forge_serve.errors import ErrorReply
 from forge_serve.generation import Prompt, Usage
 from forge_serve.parsers.answer import AnswerParser
 from forge_serve.parsers.parts import CallPiece, Parts
+from forge_serve.parsers.reasoning import ReasoningTokens
 from forge_serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -98,9 +99,15 @@ class ResponseForm:
         created_s: int,
         system_fingerprint: str | None = None,
     ):
-        self.tokens = TokenNames(tokenizer, skip_special=request.skip_special_tokens is not False)
+        self.tokens = TokenNames(
+            tokenizer,
+            skip_special=request.skip_special_tokens is not False,
+            as_ids=bool(request.return_tokens_as_token_ids),
+        )
+        self.prompt_logprobs = request.prompt_logprobs
         # Without a tokenizer the ids are all that there is to answer with.
         self.with_token_ids = bool(request.return_token_ids) or tokenizer is None
+        self.streams = request.streams
         self.include_usage = request.stream_usage
         self.usage_always = request.stream_usage_always
         self.id = f"{self.id_prefix}-{unique_id}"
@@ -111,6 +118,7 @@ class ResponseForm:
             "model": model,
             "system_fingerprint": system_fingerprint,
         }
+        self.reasoning_tokens: list[ReasoningTokens] = []  # of each choice, if any is looked for
         n = request.num_samples
         states = [_Prompt(prompt) for prompt in prompts]
         self._choices = [_Choice(i, states[i // n]) for i in range(len(prompts) * n)]
@@ -138,6 +146,10 @@ class ResponseForm:
             for choice_json in self._chunk_choices(state, delta, first)
             for part in (self._head, choice_json, tail)
         )
+
+    def beginning(self) -> bytes:
+        """The events before any news."""
+        return b""
 
     def end(self, usage: Usage) -> bytes:
         """The last events of a stream that went well."""
@@ -171,6 +183,11 @@ class ResponseForm:
     def _whole_extra(self) -> dict[str, Any]:
         return {}
 
+    def _prompt_logprobs(self, prompt: _Prompt) -> list[dict[str, Any] | None]:
+        """In vLLM's form: for each token of the prompt, by id; nothing comes before the first."""
+        count = self.prompt_logprobs or 0
+        return [None, *(self.tokens.scores(entry, count) for entry in prompt.logprobs)]
+
     def _ending(self, logprobs: Any, delta: Delta, more: dict[str, Any]) -> bytes:
         """The rest of a chunk's choice, after its text."""
         if logprobs is None and delta.finish_reason is None and not more:
@@ -193,6 +210,7 @@ class CompletionForm(ResponseForm):
         super().__init__(request, *args, **kwargs)
         self.echo = bool(request.echo)
         self.with_logprobs = request.logprobs is not None
+        self.num_top = request.logprobs or 0
         self._only_text &= not self.with_logprobs
         for state in self._choices:
             state.offsets = TextOffsets(self.tokens)
@@ -237,6 +255,8 @@ class CompletionForm(ResponseForm):
         }
         if state.stop_reason is not None:
             choice["stop_reason"] = state.stop_reason
+        if self.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._prompt_logprobs(state.of)
         if self.with_token_ids:
             choice["prompt_token_ids"] = state.of.prompt.token_ids
             choice["token_ids"] = state.token_ids
@@ -276,7 +296,7 @@ class CompletionForm(ResponseForm):
             name = self.tokens.name(entry.token_id)
             top: dict[str, float] = {}
             # Different tokens may have the same name (parts of characters): the likeliest stays.
-            for token_id, logprob in entry.top:
+            for token_id, logprob in entry.top[: self.num_top]:  # the prompt's may have more
                 top.setdefault(self.tokens.name(token_id), _finite(logprob))
             top.setdefault(name, _finite(entry.logprob))
             out["tokens"].append(name)
@@ -309,6 +329,9 @@ class ChatForm(ResponseForm):
         if answers is not None:
             for state in self._choices:
                 state.parser = answers.parser(prompts[0], tokenizer)
+                counter = answers.reasoning_tokens(prompts[0], tokenizer)
+                if counter is not None:
+                    self.reasoning_tokens.append(counter)
         self._only_text &= not self.with_logprobs
         self._extra = self._whole_extra()  # goes out with the first chunk
 
@@ -329,8 +352,7 @@ class ChatForm(ResponseForm):
         if state.parser is None:
             news = {"content": delta.text} if delta.text else {}
         else:
-            ended = delta.finish_reason is not None
-            news = self._news(state.parser.read(delta.text, last=ended))
+            news = self._news(self._read(state, delta))
             if delta.finish_reason == "stop" and state.parser.called:
                 more["finish_reason"] = "tool_calls"
             if state.parser.over:
@@ -344,8 +366,17 @@ class ChatForm(ResponseForm):
         super().add(choice, delta)
         state = self._choices[choice]
         if state.parser is not None:
-            ended = delta.finish_reason is not None
-            state.parts.add(state.parser.read(delta.text, last=ended))
+            state.parts.add(self._read(state, delta))
+
+    def _read(self, state: _Choice, delta: Delta) -> Parts:
+        """What a delta brings."""
+        if state.parser is None:
+            return Parts(content=[delta.text] if delta.text else [])
+        return state.parser.read(delta.text, last=delta.finish_reason is not None)
+
+    def _all_parts(self, state: _Choice) -> Parts:
+        """What the added deltas have brought."""
+        return state.parts if state.parser is not None else Parts(content=state.text)
 
     def _news(self, parts: Parts) -> dict[str, Any]:
         """What a message, or a piece of one, has beside its role."""
@@ -386,9 +417,12 @@ class ChatForm(ResponseForm):
         return choice
 
     def _whole_extra(self) -> dict[str, Any]:
-        if not self.with_token_ids:
-            return {}
-        return {"prompt_token_ids": self._choices[0].of.prompt.token_ids}
+        extra, prompt = {}, self._choices[0].of
+        if self.prompt_logprobs is not None:
+            extra["prompt_logprobs"] = self._prompt_logprobs(prompt)
+        if self.with_token_ids:
+            extra["prompt_token_ids"] = prompt.prompt.token_ids
+        return extra
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self.with_logprobs:
@@ -453,15 +487,32 @@ class GenerateForm(ResponseForm):
 class TokenNames:
     """Tokens as strings and bytes, with or without a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, skip_special: bool):
+    def __init__(self, tokenizer: Tokenizer | None, *, skip_special: bool, as_ids: bool = False):
         self._tokenizer = tokenizer
+        self._as_ids = as_ids or tokenizer is None
         self._hidden = tokenizer.special_ids if tokenizer and skip_special else frozenset()
         self._skip_special = skip_special
 
     def name(self, token_id: int) -> str:
-        if self._tokenizer is None:
+        if self._as_ids or self._tokenizer is None:
             return f"token_id:{token_id}"
         return self._tokenizer.token_text(token_id)
+
+    def scores(self, entry: TokenLogprobs, count: int) -> dict[str, Any]:
+        """By id, in vLLM's form, the entry's own token and the `count` likeliest."""
+        own = (entry.token_id, entry.logprob, entry.rank)
+        likeliest = ((id, score, rank) for rank, (id, score) in enumerate(entry.top[:count], 1))
+        return {
+            str(token_id): {
+                "logprob": _finite(logprob),
+                "rank": rank,
+                "decoded_token": self._decoded(token_id),
+            }
+            for token_id, logprob, rank in (own, *likeliest)
+        }
+
+    def _decoded(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
     def raw(self, token_id: int) -> bytes:
         return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)

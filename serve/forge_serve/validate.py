@@ -21,6 +21,8 @@ import numpy as np
 
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
+from forge_serve.embeddings import PoolingRequest
+from forge_serve.ignored_fields import IgnoredFields
 from forge_serve.limits import KIB, Limits
 from forge_serve.protocol import (
     ChatRequest,
@@ -39,6 +41,8 @@ _ONE_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 SMALL_BODY_BYTES = 64 * KIB  # in which a key that stands twice is looked for by name
 
+_ignored = IgnoredFields()  # of this process
+
 
 def decode[Body: GenerationRequest](body: bytes, kind: type[Body], limits: Limits) -> Body:
     """Reads and checks a request body.
@@ -51,13 +55,14 @@ def decode[Body: GenerationRequest](body: bytes, kind: type[Body], limits: Limit
     try:
         request: Body = _decoder(kind).decode(body)
         _check_digits(body, limits)
-        _check_duplicates(body, kind)
+        plain = _check_duplicates(body, kind)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         detail = str(error) if isinstance(error, msgspec.DecodeError) else "it is not UTF-8"
         raise RequestError(f"the body is not valid JSON: {detail}") from error
     check(request, limits)
+    _ignored.tell(plain.keys() - _names(kind))
     return request
 
 
@@ -69,6 +74,11 @@ def check(request: GenerationRequest, limits: Limits) -> None:
     """
     _check_limits(request, limits)
     request.check()
+
+
+@cache
+def _names(kind: type[GenerationRequest]) -> frozenset[str]:
+    return frozenset(kind.__struct_fields__)
 
 
 @cache
@@ -86,21 +96,21 @@ def check_logprob_values(
       context: the tokens that a prompt and its output have room for.
 
     Raises:
-      RequestError: with `param` "logprobs".
+      RequestError: with `param` "logprobs" or "prompt_logprobs".
     """
-    if params.logprobs is None:
-        return
-    tokens = 0
+    per_output = 0 if params.logprobs is None else 1 + params.logprobs
+    per_prompt = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
+    values = 0
     for prompt_len in prompt_lens:
         room = max(context - prompt_len, 0)
-        tokens += room if params.max_tokens is None else min(params.max_tokens, room)
-        tokens += prompt_len if params.prompt_logprobs is not None else 0
-    values = params.n * tokens * (1 + params.logprobs)
+        output_len = room if params.max_tokens is None else min(params.max_tokens, room)
+        values += params.n * (output_len * per_output + prompt_len * per_prompt)
     if values > limits.logprob_values:
+        param = "prompt_logprobs" if params.logprobs is None else "logprobs"
         raise RequestError(
-            f"logprobs: the answer could have {values} of them (choices times tokens times "
+            f"{param}: the answer could have {values} of them (choices times tokens times "
             f"alternatives); at most {limits.logprob_values}: ask for fewer, or set max_tokens",
-            param="logprobs",
+            param=param,
         )
 
 
@@ -116,9 +126,20 @@ def _check_limits(request: GenerationRequest, limits: Limits) -> None:
         _count("prompt", request.prompt, "texts", limits.prompts)
     if isinstance(request, DetokenizeRequest):
         _count("tokens", request.texts(), "texts", limits.prompts)
+    if isinstance(request, PoolingRequest):
+        _count(request.list_name, request.inputs, "texts", limits.prompts)
     _check_stops(request, limits)
     _count("stop_token_ids", request.stop_token_ids, "ids", limits.stop_token_ids)
     _count("logit_bias", request.logit_bias, "entries", limits.logit_bias)
+    _count("allowed_token_ids", request.allowed_token_ids, "ids", limits.allowed_token_ids)
+    _count("bad_words", request.bad_words, "strings", limits.bad_words)
+    for word in request.bad_words or ():
+        if len(word.encode()) > limits.bad_word_bytes:
+            raise RequestError(
+                f"bad_words: a string is longer than {limits.bad_word_bytes} bytes",
+                param="bad_words",
+            )
+    _between("prompt_logprobs", request.prompt_logprobs, limits.logprobs)
     salt = request.cache_salt
     if salt is not None and not 1 <= len(salt) <= limits.cache_salt_chars:
         raise RequestError(
@@ -254,7 +275,8 @@ def _validation_error(text: str) -> RequestError:
     if not path:
         return RequestError(f"the body is not a valid request: {message}")
     if message.startswith("Invalid enum value"):  # and then the value
-        message = f"the roles are {', '.join(get_args(Role))}"
+        roles = f"the roles are {', '.join(get_args(Role))}"
+        message = roles if path.endswith("role") else "it is none of the values that there are"
     return RequestError(f"{path}: {message}", param=path)
 
 
@@ -305,17 +327,20 @@ def _check_digits(body: bytes, limits: Limits) -> None:
         raise RequestError(f"the body has a number of more than {limits.number_digits} digits")
 
 
-def _check_duplicates(body: bytes, kind: type[GenerationRequest]) -> None:
+def _check_duplicates(body: bytes, kind: type[GenerationRequest]) -> dict[str, Any]:
     """Refuses an object with the same key twice: who reads it first and who reads it last disagree.
 
     A parser keeps one of them, so that what it has read has fewer pairs than the text.
+
+    Returns the body, which is an object, as plain values.
 
     Raises:
       RequestError: with `param`, if it is a field of the request itself.
       msgspec.DecodeError: a value that the request has no field for is not JSON.
     """
     try:
-        again = msgspec.json.encode(msgspec.json.decode(body))
+        plain = msgspec.json.decode(body)
+        again = msgspec.json.encode(plain)
     except msgspec.ValidationError as error:  # in a field that the request does not have
         raise RequestError("the body has a number that is out of range") from error
     if b"\\u003" not in body:  # then every colon in a string is a colon in both
@@ -323,7 +348,7 @@ def _check_duplicates(body: bytes, kind: type[GenerationRequest]) -> None:
     else:
         same = _num_pairs(body) == _num_pairs(again)
     if same:
-        return
+        return plain
     param = _duplicate_field(body, kind) if len(body) <= SMALL_BODY_BYTES else None
     what = "a key" if param is None else param
     raise RequestError(f"{what} is given twice in the same object", param=param)

@@ -51,6 +51,7 @@ class OutWithLogits(NamedTuple):
 
     packed: jax.Array
     logprob: jax.Array
+    rank: jax.Array
     top_ids: jax.Array
     top_logprobs: jax.Array
     logits: jax.Array  # f32[R, V]

@@ -48,6 +48,8 @@ def test_prompts_score_as_in_hugging_face(llm, golden):
         for i, entry in enumerate(output.prompt_logprobs):
             assert entry.token_id == ids[s, i + 1]
             assert abs(entry.logprob - exact[s, i, entry.token_id]) < 2e-4
+            ahead = logits[s, i] - logits[s, i, entry.token_id]
+            assert 1 + sum(ahead > 2e-4) <= entry.rank <= sum(ahead > -2e-4)
             for token, logprob in entry.top:
                 assert abs(logprob - exact[s, i, token]) < 2e-4
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+import struct
 import time
 
 import pytest
@@ -25,6 +26,7 @@ from forge_jax.process.messages import Abort, Frames, Start, Submit, decoded, fr
 from forge_jax.recovery import MAX_FAILURES
 from forge_jax.schedule.request import Request
 from forge_jax.streams import QueueLimits, StreamingEngine
+from forge_jax.testing import POOLED_SIZE, FakeDevice
 
 WAIT_S = 60.0
 
@@ -103,6 +105,28 @@ async def test_it_answers_as_an_engine_in_the_same_process(engine):
     stats = engine.stats()
     assert stats.healthy and stats.state == "ready" and stats.restarts == 0
     assert stats.generation_tokens > 100 and stats.step_phases["schedule"].count > 10
+
+
+async def test_pooled_vectors_come_through_and_survive_a_kill(engine):
+    params = SamplingParams(max_tokens=0, detokenize=False)
+    prompts = [[9] * 64 + [i] * 3000 for i in range(40)]
+    streams = [
+        engine.submit(prompt, params, request_id=f"p{i}", pooling="mean")
+        for i, prompt in enumerate(prompts)
+    ]
+    steps = engine.stats().steps
+    await until(lambda: engine.stats().steps > steps + 3, "steps")
+    os.kill(engine.pid, signal.SIGKILL)
+    device = FakeDevice(num_blocks=1, block_size=16, max_num_seqs=1)
+    async with asyncio.timeout(WAIT_S):
+        for prompt, stream in zip(prompts, streams, strict=True):
+            [delta] = [delta async for deltas in stream for delta in deltas]
+            assert delta.finish_reason == "stop" and delta.pooled is not None
+            vector = struct.unpack(f"<{POOLED_SIZE}f", delta.pooled)
+            assert vector == pytest.approx(device.pooled(prompt, "mean"), abs=1e-5)
+    assert engine.num_restarts == 1
+    with pytest.raises(RequestError, match="max_tokens"):
+        engine.submit([1], SamplingParams(max_tokens=1), request_id="p", pooling="last")
 
 
 async def test_every_stream_goes_on_after_kills(engine):

@@ -1,5 +1,5 @@
-"""Requests with a grammar, on a device that sees every mistake: whatever happens around them, each
-output is what its grammar allows, and what it would have been alone."""
+"""Requests with a grammar or with lists of tokens, on a device that sees every mistake: whatever
+happens around them, each output is what they allow, and what it would have been alone."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from forge_jax import SamplingParams
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
 from forge_jax.errors import GrammarError, RequestError
-from forge_jax.fake import assemble_fake, fake_tokenizer
+from forge_jax.fake import WORDS, assemble_fake, fake_tokenizer
 from forge_jax.grammar import GrammarCompiler, GrammarSpec, Matcher
 from forge_jax.grammar.constraints import Constraints
 from forge_jax.grammar.matcher import MaskPool
@@ -124,8 +124,31 @@ def scripted(seed, outputs):
     return speculator
 
 
+LETTERS = tuple(TOKENIZER.encode(letter, False)[0] for letter in "abcd")
+# Beside a grammar: every text can still be written, in other tokens.
+NO_WORDS = tuple(range(len(WORDS), TOKENIZER.vocab_size))
+LISTS = (
+    {"allowed_token_ids": LETTERS},
+    {"allowed_token_ids": (*LETTERS, EOS), "bad_words": ("ab", "cc", "bda", "d")},
+    {"bad_words": ("the", " dog", "e")},
+)
+LISTS_BESIDE_A_GRAMMAR = (
+    {"allowed_token_ids": NO_WORDS},
+    {"bad_words": ("bb", "ca", "the", "cat", ", a", "[[[")},
+    {"allowed_token_ids": NO_WORDS, "bad_words": ("aa", "cc", "ab", "[1")},
+)
+
+
+def follows_lists(tokens, params) -> bool:
+    bad = [TOKENIZER.encode(s + w.strip(), False) for w in params.bad_words for s in ("", " ")]
+    allowed = params.allowed_token_ids
+    return (allowed is None or set(tokens) <= set(allowed)) and not any(
+        list(tokens[i : i + len(b)]) == b for b in bad for i in range(len(tokens))
+    )
+
+
 def requests(count: int, seed: int) -> list[Request]:
-    rng = random.Random(seed)
+    rng, of_lists = random.Random(seed), random.Random(seed)
     made = []
     for i in range(count):
         name = rng.choice([*GRAMMARS, None, None])
@@ -141,6 +164,9 @@ def requests(count: int, seed: int) -> list[Request]:
             stop_token_ids=rng.choice(((), (40, 200))),
             structured_outputs=None if name is None else GRAMMARS[name][0],
         )
+        if of_lists.random() < 0.5:
+            lists = of_lists.choice(LISTS if name is None else LISTS_BESIDE_A_GRAMMAR)
+            params = replace(params, **lists)
         stem = [7] * 40 if rng.random() < 0.5 else []
         prompt = stem + [rng.randrange(200) for _ in range(rng.randint(1, 40))]
         made.append(
@@ -171,13 +197,16 @@ def serve(core, arriving, *, at_once=8, tick=None):
     return {key: tuple(entry) for key, entry in found.items()}
 
 
-def check(found) -> dict[str, int]:
+def check(found, batch) -> dict[str, int]:
     """That each output is valid, or was cut where it says so; how many of each kind ended so."""
     ended: dict[str, int] = {}
+    params = {request.request_id: request.params for request in batch}
+    assert sum(p.masked and not p.constrained for p in params.values()) > 3
     for (request_id, _), (tokens, text, logprobs, reason, error) in found.items():
         name = request_id.split("-")[0]
         assert reason in ("stop", "length") and error is None, (request_id, error)
         assert not logprobs or len(logprobs) == len(tokens)
+        assert follows_lists(tokens, params[request_id]), (request_id, tokens)
         if name == "None":
             continue
         ended[name] = ended.get(name, 0) + (reason == "stop")
@@ -189,7 +218,7 @@ def check(found) -> dict[str, int]:
 def test_outputs_are_valid_and_do_not_depend_on_anything_around_them(make_core):
     batch = requests(60, seed=1)
     alone = serve(make_core(), batch, at_once=1)
-    ended = check(alone)
+    ended = check(alone, batch)
     assert set(ended) == set(GRAMMARS) and all(count >= 4 for count in ended.values()), ended
     together = make_core()
     assert serve(together, batch) == alone
@@ -224,7 +253,7 @@ def test_a_device_that_fails_now_and_then_changes_nothing(make_core, drafts):
 
 def test_a_request_that_moves_goes_on_in_its_grammar(make_core):
     """As after the death of its process: what is known of it are its tokens."""
-    batch = [r for r in requests(60, seed=4) if r.params.constrained]
+    batch = [r for r in requests(60, seed=4) if r.params.masked]
     batch = [replace(r, params=replace(r.params, prompt_logprobs=None)) for r in batch]
     alone = serve(make_core(), batch, at_once=1)
     moved = []
@@ -318,8 +347,8 @@ def test_a_matcher_that_fails_costs_its_request_and_no_other(make_core, monkeypa
 
         def failing(self, token_ids):
             if core._constraints and any(
-                matcher is self and seq.request_id in victims and seq.num_output > 3
-                for seq, matcher in core._constraints._matchers.items()
+                held.matcher is self and seq.request_id in victims and seq.num_output > 3
+                for seq, held in core._constraints._held.items()
             ):
                 raise GrammarError("planted")
             accept(self, token_ids)
@@ -330,7 +359,8 @@ def test_a_matcher_that_fails_costs_its_request_and_no_other(make_core, monkeypa
 
         def failing_masks(self, plan, seqs):
             filled, failed = masks(self, plan, seqs)
-            failed += [s for s in seqs if s.request_id in victims and s.num_output > 3]
+            culprits = [s for s in seqs if s.request_id in victims and s.num_output > 3]
+            failed += [(s, GrammarError("planted")) for s in culprits]
             calls["masks"] += 1
             return filled, failed
 
@@ -344,7 +374,8 @@ def test_a_matcher_that_fails_costs_its_request_and_no_other(make_core, monkeypa
             assert entry == alone[key]
 
 
-def test_a_device_that_ignores_masks_is_found_out(make_core):
+@pytest.mark.parametrize("asked", [{"structured_outputs": GRAMMARS["schema"][0]}, LISTS[1]])
+def test_a_device_that_ignores_masks_is_found_out(make_core, asked):
     """Else all of this could be luck."""
 
     class Careless:
@@ -358,8 +389,76 @@ def test_a_device_that_ignores_masks_is_found_out(make_core):
 
     core = make_core()
     core._device = Careless(core._device)
-    entry = one(make_core, GRAMMARS["schema"][0], core=core)
+    entry = one(make_core, None, core=core, **asked)
     assert entry[3] == "error" and isinstance(entry[4], GrammarError)
+
+
+@pytest.mark.parametrize(
+    ("asked", "causes"),
+    [
+        ({"structured_outputs": GRAMMARS["choice"][0], "allowed_token_ids": LETTERS},
+         "allowed_token_ids and the grammar"),
+        ({"structured_outputs": GrammarSpec.regex("abc|abd"), "bad_words": ["bc", "bd"]},
+         "bad_words and the grammar"),
+        ({"structured_outputs": GrammarSpec.regex("a{9}"), "allowed_token_ids": LETTERS[:1],
+          "bad_words": ["aa"]}, "allowed_token_ids and bad_words and the grammar"),
+        ({"allowed_token_ids": LETTERS[:2], "bad_words": ["aa", "ab", "ba", "bb"]},
+         "allowed_token_ids and bad_words"),
+        ({"allowed_token_ids": [EOS], "min_tokens": 3}, "allowed_token_ids and min_tokens"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("drafts", [None, 7])
+def test_an_output_to_which_nothing_may_be_added_is_an_error(make_core, asked, causes, drafts):
+    spec = asked.get("structured_outputs")
+    more = {name: value for name, value in asked.items() if name != "structured_outputs"}
+    core = make_core(seed=drafts, outputs={("one", 0): ([*LETTERS[:2] * 20],)} if drafts else None)
+    entry = one(make_core, spec, core=core, **more)
+    assert entry[3] == "error" and isinstance(entry[4], RequestError)
+    assert str(entry[4]).startswith(f"{causes} leave no token") and entry[4].param in more
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    other = Request(request_id="other", prompt_token_ids=[5], params=params)
+    assert next(iter(serve(core, [other]).values()))[3] == "length", "it costs nobody else anything"
+
+
+def test_an_end_that_is_not_allowed_does_not_come(make_core):
+    def often_ending():
+        core = make_core()
+        core._device._eos_token_id, core._device._eos_threshold = EOS, 2**30  # one in four
+        return core
+
+    ends = one(make_core, None, core=often_ending(), allowed_token_ids=(*LETTERS, EOS))
+    assert ends[3] == "stop" and set(ends[1]) <= set("abcd")
+    endless = one(make_core, None, core=often_ending(), allowed_token_ids=LETTERS)
+    assert endless[3] == "length" and len(endless[0]) == 60
+
+
+@pytest.mark.parametrize(("asked", "waits"), [(LISTS[0], False), (LISTS[2], True)])
+def test_allowed_tokens_alone_wait_for_nothing_and_bad_words_do(make_core, asked, waits):
+    core, unread, depths = make_core(), [], []
+    device = core._device
+
+    class Watched:
+        reset = device.reset
+
+        def dispatch(self, plan):
+            depths.append(len(unread))
+            unread.append(plan)
+            return device.dispatch(plan)
+
+        def read(self, pending):
+            unread.pop(0)
+            return device.read(pending)
+
+    core._device = Watched()
+    one(make_core, None, core=core, ignore_eos=True, **asked)
+    assert (max(depths) == 0) is waits
+
+
+def test_a_stop_string_ends_an_output_with_lists(make_core):
+    free = one(make_core, None, allowed_token_ids=LETTERS)
+    stop = free[1][5:8]
+    cut = one(make_core, None, allowed_token_ids=LETTERS, stop=(stop,))
+    assert (cut[1], cut[3]) == (free[1][: free[1].index(stop)], "stop")
 
 
 def test_a_step_without_a_grammar_has_no_masks(make_core):

@@ -39,11 +39,15 @@ from forge_serve.protocol import (
     TokenizeRequest,
     ToolCall,
 )
+from forge_serve.responses_api import Format, Reasoning, ResponsesRequest
+from forge_serve.responses_items import Item, Part
 
 SENTINEL = "zq7331"
 ENDPOINTS: dict[str, type[GenerationRequest]] = {
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": MessagesRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": ResponsesRequest,
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/generate": GenerateRequest,
@@ -66,6 +70,14 @@ VALID: dict[type, dict[str, Any]] = {
         "messages": [{"role": "user", "content": f"the dog {SENTINEL}"}],
         "tools": [{"name": "bark"}],
     },
+    ResponsesRequest: {
+        "input": [{"role": "user", "content": f"the dog {SENTINEL}"}],
+        "tools": [{"type": "function", "name": "bark"}],
+    },
+    Item: {"role": "user", "content": f"the dog {SENTINEL}"},
+    Part: {"type": "input_text", "text": f"the dog {SENTINEL}"},
+    Format: {},
+    Reasoning: {"effort": "low"},
     Turn: {"role": "user", "content": f"the dog {SENTINEL}"},
     Block: {"type": "text", "text": f"the dog {SENTINEL}"},
     Tool: {"name": "bark"},

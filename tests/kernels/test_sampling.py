@@ -393,10 +393,12 @@ def test_suppressed_tokens_are_gone_from_active_rows_only():
 def test_logprobs_are_the_log_softmax():
     logits = np.random.default_rng(0).normal(size=(3, 100)).astype(np.float32)
     chosen = np.array([5, 0, 99])
-    logprob, ids, top = token_logprobs(jnp.array(logits), jnp.array(chosen), 20)
+    logprob, rank, ids, top = token_logprobs(jnp.array(logits), jnp.array(chosen), 20)
     exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
     np.testing.assert_allclose(logprob, exact[np.arange(3), chosen], atol=1e-5)
     np.testing.assert_array_equal(ids, np.argsort(-logits, axis=1)[:, :20])
+    order = np.argsort(-logits, axis=1).tolist()
+    assert rank.tolist() == [1 + row.index(c) for row, c in zip(order, chosen, strict=True)]
     np.testing.assert_allclose(top, -np.sort(-exact, axis=1)[:, :20], atol=1e-5)
 
 
@@ -410,8 +412,9 @@ def test_the_likeliest_tokens_come_in_the_order_of_a_stable_sort(vocab_size):
     logits[3, [1, vocab_size - 1]] = 2.0
     logits[4] = np.arange(vocab_size)  # all in the last chunk
     logits[5, ::CHUNK] = 7.0  # one in each chunk
-    _, ids, top = token_logprobs(jnp.array(logits), jnp.zeros(6, jnp.int32), 20)
+    _, rank, ids, top = token_logprobs(jnp.array(logits), jnp.zeros(6, jnp.int32), 20)
     best = np.argsort(-logits, axis=1, kind="stable")[:, :20]
     np.testing.assert_array_equal(ids, best)
-    assert ids.dtype == jnp.int32
+    assert ids.dtype == rank.dtype == jnp.int32
+    np.testing.assert_array_equal(rank, 1 + (logits > logits[:, :1]).sum(axis=1))
     assert (np.diff(np.asarray(top)[[0, 1, 2, 4, 5]], axis=1) <= 0).all()

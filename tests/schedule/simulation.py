@@ -14,6 +14,8 @@ one before: here it is a rule that the fake device is given as masks.
 Drafts come from somebody who knows the answer and spoils it as the run has it: all right, all
 wrong, or right up to a random place; for random sequences, and longer than there is room for.
 
+Some requests have their hidden states pooled, and the device counts each position once.
+
 How long anybody waits is bounded in two ways. While there are troubles: no sequence is admitted
 before one of a better rank, or before one that has waited beyond the aging bound and came earlier;
 and who is preempted has the last rank. Once they stop: see `_longest_stretch`.
@@ -23,11 +25,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import random
+import struct
 from collections import Counter, deque
 from collections.abc import Iterable
+from functools import partial
 
 from forge_jax.cache.block_pool import BlockPool
+from forge_jax.config import Pooling
 from forge_jax.errors import ContextLengthError
 from forge_jax.grammar import GrammarSpec
 from forge_jax.sampling_params import SamplingParams
@@ -129,6 +135,8 @@ class Simulation:
         self.salts = ("", "a") if rng.random() < 0.5 else ("",)
         self.own_rng = random.Random(~seed)
         self.grammars = self.own_rng.choice((0.0, 0.2, 0.8))
+        self.pooling_rng = random.Random(f"pooling {seed}")
+        self.pooling = self.pooling_rng.choice((0.0, 0.0, 0.3))
         # Steps in flight when the next is scheduled: as the engine has them, or later each time.
         self.depths = rng.choice(((0,), (1,), (1,), (2,), (0, 1), (0, 1, 2, 3)))
         self.slots = list(range(self.config.max_num_seqs))
@@ -217,11 +225,11 @@ class Simulation:
     def _masked(self, plan: StepPlan) -> StepPlan:
         """The plan with a mask for each row of a sequence with a grammar."""
         seqs = self.scheduler.sequences_of(plan)
-        if not any(seq.constrained for seq in seqs):
+        if not any(seq.stepwise for seq in seqs):
             return plan
         masks: list[list[int]] = []
         for seq, row in zip(seqs, plan.sequences, strict=True):
-            if not seq.constrained or not row.samples:
+            if not seq.stepwise or not row.samples:
                 masks += [[0xFFFFFFFF] * 2] * row.num_rows
                 continue
             assert FED_BACK not in row.token_ids, f"{seq.key}: runs ahead of its grammar"
@@ -310,9 +318,14 @@ class Simulation:
         )
         if self.own_rng.random() < self.grammars:
             params = dataclasses.replace(params, structured_outputs=GRAMMAR)
+        pooling: Pooling | None = None
+        if self.pooling_rng.random() < self.pooling:
+            pooling = self.pooling_rng.choice(("last", "mean"))
+            params, max_tokens = SamplingParams(max_tokens=0), 0
         request = Request(
             request_id=f"r{self.counts['requests']}",
             prompt_token_ids=prompt,
+            pooling=pooling,
             params=params,
             priority=rng.randint(0, 2),
             cache_salt=rng.choice(self.salts),
@@ -342,7 +355,7 @@ class Simulation:
         stop_ids = eos if params.constrained else (*eos, *params.stop_token_ids)
         mask = mask_after if params.constrained else None
         tokens = self.device.continuation(prompt, params, seed, stop_ids, count, mask)
-        reason, stop_reason = "length", None
+        reason, stop_reason = "length" if seq.pooling is None else "stop", None
         for index, token in enumerate(tokens, 1):
             if token in stop_ids and index >= params.held_tokens:
                 tokens = tokens[:index]
@@ -556,6 +569,14 @@ class Simulation:
             self.counts["faults"] += 1
             self._ended(seq)
             return
+        assert (got.pooled is not None) == (seq.pooling is not None), f"{seq.key}: pooled"
+        if got.pooled is not None and seq.pooling is not None:
+            self.counts["pooled"] += 1
+            right = self.device.pooled(seq.request.prompt_token_ids, seq.pooling)
+            vector = struct.unpack(f"<{len(right)}f", got.pooled)
+            assert all(map(partial(math.isclose, abs_tol=1e-4), vector, right)), (
+                f"{seq.key}: pooled something else"
+            )
         expected.prompt_logprobs += got.prompt_logprobs or ()
         token_ids, logprobs = got.token_ids, got.logprobs or ()
         if expected.stop_string_at is not None:  # what was accepted after it is nobody's
@@ -618,7 +639,7 @@ class Before:
             seq
             for seq in self.running
             if seq.num_tokens == seq.num_computed + 1 and seq.num_tokens < seq.max_len
-            if not (seq.constrained and seq.num_pending)
+            if not (seq.stepwise and seq.num_pending)
         ]
         self.prompts = [seq for seq in self.running if seq.num_tokens > seq.num_computed + 1]
         self.cached: dict[Sequence, int] = {}

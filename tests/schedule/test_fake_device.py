@@ -1,6 +1,7 @@
 """The fake device is a checker: these show what it refuses."""
 
 import dataclasses
+import struct
 import time
 
 import pytest
@@ -9,7 +10,7 @@ from loop import Loop
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import FED_BACK, Admission, ScheduledSequence, StepPlan
-from forge_jax.testing import FakeDevice
+from forge_jax.testing import POOLED_SIZE, FakeDevice
 
 PARAMS = SamplingParams(max_tokens=10)
 
@@ -51,6 +52,27 @@ def test_the_next_token_depends_on_prefix_and_seed_alone():
     assert device().continuation((5, 6, 7), PARAMS, 2, (), 8) != device().continuation(
         (5, 6, 7), PARAMS, 1, (), 8
     )
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_pooled_vectors_depend_on_every_position_alone(pooling):
+    tokens, ask = (5, 6, 7), {"samples": False, "num_rows": 1, "pooling": pooling}
+
+    def pooled(fake, *parts) -> list[float]:
+        results = [
+            run(fake, part, admissions=[admission()] if part is parts[0] else ())[0].pooled
+            for part in parts
+        ]
+        assert results[:-1] == [None] * (len(parts) - 1)
+        return list(struct.unpack(f"<{POOLED_SIZE}f", results[-1]))
+
+    whole = pooled(device(), dataclasses.replace(row(), **ask))
+    assert whole == pytest.approx(device().pooled(tokens, pooling), abs=1e-6)
+    first = dataclasses.replace(row(tokens=(5, 6)), **ask | {"num_rows": 0})
+    second = dataclasses.replace(row(start=2, tokens=(7,)), **ask)
+    assert pooled(device(), first, second) == whole
+    lost = pooled(device(check=False), second)
+    assert (lost == pytest.approx(whole)) is (pooling == "last")
 
 
 def test_the_last_token_is_fed_back():

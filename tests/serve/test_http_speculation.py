@@ -19,7 +19,8 @@ async def test_the_usage_counts_drafts_and_the_text_is_the_same(start):
     plain = await start(Engine.fake(max_model_len=1024))
     _, expected = await plain.post("/v1/completions", ASK)
     details = expected["usage"]["completion_tokens_details"]
-    assert details == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    drafts = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert details == {**drafts, "reasoning_tokens": 0}
 
     server = await start(drafting("suffix"))
     accepted = []

@@ -144,6 +144,11 @@ CASES = [
         "logit_bias", "logit_bias", lambda k: {str(i): 1 for i in range(k)},
         otherwise=OUTSIDE,
     ),
+    completion("logprobs", "prompt_logprobs", lambda k: k),
+    completion("allowed_token_ids", "allowed_token_ids", lambda k: [5] * k),
+    completion("bad_words", "bad_words", lambda k: [f"word {i}" for i in range(k)]),
+    completion("bad_word_bytes", "bad_words", lambda k: ["x" * k]),
+    completion("bad_word_bytes", "bad_words", lambda k: ["é" * (k // 2) + "x" * (k % 2)]),
     completion("cache_salt_chars", "cache_salt", lambda k: "é" * k),
     chat("template_kwargs_bytes", "chat_template_kwargs", object_of),
     chat("tools", "tools", lambda k: [{"type": "function", "function": {"name": "f"}}] * k),
@@ -274,6 +279,11 @@ def test_the_budget_of_logprobs_counts_choices_tokens_and_alternatives():
         with pytest.raises(RequestError) as refused:
             check_logprob_values(params, prompt_lens, 2 * limit + 1, Limits())
         assert refused.value.param == "logprobs"
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    check_logprob_values(scored, [limit // 2], limit, Limits())
+    with pytest.raises(RequestError) as refused:
+        check_logprob_values(scored, [limit // 2 + 1], limit, Limits())
+    assert refused.value.param == "prompt_logprobs"
     check_logprob_values(SamplingParams(n=128, max_tokens=limit), [1], limit, Limits())
     check_logprob_values(SamplingParams(n=1, logprobs=0), [1], limit, Limits())  # no more fits
 

@@ -14,7 +14,7 @@ from forge_serve.parsers.answer import AnswerParser
 from forge_serve.parsers.families import CALL_FORMS, REASONING_FORMS
 from forge_serve.parsers.hermes import HermesForm
 from forge_serve.parsers.parts import Parts
-from forge_serve.parsers.reasoning import ReasoningParser
+from forge_serve.parsers.reasoning import ReasoningParser, ReasoningTokens
 from forge_serve.parsers.tool_calls import MAX_HELD_CHARS, ToolCallParser
 
 FUNCTIONS = frozenset({"f", "get_weather"})
@@ -358,6 +358,32 @@ def test_a_model_reasons_and_then_calls():
 )
 def test_a_template_may_have_opened_the_reasoning(name, prompt, open):
     assert REASONING_FORMS[name].is_open_after(prompt) == open
+
+
+@pytest.mark.parametrize(
+    ("name", "open", "tokens", "reasoning"),
+    [
+        ("qwen3", False, ["<think>", "\n", "Hm", ".", "</think>", "\n\n", "Yes"], 5),
+        ("qwen3", False, ["\n", "<th", "ink", ">Hm.", "</thi", "nk>Yes", "."], 6),
+        ("qwen3", False, ["\n", "<th", "is> </think>", "Yes"], 0),
+        ("qwen3", False, ["Yes", "<think>", "Hm", "</think>"], 0),
+        ("qwen3", False, ["<think>", "Hm", "<think>"], 3),
+        ("qwen3", False, ["\n", "<thi"], 0),
+        ("qwen3", True, ["Hm", "</think>", "Yes"], 2),
+        ("qwen3", True, ["</think>", "Yes"], 1),
+        ("deepseek_r1", True, ["Hm", "é", "</think>", "<think>"], 3),
+        ("mistral", False, ["[THINK]", "Hm", "</think>", "[/THINK]", "Yes"], 4),
+    ],
+)
+def test_reasoning_tokens_are_those_up_to_its_end(name, open, tokens, reasoning):
+    pieces = [piece.encode() for piece in tokens]
+    for size in range(1, len(tokens) + 1):  # however many come at once
+        counter = ReasoningTokens(
+            ReasoningParser(REASONING_FORMS[name], open=open), pieces.__getitem__
+        )
+        for begin in range(0, len(tokens), size):
+            counter.push(range(len(tokens))[begin : begin + size])
+        assert counter.number == reasoning
 
 
 def test_text_after_the_reasoning_needs_no_parser():

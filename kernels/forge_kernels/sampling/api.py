@@ -201,19 +201,22 @@ def where_needed(
 
 def token_logprobs(
     logits: jax.Array, token_ids: jax.Array, num_top: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Logprob of one token per row, and the `num_top` likeliest tokens, best first.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Logprob and rank of one token per row, and the `num_top` likeliest tokens, best first.
+
+    The rank is one more than the number of likelier tokens.
 
     Args:
       logits: f32[R, V]; token_ids: i32[R].
 
     Returns:
-      (f32[R], i32[R, num_top], f32[R, num_top]).
+      (f32[R], i32[R], i32[R, num_top], f32[R, num_top]).
     """
     log_z = jax.nn.logsumexp(logits, axis=1)
-    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
+    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
+    rank = 1 + (logits > chosen).sum(axis=1, dtype=jnp.int32)
     top, ids = likeliest(logits, num_top)
-    return chosen - log_z, ids, top - log_z[:, None]
+    return chosen[:, 0] - log_z, rank, ids, top - log_z[:, None]
 
 
 def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

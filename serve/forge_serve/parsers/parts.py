@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
@@ -28,6 +29,20 @@ class Parts:
         if not self.calls or self.calls[-1].index != index:
             self.calls.append(CallPiece(index))
         return self.calls[-1]
+
+    def in_order(self, open_call: int | None) -> Iterator[tuple[str, str] | CallPiece]:
+        """What there is, as the blocks of an answer have it: `("reasoning", text)`,
+        `("content", text)` and calls' pieces. The rest of the open call comes first, so that no
+        call is begun twice.
+        """
+        reasoning, content = "".join(self.reasoning), "".join(self.content)
+        if reasoning:
+            yield "reasoning", reasoning
+        rest = [piece for piece in self.calls if piece.index == open_call]
+        yield from rest
+        if content:
+            yield "content", content
+        yield from self.calls[len(rest) :]
 
     def add(self, more: Parts) -> None:
         """Appends what comes after this."""

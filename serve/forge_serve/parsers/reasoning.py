@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from forge_serve.parsers.markers import begun_at_end
@@ -40,6 +42,7 @@ class ReasoningParser:
     """
 
     def __init__(self, form: ReasoningForm, *, open: bool):
+        self.found = open  # there is reasoning, though it may be empty
         self._form = form
         self._open = open
         self._before = not open  # nothing but white space has been seen
@@ -52,7 +55,12 @@ class ReasoningParser:
     @property
     def over(self) -> bool:
         """Whether all that is to come is returned as it is."""
-        return not (self._before or self._open or self._ended_now)
+        return self.past and not self._ended_now
+
+    @property
+    def past(self) -> bool:
+        """Whether there will be no more reasoning."""
+        return not (self._before or self._open)
 
     def push(self, text: str, parts: Parts) -> str:
         if self._before:
@@ -81,7 +89,7 @@ class ReasoningParser:
         if len(rest) < len(text):
             self._blank.append(text[: len(text) - len(rest)])
         if rest.startswith(tag):
-            self._before, self._open = False, True
+            self._before, self._open, self.found = False, True, True
             self._blank = []
             return rest[len(tag) :]
         if tag.startswith(rest):
@@ -112,3 +120,32 @@ class ReasoningParser:
             parts.reasoning.append("\n" * self._newlines + stripped)
             self._thought, self._newlines = True, 0
         self._newlines += len(text) - len(stripped)
+
+
+class ReasoningTokens:
+    """How many tokens of an answer are reasoning: all up to its end, with the tags.
+
+    They are counted by what each of them adds to the text, so it does not matter how many come at
+    once, nor whether their text is held back.
+
+    Args:
+      parser: a fresh one, which is this counter's own.
+      token_bytes: what a token adds to a text, special tokens too.
+    """
+
+    def __init__(self, parser: ReasoningParser, token_bytes: Callable[[int], bytes]):
+        self.number = 0
+        self._parser = parser
+        self._token_bytes = token_bytes
+        self._text = codecs.getincrementaldecoder("utf-8")("replace")
+        self._undecided = 0  # tokens before the opening tag is complete
+
+    def push(self, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if self._parser.past:
+                return
+            self._parser.push(self._text.decode(self._token_bytes(token_id)), Parts())
+            self._undecided += 1
+            if self._parser.found:
+                self.number += self._undecided
+                self._undecided = 0

@@ -1,0 +1,339 @@
+"""Fields of the engines in this field: each of them does what it says, or this would not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+from conftest import scripted_engine
+
+from forge_jax.config import EngineConfig
+from forge_jax.engine import Engine
+from forge_serve import app, ignored_fields
+from forge_serve.config import ServerConfig
+from forge_serve.event_stream import EventStream
+from forge_serve.ignored_fields import IgnoredFields
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Two of them, please."}]
+BODY: dict[str, Any] = {"prompt": "Hello", "max_tokens": 40, "ignore_eos": True, "seed": 1}
+
+
+async def post(server: Any, path: str, body: dict[str, Any]) -> Any:
+    status, answer = await server.post(path, body)
+    assert status == 200, answer
+    return answer
+
+
+def forms(body: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    chat = {name: value for name, value in body.items() if name != "prompt"}
+    return [(COMPLETIONS, body), (CHAT, {**chat, "messages": MESSAGES})]
+
+
+# ---- which tokens may come -----------------------------------------------------------------------
+
+
+async def test_only_allowed_tokens_are_sampled(server):
+    allowed = [3, 5, 8]
+    for path, body in forms({**BODY, "allowed_token_ids": allowed, "return_token_ids": True}):
+        answer = await post(server, path, {**body, "n": 2, "temperature": 0.7})
+        for choice in answer["choices"]:
+            assert set(choice["token_ids"]) <= set(allowed) and len(choice["token_ids"]) == 40
+
+
+async def test_bad_words_do_not_come(start):
+    server = await start(scripted_engine("the dog and the cat"))
+    plain = {"prompt": "Hello", "max_tokens": 60}
+    for words, expected in (
+        ([], "the dog and the cat"),
+        (["dog"], "the doh and the cat"),  # the device takes the token after one that may not come
+        ([" dog", "and"], "the doh ane the cat"),
+        (["hound"], "the dog and the cat"),
+    ):
+        for path, body in forms({**plain, "bad_words": words}):
+            [choice] = (await post(server, path, body))["choices"]
+            assert (choice["message"]["content"] if path == CHAT else choice["text"]) == expected
+
+
+async def test_an_answer_to_which_nothing_may_be_added_says_so(server):
+    letters = [server.engine.tokenizer.encode(letter)[0] for letter in "ab"]
+    body = {**BODY, "allowed_token_ids": letters, "bad_words": ["aa", "ab", "ba", "bb"]}
+    status, answer = await server.post(COMPLETIONS, body)
+    assert (status, answer["error"]["param"]) == (400, "allowed_token_ids")
+    assert "allowed_token_ids and bad_words leave no token" in answer["error"]["message"]
+    *_, last = await server.events(COMPLETIONS, {**body, "stream": True})
+    assert json.loads(last) == answer
+    status, answer = await server.post(COMPLETIONS, {**body, "bad_words": ["a", "b"]})
+    assert (status, answer["error"]["param"]) == (400, "bad_words")
+
+
+async def test_logit_bias_min_tokens_and_ends_have_their_effect(start):
+    """A model that always writes the same short answer."""
+    server = await start(scripted_engine("yes"))
+    num_tokens = 4  # a byte each, and the end
+    plain = {"prompt": "Hello", "max_tokens": 9, "return_token_ids": True}
+    for path, body in forms(plain):
+        choice = (await post(server, path, body))["choices"][0]
+        assert (len(choice["token_ids"]), choice["finish_reason"]) == (num_tokens, "stop")
+        choice = (await post(server, path, {**body, "ignore_eos": True}))["choices"][0]
+        assert (len(choice["token_ids"]), choice["finish_reason"]) == (9, "length")
+        choice = (await post(server, path, {**body, "min_tokens": 6}))["choices"][0]
+        assert len(choice["token_ids"]) >= 6
+    # The fake device has no logits, so what reaches it is looked at.
+    seen: list[Any] = []
+    dispatch = server.engine._core._device.dispatch
+
+    def spy(plan: Any) -> Any:
+        seen.extend(admission.params for admission in plan.admissions)
+        return dispatch(plan)
+
+    server.engine._core._device.dispatch = spy
+    for path, body in forms({**plain, "logit_bias": {"7": 2.5}}):
+        await post(server, path, body)
+    assert [params.logit_bias for params in seen] == [{7: 2.5}] * 2
+
+
+async def test_priority_decides_who_is_served_first(start):
+    config = EngineConfig.from_options(max_num_seqs=1, scheduling_policy="priority")
+    server = await start(Engine.fake(step_time_s=0.005, config=config))
+    first = {**BODY, "max_tokens": 3000, "priority": -9}
+    running = asyncio.create_task(server.post(COMPLETIONS, first))
+    while not server.engine.stats().num_running:
+        await asyncio.sleep(0.001)
+    ended: list[int] = []
+
+    async def one(path: str, body: dict[str, Any], priority: int) -> None:
+        await server.post(path, {**body, "max_tokens": 3, "priority": priority})
+        ended.append(priority)
+
+    waiting = []
+    for priority, (path, body) in zip((5, 2, 4, 1), forms(BODY) * 2, strict=True):
+        waiting.append(asyncio.create_task(one(path, body, priority)))
+        while server.engine.stats().num_waiting < len(waiting):
+            await asyncio.sleep(0.001)
+    running.cancel()
+    await asyncio.gather(*waiting)
+    assert ended == [1, 2, 4, 5]
+
+
+async def test_a_salt_and_what_is_cached_in_a_chat(server):
+    messages = [{"role": "user", "content": "the same beginning " * 20}]
+
+    async def cached(**more: Any) -> int:
+        answer = await post(server, CHAT, {"messages": messages, "max_tokens": 2, **more})
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert await cached() == 0 < await cached()
+    assert await cached(cache_salt="mine") == 0 < await cached(cache_salt="mine")
+
+
+# ---- prompts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [1, 7, 500])
+async def test_a_prompt_keeps_its_last_tokens(server, keep):
+    text = "the river and the road " * 9
+    ids = server.engine.tokenizer.encode(text)
+    body = {**BODY, "max_tokens": 3, "return_token_ids": True, "echo": True}
+    for prompt in (text, ids):
+        sent = {**body, "prompt": [prompt, prompt], "truncate_prompt_tokens": keep}
+        for choice in (await post(server, COMPLETIONS, sent))["choices"]:
+            assert choice["prompt_token_ids"] == ids[-keep:]
+            whole = server.engine.tokenizer.decode([*ids[-keep:], *choice["token_ids"]])
+            assert choice["text"] == whole
+    sent = {**body, "prompt": text, "truncate_prompt_tokens": keep, "truncation_side": "right"}
+    assert (await post(server, COMPLETIONS, sent))["choices"][0]["prompt_token_ids"] == ids[:keep]
+    body = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}
+    ids = (await post(server, CHAT, body))["prompt_token_ids"]
+    answer = await post(server, CHAT, {**body, "truncate_prompt_tokens": keep})
+    assert answer["prompt_token_ids"] == ids[-keep:]
+    assert answer["usage"]["prompt_tokens"] == min(keep, len(ids))
+
+
+async def test_a_prompt_of_any_length_fits_if_it_may_be_cut(server):
+    long, most = "the river " * 4000, server.engine.max_model_len
+    body = {"truncate_prompt_tokens": -1, "ignore_eos": True}
+    for max_tokens, output in ((0, 0), (5, 5), (None, 16)):
+        sent = {**body, "prompt": long, "max_tokens": max_tokens}
+        usage = (await post(server, COMPLETIONS, sent))["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (most - output, output)
+    sent = {**body, "messages": [{"role": "user", "content": long}]}
+    usage = (await post(server, CHAT, sent))["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (most - 1, 1)
+
+
+def test_a_bos_that_the_tokenizer_has_put_there_stays():
+    from forge_serve.generation import Prompt, _cut
+
+    ids = [1, 5, 6, 7]
+    assert _cut(Prompt(ids, "text"), 3, 1, None).token_ids == [1, 6, 7]
+    assert _cut(Prompt(ids, "text"), 1, 1, None).token_ids == [7]
+    assert _cut(Prompt(ids), 3, 1, None).token_ids == [5, 6, 7]
+    assert _cut(Prompt(ids, "text"), 3, None, None).token_ids == [5, 6, 7]
+    assert _cut(Prompt(ids, "text"), 4, 1, None) == Prompt(ids, "text")
+
+
+async def test_logprobs_of_the_prompt_in_vllms_form(server):
+    tokenizer = server.engine.tokenizer
+    for path, body in forms({**BODY, "max_tokens": 2, "n": 2, "return_token_ids": True}):
+        answer = await post(server, path, {**body, "prompt_logprobs": 3})
+        where = answer if path == CHAT else answer["choices"][1]
+        ids, scores = where["prompt_token_ids"], where["prompt_logprobs"]
+        assert len(scores) == len(ids) and scores[0] is None
+        for token, entry in zip(ids[1:], scores[1:], strict=True):
+            own = entry[str(token)]
+            assert set(own) == {"logprob", "rank", "decoded_token"}
+            assert own["decoded_token"] == tokenizer.token_text(token)
+            assert {1, 2, 3} <= {score["rank"] for score in entry.values()}
+            assert len(entry) == 4 or own["rank"] <= 3
+        assert (answer if path == CHAT else answer["choices"][0])["prompt_logprobs"] == scores
+        alone = await post(server, path, {**body, "prompt_logprobs": 0})
+        where = alone if path == CHAT else alone["choices"][0]
+        assert [list(e) for e in where["prompt_logprobs"][1:]] == [
+            [str(token)] for token in ids[1:]
+        ]
+        without = await post(server, path, body)
+        assert "prompt_logprobs" not in {*without, *without["choices"][0]}
+        status, refused = await server.post(path, {**body, "prompt_logprobs": 1, "stream": True})
+        assert (status, refused["error"]["param"]) == (400, "prompt_logprobs")
+    both = {**BODY, "echo": True, "logprobs": 1, "prompt_logprobs": 4, "max_tokens": 1}
+    [choice] = (await post(server, COMPLETIONS, both))["choices"]
+    assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:])
+    assert all(len(entry) >= 4 for entry in choice["prompt_logprobs"][1:])
+    for path in ("/generate", "/v1/messages"):
+        sent = {"prompt": "a", "messages": MESSAGES, "max_tokens": 1, "prompt_logprobs": 1}
+        assert (await server.post(path, sent))[0] == 400
+
+
+async def test_tokens_of_logprobs_may_be_ids(server):
+    more = {"max_tokens": 3, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    for path, body in forms({**BODY, **more}):
+        wanted = {"logprobs": True} if path == CHAT else {"logprobs": 0}
+        [choice] = (await post(server, path, {**body, **wanted}))["choices"]
+        logprobs = choice["logprobs"]
+        names = [e["token"] for e in logprobs["content"]] if path == CHAT else logprobs["tokens"]
+        assert names == [f"token_id:{token}" for token in choice["token_ids"]]
+
+
+# ---- ids and what nobody knows -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/messages", "/generate"])
+async def test_one_id_names_a_request_everywhere(server, caplog, path):
+    caplog.set_level(logging.INFO, "forge_serve.requests")
+    body = {"prompt": "a", "messages": MESSAGES, "max_tokens": 2}
+    for header, field, expected in (
+        ("trace/1", None, "trace/1"),
+        ("trace/2", "mine", "trace/2"),
+        (None, "mine", "mine"),
+        ("not valid", "mine", "mine"),
+    ):
+        caplog.clear()
+        headers = {} if header is None else {"X-Request-Id": header}
+        sent = {**body, "request_id": field}
+        async with server.http.post(server.url + path, json=sent, headers=headers) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+            assert response.headers["X-Request-Id"] == expected
+        assert path == "/generate" or answer["id"].partition("-")[2] == expected
+        assert f"id={expected} " in caplog.text and f"-{expected} " in caplog.text
+
+
+async def test_the_same_id_may_be_used_at_once(server):
+    async def one() -> int:
+        return (await server.post(COMPLETIONS, {**BODY, "request_id": "same"}))[0]
+
+    assert await asyncio.gather(*(one() for _ in range(5))) == [200] * 5
+
+
+async def test_a_field_that_nobody_knows_is_told_once(server, caplog, monkeypatch):
+    monkeypatch.setattr("forge_serve.validate._ignored", IgnoredFields())
+    caplog.set_level(logging.INFO, "forge_serve.ignored_fields")
+    odd = "evil\nname\x1b[31m" + "x" * 500
+    for _ in range(3):
+        for path, body in forms({**BODY, "max_tokens": 1, "brand_new": "a secret", odd: 1}):
+            await post(server, path, body)
+    lines = [r.getMessage() for r in caplog.records if r.name == "forge_serve.ignored_fields"]
+    assert len(lines) == 2 and any("brand_new" in line for line in lines)
+    assert "secret" not in caplog.text and all(line.isprintable() for line in lines)
+    assert all(len(line) < 150 for line in lines)
+
+
+def test_what_is_told_of_fields_is_bounded(caplog):
+    caplog.set_level(logging.INFO, "forge_serve.ignored_fields")
+    fields = IgnoredFields()
+    for i in range(1000):
+        fields.tell([f"field_{i}"])
+    assert len(caplog.records) == len(fields._told) == ignored_fields.MAX_NAMES
+
+
+# ---- streams with nothing to say -----------------------------------------------------------------
+
+
+@pytest.fixture
+def streams(monkeypatch) -> list[Any]:
+    """The event streams that are made."""
+    made: list[Any] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        made.append(EventStream(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(app, "EventStream", spy)
+    return made
+
+
+async def raw(server: Any, body: dict[str, Any]) -> bytes:
+    async with server.http.post(server.url + COMPLETIONS, json=body) as response:
+        assert response.status == 200
+        return await response.read()
+
+
+async def test_a_silent_stream_has_comments_that_are_no_events(start):
+    server = await start(Engine.fake(step_time_s=0.15), ServerConfig(sse_keep_alive_s=0.04))
+    body = {**BODY, "max_tokens": 2, "stream": True}
+    text = (await raw(server, body)).decode()
+    assert text.count(": keep-alive\n\n") >= 2
+    parts = [part for part in text.split("\n\n") if part != ": keep-alive"]
+    assert parts[-1] == "" and all(part.startswith("data: ") for part in parts[:-1])
+    chunks = [
+        chunk
+        async for chunk in await server.openai.completions.create(
+            model=server.model, prompt="Hello", max_tokens=2, seed=1, stream=True
+        )
+    ]
+    [whole] = (await post(server, COMPLETIONS, {**BODY, "max_tokens": 2}))["choices"]
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole["text"]
+
+
+async def test_zero_turns_the_comments_off(start):
+    server = await start(Engine.fake(step_time_s=0.1), ServerConfig(sse_keep_alive_s=0.0))
+    assert b": keep" not in await raw(server, {**BODY, "max_tokens": 2, "stream": True})
+
+
+async def test_a_comment_comes_after_silence_only_and_its_timer_ends_with_the_stream(
+    start, streams
+):
+    server = await start(Engine.fake(step_time_s=0.02), ServerConfig(sse_keep_alive_s=100.0))
+    async with server.http.post(
+        server.url + COMPLETIONS, json={**BODY, "max_tokens": 60, "stream": True}
+    ) as response:
+        await response.content.readline()
+        [stream] = streams
+        stream._keep_alive()  # early: there has been an event
+        stream._written_s -= 1000.0
+        stream._keep_alive()
+        stream._keep_alive()  # early again: there has been a comment
+        text = (await response.read()).decode()
+    assert text.count(": keep-alive") == 1 and text.endswith("data: [DONE]\n\n")
+    assert stream._alarm.cancelled()
+
+
+async def test_what_is_refused_has_its_status_also_as_a_stream(start):
+    server = await start(Engine.fake(step_time_s=0.1), ServerConfig(sse_keep_alive_s=0.01))
+    for more in ({"prompt": "x" * 9000}, {"top_p": 7}, {"bad_words": [""]}, {"regex": "(?=a)"}):
+        status, answer = await server.post(COMPLETIONS, {**BODY, "stream": True, **more})
+        assert status == 400 and set(answer) == {"error"}

@@ -1,0 +1,136 @@
+"""What is kept of responses: how much, for how long, and what is shared."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from forge_serve.errors import UnknownResponseError
+from forge_serve.responses_store import OVERHEAD_BYTES, ResponseStore, StoredResponse, Turn
+
+BYTES = 2 * OVERHEAD_BYTES  # of a response with its turn, and at most 200 more
+
+
+def begun(
+    store: ResponseStore, name: str, tenant: str = "", previous: Turn | None = None, size: int = 0
+) -> StoredResponse:
+    text = json.dumps([{"type": "message", "role": "user", "content": name + " " * size}])
+    turn = Turn(previous, text.encode())
+    response = StoredResponse(name, tenant, turn, lambda: b"{}")
+    store.begin(response)
+    return response
+
+
+def kept(store: ResponseStore, name: str, *args, **kwargs) -> StoredResponse:
+    response = begun(store, name, *args, **kwargs)
+    head = json.dumps({"id": name}).encode()
+    answer = [{"type": "message", "role": "assistant", "content": name.upper()}]
+    store.finish(response, head, json.dumps(answer).encode())
+    return response
+
+
+def names(store: ResponseStore, *candidates: str, tenant: str = "") -> str:
+    """Which are there; looking has no effect on what goes next, if it is done for all."""
+    found = ""
+    for name in candidates:
+        try:
+            store.get(tenant, name)
+        except UnknownResponseError:
+            continue
+        found += name
+    return found
+
+
+def test_a_response_is_one_object_again():
+    store = ResponseStore(10, 10**6)
+    response = kept(store, "a")
+    body = json.loads(store.get("", "a").body())
+    assert body["id"] == "a" and body["output"][0]["content"] == "A"
+    assert not response.running
+
+
+def test_a_conversation_is_all_of_its_turns():
+    store = ResponseStore(10, 10**6)
+    a = kept(store, "a")
+    b = kept(store, "b", previous=a.turn)
+    c = kept(store, "c", previous=b.turn)
+    assert [item.content for item in c.turn.items()] == ["a", "A", "b", "B", "c", "C"]
+    assert [json.loads(item)["content"] for item in c.turn.input_items()] == [*"aAbBc"]
+
+
+def test_the_number_is_bounded():
+    store = ResponseStore(3, 10**6)
+    for name in "abcde":
+        kept(store, name)
+    assert names(store, *"abcde") == "cde" and store.num_responses == 3
+
+
+def test_the_bytes_are_bounded():
+    store = ResponseStore(100, 3 * (BYTES + 1000))
+    for name in "abcde":
+        kept(store, name, size=700)
+    assert names(store, *"abcde") == "cde"
+    kept(store, "f", size=2 * (BYTES + 1000))
+    assert names(store, *"abcdef") == "f"
+    kept(store, "g", size=9 * BYTES)  # which has no room even alone
+    assert names(store, *"abcdefg") == "" and store.num_bytes == 0
+
+
+def test_turns_are_counted_once_and_stay_while_they_are_held():
+    store = ResponseStore(100, 10**6)
+    a = kept(store, "a", size=5000)
+    alone = store.num_bytes
+    b = kept(store, "b", previous=a.turn)
+    both = store.num_bytes
+    assert both < alone + BYTES + 200
+    store.delete(a)
+    assert both - 2 * OVERHEAD_BYTES < store.num_bytes < both
+    assert b.turn.items()[0].content.startswith("a ")
+    store.delete(b)
+    assert store.num_bytes == 0 and store.num_responses == 0
+
+
+def test_what_is_used_stays():
+    store = ResponseStore(2, 10**6)
+    kept(store, "a")
+    kept(store, "b")
+    store.get("", "a")
+    kept(store, "c")
+    assert names(store, *"abc") == "ac"
+
+
+def test_what_runs_is_not_evicted_and_not_counted():
+    store = ResponseStore(1, 10**6)
+    running = begun(store, "a")
+    kept(store, "b")
+    kept(store, "c")
+    assert names(store, *"abc") == "ac" and store.num_responses == 1
+    store.finish(running, b'{"id":"a"}', b"[]")
+    assert names(store, *"abc") == "a"
+
+
+def test_what_was_deleted_while_it_ran_is_not_kept():
+    store = ResponseStore(10, 10**6)
+    running = begun(store, "a")
+    store.delete(running)
+    store.finish(running, b'{"id":"a"}', b"[]")
+    store.delete(running)
+    assert names(store, "a") == "" and store.num_bytes == 0
+
+
+@pytest.mark.parametrize("bound", ["number", "bytes"])
+def test_who_holds_most_makes_room(bound):
+    store = ResponseStore(*((4, 10**6) if bound == "number" else (100, 4 * (BYTES + 200))))
+    kept(store, "x", "few")
+    for name in "abcdefgh":
+        kept(store, name, "many")
+    assert names(store, "x", tenant="few") == "x"
+    assert names(store, *"abcdefgh", tenant="many") == "fgh"
+
+
+def test_one_tenant_does_not_find_another_s():
+    store = ResponseStore(10, 10**6)
+    kept(store, "a", "one")
+    assert names(store, "a", tenant="one") == "a"
+    assert names(store, "a", tenant="two") == "" == names(store, "a")
