@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from forge_jax.checkpoint.folder import open_checkpoint
-from forge_jax.checkpoint.stored import FLOATS, StoredTensor
+from forge_jax.checkpoint.stored import FLOATS, TensorSource
 from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
 from forge_jax.models.decoder import Leaves, Model
@@ -26,7 +26,7 @@ class CheckedWeights:
     """A checkpoint whose headers have been found to hold all that a model needs."""
 
     parts: WeightMap  # leaf name -> stored tensors
-    stored: dict[str, StoredTensor]
+    stored: Mapping[str, TensorSource]
 
 
 def check_weights(model: Model, folder: Path) -> CheckedWeights:
@@ -58,7 +58,8 @@ def load_weights(
 
     Args:
       model: says which leaves, shapes and types; stored tensors are cast to the leaf's type.
-      folder: of `model.safetensors`, else of `pytorch_model.bin`, or of an index and its shards.
+      folder: of `model.safetensors`, else of `pytorch_model.bin`, or of an index and its shards; or
+        a GGUF file.
       device: a `jax.Device` or a `Sharding`; JAX's default if None.
       progress: show a progress bar on a terminal.
 
@@ -88,7 +89,7 @@ def load_weights(
 
 
 def _host_leaves(
-    model: Model, name: str, parts: tuple[Tensor, ...], stored: dict[str, StoredTensor]
+    model: Model, name: str, parts: tuple[Tensor, ...], stored: Mapping[str, TensorSource]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The leaf `name`, and the scales beside it where it is packed into a format that has them."""
     packing = model.packings.get(name)
@@ -107,7 +108,7 @@ def _scale_name(weight: str) -> str:
     return weight.removesuffix("weight") + "scale"
 
 
-def _check(part: Tensor, stored: dict[str, StoredTensor]) -> list[str]:
+def _check(part: Tensor, stored: Mapping[str, TensorSource]) -> list[str]:
     found = stored.get(part.name)
     if found is None:
         return [f"tensor {part.name} is missing"]
@@ -121,16 +122,16 @@ def _check(part: Tensor, stored: dict[str, StoredTensor]) -> list[str]:
 
 def _read_matrix(
     parts: tuple[Tensor, ...],
-    stored: dict[str, StoredTensor],
+    stored: Mapping[str, TensorSource],
     shape: tuple[int, ...],
     dtype: np.dtype,
 ) -> np.ndarray:
     host = aligned_empty(shape, dtype)
     row = 0
     for part in parts:
-        view = stored[part.name].read()
-        view = view.T if part.transpose else view
-        np.copyto(host[row : row + view.shape[0]], view, casting="unsafe")
-        row += view.shape[0]
+        end = row + part.shape[-1 if part.transpose else 0]
+        rows = host[row:end]
+        stored[part.name].read_into(rows.T if part.transpose else rows)
+        row = end
     assert row == shape[0], (row, shape)
     return host

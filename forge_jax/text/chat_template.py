@@ -20,8 +20,10 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
+from forge_jax.checkpoint.gguf import is_gguf
 from forge_jax.errors import CheckpointError, ConfigError, RequestError
 from forge_jax.files import MAX_BYTES, read_text
+from forge_jax.text.gguf import gguf_templates
 from forge_jax.text.sandbox import MAX_ERROR, OverLimitError, Sandbox, budget
 from forge_jax.text.tokenizer import Tokenizer, read_json_object
 
@@ -310,6 +312,8 @@ def _environment(now: Callable[[], datetime]) -> Sandbox:
 
 
 def _folder_templates(folder: Path) -> dict[str, str]:
+    if is_gguf(folder):
+        return gguf_templates(folder)
     file = folder / "chat_template.jinja"
     if file.is_file():
         return {"default": read_text(file)}

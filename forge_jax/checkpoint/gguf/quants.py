@@ -107,7 +107,9 @@ def _q3_k(blocks: np.ndarray) -> np.ndarray:
     n = len(blocks)
     # 16 scales of 6 bits: the low 4 in 8 bytes, the high 2 in the 4 bytes after.
     low = _nibbles(scales[:, :8])
-    upper = (scales[:, 8:].reshape(n, 1, 4) >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 4, 1)) & 3
+    upper = (
+        scales[:, 8:].reshape(n, 1, 4) >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 4, 1)
+    ) & 3
     scale = (low | (upper.reshape(n, 16) << 4)).astype(np.int8) - np.int8(32)
     scale = (_half(d) * scale.astype(np.float32)).reshape(n, 16, 1)
     # The third bit: 4 less where it is not set.
@@ -124,9 +126,7 @@ def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scale, least
 
 
-def _with_minimum(
-    d: np.ndarray, dmin: np.ndarray, scales: np.ndarray, q: np.ndarray
-) -> np.ndarray:
+def _with_minimum(d: np.ndarray, dmin: np.ndarray, scales: np.ndarray, q: np.ndarray) -> np.ndarray:
     """f32[n, 256] of u8[n, 256] with a scale and a minimum for each 32."""
     n = len(q)
     scale, least = _six_bits(scales)
@@ -179,4 +179,11 @@ FORMATS = {
     12: BlockFormat("Q4_K", 256, 144, decode=_q4_k),
     13: BlockFormat("Q5_K", 256, 176, decode=_q5_k),
     14: BlockFormat("Q6_K", 256, 210, decode=_q6_k),
+}
+
+# What else there is, for messages.
+UNSUPPORTED = {
+    **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
+    **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32"},
+    **{27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
 }

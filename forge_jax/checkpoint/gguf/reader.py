@@ -15,14 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from forge_jax.checkpoint.gguf.quants import FORMATS, BlockFormat
+from forge_jax.checkpoint.gguf.metadata import Metadata
+from forge_jax.checkpoint.gguf.quants import FORMATS, UNSUPPORTED, BlockFormat
 from forge_jax.checkpoint.stored import MAX_NAME, MAX_TENSORS
-from forge_jax.errors import CheckpointError
+from forge_jax.errors import CheckpointError, UnsupportedModelError
 from forge_jax.files import shown
 
+SUFFIX = ".gguf"
 MAX_DIMENSIONS = 4
 MAX_ENTRIES = 65_536  # of the metadata
-MAX_ELEMENTS = 2**24  # of an array in it
+MAX_ELEMENTS = 2**24  # of an array of numbers in it
+MAX_STRINGS = 2**22  # of an array of strings
 MAX_METADATA = 2**29  # bytes, with the table of tensors
 ALIGNMENT = 32  # where the file says nothing
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -49,11 +52,15 @@ class GGUFTensor:
         return self.format.dtype
 
     @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) // self.format.block_size * self.format.block_bytes
+        return self.num_elements // self.format.block_size * self.format.block_bytes
 
     def blocks(self) -> np.ndarray:
-        """u8[..., blocks of a row, bytes of a block]: a read-only view of the file."""
+        """u8[..., blocks of a row, bytes of a block]: a read-only view of the file, undecoded."""
         *outer, last = self.shape
         shape = (*outer, last // self.format.block_size, self.format.block_bytes)
         return np.memmap(self.file, np.uint8, mode="r", offset=self.offset, shape=shape)
@@ -76,6 +83,16 @@ class GGUFFile:
     version: int
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
+
+    @property
+    def view(self) -> Metadata:
+        """The metadata, read with checks."""
+        return Metadata(self.metadata, self.file)
+
+
+def is_gguf(model: Path) -> bool:
+    """Whether a model's path is that of a GGUF file, and not of a folder."""
+    return model.suffix == SUFFIX and not model.is_dir()
 
 
 def read_gguf(file: Path) -> GGUFFile:
@@ -163,9 +180,9 @@ class _Reader:
         form = FORMATS.get(kind)
         if form is None:
             known = ", ".join(form.name for form in FORMATS.values())
-            raise self.fail(
-                f"the tensor {shown(name)} is of type {kind}, which is not supported; "
-                f"supported: {known}"
+            raise UnsupportedModelError(
+                f"{self.file}: the tensor {shown(name)} is of type "
+                f"{UNSUPPORTED.get(kind, kind)}, which is not supported; supported: {known}"
             )
         if min(shape) < 1 or math.prod(shape) > 2**62:
             raise self.fail(f"the tensor {shown(name)} has the shape {shown(list(shape))}")
@@ -225,7 +242,7 @@ class _Reader:
 
     def array(self, key: str) -> Any:
         kind, count = self.number("<I"), self.count()
-        if count > MAX_ELEMENTS:
+        if count > (MAX_STRINGS if kind == _STRING else MAX_ELEMENTS):
             raise self.fail(f"the array {shown(key)} claims {count} elements")
         if kind == _STRING:
             what = f"an element of {shown(key)}"
