@@ -1,4 +1,4 @@
-"""Finds a model: the bundled one, a folder or GGUF file, or a snapshot from the Hugging Face Hub."""
+"""Finds a model: the bundled one, a folder or GGUF file, or a snapshot of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
         return path
     if not HUB_ID.fullmatch(model):
         raise ModelError(
-            f"no model {model!r}: it is neither {BUNDLED}, nor an existing folder or {SUFFIX} file, "
-            "nor a Hugging Face id (organisation/name)"
+            f"no model {model!r}: it is neither {BUNDLED}, nor an existing folder or {SUFFIX} "
+            "file, nor a Hugging Face id (organisation/name)"
         )
     return _download(model, revision)
 

@@ -19,7 +19,7 @@ from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.quants import FORMATS, UNSUPPORTED, BlockFormat
 from forge_jax.checkpoint.stored import MAX_NAME, MAX_TENSORS
 from forge_jax.errors import CheckpointError, UnsupportedModelError
-from forge_jax.files import shown
+from forge_jax.files import file_size, shown
 
 SUFFIX = ".gguf"
 MAX_DIMENSIONS = 4
@@ -102,8 +102,8 @@ def read_gguf(file: Path) -> GGUFFile:
       CheckpointError: it is no such file, is cut short, or says what cannot be.
     """
     try:
+        size = file_size(file)
         with file.open("rb") as stream:
-            size = stream.seek(0, 2)
             if size < 24:
                 raise CheckpointError(f"{file} is no GGUF file: it has {size} bytes")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:

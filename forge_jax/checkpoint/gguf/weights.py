@@ -112,7 +112,8 @@ class GGUFWeight:
         def decode(begin: int) -> None:
             part = slice(begin, begin + step)
             chunk = blocks[part if self.rows is None else self.rows[part]]
-            np.copyto(out[part], form.values(chunk), casting="unsafe")
+            with np.errstate(all="ignore"):  # what is not finite is found where it is used
+                np.copyto(out[part], form.values(chunk), casting="unsafe")
 
         begins = range(0, num_rows, step)
         with ThreadPoolExecutor(min(len(begins), os.cpu_count() or 1)) as pool:
