@@ -65,6 +65,11 @@ class _Reader:
     def __init__(self, gguf: GGUFFile, metadata: Metadata, arch: str):
         self.gguf, self.metadata, self.arch = gguf, metadata, arch
         self.layers = self.integer("block_count", low=1, high=MAX_LAYERS)
+        last = f"blk.{self.layers - 1}.attn_norm.weight"
+        if last not in gguf.tensors:  # before a model is made that has so many
+            raise metadata.error(
+                f"{arch}.block_count", f"the number of layers (the tensor {last} is missing)"
+            )
         self.hidden_size = self.integer("embedding_length", low=1)
         self.heads = self.integer("attention.head_count", low=1)
         self.positions = self.integer("context_length", low=1)

@@ -220,6 +220,26 @@ class _Reader:
         except UnicodeDecodeError:
             raise self.fail(f"{what} is not UTF-8") from None
 
+    def strings(self, what: str, count: int) -> list[str]:
+        """As `string`, of hundreds of thousands: most of the time that a header takes."""
+        length_of = struct.Struct(self.count_code)
+        found = []
+        at = self.at
+        try:
+            for _ in range(count):
+                begin = at + length_of.size
+                end = begin + length_of.unpack_from(self.data, at)[0]
+                if end > self.end:
+                    break
+                found.append(self.data[begin:end].decode())
+                at = end
+        except (struct.error, UnicodeDecodeError):
+            pass
+        self.at = at
+        while len(found) < count:  # what is wrong is said there
+            found.append(self.string(what))
+        return found
+
     def value(self, key: str) -> Any:
         kind = self.number("<I")
         if kind == _STRING:
@@ -245,8 +265,7 @@ class _Reader:
         if count > (MAX_STRINGS if kind == _STRING else MAX_ELEMENTS):
             raise self.fail(f"the array {shown(key)} claims {count} elements")
         if kind == _STRING:
-            what = f"an element of {shown(key)}"
-            return [self.string(what) for _ in range(count)]
+            return self.strings(f"an element of {shown(key)}", count)
         dtype = _DTYPES.get(kind)
         if dtype is None:
             raise self.fail(f"the array {shown(key)} is of the unknown or nested type {kind}")
