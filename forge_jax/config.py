@@ -121,8 +121,8 @@ class SpeculationConfig:
     )
     draft_model: str | None = option(
         None,
-        "model that guesses, with the same vocabulary: a folder, a .gguf file, a Hugging Face id, or "
-        "self for the first layers of the model",
+        "model that guesses, with the same vocabulary: a folder, a .gguf file, a Hugging Face id, "
+        "or self for the first layers of the model",
     )
     draft_layers: int | None = option(None, "how many layers --draft-model self has")
     draft_verification: Verification = option(

@@ -270,12 +270,6 @@ def test_a_folder_with_several_files_lists_them(tmp_path):
         resolve(str(tmp_path))
 
 
-def test_another_file_is_refused(tmp_path):
-    (tmp_path / "model.bin").touch()
-    with pytest.raises(ModelError, match=r"is a file, and no \.gguf file"):
-        resolve(str(tmp_path / "model.bin"))
-
-
 def test_the_fingerprint_follows_the_file(stories_gguf, tmp_path):
     def fingerprint(file):
         return system_fingerprint(file, jax.devices()[0], {})
