@@ -310,8 +310,8 @@ class _Vocabulary:
         merges = []
         for token, i in ids.items():
             for at in range(1, len(token)):
-                left, right = ids.get(token[:at]), ids.get(token[at:])
-                if left is not None and right is not None:
+                left = ids.get(token[:at])
+                if left is not None and (right := ids.get(token[at:])) is not None:
                     merges.append((-scores[i], i, left, right))
         merges.sort()
         return [[self.tokens[left], self.tokens[right]] for *_, left, right in merges]
