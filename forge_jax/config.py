@@ -35,7 +35,9 @@ def option(default: Any, doc: str, *, secret: bool = False, **metadata: Any) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    model: str = option("forge-tiny", "a folder, a Hugging Face id, or forge-tiny", flag=None)
+    model: str = option(
+        "forge-tiny", "a folder, a .gguf file, a Hugging Face id, or forge-tiny", flag=None
+    )
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
     dtype: DType = option("auto", "type of weights and activations; auto: the checkpoint's")
     quantization: Literal["none", "int8", "int4"] = option(
@@ -121,8 +123,8 @@ class SpeculationConfig:
     )
     draft_model: str | None = option(
         None,
-        "model that guesses, with the same vocabulary: a folder, a Hugging Face id, or self for "
-        "the first layers of the model",
+        "model that guesses, with the same vocabulary: a folder, a .gguf file, a Hugging Face id, "
+        "or self for the first layers of the model",
     )
     draft_layers: int | None = option(None, "how many layers --draft-model self has")
     draft_verification: Verification = option(

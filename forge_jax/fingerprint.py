@@ -28,8 +28,8 @@ def system_fingerprint(folder: Path, device: jax.Device, settings: dict[str, Any
     """ "fp_" and 12 hexadecimal digits.
 
     Args:
-      folder: of the model: its files count by name, size and content, the content of large ones by
-        samples.
+      folder: of the model, or its one file: files count by name, size and content, the content of
+        large ones by samples.
       device: what it runs on.
       settings: everything else that decides the bits, as JSON.
     """
@@ -41,16 +41,22 @@ def system_fingerprint(folder: Path, device: jax.Device, settings: dict[str, Any
         "settings": settings,
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
-    for file in sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern)}):
+    for file in _model_files(folder):
         digest.update(file.name.encode() + _file_digest(file))
     return f"fp_{digest.hexdigest()[:12]}"
+
+
+def _model_files(folder: Path) -> list[Path]:
+    if folder.is_file():
+        return [folder]
+    return sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern)})
 
 
 def _file_digest(file: Path) -> bytes:
     """Of the size and all of a small file; of a large one its head and samples at even distances.
 
     The header of safetensors and the pickle of a .bin file are at the head, so a changed name,
-    shape or type is always seen.
+    shape or type is always seen; so are the header and tokenizer of GGUF.
     """
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())

@@ -36,7 +36,7 @@ class LLM:
     >>> output.text
 
     Args:
-      model: a folder, a Hugging Face id, or "forge-tiny", the bundled model.
+      model: a folder, a .gguf file, a Hugging Face id, or "forge-tiny", the bundled model.
       options: any field of `EngineConfig`'s sections: `LLM("forge-tiny", dtype="float32")`.
 
     Raises:

@@ -32,7 +32,7 @@ class LoadedModel:
 
     model: Model
     leaves: Leaves
-    folder: Path
+    folder: Path  # or GGUF file
 
     @property
     def spec(self) -> ModelSpec:
@@ -49,7 +49,7 @@ def load(
     """Reads a model and its weights.
 
     Args:
-      model: "forge-tiny", a folder, or a Hugging Face id.
+      model: "forge-tiny", a folder, a .gguf file, or a Hugging Face id.
       dtype: of weights and activations: auto (the checkpoint's), bfloat16, float16 or float32.
       revision: branch, tag or commit of a Hugging Face id.
       progress: show a progress bar on a terminal.

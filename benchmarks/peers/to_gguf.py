@@ -69,7 +69,7 @@ def main():
     add_vocabulary(writer, folder, config)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, bits in read_safetensors(folder / "model.safetensors"):
-        gguf_name = names.get_name(name.removesuffix(".weight")) + ".weight"
+        gguf_name = f"{names.get_name(name.removesuffix('.weight'))}.weight"
         if bits.ndim == 1:  # norms are kept in float32
             writer.add_tensor(gguf_name, (bits.astype(np.uint32) << 16).view(np.float32))
             continue

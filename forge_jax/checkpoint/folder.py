@@ -1,13 +1,14 @@
-"""All tensors of a model folder, whatever its files: safetensors first, else PyTorch's .bin."""
+"""All tensors of a model: a GGUF file, or a folder: safetensors first, else PyTorch's .bin."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from forge_jax.checkpoint.gguf import is_gguf, open_gguf
 from forge_jax.checkpoint.safetensors import read_header
-from forge_jax.checkpoint.stored import StoredTensor
+from forge_jax.checkpoint.stored import StoredTensor, TensorSource
 from forge_jax.checkpoint.torch_bin import read_bin
 from forge_jax.errors import CheckpointError
 from forge_jax.files import read_json, shown
@@ -28,14 +29,18 @@ FORMATS = (
 )
 
 
-def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
+def open_checkpoint(folder: Path) -> Mapping[str, TensorSource]:
     """All tensors of a model folder: one file, or the shards that an index names.
+
+    Or of a GGUF file, whose names are turned into Hugging Face's.
 
     Only headers (of .bin files: directories and pickles) are read.
 
     Raises:
       CheckpointError: no such files, or a broken one: it names the file and the tensor.
     """
+    if is_gguf(folder):
+        return open_gguf(folder)
     for form in FORMATS:
         if _present(folder / form.index):
             return _open_shards(folder / form.index, form.read)

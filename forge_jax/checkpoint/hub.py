@@ -1,4 +1,4 @@
-"""Finds a model's folder: the bundled one, one on disk, or a snapshot from the Hugging Face Hub."""
+"""Finds a model: the bundled one, a folder or GGUF file, or a snapshot of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.resources
 import re
 from pathlib import Path
 
+from forge_jax.checkpoint.gguf import SUFFIX
 from forge_jax.errors import ModelError
 
 BUNDLED = "forge-tiny"
@@ -15,11 +16,11 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
-    """The folder of `model`; downloads it if it is a Hugging Face id that is not in the cache.
+    """The folder of `model`, or its GGUF file; downloads an id that is not in Hugging Face's cache.
 
     Args:
-      model: "forge-tiny", an existing folder, or an id ("organisation/name"). A folder wins over an
-        id.
+      model: "forge-tiny", an existing folder or GGUF file, or an id ("organisation/name"). What
+        exists wins over an id. A folder without config.json may hold one GGUF file.
       revision: branch, tag or commit of an id.
 
     Raises:
@@ -34,17 +35,30 @@ def resolve(model: str, revision: str | None = None) -> Path:
         return folder
     path = Path(model).expanduser()
     if model and path.is_dir():
-        return path
+        return _only_gguf(path) or path
     if model and path.exists():
-        raise ModelError(
-            f"{model} is a file: give the folder that holds config.json (GGUF is not supported yet)"
-        )
+        if path.suffix != SUFFIX:
+            raise ModelError(
+                f"{model} is a file, and no {SUFFIX} file: give the folder that holds config.json"
+            )
+        return path
     if not HUB_ID.fullmatch(model):
         raise ModelError(
-            f"no model {model!r}: it is neither {BUNDLED}, nor an existing folder, nor a Hugging "
-            "Face id (organisation/name)"
+            f"no model {model!r}: it is neither {BUNDLED}, nor an existing folder or {SUFFIX} "
+            "file, nor a Hugging Face id (organisation/name)"
         )
     return _download(model, revision)
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder that has nothing else to read; None if it has none."""
+    if (folder / "config.json").exists():
+        return None
+    files = sorted(file for file in folder.glob(f"*{SUFFIX}") if file.is_file())
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:10]) + (", ..." if files[10:] else "")
+        raise ModelError(f"{folder} has {len(files)} GGUF files: give one of them: {names}")
+    return files[0] if files else None
 
 
 def _download(model: str, revision: str | None) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from forge_jax.checkpoint.folder import open_checkpoint
-from forge_jax.checkpoint.stored import FLOATS, StoredTensor
+from forge_jax.checkpoint.stored import FLOATS, TensorSource
 from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
 from forge_jax.models.decoder import Leaves, Model
@@ -26,7 +26,7 @@ class CheckedWeights:
     """A checkpoint whose headers have been found to hold all that a model needs."""
 
     parts: WeightMap  # leaf name -> stored tensors
-    stored: dict[str, StoredTensor]
+    stored: Mapping[str, TensorSource]
 
 
 def check_weights(model: Model, folder: Path) -> CheckedWeights:
@@ -62,7 +62,8 @@ def load_weights(
 
     Args:
       model: says which leaves, shapes and types; stored tensors are cast to the leaf's type.
-      folder: of `model.safetensors`, else of `pytorch_model.bin`, or of an index and its shards.
+      folder: of `model.safetensors`, else of `pytorch_model.bin`, or of an index and its shards; or
+        a GGUF file.
       device: a `jax.Device` or a `Sharding`; JAX's default if None.
       progress: show a progress bar on a terminal.
 
@@ -92,7 +93,7 @@ def load_weights(
 
 
 def _host_leaves(
-    model: Model, name: str, parts: tuple[Tensor, ...], stored: dict[str, StoredTensor]
+    model: Model, name: str, parts: tuple[Tensor, ...], stored: Mapping[str, TensorSource]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The leaf `name`, and the scales beside it where it is packed into a format that has them."""
     packing = model.packings.get(name)
@@ -123,7 +124,7 @@ def _by_expert(parts: tuple[Tensor, ...], experts: int) -> list[tuple[Tensor, ..
     return [parts[size * i : size * (i + 1)] for i in range(experts)]
 
 
-def _num_missing(parts: WeightMap, stored: dict[str, StoredTensor]) -> int:
+def _num_missing(parts: WeightMap, stored: Mapping[str, TensorSource]) -> int:
     return sum(part.name not in stored for group in parts.values() for part in group)
 
 
@@ -131,7 +132,7 @@ def _scale_name(weight: str) -> str:
     return weight.removesuffix("weight") + "scale"
 
 
-def _check(part: Tensor, stored: dict[str, StoredTensor]) -> list[str]:
+def _check(part: Tensor, stored: Mapping[str, TensorSource]) -> list[str]:
     found = stored.get(part.name)
     if found is None:
         return [f"tensor {part.name} is missing"]
@@ -145,7 +146,7 @@ def _check(part: Tensor, stored: dict[str, StoredTensor]) -> list[str]:
 
 def _read_matrix(
     parts: tuple[Tensor, ...],
-    stored: dict[str, StoredTensor],
+    stored: Mapping[str, TensorSource],
     shape: tuple[int, ...],
     dtype: np.dtype,
     expert: int | None = None,
@@ -155,12 +156,12 @@ def _read_matrix(
     rows = host.reshape(-1, shape[-1]) if host.ndim == 3 else host
     row = 0
     for part in parts:
-        view = stored[part.name].read()
-        view = view.T if part.transpose else view
-        if view.ndim == 3 and expert is not None:
-            view = view[expert]
-        size = view.shape[0] * view.shape[1] if view.ndim == 3 else view.shape[0]
-        np.copyto(rows[row : row + size].reshape(view.shape), view, casting="unsafe")
-        row += size
+        wanted = part.shape[::-1] if part.transpose else part.shape
+        if len(wanted) == 3 and expert is not None:
+            wanted = wanted[1:]
+        end = row + (wanted[0] * wanted[1] if len(wanted) == 3 else wanted[0])
+        view = rows[row:end].reshape(wanted)
+        stored[part.name].read_into(view.T if part.transpose else view, expert=expert)
+        row = end
     assert row == len(rows), (row, shape)
     return host

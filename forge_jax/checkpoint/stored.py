@@ -1,4 +1,4 @@
-"""What both file formats give: where each tensor of a checkpoint lies, and how to map it."""
+"""What all file formats give: where each tensor of a checkpoint lies, and how to read it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,26 @@ import numpy as np
 MAX_TENSORS = 200_000  # in one file; the largest known checkpoints have that many in all
 MAX_DIMENSIONS = 32
 MAX_NAME = 4096  # bytes
+
+
+class TensorSource(Protocol):
+    """A tensor of a checkpoint under Hugging Face's name, which is read when it is wanted."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of its values."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read_into(self, out: np.ndarray, *, expert: int | None = None) -> None:
+        """Writes the values into `out[shape]`, cast to its type.
+
+        Args:
+          expert: of a tensor of three axes, this place of the first alone: `out[shape[1:]]`.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +57,12 @@ class StoredTensor:
         flat = np.memmap(self.file, self.dtype, mode="r", offset=self.offset, shape=(span,))
         strides = [stride * self.dtype.itemsize for stride in self.strides]
         return np.ndarray(self.shape, self.dtype, buffer=flat, strides=strides)
+
+    def read_into(self, out: np.ndarray, *, expert: int | None = None) -> None:
+        values = self.read()
+        if expert is not None and values.ndim == 3:
+            values = values[expert]
+        np.copyto(out, values, casting="unsafe")
 
 
 def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:

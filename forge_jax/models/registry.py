@@ -1,9 +1,10 @@
-"""From a model folder to its spec, and from a spec to a model without weights."""
+"""From a model folder or GGUF file to its spec, and from a spec to a model without weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from forge_jax.checkpoint.gguf import config_of, is_gguf, read_gguf
 from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
 from forge_jax.files import read_json, shown
 from forge_jax.models.decoder import Decoder, Model, WeightForms
@@ -23,12 +24,26 @@ def find_architecture(name: str) -> Architecture:
 def read_spec(folder: Path) -> ModelSpec:
     """Reads `config.json` (and `generation_config.json`, if there is one) of a model folder.
 
+    Of a GGUF file, what its metadata say instead.
+
     Raises:
       UnsupportedModelError: an architecture or option that is not implemented, by name.
       ModelError: a file or field that is missing or wrong.
     """
+    config, generation = _read_configs(folder)
+    names = config.values.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise config.error("architectures", "a list of one name")
+    architecture = find_architecture(names[0])
+    return architecture.read_spec(config, generation)
+
+
+def _read_configs(folder: Path) -> tuple[Config, Config]:
+    if is_gguf(folder):
+        config, generation = config_of(read_gguf(folder))
+        return Config(config, str(folder)), Config(generation, str(folder))
     try:
-        config = Config(read_json(folder / "config.json"), str(folder / "config.json"))
+        config = read_json(folder / "config.json")
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no config.json: it is not a model folder") from None
     generation_path = folder / "generation_config.json"
@@ -36,11 +51,7 @@ def read_spec(folder: Path) -> ModelSpec:
         generation = read_json(generation_path)
     except FileNotFoundError:
         generation = {}
-    names = config.values.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise config.error("architectures", "a list of one name")
-    architecture = find_architecture(names[0])
-    return architecture.read_spec(config, Config(generation, str(generation_path)))
+    return Config(config, str(folder / "config.json")), Config(generation, str(generation_path))
 
 
 def build_model(spec: ModelSpec, dtype: str = "auto", forms: WeightForms | None = None) -> Model:

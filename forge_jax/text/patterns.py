@@ -36,18 +36,14 @@ _CASED = (
     + "?"
 )
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-KNOWN = frozenset(
-    {
-        # GPT-2; GPT-4 and Llama 3; Qwen 2 and 3; GPT-4o and gpt-oss; DeepSeek
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _TAIL,
-        _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _TAIL,
-        _CASED + r"|\p{N}{1,3}|" + _TAIL.replace(r"[\r\n]*|\s*", r"[\r\n/]*|\s*"),
-        r"\p{N}{1,3}",
-        r"\s+",
-        r" {2,}",
-    }
-)
+_TAIL_WITH_SLASH = _TAIL.replace(r"[\r\n]*|\s*", r"[\r\n/]*|\s*")
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT4 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _TAIL  # and Llama 3
+QWEN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _TAIL  # 2 and 3
+GPT4O = _CASED + r"|\p{N}{1,3}|" + _TAIL_WITH_SLASH  # and gpt-oss
+TEKKEN = _CASED.replace(_CONTRACTIONS + "?", "") + r"|\p{N}|" + _TAIL_WITH_SLASH  # Mistral Nemo
+# The last three are parts of DeepSeek's.
+KNOWN = frozenset({GPT2, GPT4, QWEN, GPT4O, TEKKEN, r"\p{N}{1,3}", r"\s+", r" {2,}"})
 
 
 class PatternError(ValueError):

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from forge_jax.checkpoint.gguf import is_gguf
 from forge_jax.errors import CheckpointError, ConfigError
 from forge_jax.files import read_text, shown
+from forge_jax.text.gguf import gguf_templates
 from forge_jax.text.tokenizer import read_json_object
 
 DEFAULT = "default"
@@ -18,7 +20,7 @@ _KIND = "chat_template.jinja"
 
 
 def folder_templates(folder: Path) -> dict[str, str]:
-    """The Jinja sources of a model folder, by name; empty if it has none.
+    """The Jinja sources of a model folder or GGUF file, by name; empty if it has none.
 
     `chat_template.jinja` is the default one, `additional_chat_templates/NAME.jinja` are the others.
     If there is any such file, the `chat_template` of `tokenizer_config.json` is not looked at; that
@@ -27,6 +29,8 @@ def folder_templates(folder: Path) -> dict[str, str]:
     Raises:
       CheckpointError: a file is broken or too large, or there are too many templates.
     """
+    if is_gguf(folder):
+        return gguf_templates(folder)
     found = _from_files(folder) or _from_config(folder / "tokenizer_config.json")
     if len(found) > MAX_TEMPLATES:
         raise CheckpointError(

@@ -19,8 +19,10 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from forge_jax.checkpoint.gguf import is_gguf
 from forge_jax.errors import CheckpointError, RequestError
 from forge_jax.files import read_json, shown
+from forge_jax.text.gguf import load_gguf_tokenizer
 from forge_jax.text.patterns import is_panic
 from forge_jax.text.token_bytes import ByteStream, TokenBytes
 from forge_jax.text.tokenizer_file import MAX_TOKEN_CHARS, add_configured, load_backend
@@ -84,10 +86,15 @@ class Tokenizer:
     def from_folder(cls, path: str | Path, vocab_size: int | None = None) -> Tokenizer | None:
         """The tokenizer of a model folder, or None if the folder has none.
 
+        Of a GGUF file, the one that its metadata describe.
+
         Raises `CheckpointError`, naming file and field, if one of the tokenizer's files is broken,
         or has an id beyond the model's width, `vocab_size`, or is not `tokenizer.json`.
         """
         folder = Path(path)
+        if is_gguf(folder):
+            found = load_gguf_tokenizer(folder, vocab_size)
+            return None if found is None else cls(*found)
         try:
             backend = load_backend(folder / "tokenizer.json", vocab_size)
         except FileNotFoundError:

@@ -52,6 +52,15 @@ def load_backend(file: Path, vocab_size: int | None = None) -> Backend:
         raise CheckpointError(f"{file} is not a usable tokenizer: {shown(str(error))}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{file} is not a usable tokenizer: it holds no JSON object")
+    return _checked(data, text, file, vocab_size)
+
+
+def checked_backend(data: dict[str, Any], file: Path, vocab_size: int | None = None) -> Backend:
+    """As `load_backend`, of what a `tokenizer.json` would hold if `file` were one."""
+    return _checked(data, json.dumps(data), file, vocab_size)
+
+
+def _checked(data: dict[str, Any], text: str, file: Path, vocab_size: int | None) -> Backend:
     _File(file, data, vocab_size).check()
     try:
         backend = Backend.from_str(text)

@@ -1,0 +1,237 @@
+"""What `config.json` and `generation_config.json` would say, from the metadata of a GGUF file.
+
+The keys are those of llama.cpp's converter (`gguf-py/gguf/constants.py`). What it leaves out, since
+llama.cpp knows it by heart, is added here: which of Gemma's layers have a window, and its scales.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from forge_jax.checkpoint.gguf.metadata import Metadata
+from forge_jax.checkpoint.gguf.reader import GGUFFile
+from forge_jax.checkpoint.gguf.weights import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
+from forge_jax.errors import CheckpointError
+from forge_jax.files import shown
+
+MAX_LAYERS = 1024
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+# Which layers see all, and how many layers the largest model has: it has a scale of its own.
+_GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+# llama.cpp ends a text at each of these, whatever the file calls its end (`llama-vocab.cpp`).
+_END_TEXTS = frozenset(
+    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"}
+    | {"<|end_of_text|>"}
+)
+_CONTROL = 3  # a type of tokens
+
+
+def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The contents of `config.json` and of `generation_config.json`.
+
+    Raises:
+      UnsupportedModelError: an architecture or option that is not implemented, by name.
+      CheckpointError: a key is missing or wrong.
+    """
+    metadata = gguf.view
+    arch = metadata.string("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise metadata.unsupported(
+            f"the architecture {shown(arch)} is not supported; "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    if metadata.integer("split.count", 0) > 1:
+        raise metadata.unsupported(
+            "it is one of several parts (split.count), which is not supported: merge them with "
+            "llama-gguf-split"
+        )
+    if metadata.integer(f"{arch}.expert_count", 0):
+        raise metadata.unsupported(f"{arch}.expert_count: experts are not supported")
+    return _Reader(gguf, metadata, arch).config(), {"eos_token_id": _end_ids(metadata)}
+
+
+class _Reader:
+    def __init__(self, gguf: GGUFFile, metadata: Metadata, arch: str):
+        self.gguf, self.metadata, self.arch = gguf, metadata, arch
+        self.layers = self.integer("block_count", low=1, high=MAX_LAYERS)
+        last = f"blk.{self.layers - 1}.attn_norm.weight"
+        if last not in gguf.tensors:  # before a model is made that has so many
+            raise metadata.error(
+                f"{arch}.block_count", f"the number of layers (the tensor {last} is missing)"
+            )
+        self.hidden_size = self.integer("embedding_length", low=1)
+        self.heads = self.integer("attention.head_count", low=1)
+        self.positions = self.integer("context_length", low=1)
+        self.head_dim = self.read_head_dim()
+
+    def integer(self, name: str, default: int | None = None, **limits: int) -> int:
+        return self.metadata.integer(f"{self.arch}.{name}", default, **limits)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        return self.metadata.number(f"{self.arch}.{name}", default)
+
+    def has(self, name: str) -> bool:
+        return self.metadata.has(f"{self.arch}.{name}")
+
+    def read_head_dim(self) -> int:
+        head_dim = self.integer("attention.key_length", self.hidden_size // self.heads, low=1)
+        for name in ("attention.value_length", "rope.dimension_count"):
+            if self.integer(name, head_dim) != head_dim:
+                raise self.metadata.unsupported(
+                    f"{self.arch}.{name} is {self.integer(name)} and not {head_dim}, the width of "
+                    "a head, which is not supported"
+                )
+        return head_dim
+
+    def config(self) -> dict[str, Any]:
+        embedding = self.gguf.tensors.get("token_embd.weight")
+        if embedding is None:
+            raise CheckpointError(f"{self.gguf.file}: the tensor token_embd.weight is missing")
+        return {
+            "architectures": [ARCHITECTURES[self.arch]],
+            "vocab_size": embedding.shape[0],
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.integer("feed_forward_length", low=1),
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.integer("attention.head_count_kv", self.heads, low=1),
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.positions,
+            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self.number("rope.freq_base", 10000.0),
+            "rope_scaling": self.rope_scaling(),
+            "tie_word_embeddings": "output.weight" not in self.gguf.tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self.gguf.tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in self.gguf.tensors,
+            "dtype": self.dtype(),
+            "bos_token_id": _token_id(self.metadata, "bos"),
+            "eos_token_id": _token_id(self.metadata, "eos"),
+            **self.windows(),
+            **self.gemma(),
+        }
+
+    def dtype(self) -> str:
+        """Of the matrices, where they hold floats of one kind; else bfloat16."""
+        matrices = [t for t in self.gguf.tensors.values() if len(t.shape) > 1]
+        formats = {tensor.format.name for tensor in matrices}
+        if formats == {"F32"}:
+            return "float32"
+        # Gemma's activations are beyond what float16 can hold.
+        half = formats <= {"F16", "F32"} and self.arch not in _GEMMA_PERIOD
+        return "float16" if half else "bfloat16"
+
+    # ---- positions -------------------------------------------------------------------------------
+
+    def rope_scaling(self) -> dict[str, Any] | None:
+        tensors = self.gguf.tensors
+        original = self.integer("rope.scaling.original_context_length", self.positions, low=1)
+        if ROPE_LONG in tensors or ROPE_SHORT in tensors:
+            factor = self.positions / original
+            return {
+                "rope_type": "longrope",
+                "long_factor": self.factors(ROPE_LONG),
+                "short_factor": self.factors(ROPE_SHORT),
+                "original_max_position_embeddings": original,
+                "attention_factor": self.number(
+                    "rope.scaling.attn_factor",
+                    math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
+                    if factor > 1
+                    else 1.0,
+                ),
+            }
+        if ROPE_FREQS in tensors:  # Llama 3.1's stretching, as a factor for each pair
+            factors = self.factors(ROPE_FREQS)
+            return {
+                **{"rope_type": "longrope", "long_factor": factors, "short_factor": factors},
+                **{"factor": 1.0, "attention_factor": 1.0},
+            }
+        kind = self.metadata.string(f"{self.arch}.rope.scaling.type", "none")
+        factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0))
+        if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
+            return None
+        return {"rope_type": kind, "factor": factor}
+
+    def factors(self, name: str) -> list[float]:
+        tensor = self.gguf.tensors.get(name)
+        want = (self.head_dim // 2,)
+        if tensor is None or tensor.shape != want:
+            has = "is missing" if tensor is None else f"has the shape {tensor.shape}, not {want}"
+            raise CheckpointError(f"{self.gguf.file}: the tensor {name} {has}")
+        return tensor.read().tolist()
+
+    def windows(self) -> dict[str, Any]:
+        default = 4096 if self.arch == "gemma2" else 0
+        window = self.integer("attention.sliding_window", default)
+        if self.arch in _GEMMA_PERIOD:
+            windowed = self.windowed_layers() if window else [False] * self.layers
+            kinds = ["sliding_attention" if w else "full_attention" for w in windowed]
+            return {"sliding_window": window or 4096, "layer_types": kinds}
+        if not window or window >= self.positions:
+            return {}
+        if self.arch == "llama" and "blk.0.attn_q.bias" not in self.gguf.tensors:
+            return {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+        if self.arch == "phi3":
+            return {"sliding_window": window}
+        raise self.metadata.unsupported(
+            f"{self.arch}.attention.sliding_window is {window}, which is not supported there"
+        )
+
+    def windowed_layers(self) -> list[bool]:
+        key = f"{self.arch}.attention.sliding_window_pattern"
+        pattern = self.metadata.values.get(key)
+        if isinstance(pattern, np.ndarray) and pattern.dtype == np.bool_:
+            if len(pattern) != self.layers:
+                raise self.metadata.error(key, f"an array of {self.layers}")
+            return pattern.tolist()
+        period = self.metadata.integer(key, _GEMMA_PERIOD[self.arch], low=1)
+        return [layer % period < period - 1 for layer in range(self.layers)]
+
+    # ---- Gemma -----------------------------------------------------------------------------------
+
+    def gemma(self) -> dict[str, Any]:
+        if self.arch not in _GEMMA_PERIOD:
+            return {}
+        scaled_by = float(self.head_dim)
+        if self.layers == _GEMMA_27B[self.arch]:
+            scaled_by = self.hidden_size / self.heads
+        if self.has("attention.scale"):
+            scale = self.number("attention.scale")
+            if not scale > 0:
+                raise self.metadata.error(f"{self.arch}.attention.scale", "above 0")
+            scaled_by = scale**-2
+        caps = {
+            name: self.number(name)
+            for name in ("attn_logit_softcapping", "final_logit_softcapping")
+            if self.has(name)
+        }
+        return {
+            "query_pre_attn_scalar": scaled_by,
+            "rope_local_base_freq": self.number("rope.freq_base_swa", 10000.0),
+            **caps,
+        }
+
+
+def _token_id(metadata: Metadata, name: str) -> int | None:
+    return metadata.token_id(f"tokenizer.ggml.{name}_token_id", 2**31)
+
+
+def _end_ids(metadata: Metadata) -> list[int]:
+    """All tokens that end a text: those that the file names, and those that llama.cpp knows."""
+    ids = [_token_id(metadata, name) for name in ("eos", "eot", "eom")]
+    tokens = metadata.values.get("tokenizer.ggml.tokens")
+    types = metadata.values.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and types is not None:
+        types = metadata.numbers("tokenizer.ggml.token_type", len(tokens))
+        ids += [int(i) for i in np.flatnonzero(types == _CONTROL) if tokens[i] in _END_TEXTS]
+    return list(dict.fromkeys(i for i in ids if i is not None))

@@ -1,0 +1,189 @@
+"""The tensor types of GGUF that are read: floats, and blocks of rounded ones.
+
+Block formats are those of ggml (`ggml-common.h`, `ggml-quants.c`). In all but the plainest a block
+has 256 elements in sub-blocks of 16 or 32, each with a scale, and some with a minimum, that are
+themselves rounded. Everything is computed in float32, in the order of `gguf.quants`, so values are
+the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from forge_jax.checkpoint.stored import BFLOAT16
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """A tensor type: so many elements in so many bytes.
+
+    Attributes:
+      dtype: of the values.
+      decode: u8[n, block_bytes] -> f32[n, block_size]; None: the bytes are the values.
+    """
+
+    name: str
+    block_size: int
+    block_bytes: int
+    dtype: np.dtype = np.dtype(np.float32)
+    decode: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def values(self, blocks: np.ndarray) -> np.ndarray:
+        """u8[..., blocks of a row, block_bytes] -> values[..., elements of a row]."""
+        *outer, count, _ = blocks.shape
+        shape = (*outer, count * self.block_size)
+        if self.decode is None:
+            return blocks.view(self.dtype).reshape(shape)
+        flat = np.ascontiguousarray(blocks).reshape(-1, self.block_bytes)
+        return self.decode(flat).reshape(shape)
+
+
+def _split(blocks: np.ndarray, *sizes: int) -> list[np.ndarray]:
+    """The fields of each block, of so many bytes; the last takes the rest."""
+    return np.split(blocks, np.cumsum(sizes), axis=1)
+
+
+def _half(field: np.ndarray) -> np.ndarray:
+    """f32[n, 1] of a float16."""
+    return np.ascontiguousarray(field).view(np.float16).astype(np.float32)
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """u8[n, m] -> u8[n, 2m]: all the low ones, then all the high ones."""
+    return np.concatenate([packed & 0x0F, packed >> 4], axis=1)
+
+
+def _bits(field: np.ndarray) -> np.ndarray:
+    """u8[n, 4] -> u8[n, 32], the lowest first."""
+    return np.unpackbits(field, axis=1, bitorder="little")
+
+
+def _q4_0(blocks: np.ndarray) -> np.ndarray:
+    d, q = _split(blocks, 2)
+    return _half(d) * (_nibbles(q).astype(np.int8) - np.int8(8)).astype(np.float32)
+
+
+def _q4_1(blocks: np.ndarray) -> np.ndarray:
+    d, m, q = _split(blocks, 2, 2)
+    return _half(d) * _nibbles(q).astype(np.float32) + _half(m)
+
+
+def _q5_0(blocks: np.ndarray) -> np.ndarray:
+    d, high, q = _split(blocks, 2, 4)
+    q = (_nibbles(q) | (_bits(high) << 4)).astype(np.int8) - np.int8(16)
+    return _half(d) * q.astype(np.float32)
+
+
+def _q5_1(blocks: np.ndarray) -> np.ndarray:
+    d, m, high, q = _split(blocks, 2, 2, 4)
+    return _half(d) * (_nibbles(q) | (_bits(high) << 4)).astype(np.float32) + _half(m)
+
+
+def _q8_0(blocks: np.ndarray) -> np.ndarray:
+    d, q = _split(blocks, 2)
+    return _half(d) * q.view(np.int8).astype(np.float32)
+
+
+def _crumbs(packed: np.ndarray) -> np.ndarray:
+    """u8[n, 64] -> u8[n, 256] of two bits each: of 32 bytes the lowest two bits, the next, ..."""
+    n = len(packed)
+    shifts = np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)
+    return ((packed.reshape(n, -1, 1, 32) >> shifts) & 3).reshape(n, -1)
+
+
+def _q2_k(blocks: np.ndarray) -> np.ndarray:
+    scales, q, d, dmin = _split(blocks, 16, 64, 2)
+    n = len(blocks)
+    scale = (_half(d) * (scales & 0x0F).astype(np.float32)).reshape(n, 16, 1)
+    least = (_half(dmin) * (scales >> 4).astype(np.float32)).reshape(n, 16, 1)
+    return (scale * _crumbs(q).reshape(n, 16, 16).astype(np.float32) - least).reshape(n, -1)
+
+
+def _q3_k(blocks: np.ndarray) -> np.ndarray:
+    high, q, scales, d = _split(blocks, 32, 64, 12)
+    n = len(blocks)
+    # 16 scales of 6 bits: the low 4 in 8 bytes, the high 2 in the 4 bytes after.
+    low = _nibbles(scales[:, :8])
+    upper = (
+        scales[:, 8:].reshape(n, 1, 4) >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 4, 1)
+    ) & 3
+    scale = (low | (upper.reshape(n, 16) << 4)).astype(np.int8) - np.int8(32)
+    scale = (_half(d) * scale.astype(np.float32)).reshape(n, 16, 1)
+    # The third bit: 4 less where it is not set.
+    bits = (high.reshape(n, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1)) & 1
+    q = _crumbs(q).astype(np.int8) - ((bits ^ 1).reshape(n, -1) << 2).astype(np.int8)
+    return (scale * q.reshape(n, 16, 16).astype(np.float32)).reshape(n, -1)
+
+
+def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """u8[n, 12] -> eight scales and eight minima of 6 bits, u8[n, 8] each."""
+    first, second, third = _split(packed, 4, 4)
+    scale = np.concatenate([first & 0x3F, (third & 0x0F) | ((first >> 2) & 0x30)], axis=1)
+    least = np.concatenate([second & 0x3F, (third >> 4) | ((second >> 2) & 0x30)], axis=1)
+    return scale, least
+
+
+def _with_minimum(d: np.ndarray, dmin: np.ndarray, scales: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """f32[n, 256] of u8[n, 256] with a scale and a minimum for each 32."""
+    n = len(q)
+    scale, least = _six_bits(scales)
+    factor = (_half(d) * scale.astype(np.float32)).reshape(n, 8, 1)
+    offset = (_half(dmin) * least.astype(np.float32)).reshape(n, 8, 1)
+    return (factor * q.reshape(n, 8, 32).astype(np.float32) - offset).reshape(n, -1)
+
+
+def _nibbles_by_32(packed: np.ndarray) -> np.ndarray:
+    """u8[n, 128] -> u8[n, 256]: of 32 bytes the low ones, then the high ones."""
+    n = len(packed)
+    shifts = np.array([0, 4], np.uint8).reshape(1, 1, 2, 1)
+    return ((packed.reshape(n, -1, 1, 32) >> shifts) & 0x0F).reshape(n, -1)
+
+
+def _q4_k(blocks: np.ndarray) -> np.ndarray:
+    d, dmin, scales, q = _split(blocks, 2, 2, 12)
+    return _with_minimum(d, dmin, scales, _nibbles_by_32(q))
+
+
+def _q5_k(blocks: np.ndarray) -> np.ndarray:
+    d, dmin, scales, high, q = _split(blocks, 2, 2, 12, 32)
+    n = len(blocks)
+    bits = (high.reshape(n, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1)) & 1
+    return _with_minimum(d, dmin, scales, _nibbles_by_32(q) | (bits.reshape(n, -1) << 4))
+
+
+def _q6_k(blocks: np.ndarray) -> np.ndarray:
+    low, high, scales, d = _split(blocks, 128, 64, 16)
+    n = len(blocks)
+    shifts = np.array([0, 4], np.uint8).reshape(1, 1, 2, 1)
+    q = ((low.reshape(n, -1, 1, 64) >> shifts) & 0x0F).reshape(n, -1) | (_crumbs(high) << 4)
+    q = q.astype(np.int8) - np.int8(32)
+    scale = (_half(d) * scales.view(np.int8).astype(np.float32)).reshape(n, 16, 1)
+    return (scale * q.reshape(n, 16, 16).astype(np.float32)).reshape(n, -1)
+
+
+# By ggml's number of the type.
+FORMATS = {
+    0: BlockFormat("F32", 1, 4),
+    1: BlockFormat("F16", 1, 2, np.dtype(np.float16)),
+    30: BlockFormat("BF16", 1, 2, BFLOAT16),
+    2: BlockFormat("Q4_0", 32, 18, decode=_q4_0),
+    3: BlockFormat("Q4_1", 32, 20, decode=_q4_1),
+    6: BlockFormat("Q5_0", 32, 22, decode=_q5_0),
+    7: BlockFormat("Q5_1", 32, 24, decode=_q5_1),
+    8: BlockFormat("Q8_0", 32, 34, decode=_q8_0),
+    10: BlockFormat("Q2_K", 256, 84, decode=_q2_k),
+    11: BlockFormat("Q3_K", 256, 110, decode=_q3_k),
+    12: BlockFormat("Q4_K", 256, 144, decode=_q4_k),
+    13: BlockFormat("Q5_K", 256, 176, decode=_q5_k),
+    14: BlockFormat("Q6_K", 256, 210, decode=_q6_k),
+}
+
+# What else there is, for messages.
+UNSUPPORTED = {
+    **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
+    **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32"},
+    **{27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
+}

@@ -1,0 +1,277 @@
+"""The header of a GGUF file: its metadata, and where each tensor lies.
+
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 1 to 3. A file is input from a
+stranger: every count is checked against the bytes that are left before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge_jax.checkpoint.gguf.metadata import Metadata
+from forge_jax.checkpoint.gguf.quants import FORMATS, UNSUPPORTED, BlockFormat
+from forge_jax.checkpoint.stored import MAX_NAME, MAX_TENSORS
+from forge_jax.errors import CheckpointError, UnsupportedModelError
+from forge_jax.files import file_size, shown
+
+SUFFIX = ".gguf"
+MAX_DIMENSIONS = 4
+MAX_ENTRIES = 65_536  # of the metadata
+MAX_ELEMENTS = 2**24  # of an array of numbers in it
+MAX_STRINGS = 2**22  # of an array of strings
+MAX_METADATA = 2**29  # bytes, with the table of tensors
+ALIGNMENT = 32  # where the file says nothing
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_NUMBERS = {
+    **{0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "u1"},
+    **{10: "<u8", 11: "<i8", 12: "<f8"},
+}
+_DTYPES = {kind: np.dtype(code) for kind, code in _NUMBERS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """Where a tensor lies, in blocks of its format; `read` maps it and gives back floats."""
+
+    name: str
+    file: Path
+    format: BlockFormat
+    shape: tuple[int, ...]  # row-major: the last dimension is the one in blocks
+    offset: int  # bytes, from the start of the file
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of what `read` returns."""
+        return self.format.dtype
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements // self.format.block_size * self.format.block_bytes
+
+    def blocks(self) -> np.ndarray:
+        """u8[..., blocks of a row, bytes of a block]: a read-only view of the file, undecoded."""
+        *outer, last = self.shape
+        shape = (*outer, last // self.format.block_size, self.format.block_bytes)
+        return np.memmap(self.file, np.uint8, mode="r", offset=self.offset, shape=shape)
+
+    def read(self) -> np.ndarray:
+        """The values: a view of the file where it holds floats, else dequantised, in float32."""
+        return self.format.values(self.blocks()).reshape(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class GGUFFile:
+    """What the header of a file says.
+
+    Attributes:
+      metadata: by key; arrays of numbers are numpy's, of strings lists.
+      tensors: by name.
+    """
+
+    file: Path
+    version: int
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+    @property
+    def view(self) -> Metadata:
+        """The metadata, read with checks."""
+        return Metadata(self.metadata, self.file)
+
+
+def is_gguf(model: Path) -> bool:
+    """Whether a model's path is that of a GGUF file, and not of a folder."""
+    return model.suffix == SUFFIX and not model.is_dir()
+
+
+def read_gguf(file: Path) -> GGUFFile:
+    """Reads the header of a file, and maps the rest when a tensor is read.
+
+    Raises:
+      CheckpointError: it is no such file, is cut short, or says what cannot be.
+    """
+    try:
+        size = file_size(file)
+        with file.open("rb") as stream:
+            if size < 24:
+                raise CheckpointError(f"{file} is no GGUF file: it has {size} bytes")
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(file, data, size).read()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+class _Reader:
+    def __init__(self, file: Path, data: mmap.mmap, size: int):
+        self.file, self.data = file, data
+        self.size = size
+        self.end = min(size, MAX_METADATA)  # of what is read here
+        self.at = 0
+        self.count_code = "<Q"
+
+    def fail(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.file} cannot be read as GGUF: {what}")
+
+    def read(self) -> GGUFFile:
+        if self.take(4) != b"GGUF":
+            raise CheckpointError(f"{self.file} is no GGUF file: it does not begin with GGUF")
+        version = self.number("<I")
+        if version > 0xFFFF:
+            raise self.fail("it is big-endian; convert it on the machine that it was made for")
+        if not 1 <= version <= 3:
+            raise self.fail(f"its version is {version}; known are 1 to 3")
+        if version == 1:
+            self.count_code = "<I"
+        num_tensors, num_entries = self.count(), self.count()
+        if num_tensors > MAX_TENSORS or num_entries > MAX_ENTRIES:
+            raise self.fail(f"it claims {num_tensors} tensors and {num_entries} entries")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_entries):
+            key = self.string("a key", MAX_NAME)
+            if key in metadata:
+                raise self.fail(f"the key {shown(key)} stands twice")
+            metadata[key] = self.value(key)
+        tensors = self.tensors(num_tensors, self.alignment(metadata))
+        return GGUFFile(self.file, version, metadata, tensors)
+
+    def alignment(self, metadata: dict[str, Any]) -> int:
+        alignment = metadata.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise self.fail(f"general.alignment must be a power of 2, not {shown(alignment)}")
+        return alignment
+
+    def tensors(self, count: int, alignment: int) -> dict[str, GGUFTensor]:
+        table: dict[str, tuple[BlockFormat, tuple[int, ...], int]] = {}
+        for _ in range(count):
+            name = self.string("a tensor's name", MAX_NAME)
+            if name in table:
+                raise self.fail(f"the tensor {shown(name)} stands twice")
+            table[name] = self.tensor(name, alignment)
+        start = -(-self.at // alignment) * alignment
+        found: dict[str, GGUFTensor] = {}
+        begin = 0  # of what is not yet some tensor's
+        for name, (form, shape, offset) in sorted(table.items(), key=lambda entry: entry[1][2]):
+            tensor = GGUFTensor(name, self.file, form, shape, start + offset)
+            if offset < begin:
+                raise self.fail(f"the tensor {shown(name)} overlaps another")
+            begin = offset + tensor.num_bytes
+            if start + begin > self.size:
+                raise self.fail(f"the tensor {shown(name)} goes beyond the end of the file")
+            found[name] = tensor
+        return {name: found[name] for name in table}
+
+    def tensor(self, name: str, alignment: int) -> tuple[BlockFormat, tuple[int, ...], int]:
+        num_dims = self.number("<I")
+        if not 1 <= num_dims <= MAX_DIMENSIONS:
+            raise self.fail(f"the tensor {shown(name)} has {num_dims} dimensions")
+        shape = tuple(self.count() for _ in range(num_dims))[::-1]  # they come innermost first
+        kind, offset = self.number("<I"), self.number("<Q")
+        form = FORMATS.get(kind)
+        if form is None:
+            known = ", ".join(form.name for form in FORMATS.values())
+            raise UnsupportedModelError(
+                f"{self.file}: the tensor {shown(name)} is of type "
+                f"{UNSUPPORTED.get(kind, kind)}, which is not supported; supported: {known}"
+            )
+        if min(shape) < 1 or math.prod(shape) > 2**62:
+            raise self.fail(f"the tensor {shown(name)} has the shape {shown(list(shape))}")
+        if shape[-1] % form.block_size:
+            raise self.fail(
+                f"the tensor {shown(name)} has rows of {shape[-1]} elements; {form.name} needs "
+                f"multiples of {form.block_size}"
+            )
+        if offset % alignment:
+            raise self.fail(f"the tensor {shown(name)} is not aligned to {alignment} bytes")
+        return form, shape, offset
+
+    # ---- values ----------------------------------------------------------------------------------
+
+    def take(self, count: int) -> bytes:
+        if count > self.end - self.at:
+            if self.end < self.size:
+                raise self.fail(f"its metadata is larger than {MAX_METADATA >> 20} MiB")
+            raise self.fail("it is cut short")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, code: str) -> Any:
+        return struct.unpack(code, self.take(struct.calcsize(code)))[0]
+
+    def count(self) -> int:
+        return self.number(self.count_code)
+
+    def string(self, what: str, most: int = MAX_METADATA) -> str:
+        length = self.count()
+        if length > most:
+            raise self.fail(f"{what} claims {length} bytes")
+        try:
+            return self.take(length).decode()
+        except UnicodeDecodeError:
+            raise self.fail(f"{what} is not UTF-8") from None
+
+    def strings(self, what: str, count: int) -> list[str]:
+        """As `string`, of hundreds of thousands: most of the time that a header takes."""
+        length_of = struct.Struct(self.count_code)
+        found = []
+        at = self.at
+        try:
+            for _ in range(count):
+                begin = at + length_of.size
+                end = begin + length_of.unpack_from(self.data, at)[0]
+                if end > self.end:
+                    break
+                found.append(self.data[begin:end].decode())
+                at = end
+        except (struct.error, UnicodeDecodeError):
+            pass
+        self.at = at
+        while len(found) < count:  # what is wrong is said there
+            found.append(self.string(what))
+        return found
+
+    def value(self, key: str) -> Any:
+        kind = self.number("<I")
+        if kind == _STRING:
+            return self.string(f"the value of {shown(key)}")
+        if kind == _ARRAY:
+            return self.array(key)
+        return self.scalar(key, kind)
+
+    def scalar(self, key: str, kind: int) -> Any:
+        dtype = _DTYPES.get(kind)
+        if dtype is None:
+            raise self.fail(f"the value of {shown(key)} is of the unknown type {kind}")
+        value = np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
+        return self.truth(key, value) if kind == _BOOL else value
+
+    def truth(self, key: str, value: int) -> bool:
+        if value > 1:
+            raise self.fail(f"the value of {shown(key)} is {value}, which is no truth value")
+        return bool(value)
+
+    def array(self, key: str) -> Any:
+        kind, count = self.number("<I"), self.count()
+        if count > (MAX_STRINGS if kind == _STRING else MAX_ELEMENTS):
+            raise self.fail(f"the array {shown(key)} claims {count} elements")
+        if kind == _STRING:
+            return self.strings(f"an element of {shown(key)}", count)
+        dtype = _DTYPES.get(kind)
+        if dtype is None:
+            raise self.fail(f"the array {shown(key)} is of the unknown or nested type {kind}")
+        values = np.frombuffer(self.take(count * dtype.itemsize), dtype)
+        if kind == _BOOL:
+            if (values > 1).any():
+                raise self.fail(f"the array {shown(key)} holds what is no truth value")
+            return values.astype(bool)
+        return values

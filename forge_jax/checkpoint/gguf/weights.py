@@ -1,0 +1,180 @@
+"""The tensors of a GGUF file under Hugging Face's names, and as Hugging Face has them.
+
+llama.cpp's converter (`convert_hf_to_gguf.py`) changes two things besides names. In files of the
+architecture "llama" the rows of queries and keys stand so that the two numbers of a rotated pair
+are neighbours; Hugging Face has the first numbers of all pairs, then the second ones. And Gemma's
+norms hold the whole factor there, where Hugging Face has what is added to 1. Both are undone here.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from forge_jax.checkpoint.gguf.reader import GGUFFile, GGUFTensor, read_gguf
+from forge_jax.errors import CheckpointError, UnsupportedModelError
+from forge_jax.files import shown
+
+CHUNK_ELEMENTS = 2**21  # decoded at once, by one thread
+
+_OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LINEAR = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NORMS = {
+    "attn_norm": "input_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_PHI3 = {"ffn_up": "mlp.gate_up_proj"}
+_OWN_NAMES = {"gemma2": _GEMMA, "gemma3": _GEMMA, "phi3": _PHI3}
+
+# What is read with the configuration, or follows from it.
+ROPE_FREQS = "rope_freqs.weight"
+ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+_NO_WEIGHTS = {ROPE_FREQS, ROPE_LONG, ROPE_SHORT}
+
+
+@dataclass(frozen=True, eq=False)
+class GGUFWeight:
+    """A tensor as Hugging Face has it; what is in the file stays as it is until it is read.
+
+    Attributes:
+      name: Hugging Face's.
+      stored: what is in the file.
+      num_heads: of rows in which neighbours make a pair; 0: no such rows.
+      offset: is subtracted from the values.
+    """
+
+    name: str
+    stored: GGUFTensor
+    num_heads: int = 0
+    offset: float = 0.0
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @cached_property
+    def rows(self) -> np.ndarray | None:
+        """Where each row of Hugging Face's is in the file; None: in the same place."""
+        if not self.num_heads:
+            return None
+        pairs = np.arange(self.shape[0]).reshape(self.num_heads, -1, 2)
+        return pairs.swapaxes(1, 2).reshape(-1)
+
+    def blocks(self) -> np.ndarray:
+        """u8[rows, blocks of a row, bytes of a block] of a matrix, its rows as Hugging Face's.
+
+        Undecoded, for a block never spans two rows. `stored.format` says what they are.
+        """
+        blocks = self.stored.blocks()
+        return blocks if self.rows is None else blocks[self.rows]
+
+    def read_into(self, out: np.ndarray, *, expert: int | None = None) -> None:
+        """Decodes into `out[shape]`, cast to its type; at no time more than some chunks."""
+        assert expert is None or len(self.shape) < 3, self.name
+        if len(self.shape) < 2:
+            values = self.stored.read()
+            values = values if self.rows is None else values[self.rows]
+            np.copyto(out, values - self.offset if self.offset else values, casting="unsafe")
+            return
+        assert not self.offset, self.name
+        blocks, form = self.stored.blocks(), self.stored.format
+        num_rows = self.shape[0]
+        step = max(1, CHUNK_ELEMENTS // (self.stored.num_elements // num_rows))
+
+        def decode(begin: int) -> None:
+            part = slice(begin, begin + step)
+            chunk = blocks[part if self.rows is None else self.rows[part]]
+            with np.errstate(all="ignore"):  # what is not finite is found where it is used
+                np.copyto(out[part], form.values(chunk), casting="unsafe")
+
+        begins = range(0, num_rows, step)
+        with ThreadPoolExecutor(min(len(begins), os.cpu_count() or 1)) as pool:
+            for _ in pool.map(decode, begins):
+                pass
+
+
+def open_gguf(file: Path) -> dict[str, GGUFWeight]:
+    """The weights of a file, by Hugging Face's names.
+
+    Raises:
+      CheckpointError: the file is broken.
+      UnsupportedModelError: it has a tensor that no supported model has.
+    """
+    return weights_of(read_gguf(file))
+
+
+def weights_of(gguf: GGUFFile) -> dict[str, GGUFWeight]:
+    """As `open_gguf`, of a header that has been read."""
+    metadata = gguf.view
+    arch = metadata.string("general.architecture")
+    heads = kv_heads = 0
+    if arch == "llama":
+        heads = metadata.integer("llama.attention.head_count", low=1)
+        kv_heads = metadata.integer("llama.attention.head_count_kv", heads, low=1)
+    gemma = arch.startswith("gemma")
+    weights: dict[str, GGUFWeight] = {}
+    for name, stored in gguf.tensors.items():
+        if name in _NO_WEIGHTS or name.endswith("attn_rot_embd.weight"):
+            continue
+        theirs = _name(name, arch)
+        if theirs is None:
+            raise UnsupportedModelError(
+                f"{gguf.file}: the tensor {shown(name)} belongs to no model of architecture "
+                f"{shown(arch)} that is supported"
+            )
+        paired = {"attn_q": heads, "attn_k": kv_heads}.get(name.split(".")[-2], 0)
+        if paired and stored.shape[0] % (2 * paired):
+            raise CheckpointError(
+                f"{gguf.file}: the tensor {shown(name)} has {stored.shape[0]} rows, which are no "
+                f"pairs in {paired} heads"
+            )
+        offset = 1.0 if gemma and theirs.endswith("norm.weight") else 0.0
+        if offset and len(stored.shape) != 1:
+            raise CheckpointError(f"{gguf.file}: the tensor {shown(name)} is not a vector")
+        weights[theirs] = GGUFWeight(theirs, stored, paired, offset)
+    return weights
+
+
+def _name(name: str, arch: str) -> str | None:
+    """Hugging Face's name of a tensor; None for what is not known."""
+    match name.split("."):
+        case ["blk", str(layer), str(part), "weight" | "bias" as kind] if _is_number(layer):
+            found = (_LINEAR | _NORMS | _OWN_NAMES.get(arch, {})).get(part)
+            if found is None or (kind == "bias" and part not in _LINEAR):
+                return None
+            return f"model.layers.{layer}.{found}.{kind}"
+    return _OUTSIDE.get(name)
+
+
+def _is_number(layer: str) -> bool:
+    """Written as the converter does, so that no two names mean the same."""
+    return layer.isdecimal() and len(layer) < 6 and str(int(layer)) == layer

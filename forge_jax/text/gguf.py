@@ -1,0 +1,317 @@
+"""The tokenizer and the chat templates of a GGUF file, as `tokenizer.json` would say them.
+
+Two kinds of vocabularies are known: SentencePiece's (`tokenizer.ggml.model` is "llama"), whose
+merges follow from the scores of its pieces, and byte-level BPE ("gpt2"), which has merges but calls
+its pattern by a name (`tokenizer.ggml.pre`). How llama.cpp reads them: `llama-vocab.cpp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+
+from forge_jax.checkpoint.gguf.metadata import Metadata
+from forge_jax.checkpoint.gguf.reader import read_gguf
+from forge_jax.errors import CheckpointError
+from forge_jax.files import shown
+from forge_jax.text.patterns import GPT4, GPT4O, QWEN, TEKKEN
+from forge_jax.text.tokenizer_file import MAX_PIECE_CHARS, checked_backend
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
+MAX_CHARS = 2**24  # of a vocabulary whose merges must be found
+MARK = "▁"  # SentencePiece's space
+_NO_TOKENIZER = ("none", "no_vocab")
+# Of SentencePiece where the file does not say.
+_DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}
+_GEMMA = ("gemma2", "gemma3")
+_KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's tokens: behind others it is dropped
+
+
+def _byte_level(*, use_regex: bool) -> dict[str, Any]:
+    return {
+        **{"type": "ByteLevel", "add_prefix_space": False},
+        **{"trim_offsets": True, "use_regex": use_regex},
+    }
+
+
+def _sequence(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": list(parts)}
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    return _sequence({**split, "invert": False}, _byte_level(use_regex=False))
+
+
+_DIGITS = _sequence({"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True))
+# By `tokenizer.ggml.pre`: how a text is cut before its merges.
+PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _split(GPT4)),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), _split(GPT4)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _split(QWEN)),
+    **dict.fromkeys(("gpt-4o", "llama4"), _split(GPT4O)),
+    **dict.fromkeys(("tekken",), _split(TEKKEN)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), _byte_level(use_regex=True)),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _DIGITS),
+}
+# A piece that is a token is not merged anew, and BOS comes first unless the file says no.
+_WHOLE_TOKENS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+_NORMALIZED = ("qwen2",)  # to NFC
+
+
+def load_gguf_tokenizer(
+    file: Path, vocab_size: int | None = None
+) -> tuple[Backend, dict[str, str]] | None:
+    """The tokenizer of a file, and its special tokens: `{"bos_token": "<s>", ...}`.
+
+    None if the file has none.
+
+    Raises:
+      CheckpointError: the vocabulary is broken; the message names the file and the key.
+      UnsupportedModelError: a kind of tokenizer that is not known.
+    """
+    metadata = read_gguf(file).view
+    if metadata.values.get("tokenizer.ggml.model", "none") in _NO_TOKENIZER:
+        return None
+    vocabulary = _Vocabulary(metadata)
+    return checked_backend(vocabulary.tokenizer_json(), file, vocab_size), vocabulary.named_tokens()
+
+
+def gguf_templates(file: Path) -> dict[str, str]:
+    """The chat templates of a file by name; "default" is the one without."""
+    metadata = read_gguf(file).view
+    prefix = "tokenizer.chat_template"
+    return {
+        key.removeprefix(prefix).removeprefix(".") or "default": metadata.string(key)
+        for key in metadata.values
+        if key == prefix or key.startswith(f"{prefix}.")
+    }
+
+
+class _Vocabulary:
+    def __init__(self, metadata: Metadata):
+        self.metadata = metadata
+        self.arch = metadata.string("general.architecture")
+        self.kind = metadata.string("tokenizer.ggml.model")
+        if self.kind not in ("llama", "gpt2"):
+            raise metadata.unsupported(
+                f"tokenizer.ggml.model {shown(self.kind)} is not supported; supported: llama, gpt2"
+            )
+        self.tokens = metadata.strings("tokenizer.ggml.tokens")
+        self.types = [NORMAL] * len(self.tokens)
+        if metadata.has("tokenizer.ggml.token_type"):
+            types = metadata.numbers("tokenizer.ggml.token_type", len(self.tokens))
+            self.types = types.tolist()
+
+    # ---- special tokens --------------------------------------------------------------------------
+
+    def named_tokens(self) -> dict[str, str]:
+        named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+        ids = {name: self.special_id(key) for name, key in named.items()}
+        return {f"{name}_token": self.tokens[i] for name, i in ids.items() if i is not None}
+
+    def special_id(self, name: str) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        found = self.metadata.token_id(key, len(self.tokens))
+        if found is None and self.kind == "llama" and not self.metadata.has(key):
+            default = _DEFAULT_IDS.get(name, len(self.tokens))
+            return default if default < len(self.tokens) else None
+        return found
+
+    def post_processor(self, *, adds_bos: bool) -> dict[str, Any] | None:
+        """Puts BOS before a text and EOS behind it, if the file says so."""
+        names = {
+            "bos": self.metadata.boolean("tokenizer.ggml.add_bos_token", adds_bos),
+            "eos": self.metadata.boolean("tokenizer.ggml.add_eos_token", False),
+        }
+        special = {}
+        for name, wanted in names.items():
+            found = self.special_id(name)
+            if not wanted:
+                continue
+            if found is None:
+                key = f"tokenizer.ggml.{name}_token_id"
+                raise self.metadata.error(key, f"the token that add_{name}_token adds")
+            special[name] = (self.tokens[found], found)
+        if not special:
+            return None
+
+        def around(sequence: str) -> list[dict[str, Any]]:
+            parts: dict[str, dict[str, Any]] = {
+                name: {"SpecialToken": {"id": token, "type_id": 0}}
+                for name, (token, _) in special.items()
+            }
+            text = {"Sequence": {"id": sequence, "type_id": 0}}
+            return [part for part in (parts.get("bos"), text, parts.get("eos")) if part]
+
+        return {
+            "type": "TemplateProcessing",
+            "single": around("A"),
+            "pair": around("A") + around("B"),
+            "special_tokens": {
+                token: {"id": token, "ids": [i], "tokens": [token]} for token, i in special.values()
+            },
+        }
+
+    def added_tokens(self, end: int) -> list[dict[str, Any]]:
+        """Those below `end` that are found in a text before anything else is."""
+        # The leading space behind Phi-3's own tokens is no part of a text.
+        strips = self.arch == "phi3" and self.kind == "llama"
+        found = []
+        for i, kind in enumerate(self.types[:end]):
+            token = self.tokens[i]
+            if kind not in (CONTROL, USER_DEFINED, UNKNOWN) or self.is_space_run(i):
+                continue
+            found.append(
+                {
+                    **{"id": i, "content": token, "single_word": False, "lstrip": False},
+                    "rstrip": strips and token not in _KEEP_SPACE,
+                    **{"normalized": False, "special": kind != USER_DEFINED},
+                }
+            )
+        return found
+
+    # ---- the whole -------------------------------------------------------------------------------
+
+    def tokenizer_json(self) -> dict[str, Any]:
+        whole = self.sentencepiece() if self.kind == "llama" else self.byte_level()
+        return {"version": "1.0", "truncation": None, "padding": None, **whole}
+
+    def ids(self, merges: Iterable[list[str]]) -> tuple[dict[str, int], int]:
+        """The vocabulary, and where the tokens end that are real.
+
+        What is unused at the end pads the model's width. Special tokens at the end are added ones
+        only, so that no text can be them without being recognised.
+        """
+        end = len(self.tokens)
+        while end and self.types[end - 1] == UNUSED:
+            end -= 1
+        made = {left + right for left, right in merges}
+        size = end
+        while size and self.types[size - 1] in (CONTROL, USER_DEFINED):
+            if self.tokens[size - 1] in made:
+                break
+            size -= 1
+        ids: dict[str, int] = {}
+        for i, token in enumerate(self.tokens[:end]):
+            if ids.setdefault(token, i) != i:
+                raise CheckpointError(
+                    f"{self.metadata.file}: tokenizer.ggml.tokens has a token twice: {shown(token)}"
+                )
+        return {token: i for token, i in ids.items() if i < size}, end
+
+    # ---- byte-level BPE --------------------------------------------------------------------------
+
+    def byte_level(self) -> dict[str, Any]:
+        pre = self.metadata.string("tokenizer.ggml.pre")
+        if pre not in PRE_TOKENIZERS:
+            raise self.metadata.unsupported(
+                f"tokenizer.ggml.pre {shown(pre)} is not supported; "
+                f"supported: {', '.join(PRE_TOKENIZERS)}"
+            )
+        merges = [self.merge(merge) for merge in self.metadata.strings("tokenizer.ggml.merges")]
+        vocab, end = self.ids(merges)
+        whole = pre in _WHOLE_TOKENS
+        return {
+            "added_tokens": self.added_tokens(end),
+            "normalizer": {"type": "NFC"} if pre in _NORMALIZED else None,
+            "pre_tokenizer": PRE_TOKENIZERS[pre],
+            "post_processor": self.post_processor(adds_bos=whole),
+            "decoder": _byte_level(use_regex=True),
+            "model": {"type": "BPE", "ignore_merges": whole, "vocab": vocab, "merges": merges},
+        }
+
+    def merge(self, text: str) -> list[str]:
+        left, _, right = text.partition(" ")
+        if not left or not right or " " in right:
+            raise CheckpointError(
+                f"{self.metadata.file}: tokenizer.ggml.merges must hold two tokens with a space "
+                f"between, not {shown(text)}"
+            )
+        return [left, right]
+
+    # ---- SentencePiece ---------------------------------------------------------------------------
+
+    def sentencepiece(self) -> dict[str, Any]:
+        if self.metadata.boolean("tokenizer.ggml.remove_extra_whitespaces", False):
+            raise self.metadata.unsupported(
+                "tokenizer.ggml.remove_extra_whitespaces is not supported"
+            )
+        prefixed = self.metadata.boolean("tokenizer.ggml.add_space_prefix", True)
+        self.tokens = [
+            MARK * len(token) if self.is_space_run(i) else token
+            for i, token in enumerate(self.tokens)
+        ]
+        merges = self.merges_by_score()
+        vocab, end = self.ids(merges)
+        unknown = self.special_id("unknown")
+        replace = {"type": "Replace", "pattern": {"String": " "}, "content": MARK}
+        back = {"type": "Replace", "pattern": {"String": MARK}, "content": " "}
+        strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+        prepend = {"type": "Prepend", "prepend": MARK}
+        normalizers = [prepend, replace] if prefixed else [replace]
+        decoders = [
+            back,
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            *([strip] if prefixed else []),
+        ]
+        return {
+            "added_tokens": self.added_tokens(end),
+            "normalizer": {"type": "Sequence", "normalizers": normalizers},
+            "pre_tokenizer": None,
+            "post_processor": self.post_processor(adds_bos=True),
+            "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": {
+                "type": "BPE",
+                "unk_token": None if unknown is None else self.tokens[unknown],
+                "fuse_unk": True,
+                "byte_fallback": BYTE in self.types,
+                "vocab": vocab,
+                "merges": merges,
+            },
+        }
+
+    def is_space_run(self, token_id: int) -> bool:
+        """Gemma's runs of spaces, which its converter spells as spaces, are ordinary pieces."""
+        token = self.tokens[token_id]
+        return (
+            self.arch in _GEMMA
+            and self.types[token_id] == USER_DEFINED
+            and set(token) <= {" ", MARK}
+            and token != ""
+        )
+
+    def merges_by_score(self) -> list[list[str]]:
+        """All ways to make a piece of two, the piece with the best score first.
+
+        Gemma's scores are no scores where its converter did not find any: there a piece comes the
+        sooner, the smaller its id, as SentencePiece learned them.
+        """
+        count = len(self.tokens)
+        scores = np.zeros(count)
+        if self.arch not in _GEMMA:
+            scores = self.metadata.numbers("tokenizer.ggml.scores", count)
+        ids = {
+            token: i
+            for i, token in enumerate(self.tokens)
+            if self.types[i] == NORMAL or self.is_space_run(i)
+        }
+        chars = sum(map(len, ids))
+        if chars > MAX_CHARS or max(map(len, ids), default=0) > MAX_PIECE_CHARS:
+            raise CheckpointError(
+                f"{self.metadata.file}: tokenizer.ggml.tokens has {chars} characters, or a token "
+                f"of more than {MAX_PIECE_CHARS}; at most {MAX_CHARS} are read"
+            )
+        merges = []
+        for token, i in ids.items():
+            for at in range(1, len(token)):
+                left = ids.get(token[:at])
+                if left is not None and (right := ids.get(token[at:])) is not None:
+                    merges.append((-scores[i], i, left, right))
+        merges.sort()
+        return [[self.tokens[left], self.tokens[right]] for *_, left, right in merges]

@@ -1,0 +1,116 @@
+"""Writes a folder in Hugging Face form as GGUF, by the conventions of llama.cpp's converter."""
+
+import json
+import math
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from forge_jax.checkpoint.safetensors import read_header
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
+}
+Q = gguf.GGMLQuantizationType
+MODEL_ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+
+
+def interleaved(rows, num_heads):
+    """LlamaModel.permute: from halves to neighbours."""
+    halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def llama3_factors(rope, theta, head_dim):
+    """LlamaModel.generate_extra_tensors."""
+    low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+    high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
+    factors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * theta ** (i / head_dim)
+        if wavelength < high:
+            factors.append(1.0)
+        elif wavelength > low:
+            factors.append(rope["factor"])
+        else:
+            smooth = rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]
+            smooth /= rope["high_freq_factor"] - rope["low_freq_factor"]
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, np.float32)
+
+
+def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: None) -> Path:
+    """`kind`: of matrices whose rows it can hold; `more` adds to the metadata."""
+    config = json.loads((folder / "config.json").read_text())
+    arch = ARCHITECTURES[config["architectures"][0]]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    positions = config["max_position_embeddings"]
+    ropes = config.get("rope_parameters") or {}
+    rope = ropes.get("full_attention", ropes) or config.get("rope_scaling") or {}
+    theta = rope.get("rope_theta") or config["rope_theta"]
+
+    writer = gguf.GGUFWriter(target, arch)
+    writer.add_context_length(positions)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(theta)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    if arch.startswith("gemma") or head_dim * heads != config["hidden_size"]:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if arch.startswith("gemma"):
+        if config["query_pre_attn_scalar"] != head_dim:
+            writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
+        if config["attn_logit_softcapping"]:
+            writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+            writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    else:
+        writer.add_rope_dimension_count(head_dim)
+    if arch != "qwen2" and arch != "qwen3" and config.get("sliding_window") is not None:
+        writer.add_sliding_window(config["sliding_window"])
+    if arch == "phi3":
+        original = config["original_max_position_embeddings"]
+        writer.add_sliding_window(0)
+        writer.add_rope_scaling_orig_ctx_len(original)
+        if rope.get("rope_type") == "longrope":
+            stretch = math.sqrt(1 + math.log(positions / original) / math.log(original))
+            writer.add_rope_scaling_attn_factors(stretch)
+            for name in ("long", "short"):
+                factors = np.array(rope[f"{name}_factor"], np.float32)
+                writer.add_tensor(f"rope_factors_{name}.weight", factors)
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, theta, head_dim))
+    more(writer)
+
+    names = gguf.get_tensor_name_map(MODEL_ARCHES[arch], config["num_hidden_layers"])
+    for name, stored in read_header(folder / "model.safetensors").items():
+        values = np.array(stored.read(), np.float32)
+        if arch == "llama" and name.endswith(("q_proj.weight", "q_proj.bias")):
+            values = interleaved(values, heads)
+        if arch == "llama" and name.endswith(("k_proj.weight", "k_proj.bias")):
+            values = interleaved(values, kv_heads)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if values.ndim < 2 or values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+            writer.add_tensor(theirs, values)
+        else:
+            writer.add_tensor(theirs, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target

@@ -1,0 +1,283 @@
+"""A GGUF file is the same model as the folder that it was made from."""
+
+import dataclasses
+
+import gguf
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf_writer import Q, interleaved, write_gguf
+from paged import PagedRun
+from safetensors.numpy import save_file
+
+import forge_jax
+from forge_jax import LLM, SamplingParams
+from forge_jax.checkpoint.gguf import read_gguf
+from forge_jax.checkpoint.gguf.weights import weights_of
+from forge_jax.checkpoint.hub import resolve
+from forge_jax.checkpoint.safetensors import read_header
+from forge_jax.errors import ModelError, UnsupportedModelError
+from forge_jax.fingerprint import system_fingerprint
+from forge_jax.models import build_model, read_spec
+
+SAME = ("llama2", "llama_bias", "mistral_window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+STRETCHED = ("llama31", "llama32_tied", "phi3_long")
+
+
+@pytest.fixture(scope="session")
+def stories_gguf(stories):
+    return stories.parent / "stories260k-gguf" / "tinyllamas-stories-260k-f32.gguf"
+
+
+def load(path, **options):
+    return forge_jax.load(str(path), progress=False, **options)
+
+
+def golden(folder):
+    stored = read_header(folder / "golden.safetensors")
+    return {key: np.array(tensor.read()) for key, tensor in stored.items()}
+
+
+def assert_same_weights(got, expected, atol=0.0):
+    assert got.model.names == expected.model.names
+    for name, ours, theirs in zip(got.model.names, got.leaves, expected.leaves, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_model_is_that_of_the_folder(name, goldens, tmp_path):
+    folder = goldens / name
+    got = load(write_gguf(folder, tmp_path / "model.gguf"))
+    expected = load(folder)
+    spec = dataclasses.replace(expected.spec, attention_scale=got.spec.attention_scale)
+    assert got.spec == spec
+    assert got.spec.sm_scale == pytest.approx(expected.spec.sm_scale, rel=1e-6)
+    # Of Gemma's norms the file holds 1 more.
+    assert_same_weights(got, expected, atol=1e-7 if name.startswith("gemma") else 0.0)
+
+
+@pytest.mark.parametrize("name", STRETCHED)
+def test_factors_of_the_rotation_are_those_of_the_folder(name, goldens, tmp_path):
+    got = load(write_gguf(goldens / name, tmp_path / "model.gguf"))
+    expected = load(goldens / name)
+    assert dataclasses.replace(got.spec, rope=expected.spec.rope) == expected.spec
+    assert_same_weights(got, expected)
+
+
+@pytest.mark.parametrize("name", ["llama31", "gemma2", "phi3_long"])
+def test_logits_are_hugging_faces(name, goldens, tmp_path):
+    """Where more than names is turned back: rows, norms, scales, factors of the rotation."""
+    want = golden(goldens / name)
+    run = PagedRun(load(write_gguf(goldens / name, tmp_path / "model.gguf")), 3)
+    scores = run.step(want["input_ids"].tolist())
+    np.testing.assert_allclose(np.stack(scores), want["logits"], atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1], ids=lambda kind: kind.name
+)
+def test_rounded_matrices_are_read_as_ggml_reads_them(kind, goldens, tmp_path):
+    """Held against a folder with the values that ggml's own package gives back."""
+    folder, rounded = goldens / "llama31", tmp_path / "rounded"
+    rounded.mkdir()
+    tensors = {}
+    for name, stored in read_header(folder / "model.safetensors").items():
+        values = np.array(stored.read())
+        if values.ndim == 2 and values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
+            values = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
+        tensors[name] = values
+    save_file(tensors, rounded / "model.safetensors")
+    (rounded / "config.json").write_text((folder / "config.json").read_text())
+    got = load(write_gguf(folder, tmp_path / "model.gguf", kind), dtype="float32")
+    assert_same_weights(got, load(rounded))
+
+
+@pytest.mark.parametrize(
+    "kind", [Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.Q4_0, Q.Q8_0], ids=lambda kind: kind.name
+)
+def test_blocks_of_256_are_read_as_ggml_reads_them(kind, tmp_path, monkeypatch):
+    """Random blocks, in chunks of some rows, and with the rows of queries put back."""
+    monkeypatch.setattr("forge_jax.checkpoint.gguf.weights.CHUNK_ELEMENTS", 512 * 3)
+    rng = np.random.default_rng(kind)
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rows, heads = 64, 4
+    data = rng.integers(0, 256, (rows, 512 // per_block, block_bytes), dtype=np.uint8)
+    # Where a float16 stands, a small number: any bits there may be no number.
+    for at in {Q.Q2_K: (80, 82), Q.Q3_K: (108,), Q.Q6_K: (208,)}.get(kind, (0, 2)):
+        if kind in (Q.Q4_0, Q.Q8_0) and at:
+            continue
+        data[..., at : at + 2] = (
+            rng.uniform(0.001, 0.1, data.shape[:2]).astype(np.float16)[..., None].view(np.uint8)
+        )
+    data = data.reshape(rows, -1)
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_head_count(heads)
+    for name in ("attn_q", "attn_v"):
+        writer.add_tensor(f"blk.0.{name}.weight", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    weights = weights_of(read_gguf(file))
+    values = gguf.quants.dequantize(data, kind)
+    for name, undone in (("q", True), ("v", False)):
+        weight = weights[f"model.layers.0.self_attn.{name}_proj.weight"]
+        out = np.empty(weight.shape, np.float32)
+        weight.read_into(out)
+        np.testing.assert_array_equal(interleaved(out, heads) if undone else out, values)
+        rounded = np.empty(weight.shape, ml_dtypes.bfloat16)
+        weight.read_into(rounded)
+        np.testing.assert_array_equal(rounded, out.astype(ml_dtypes.bfloat16))
+        # Undecoded, for whoever computes with them as they are.
+        packed = weight.blocks()
+        assert packed.dtype == np.uint8
+        np.testing.assert_array_equal(weight.stored.format.values(packed), out)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(Q.F32, "float32"), (Q.F16, "float16"), (Q.BF16, "bfloat16"), (Q.Q8_0, "bfloat16")],
+)
+def test_auto_is_the_type_of_the_matrices(kind, dtype, goldens, tmp_path):
+    assert read_spec(write_gguf(goldens / "llama31", tmp_path / "model.gguf", kind)).dtype == dtype
+
+
+def test_gemma_is_not_computed_in_float16(goldens, tmp_path):
+    assert read_spec(write_gguf(goldens / "gemma2", tmp_path / "m.gguf", Q.F16)).dtype == "bfloat16"
+
+
+def test_every_token_that_ends_a_text_is_known(goldens, tmp_path):
+    def more(writer):
+        writer.add_eot_token_id(7)
+        writer.add_token_list(["<unk>", "<s>", "</s>", "<|end|>", "<|eot_id|>"])
+        writer.add_token_types([2, 3, 3, 3, 1])  # the last is an ordinary token
+
+    file = write_gguf(goldens / "llama31", tmp_path / "model.gguf", more=more)
+    assert read_spec(file).eos_token_ids == (2, 7, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "match"),
+    [
+        ("qwen2", lambda w: w.add_sliding_window(16), "qwen2.attention.sliding_window is 16"),
+        ("llama2", lambda w: w.add_expert_count(8), "llama.expert_count"),
+        ("llama2", lambda w: w.add_uint16("split.count", 2), "split.count"),
+        ("llama2", lambda w: w.add_key_length(8), "llama.rope.dimension_count is 16 and not 8"),
+        (
+            "llama2",
+            lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+            "rope type 'yarn' is not supported",
+        ),
+        (
+            "llama2",
+            lambda w: w.add_tensor("blk.0.attn_sinks.weight", np.zeros(4, np.float32)),
+            "the tensor 'blk.0.attn_sinks.weight' belongs to no model",
+        ),
+        (
+            "llama2",
+            lambda w: w.add_tensor(
+                "blk.0.ffn_gate_inp.weight", np.zeros((1, 18), np.uint8), raw_dtype=Q.IQ4_NL
+            ),
+            "'blk.0.ffn_gate_inp.weight' is of type IQ4_NL",
+        ),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(name, more, match, goldens, tmp_path):
+    file = write_gguf(goldens / name, tmp_path / "model.gguf", more=more)
+    with pytest.raises(UnsupportedModelError, match=match):
+        load(file)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(
+        UnsupportedModelError, match="'mamba' is not supported; supported: llama, q"
+    ):
+        read_spec(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "windowed"),
+    [
+        (None, [True, False, True, False]),  # what llama.cpp knows by heart
+        (3, [True, True, False, True]),
+        (1, [False] * 4),
+        ([True, False, False, True], [True, False, False, True]),
+    ],
+)
+def test_gemmas_windows_follow_the_file(pattern, windowed, goldens, tmp_path):
+    def more(writer):
+        if pattern is not None:
+            writer.add_sliding_window_pattern(pattern)
+
+    spec = read_spec(write_gguf(goldens / "gemma2", tmp_path / "model.gguf", more=more))
+    assert [window is not None for window in spec.windows] == windowed
+
+
+# ---- the trained model ---------------------------------------------------------------------------
+
+
+def test_a_trained_model_of_version_1_is_the_same(stories, stories_gguf):
+    assert read_gguf(stories_gguf).version == 1
+    got, expected = load(stories_gguf), load(stories)
+    for name in expected.model.names:
+        np.testing.assert_array_equal(got.leaf(name), expected.leaf(name))
+    np.testing.assert_array_equal(got.leaf("embedding.weight"), got.leaf("head.weight"))
+
+
+def test_it_tells_the_same_story(stories_gguf):
+    llm = LLM(str(stories_gguf), max_num_seqs=8, max_num_batched_tokens=64)
+    [output] = llm.generate(
+        "Once upon a time", SamplingParams(max_tokens=40, temperature=0), progress=False
+    )
+    assert output.outputs[0].text == (
+        ", there was a little girl named Lily. She loved to play outside in the park. "
+        "One day, she saw a big, red ball."
+    )
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_later_versions_differ_in_numbers_of_64_bits_only(version, goldens, tmp_path):
+    file = write_gguf(goldens / "llama31", tmp_path / "model.gguf")
+    data = bytearray(file.read_bytes())
+    assert data[4] == 3
+    data[4] = version
+    file.write_bytes(data)
+    assert read_gguf(file).version == version and build_model(read_spec(file)).names
+
+
+# ---- where models are found ----------------------------------------------------------------------
+
+
+def test_a_file_is_itself_and_a_folder_with_one_file_is_that(stories_gguf, tmp_path):
+    assert resolve(str(stories_gguf)) == stories_gguf
+    assert resolve(str(stories_gguf.parent)) == stories_gguf
+    (tmp_path / "config.json").touch()
+    (tmp_path / "extra.gguf").touch()
+    assert resolve(str(tmp_path)) == tmp_path  # a folder in Hugging Face form stays one
+
+
+def test_a_folder_with_several_files_lists_them(tmp_path):
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelError, match=r"has 2 GGUF files: give one of them: a\.gguf, b\.gguf"):
+        resolve(str(tmp_path))
+
+
+def test_the_fingerprint_follows_the_file(stories_gguf, tmp_path):
+    def fingerprint(file):
+        return system_fingerprint(file, jax.devices()[0], {})
+
+    other = tmp_path / stories_gguf.name
+    data = bytearray(stories_gguf.read_bytes())
+    other.write_bytes(data)
+    assert fingerprint(other) == fingerprint(stories_gguf)
+    data[-1] ^= 1
+    other.write_bytes(data)
+    assert fingerprint(other) != fingerprint(stories_gguf)

@@ -1,0 +1,359 @@
+"""The tokenizer of a GGUF file gives the ids of the tokenizer that the file was made from."""
+
+import json
+import random
+from pathlib import Path
+
+import gguf
+import pytest
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
+from forge_jax.text import Tokenizer
+from forge_jax.text.chat_template import ChatTemplate
+from forge_jax.text.gguf import PRE_TOKENIZERS
+from forge_jax.text.load import load_text
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+STORIES_GGUF = FIXTURES / "stories260k-gguf" / "tinyllamas-stories-260k-f32.gguf"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
+
+CORPUS = [
+    "Once upon a time there was a little girl. She didn't like 12 cats, but she'LL love 1234 dogs!",
+    "user assistant system: What is it? It is <|a tag|> in the text.\n\n\n  Twice   indented\r\n",
+    "naïve café — 日本語のテキスト、你好 👩‍👩‍👧‍👦 é Ünïcode МОСКВА camelCaseWord /a/b\n/x",
+]
+
+
+def torture(chars: str) -> list[str]:
+    rng = random.Random(0)
+    words = [
+        *chars,
+        *SPECIAL,
+        " ",
+        "  ",
+        "\n",
+        "</s>",
+        "<s>",
+        "<unk>",
+        "<0x0A>",
+        "▁",
+        "e\u0301",
+        "\t",
+    ]
+    made = ["".join(rng.choices(words, k=rng.randrange(1, 40))) for _ in range(150)]
+    return [*CORPUS, "", " ", "\n\n\n\n", "a" * 300, "\u3000x\u00a0y", "١٢٣ ½ Ⅷ", *made]
+
+
+TEXTS = torture("abcdehtnilorsuy.,!?'12é日👩AT")
+
+
+def write(file: Path, arch="llama", *, model=None, **keys) -> Path:
+    """A file that is all tokenizer; `keys` are those behind tokenizer.ggml."""
+    writer = gguf.GGUFWriter(file, arch)
+    if model is not None:
+        writer.add_tokenizer_model(model)
+    for key, value in keys.items():
+        name = f"tokenizer.ggml.{key}" if not key.startswith("chat") else f"tokenizer.{key}"
+        name = name.replace("__", ".")
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        else:
+            writer.add_uint32(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return file
+
+
+def tokenizer_of(file: Path, vocab_size: int | None = None) -> Tokenizer:
+    found = Tokenizer.from_folder(file, vocab_size)
+    assert found is not None
+    return found
+
+
+def assert_equal(got: Tokenizer, expected: Tokenizer, texts=TEXTS):
+    for text in texts:
+        ids = expected.encode(text)
+        assert got.encode(text) == ids, repr(text)
+        assert got.decode(ids) == expected.decode(ids), repr(text)
+    assert got.special_ids == expected.special_ids
+    assert got.vocab_size == expected.vocab_size
+
+
+# ---- SentencePiece -------------------------------------------------------------------------------
+
+
+def test_a_trained_models_tokenizer_is_the_same():
+    got = tokenizer_of(STORIES_GGUF, 512)
+    expected = tokenizer_of(FIXTURES / "stories260k-hf", 512)
+    assert_equal(got, expected)
+    assert got.bos_token == "<s>" and got.eos_token == "</s>"
+    guarded = {"X": "</s> and <s>"}
+    assert got.encode_template("<s>X</s>", guarded) == expected.encode_template("<s>X</s>", guarded)
+
+
+def spm_pieces() -> tuple[list[str], list[list[str]]]:
+    """The pieces behind the bytes, in the order they were learned, and the merges."""
+    data = json.loads((FIXTURES / "stories260k-hf" / "tokenizer.json").read_text())["model"]
+    vocab = data["vocab"]
+    return sorted(vocab, key=vocab.__getitem__)[259:], data["merges"]
+
+
+def test_gemmas_runs_of_spaces_and_placeholder_scores(tmp_path):
+    """No prefix; runs of spaces are spelled as spaces, and come first with a score of -1000."""
+    pieces, merges = spm_pieces()
+    head = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "\n\n", "▁▁", "▁▁▁"]
+    byte_tokens = [f"<0x{i:02X}>" for i in range(256)]
+    tokens = [*head, *byte_tokens, *pieces]
+    types = [CONTROL] * 3 + [UNKNOWN, CONTROL] + [USER_DEFINED] * 3 + [BYTE] * 256
+    types += [NORMAL] * len(pieces)
+    runs = [("▁", "▁"), ("▁", "▁▁"), ("▁▁", "▁")]
+    original = Backend(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            [*runs, *map(tuple, merges)],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    original.normalizer = normalizers.Replace(" ", "▁")
+    original.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    original.add_special_tokens([AddedToken(t, normalized=False) for t in head[:5]])
+    original.add_tokens([AddedToken("\n\n", normalized=False)])
+    file = write(
+        tmp_path / "m.gguf",
+        "gemma2",
+        model="llama",
+        tokens=[token.replace("▁", " ") if token in head else token for token in tokens],
+        scores=[-1000.0] * 8 + [0.0] * 256 + [-float(i) for i in range(len(pieces))],
+        token_type=types,
+        **{"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3, "padding_token_id": 0},
+        **{"add_bos_token": True, "add_space_prefix": False},
+    )
+    got = tokenizer_of(file, len(tokens))
+    expected = Tokenizer(original, {"bos_token": "<bos>"}, add_bos_token=True)
+    assert_equal(got, expected, [*TEXTS, "a  b   c    d\n\n\n  e", "<start_of_turn>  user\n\nx"])
+
+
+def spm(file, arch="llama", extra=(), **keys):
+    pieces, _ = spm_pieces()
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+    tokens += [token for token, _ in extra]
+    count = len(pieces)
+    return write(
+        file,
+        arch,
+        model="llama",
+        tokens=tokens,
+        scores=[0.0] * 259 + [-float(i) for i in range(count)] + [-1000.0] * len(extra),
+        token_type=[2, 3, 3] + [6] * 256 + [1] * count + [kind for _, kind in extra],
+        **keys,
+    )
+
+
+def test_phi_drops_the_space_behind_its_own_tokens(tmp_path):
+    extra = [("<|endoftext|>", CONTROL), ("<|user|>", CONTROL), ("<pad0>", UNUSED)]
+    keys = {"add_bos_token": False}
+    got = tokenizer_of(spm(tmp_path / "m.gguf", "phi3", extra, **keys))
+    plain = tokenizer_of(spm(tmp_path / "n.gguf", "llama", extra, **keys))
+    assert got.vocab_size == 514  # what pads the model's width is no token
+    assert got.encode("<|user|> \n on")[0] == 513
+    assert (
+        got.encode("<|user|> \n on") == got.encode("<|user|>on") != plain.encode("<|user|> \n on")
+    )
+    assert got.encode("<|endoftext|> on") == plain.encode("<|endoftext|> on")
+
+
+def test_bos_and_eos_are_added_as_the_file_says(tmp_path):
+    text = tokenizer_of(spm(tmp_path / "0.gguf", add_bos_token=False)).encode("hello")
+    assert tokenizer_of(spm(tmp_path / "1.gguf")).encode("hello") == [1, *text]
+    both = spm(tmp_path / "2.gguf", add_bos_token=True, add_eos_token=True, eos_token_id=2)
+    assert tokenizer_of(both).encode("hello") == [1, *text, 2]
+
+
+# ---- byte-level BPE ------------------------------------------------------------------------------
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split(pattern):
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
+ORIGINALS = {  # as the `tokenizer.json` of a model of that kind has it
+    "llama-bpe": split(LLAMA3),
+    "qwen2": split(QWEN2),
+    "tekken": split(TEKKEN),
+    "gpt-4o": split(O200K),
+    "gpt-2": BYTE_LEVEL,
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), BYTE_LEVEL]),
+}
+
+
+def trained(pre: str) -> Backend:
+    """A byte-level BPE as such a model would have it; special tokens stand at the end."""
+    backend = Backend(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
+    backend.pre_tokenizer = ORIGINALS[pre]
+    backend.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_special_tokens(SPECIAL)
+    backend.add_tokens([AddedToken("<think>", normalized=False)])
+    return backend
+
+
+def write_bpe(file: Path, backend: Backend, kind: str, **keys) -> Path:
+    vocab = backend.get_vocab(with_added_tokens=True)
+    added = backend.get_added_tokens_decoder()
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    types = [NORMAL] * len(tokens)
+    for i, token in added.items():
+        types[i] = CONTROL if token.special else USER_DEFINED
+    merges = json.loads(backend.to_str())["model"]["merges"]
+    defaults = {
+        "model": "gpt2",
+        "pre": kind,
+        "tokens": [*tokens, "[PAD0]", "[PAD1]"],
+        "token_type": [*types, UNUSED, UNUSED],
+        "merges": [" ".join(pair) for pair in merges],
+        "bos_token_id": vocab["<|bos|>"],
+        "eos_token_id": vocab["<|im_end|>"],
+    }
+    return write(file, "qwen2", **{**defaults, **keys})
+
+
+@pytest.mark.parametrize("pre", ORIGINALS)
+def test_a_byte_level_tokenizer_is_the_same(pre, tmp_path):
+    backend = trained(pre)
+    file = write_bpe(tmp_path / "m.gguf", backend, pre)
+    got = tokenizer_of(file, backend.get_vocab_size() + 2)
+    names = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}
+    # Llama 3's and Mistral's put BOS first, where the file does not say.
+    adds = pre in ("llama-bpe", "tekken")
+    assert_equal(got, Tokenizer(backend, names, add_bos_token=adds))
+    cut, original = got.backend.pre_tokenizer, ORIGINALS[pre]
+    for text in TEXTS:  # also where the few merges above tell no difference
+        assert cut.pre_tokenize_str(text) == original.pre_tokenize_str(text), repr(text)
+
+
+def test_the_ways_to_cut_a_text_differ():
+    """The texts above tell them all apart."""
+    cuts = {pre: [str(p.pre_tokenize_str(text)) for text in TEXTS] for pre, p in ORIGINALS.items()}
+    assert len({json.dumps(cut) for cut in cuts.values()}) == len(ORIGINALS)
+    assert set(ORIGINALS) <= set(PRE_TOKENIZERS)
+
+
+def test_special_tokens_may_stand_first(tmp_path):
+    """As in the bundled model, and in SmolLM."""
+    folder = FIXTURES.parent.parent / "forge_jax" / "bundled" / "forge-tiny"
+    data = json.loads((folder / "tokenizer.json").read_text())
+    vocab = data["model"]["vocab"]
+    special = {token["id"] for token in data["added_tokens"]}
+    file = write(
+        tmp_path / "m.gguf",
+        model="gpt2",
+        pre="smollm",
+        tokens=sorted(vocab, key=vocab.__getitem__),
+        token_type=[CONTROL if i in special else NORMAL for i in range(len(vocab))],
+        merges=[" ".join(pair) for pair in data["model"]["merges"]],
+        **{"bos_token_id": 1, "eos_token_id": 2, "add_bos_token": True},
+    )
+    assert_equal(tokenizer_of(file, len(vocab)), tokenizer_of(folder, len(vocab)))
+
+
+# ---- chat templates ------------------------------------------------------------------------------
+
+
+def test_chat_templates_come_with_the_file(tmp_path):
+    templates = {
+        "chat_template": "{{ bos_token }}{{ messages[0].content }}",
+        "chat_template__tool_use": "tools",
+    }
+    file = write_bpe(tmp_path / "m.gguf", trained("gpt-2"), "gpt-2", **templates)
+    tokenizer, template = load_text(file, None, 1000)
+    assert tokenizer is not None and template is not None
+    assert template.render([{"role": "user", "content": "hi"}]) == "<|bos|>hi"
+    assert set(template.sources) == {"default", "tool_use"}
+    assert not ChatTemplate.from_folder(STORIES_GGUF, tokenizer).available
+
+
+def test_a_file_without_a_tokenizer_has_none(tmp_path):
+    assert load_text(write(tmp_path / "m.gguf"), None, 5) == (None, None)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "match"),
+    [
+        ({"pre": "viking"}, UnsupportedModelError, "tokenizer.ggml.pre 'viking' is not supported"),
+        ({"model": "t5"}, UnsupportedModelError, "tokenizer.ggml.model 't5' is not supported"),
+        ({"tokens": ["a", "b"]}, CheckpointError, "token_type must be an array of 2 numbers"),
+        ({"merges": ["a"]}, CheckpointError, "merges must hold two tokens with a space"),
+        ({"merges": ["a nosuch"]}, CheckpointError, "merges must make a token of two tokens"),
+        ({"eos_token_id": 5000}, CheckpointError, "eos_token_id must be a token id below"),
+        ({"eos_token_id": "x"}, CheckpointError, "eos_token_id must be an integer"),
+        ({"add_bos_token": 7}, CheckpointError, "add_bos_token must be true or false"),
+        ({"chat_template": 7}, ModelError, "tokenizer.chat_template must be a string"),
+        ({"chat_template": "{% if %}"}, CheckpointError, "is not valid Jinja"),
+    ],
+)
+def test_a_broken_tokenizer_is_refused_by_its_key(keys, error, match, tmp_path):
+    file = write_bpe(tmp_path / "m.gguf", trained("gpt-2"), "gpt-2", **keys)
+    with pytest.raises(error, match=match) as raised:
+        load_text(file, None, 1000)
+    assert str(file) in str(raised.value) or "Jinja" in match
+
+
+def test_a_vocabulary_beyond_the_models_width_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="from 0 to 99"):
+        tokenizer_of(write_bpe(tmp_path / "m.gguf", trained("gpt-2"), "gpt-2"), 100)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "scores", "match"),
+    [
+        (["<unk>", "a", "a"], [0.0] * 3, "has a token twice: 'a'"),
+        (["<unk>", "a", "b"], [0.0] * 2, "scores must be an array of 3 numbers"),
+        (["<unk>", "a", "b"], [0.0, 0.0, float("nan")], "scores holds what is not finite"),
+        (["<unk>", "a", "b" * 300], [0.0] * 3, "or a token of more than 256"),
+    ],
+)
+def test_broken_pieces_are_refused(tokens, scores, match, tmp_path):
+    keys = {"tokens": tokens, "scores": scores, "add_bos_token": False}
+    with pytest.raises(CheckpointError, match=match):
+        tokenizer_of(write(tmp_path / "m.gguf", model="llama", **keys))
