@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from forge_jax.errors import RequestError
-from forge_jax.sampling_params import SamplingParams
+from forge_jax.sampling_params import RANGES, SamplingParams
 from forge_serve.structured import asks_for_something, demand
 from forge_serve.tools import ToolChoice, tool_choice
 
@@ -55,6 +55,8 @@ NEUTRAL: dict[str, float] = {
     "dynatemp_range": 0.0,
     "mirostat": 0.0,
 }
+
+_LIMITS_OF_OUTPUT = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens")
 
 Role = Literal["system", "user", "assistant", "tool", "developer"]
 
@@ -197,6 +199,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             raise RequestError(
                 "best_of is not supported unless it equals n; ask for n samples", param="best_of"
             )
+        for name in _LIMITS_OF_OUTPUT:  # the one that does not win is none of the engine's
+            limit = getattr(self, name, None)
+            if limit is not None:
+                RANGES["max_tokens"].check(name, limit)
         if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
                 "request_id must have 1 to 128 characters, of those that X-Request-Id may have",

@@ -70,7 +70,7 @@ RULES = {
     "allowed_token_ids": "ids that the model has logits for; something has to be left to come",
     "background": "excludes store: false; only where responses are kept",
     "bad_words": "a string may have 256 bytes, in UTF-8; something has to be left to come",
-    "data_1": "one text, or as many as data_2",
+    "data_1": "one text, or as many as data_2; the texts of both are limited",
     "documents": "the texts of a request are limited",
     "input": "it has to fit the context; where the model is to answer, something has to be said",
     "best_of": "equals n",
@@ -85,10 +85,10 @@ RULES = {
     "previous_response_id": "a response that is kept here, and has finished",
     "prompt_logprobs": "excludes stream: true",
     "prompt": "it has at least one token, and has to fit the context",
-    "queries": "one text, or as many as the other field has",
+    "queries": "one text, or as many as the other field has; the texts of both are limited",
     "store": "true only where responses are kept",
     "text": "as response_format, which its format excludes",
-    "text_1": "one text, or as many as text_2",
+    "text_1": "one text, or as many as text_2; the texts of both are limited",
     "stop": "a string may have 256 bytes, in UTF-8; it excludes stop_sequences",
     "stop_token_ids": "ids that the model has logits for",
     "logit_bias": "ids that the model has logits for",
@@ -236,9 +236,8 @@ def _generation(kind: type, schema: Schema, about: About) -> None:
     )
     if "logprobs" in fields and issubclass(kind, CompletionRequest):
         fields["logprobs"] |= {"maximum": limits.logprobs}
-    if kind in (CompletionRequest, GenerateRequest, ChatRequest, ResponsesRequest):
-        for name in {"max_tokens", *OTHER_NAMES} & fields.keys():
-            fields[name] |= {"maximum": about.max_model_len}
+    if kind is CompletionRequest:  # elsewhere another name of it may win, or nothing is generated
+        fields["max_tokens"] |= {"maximum": about.max_model_len}
     for name, rule in RULES.items():
         if name in fields and name not in kind._REFUSED:
             said = fields[name].get("description")

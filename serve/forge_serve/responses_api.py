@@ -22,6 +22,7 @@ from forge_serve.protocol import (
 )
 from forge_serve.responses_items import Item, check_item, messages
 from forge_serve.responses_store import Turn
+from forge_serve.tools import tool_choice as chosen
 
 PATH = "/v1/responses"
 
@@ -259,6 +260,7 @@ def _tools_and_choice(
         case {"type": "function", "name": str(name)}:
             return functions, {"type": "function", "function": {"name": name}}
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
+            _check_functions(functions)  # also those that are left out
             names = [_allowed_name(f"tool_choice.tools[{i}]", a) for i, a in enumerate(allowed)]
             return [tool for tool in functions if tool["function"].get("name") in names], mode
     raise RequestError(
@@ -266,6 +268,14 @@ def _tools_and_choice(
         "with mode and tools: other tools are not supported",
         param="tool_choice",
     )
+
+
+def _check_functions(functions: Sequence[dict[str, Any]]) -> None:
+    try:
+        chosen(functions, None)
+    except RequestError as error:
+        param = _NESTED.sub(r"\1", error.param or "tools")
+        raise type(error)(_NESTED.sub(r"\1", str(error)), param=param) from error
 
 
 def _allowed_name(path: str, allowed: Any) -> str:

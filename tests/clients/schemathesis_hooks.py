@@ -36,11 +36,11 @@ EXCUSES = re.compile(
             r"leave none of the allowed tokens|leave no token|has no tokens",
             # The size of things, in bytes and tokens
             r"the context|the KV cache|tokens? of output|has \d+ bytes|a string is longer than",
-            r"together they must be at most",
+            r"together they must be at most|has \d+ texts; at most",
             r"nested deeper than",
             r"the prompt is empty|token id .* outside the model's vocabulary",
             # Grammars and schemas that are none, or that cannot be enforced
-            r"(structured_outputs|guided_\w+|response_format|json_schema|regex|ebnf|grammar|tools)"
+            r"(text\.format|structured_outputs|guided_\w+|response_format|json_schema|regex|ebnf|grammar|tools)"
             r"[\w.\[\]]*:",
             r"chat template",
             # JSON that the schema does not know

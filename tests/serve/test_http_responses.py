@@ -807,3 +807,11 @@ async def test_counting_has_a_path_of_its_own(start):
     for method in ("GET", "DELETE"):
         async with server.http.request(method, f"{server.url}{PATH}/input_tokens") as response:
             assert (response.status, response.headers["Allow"]) == (405, "POST")
+
+
+async def test_a_tool_that_is_left_out_is_checked_too(start):
+    server = await start(Engine.fake())
+    left_out = {"type": "allowed_tools", "mode": "auto", "tools": []}
+    bad = {**TOOL, "parameters": [None]}
+    status, answer = await server.post(PATH, ask(tools=[bad], tool_choice=left_out))
+    assert (status, answer["error"]["param"]) == (400, "tools[0].parameters")

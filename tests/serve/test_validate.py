@@ -145,3 +145,20 @@ def test_a_number_of_many_digits_is_measured_like_any_other_value():
             assert decode(body, ChatRequest, Limits()).chat_template_kwargs is not None
         else:
             assert name in (refusal(body, ChatRequest).param or "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "wins", "param"),
+    [
+        (
+            ChatRequest,
+            '"messages": [{"role": "user", "content": "a"}]',
+            "max_completion_tokens",
+            "max_tokens",
+        ),
+        (GenerateRequest, '"prompt": "a"', "max_tokens", "max_new_tokens"),
+    ],
+)
+def test_a_limit_that_another_wins_over_is_held_to_its_range(kind, start, wins, param):
+    body = f'{{{start}, "{wins}": 3, "{param}": -1}}'
+    assert refusal(body.encode(), kind).param == param
