@@ -1,5 +1,5 @@
 # make serve   serves the bundled model on 127.0.0.1:8000
-# make test    runs the tests
+# make test    runs the tests, in two processes; ARGS="-n 0" for one
 # make fuzz    sends the server 50,000 odd requests; ARGS="--fuzz-seed N" for others
 # make test-cuda-compile   compiles the GPU kernels and a step for an H200; needs no GPU
 # make test-clients   drives a server with the clients of others: SDKs, agents, evaluations, schemathesis
@@ -20,7 +20,7 @@ serve: .venv/.serve
 	@exec $(BIN)/forge-jax serve $(MODEL) $(ARGS)
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -m "not soak and not fuzz"
+	$(BIN)/python -m pytest -m "not soak and not fuzz" -n 2 --dist loadfile $(ARGS)
 
 test-clients: .venv/.serve .venv-clients/.clients
 	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini tests/clients $(ARGS)

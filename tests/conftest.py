@@ -1,7 +1,10 @@
 """Shared by all tests: where fixtures are, and a compilation cache of the tests' own."""
 
+import gc
+import inspect
 from pathlib import Path
 
+import jax
 import pytest
 
 from forge_jax.core import EngineCore, Outputs
@@ -18,6 +21,21 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory):
     patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     yield
     patch.undo()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def executables_are_let_go(request: pytest.FixtureRequest):
+    """What a module compiled goes when it is done.
+
+    An executable is mapped in 10 to 100 pieces, and Linux lets a process have 65,530
+    (`vm.max_map_count`): where it gets no more, the compiler crashes.
+    """
+    yield
+    for _, kept in inspect.getmembers(request.module, lambda value: hasattr(value, "cache_clear")):
+        if kept.__module__ == request.module.__name__:
+            kept.cache_clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)
