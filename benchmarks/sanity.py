@@ -1,0 +1,152 @@
+"""Do these models work? One line for each: it loads, answers, and how fast.
+
+    python -m benchmarks.sanity [MODEL ...] [--quantization int8] [--output FILE.json]
+
+A MODEL is what `forge-jax serve` takes, or a folder that holds such folders and .gguf files. The
+bundled model is always among them. Each runs in a process of its own, so what one leaves behind or
+dies of does not touch the others. The time until it is ready is that of weights and compilation,
+which may be cached. Exits with 1 if one does not work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report as reports
+from benchmarks.report import number
+
+BUNDLED = "forge-tiny"
+PROMPT = "Once upon a time"
+TIME_LIMIT_S = 3600
+DEPTH = 3  # of folders that are searched
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sanity", description="Do these models work?"
+    )
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="or folders that hold some")
+    parser.add_argument("--sequences", type=int, default=8, help="at once; default 8")
+    parser.add_argument("--output-len", type=int, default=64, help="tokens of each; default 64")
+    parser.add_argument("--dtype", default="auto", help="default auto")
+    parser.add_argument("--quantization", help="round the matrices to this; default: as they are")
+    parser.add_argument("--output", type=Path, help="write the report here as JSON")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # the process of one model
+    args = parser.parse_args(argv)
+    if args.one is not None:
+        print(json.dumps(try_model(args.one, args)))
+        return 0
+    lines = []
+    for model in dict.fromkeys([BUNDLED, *(m for given in args.models for m in found(given))]):
+        line = {"model": model, **_in_a_process(model, sys.argv[1:] if argv is None else argv)}
+        lines.append(line)
+        print(text(line), flush=True)
+    if args.output is not None:
+        reports.write(reports.new("sanity", models=lines), args.output)
+    return int(any("error" in line for line in lines))
+
+
+def found(given: str) -> list[str]:
+    """The models that a name stands for: it, or what lies in the folder."""
+    path = Path(given)
+    if not path.is_dir() or (path / "config.json").exists():
+        return [given]
+    models = sorted(map(str, _models(path, DEPTH)))
+    return models or [given]  # which then says what is wrong with it
+
+
+def _models(folder: Path, depth: int) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path.suffix == ".gguf" or (path / "config.json").exists():
+            yield path
+        elif path.is_dir() and depth > 1:
+            yield from _models(path, depth - 1)
+
+
+def _in_a_process(model: str, argv: Sequence[str]) -> dict[str, Any]:
+    """What `try_model` says, or how its process ended."""
+    command = [sys.executable, "-m", "benchmarks.sanity", "--one", model, *argv]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer in {TIME_LIMIT_S} s"}
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or ["nothing"]
+        return {"error": f"its process ended with {done.returncode}; it said: {said[-1]}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def try_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Loads a model, has it answer, and measures; or why that is not possible."""
+    from forge_jax import LLM, SamplingParams
+    from forge_jax.errors import ForgeError
+
+    options = {"dtype": args.dtype, "max_num_seqs": args.sequences}
+    if args.quantization is not None:
+        options["quantization"] = args.quantization
+    began_s = time.perf_counter()
+    try:
+        with LLM(model, **options) as llm:
+            ready_s = time.perf_counter() - began_s
+            prompt = PROMPT if llm.tokenizer is not None else [1, 2, 3, 4]
+            scored = SamplingParams(max_tokens=16, temperature=0, logprobs=0, ignore_eos=True)
+            [answer] = llm.generate(prompt, scored, progress=False)
+            sample = answer.outputs[0]
+            values = [token.logprob for token in sample.logprobs or ()]
+            if sample.finish_reason == "error" or not all(map(math.isfinite, values)):
+                return {"error": "its logits are not finite"}
+            room = llm.max_model_len - args.output_len - 1
+            if room < 1:
+                return {"error": f"its context of {llm.max_model_len} is too short for the test"}
+            return {
+                "ready_s": ready_s,
+                "answer": sample.text if llm.tokenizer is not None else list(sample.token_ids),
+                "mean_logprob": sum(values) / len(values),
+                **_speed(llm, args.sequences, args.output_len, min(room, 256)),
+            }
+    except (ForgeError, OSError) as error:
+        return {"error": str(error)}
+
+
+def _speed(llm: Any, sequences: int, output_len: int, prompt_len: int) -> dict[str, float]:
+    """Tokens a second in decodes, and in prompts; the faster of two, for the first warms up."""
+    from forge_jax import SamplingParams
+
+    seconds: dict[int, float] = {}
+    rng = random.Random(0)
+    for count in (1, output_len, 1, output_len):
+        prompts = [rng.choices(range(3, 53), k=prompt_len) for _ in range(sequences)]
+        params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+        began_s = time.perf_counter()
+        llm.generate(prompts, params, progress=False)
+        spent_s = time.perf_counter() - began_s
+        seconds[count] = min(seconds.get(count, math.inf), spent_s)
+    decoding_s = max(seconds[output_len] - seconds[1], 1e-9)
+    return {
+        "prefill_tokens_s": sequences * prompt_len / seconds[1],
+        "decode_tokens_s": sequences * (output_len - 1) / decoding_s,
+    }
+
+
+def text(line: dict[str, Any]) -> str:
+    """One line of a person's report."""
+    if "error" in line:
+        return f"FAILED  {line['model']}: {line['error']}"
+    return (
+        f"ok  {line['model']}: ready in {number(line['ready_s'], 1)} s, "
+        f"{number(line['prefill_tokens_s'])} tokens/s of prompts, "
+        f"{number(line['decode_tokens_s'])} of outputs; {PROMPT!r} -> {line['answer']!r}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
