@@ -19,6 +19,7 @@ MIB = 2**20
 # Each is several times the largest that is known of any published model.
 MAX_BYTES = {
     "config.json": 4 * MIB,
+    "adapter_config.json": MIB,
     "generation_config.json": MIB,
     "tokenizer.json": 64 * MIB,
     "tokenizer_config.json": 16 * MIB,
