@@ -19,7 +19,7 @@ import numpy as np
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.checkpoint.stored import FLOATS, StoredTensor
 from forge_jax.errors import CheckpointError, UnsupportedModelError
-from forge_jax.files import read_json, shown
+from forge_jax.files import file_size, read_json, shown
 from forge_jax.models.decoder import Model
 from forge_jax.models.lora import LoraShape, lora_targets
 from forge_jax.models.registry import find_architecture
@@ -47,7 +47,7 @@ _REFUSED = {
     "velora_config": "VeLoRA",
 }
 # Such beginnings take something out of the base model, which would have to be changed too.
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +96,11 @@ def adapter_digest(folder: Path) -> str:
     digest = hashlib.sha256()
     for name in (CONFIG, WEIGHTS):
         try:
+            file_size(folder / name)  # a pipe would never end
             with (folder / name).open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder} has no {name}: it is not a PEFT adapter") from None
         except OSError as error:
             raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
@@ -110,10 +113,10 @@ def read_adapter(folder: Path, model: Model, shape: LoraShape) -> Adapter:
       UnsupportedModelError: it needs something that is not implemented: the message names it.
       CheckpointError: a file is missing or broken, or does not fit the model or `shape`.
     """
+    digest = adapter_digest(folder)
     config = _read_config(folder)
     stored = read_header(folder / WEIGHTS)
     pairs = _pairs(folder, config, stored, _modules(model), shape.rank)
-    digest = adapter_digest(folder)
     targets = list(lora_targets(model.spec).items())
     arrays = tuple(np.zeros(s.shape, s.dtype) for s in shape.adapter(model.spec, model.dtype))
     for name, module in pairs.items():
@@ -137,10 +140,7 @@ def read_adapter(folder: Path, model: Model, shape: LoraShape) -> Adapter:
 
 def _read_config(folder: Path) -> _Config:
     file = folder / CONFIG
-    try:
-        config = read_json(file)
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {CONFIG}: it is not a PEFT adapter") from None
+    config = read_json(file)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UnsupportedModelError(f"{file}: peft_type {shown(kind)}; LORA is supported")

@@ -1,0 +1,149 @@
+"""Which LoRA adapters an engine has, by name, and where they lie on its device.
+
+Knows neither requests nor threads: who loads one says how something is done between two steps, and
+who unloads one, whether it is in use. What the files hold is `checkpoint/adapter.py`'s matter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_jax.config import LORA_NAME
+from forge_jax.errors import ModelError, RequestError
+from forge_jax.schedule.request import LoraRef
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from forge_jax.checkpoint.adapter import Adapter
+
+Run = Callable[[Callable[[], None]], None]  # does something between two steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedAdapter:
+    """An adapter that requests may take."""
+
+    ref: LoraRef
+    path: str
+    digest: str  # of its files
+    rank: int
+
+    @property
+    def name(self) -> str:
+        return self.ref.name
+
+
+class Adapters:
+    """The adapters of one engine. Safe to use from several threads.
+
+    A place that an unloaded adapter has left is given to the next, and never its identity.
+
+    Args:
+      places: how many adapters there may be at once.
+      read: the files of a folder, checked; in any thread.
+      put: arrays to a place of the device, between two steps.
+    """
+
+    def __init__(
+        self,
+        places: int,
+        *,
+        read: Callable[[Path], Adapter],
+        put: Callable[[int, tuple[np.ndarray, ...]], None],
+    ):
+        self.places = places
+        self._read = read
+        self._put = put
+        self._lock = threading.Lock()
+        self._loaded: dict[str, LoadedAdapter] = {}  # by name
+        self._loading: dict[str, LoraRef] = {}
+        self._num_loads = 0
+
+    def all(self) -> list[LoadedAdapter]:
+        with self._lock:
+            return list(self._loaded.values())
+
+    def find(self, name: str) -> LoraRef:
+        """Raises `RequestError` if there is no adapter of the name."""
+        with self._lock:
+            if name not in self._loaded:
+                raise RequestError("there is no LoRA adapter of this name", param="lora")
+            return self._loaded[name].ref
+
+    def check(self, ref: LoraRef | None) -> None:
+        """Raises `RequestError` if the adapter has been unloaded since it was found."""
+        if ref is None:
+            return
+        with self._lock:
+            found = self._loaded.get(ref.name)
+        if found is None or found.ref != ref:
+            raise RequestError("the LoRA adapter has been unloaded", param="lora")
+
+    def load(self, name: str, path: str, run: Run) -> LoadedAdapter:
+        """Reads an adapter and puts it on the device; requests find it from then on. Blocks.
+
+        Raises:
+          RequestError: the name is no name or in use, there is no place left, or the adapter cannot
+            be served; nothing has changed then.
+        """
+        ref = self._begin(name)
+        try:
+            adapter = self._read(Path(path))
+            run(lambda: self._put(ref.place, adapter.arrays))
+            loaded = LoadedAdapter(ref=ref, path=path, digest=adapter.digest, rank=adapter.rank)
+            with self._lock:
+                self._loaded[name] = loaded
+            return loaded
+        except ModelError as error:
+            raise RequestError(str(error), param="lora_path") from error
+        finally:
+            with self._lock:
+                del self._loading[name]
+
+    def unload(self, name: str, in_use: Callable[[LoraRef], int]) -> None:
+        """Forgets an adapter; its place is free for another.
+
+        Args:
+          in_use: how many requests that have not ended take it.
+
+        Raises:
+          RequestError: there is none of the name, or requests take it.
+        """
+        with self._lock:
+            if name not in self._loaded:
+                raise RequestError("there is no LoRA adapter of this name", param="lora_name")
+            count = in_use(self._loaded[name].ref)
+            if count:
+                raise RequestError(
+                    f"{count} requests take this LoRA adapter: unload it when they have ended",
+                    param="lora_name",
+                )
+            del self._loaded[name]
+
+    def _begin(self, name: str) -> LoraRef:
+        with self._lock:
+            if not LORA_NAME.fullmatch(name):
+                raise RequestError(
+                    "the name of a LoRA adapter has 1 to 128 letters, digits and any of ._:/@+-",
+                    param="lora_name",
+                )
+            if name in self._loaded or name in self._loading:
+                raise RequestError(
+                    "a LoRA adapter of this name has been loaded already", param="lora_name"
+                )
+            refs = [*(loaded.ref for loaded in self._loaded.values()), *self._loading.values()]
+            free = set(range(1, self.places + 1)) - {ref.place for ref in refs}
+            if not free:
+                raise RequestError(
+                    f"there are {self.places} LoRA adapters already (--max-loras): unload one",
+                    param="lora_name",
+                )
+            self._num_loads += 1
+            ref = LoraRef(name=name, place=min(free), identity=str(self._num_loads))
+            self._loading[name] = ref
+            return ref
