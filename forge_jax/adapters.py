@@ -7,19 +7,12 @@ who unloads one, whether it is in use. What the files hold is `checkpoint/adapte
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from forge_jax.config import LORA_NAME
 from forge_jax.errors import ModelError, RequestError
 from forge_jax.schedule.request import LoraRef
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from forge_jax.checkpoint.adapter import Adapter
 
 Run = Callable[[Callable[[], None]], None]  # does something between two steps
 
@@ -38,6 +31,9 @@ class LoadedAdapter:
         return self.ref.name
 
 
+Install = Callable[[LoraRef, str, Run], LoadedAdapter]
+
+
 class Adapters:
     """The adapters of one engine. Safe to use from several threads.
 
@@ -45,24 +41,18 @@ class Adapters:
 
     Args:
       places: how many adapters there may be at once.
-      read: the files of a folder, checked; in any thread.
-      put: arrays to a place of the device, between two steps.
+      install: reads the adapter in a folder and puts it at its place; `run` is what does something
+        between two steps.
+      loaded: those that are there.
     """
 
-    def __init__(
-        self,
-        places: int,
-        *,
-        read: Callable[[Path], Adapter],
-        put: Callable[[int, tuple[np.ndarray, ...]], None],
-    ):
+    def __init__(self, places: int, install: Install, loaded: Iterable[LoadedAdapter] = ()):
         self.places = places
-        self._read = read
-        self._put = put
+        self._install = install
         self._lock = threading.Lock()
-        self._loaded: dict[str, LoadedAdapter] = {}  # by name
+        self._loaded = {adapter.name: adapter for adapter in loaded}
         self._loading: dict[str, LoraRef] = {}
-        self._num_loads = 0
+        self._num_loads = len(self._loaded)
 
     def all(self) -> list[LoadedAdapter]:
         with self._lock:
@@ -75,27 +65,26 @@ class Adapters:
                 raise RequestError("there is no LoRA adapter of this name", param="lora")
             return self._loaded[name].ref
 
-    def check(self, ref: LoraRef | None) -> None:
+    def check(self, ref: LoraRef) -> None:
         """Raises `RequestError` if the adapter has been unloaded since it was found."""
-        if ref is None:
-            return
         with self._lock:
             found = self._loaded.get(ref.name)
         if found is None or found.ref != ref:
             raise RequestError("the LoRA adapter has been unloaded", param="lora")
 
-    def load(self, name: str, path: str, run: Run) -> LoadedAdapter:
+    def load(self, name: str, path: str, run: Run, *, ref: LoraRef | None = None) -> LoadedAdapter:
         """Reads an adapter and puts it on the device; requests find it from then on. Blocks.
+
+        Args:
+          ref: where it has to be, and as what; default: at a free place, as a new adapter.
 
         Raises:
           RequestError: the name is no name or in use, there is no place left, or the adapter cannot
             be served; nothing has changed then.
         """
-        ref = self._begin(name)
+        ref = self._begin(name, ref)
         try:
-            adapter = self._read(Path(path))
-            run(lambda: self._put(ref.place, adapter.arrays))
-            loaded = LoadedAdapter(ref=ref, path=path, digest=adapter.digest, rank=adapter.rank)
+            loaded = self._install(ref, path, run)
             with self._lock:
                 self._loaded[name] = loaded
             return loaded
@@ -104,6 +93,11 @@ class Adapters:
         finally:
             with self._lock:
                 del self._loading[name]
+
+    def drop(self, name: str) -> None:
+        """Forgets an adapter that is lost, whoever takes it."""
+        with self._lock:
+            self._loaded.pop(name, None)
 
     def unload(self, name: str, in_use: Callable[[LoraRef], int]) -> None:
         """Forgets an adapter; its place is free for another.
@@ -125,7 +119,7 @@ class Adapters:
                 )
             del self._loaded[name]
 
-    def _begin(self, name: str) -> LoraRef:
+    def _begin(self, name: str, ref: LoraRef | None) -> LoraRef:
         with self._lock:
             if not LORA_NAME.fullmatch(name):
                 raise RequestError(
@@ -136,6 +130,9 @@ class Adapters:
                 raise RequestError(
                     "a LoRA adapter of this name has been loaded already", param="lora_name"
                 )
+            if ref is not None:
+                self._loading[name] = ref
+                return ref
             refs = [*(loaded.ref for loaded in self._loaded.values()), *self._loading.values()]
             free = set(range(1, self.places + 1)) - {ref.place for ref in refs}
             if not free:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from forge_jax.adapters import Adapters
+from forge_jax.adapters import Adapters, LoadedAdapter, Run
 from forge_jax.cache.kv import (
     GIB,
     KVShape,
@@ -44,6 +44,7 @@ from forge_jax.models.registry import build_model, read_spec, resolve_dtype
 from forge_jax.observe.compilations import SinceReady
 from forge_jax.observe.memory import available_host_bytes, device_bytes, give_back_freed_memory
 from forge_jax.observe.startup import StartupTimes
+from forge_jax.schedule.request import LoraRef
 from forge_jax.speculate import make_speculator
 from forge_jax.speculate.draft_model import DraftModel, draft_shapes
 from forge_jax.step.proposals import Proposals
@@ -201,11 +202,13 @@ def _load_adapters(
     config: EngineConfig, model: Model, shape: LoraShape, runner: Runner
 ) -> Adapters:
     """Those that `--lora` names. Nothing runs yet: everything is between two steps."""
-    adapters = Adapters(
-        shape.places,
-        read=lambda folder: read_adapter(folder, model, shape),
-        put=runner.set_adapter,
-    )
+
+    def install(ref: LoraRef, path: str, run: Run) -> LoadedAdapter:
+        adapter = read_adapter(Path(path), model, shape)
+        run(lambda: runner.set_adapter(ref.place, adapter.arrays))
+        return LoadedAdapter(ref=ref, path=path, digest=adapter.digest, rank=adapter.rank)
+
+    adapters = Adapters(shape.places, install)
     for option in config.model.lora:
         name, folder = split_lora(option)
         try:
