@@ -94,6 +94,24 @@ class Adapters:
             with self._lock:
                 del self._loading[name]
 
+    def restore(self, adapters: Iterable[LoadedAdapter]) -> dict[str, str]:
+        """Loads what an engine before this one had, from the same folders; nothing runs yet.
+
+        Returns:
+          Why not, by the names of those that are lost: their files are not what they were.
+        """
+        lost: dict[str, str] = {}
+        for before in adapters:
+            try:
+                now = self.load(before.name, before.path, lambda put: put(), ref=before.ref)
+            except RequestError as error:
+                lost[before.name] = str(error)
+                continue
+            if now.digest != before.digest:
+                self.drop(before.name)
+                lost[before.name] = "its files have changed since it was loaded"
+        return lost
+
     def drop(self, name: str) -> None:
         """Forgets an adapter that is lost, whoever takes it."""
         with self._lock:

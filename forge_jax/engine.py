@@ -23,13 +23,14 @@ from forge_jax.errors import EngineError, ForgeError
 from forge_jax.garbage import short_pauses
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
-from forge_jax.schedule.request import FinishReason, Request
+from forge_jax.schedule.request import FinishReason, LoraRef, Request
 from forge_jax.streams import EngineStats as EngineStats
 from forge_jax.streams import QueueLimits, StreamingEngine
 from forge_jax.streams import State as State
 from forge_jax.streams import Stream as Stream
 
 if TYPE_CHECKING:
+    from forge_jax.adapters import LoadedAdapter
     from forge_jax.grammar import GrammarCompiler, GrammarSpec
 
 CALL_S = 1.0  # between two looks at whether the engine thread is alive
@@ -201,6 +202,14 @@ class Engine(StreamingEngine):
 
     async def _prepare(self, grammars: GrammarCompiler, spec: GrammarSpec) -> None:
         await grammars.compile_soon(spec)
+
+    def load_lora_at(self, ref: LoraRef, path: str) -> LoadedAdapter:
+        """Loads an adapter that another keeps the places of. Blocks; in any thread.
+
+        Raises:
+          as `load_lora`.
+        """
+        return self._adapters().load(ref.name, path, self._between_steps, ref=ref)
 
     def _between_steps(self, call: Callable[[], None]) -> None:
         done: Future[None] = Future()

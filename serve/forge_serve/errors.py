@@ -17,6 +17,7 @@ from forge_jax.errors import (
     EngineError,
     ForgeError,
     GrammarError,
+    LostAdapterError,
     NumericalError,
     OverloadedError,
     RequestError,
@@ -128,6 +129,8 @@ def error_reply(error: BaseException) -> ErrorReply:
             return ErrorReply(500, str(error), "server_error", None, "grammar_failed")
         case StepError():
             return ErrorReply(500, str(error), "server_error", None, "step_failed")
+        case LostAdapterError():
+            return ErrorReply(500, str(error), "server_error", None, "adapter_lost")
         case EngineError():
             level = logging.INFO if isinstance(error, StoppingError) else logging.ERROR
             log.log(level, "the engine refused or lost a request: %s", error)
