@@ -270,7 +270,10 @@ class EngineProcess(StreamingEngine):
         assert self.adapters is not None
         log.error("the LoRA adapter %s is lost: %s", name, reason)
         self.adapters.drop(name)
-        error = LostAdapterError(f"the LoRA adapter {name} could not be loaded again: {reason}")
+        error = LostAdapterError(
+            "the LoRA adapter could not be loaded again after the engine's crash: its files are "
+            "missing, or have changed"
+        )
         for request_id, entry in list(self._journal.items()):
             if entry.request.lora is not None and entry.request.lora.name == name:
                 self._end(request_id, "error", error)

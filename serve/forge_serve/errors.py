@@ -33,6 +33,10 @@ class UnknownModelError(RequestError):
     """The request names a model that this server does not serve."""
 
 
+class UnknownAdapterError(RequestError):
+    """The request names a LoRA adapter that is not loaded, or a folder that is not there."""
+
+
 class UnknownResponseError(RequestError):
     """The request names a response that is not kept here, or not for this client."""
 
@@ -104,6 +108,9 @@ def error_reply(error: BaseException) -> ErrorReply:
             return ErrorReply(401, str(error), "invalid_request_error", None, code)
         case UnknownModelError():
             code = "model_not_found"
+            return ErrorReply(404, str(error), "invalid_request_error", error.param, code)
+        case UnknownAdapterError():
+            code = "adapter_not_found"
             return ErrorReply(404, str(error), "invalid_request_error", error.param, code)
         case UnknownResponseError():
             code = "response_not_found"

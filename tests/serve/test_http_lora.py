@@ -1,0 +1,115 @@
+"""LoRA adapters over HTTP, in vLLM's words: loaded, listed, named as the model, unloaded."""
+
+import asyncio
+
+import pytest
+from conftest import running
+from lora_files import write_adapter
+
+from forge_jax.config import EngineConfig
+from forge_jax.engine import Engine
+from forge_serve.config import ServerConfig
+
+OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 32}
+BODY = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture
+async def server(stories, tmp_path):
+    root = tmp_path / "adapters"
+    write_adapter(root / "first", stories, seed=1)
+    write_adapter(root / "second", stories, seed=2)
+    write_adapter(tmp_path / "outside", stories, seed=3)
+    (root / "link").symlink_to(tmp_path / "outside")
+    config = EngineConfig.from_options(
+        model=str(stories), **OPTIONS, lora=(f"first={root / 'first'}",), max_loras=2
+    )
+    engine = await asyncio.to_thread(Engine.load, config)
+    options = ServerConfig(served_model_name="stories", lora_folder=str(root))
+    async with running(engine, options) as server:
+        yield server
+
+
+async def change(server, verb, **body) -> tuple[int, str]:
+    async with server.http.post(f"{server.url}/v1/{verb}_lora_adapter", json=body) as response:
+        return response.status, await response.text()
+
+
+async def test_adapters_are_loaded_listed_named_and_unloaded(server):
+    status, text = await change(server, "load", lora_name="second", lora_path="second")
+    assert (status, text) == (200, "Success: LoRA adapter 'second' added successfully.")
+    _, models = await server.get("/v1/models")
+    cards = {card["id"]: (card["parent"], card["object"]) for card in models["data"]}
+    model = (None, "model")
+    assert cards == dict.fromkeys(("first", "second"), ("stories", "model")) | {"stories": model}
+    assert (await server.get("/v1/models/second"))[1]["id"] == "second"
+
+    names = ("stories", "first", "second")
+    answers = await asyncio.gather(
+        *(server.post("/v1/completions", {**BODY, "model": name}) for name in names)
+    )
+    assert [answer["model"] for _, answer in answers] == list(names)
+    assert len({answer["choices"][0]["text"] for _, answer in answers}) == 3
+    completion = await server.openai.completions.create(model="second", **BODY)
+    assert completion.choices[0].text == answers[2][1]["choices"][0]["text"]
+    _, vectors = await server.post("/v1/embeddings", {"input": "a", "model": "first"})
+    _, plain = await server.post("/v1/embeddings", {"input": "a"})
+    assert vectors["model"] == "first" and vectors["data"] != plain["data"]
+
+    status, text = await change(server, "unload", lora_name="second")
+    assert (status, text) == (200, "Success: LoRA adapter 'second' removed successfully.")
+    status, answer = await server.post("/v1/completions", {**BODY, "model": "second"})
+    assert status == 404 and answer["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "status", "param"),
+    [
+        ("load", {"lora_name": "x"}, 400, "lora_path"),
+        ("load", {"lora_name": "first", "lora_path": "second"}, 400, "lora_name"),
+        ("load", {"lora_name": "stories", "lora_path": "second"}, 400, "lora_name"),
+        ("load", {"lora_name": "a b", "lora_path": "second"}, 400, "lora_name"),
+        ("load", {"lora_name": "x", "lora_path": "nowhere"}, 404, "lora_path"),
+        ("load", {"lora_name": "x", "lora_path": "../outside"}, 404, "lora_path"),
+        ("load", {"lora_name": "x", "lora_path": "link"}, 404, "lora_path"),
+        ("load", {"lora_name": "x", "lora_path": "/etc"}, 404, "lora_path"),
+        ("load", {"lora_name": "x", "lora_path": "."}, 404, "lora_path"),
+        ("load", {"lora_name": "x", "lora_path": "a\0"}, 404, "lora_path"),
+        ("load", {"lora_name": "x", "lora_path": "first", "load_inplace": True}, 400,
+         "load_inplace"),
+        ("unload", {"lora_name": "x"}, 404, "lora_name"),
+        ("unload", {}, 400, "lora_name"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_done_is_refused(server, verb, body, status, param):
+    found, answer = await server.post(f"/v1/{verb}_lora_adapter", body)
+    assert found == status and answer["error"]["param"] == param, answer
+    assert str(server.service.config.lora_folder) not in answer["error"]["message"]
+    assert [adapter.name for adapter in server.engine.loras] == ["first"]
+
+
+async def test_an_error_in_a_file_names_it_without_its_place(server, tmp_path):
+    (tmp_path / "adapters" / "first" / "adapter_config.json").unlink()
+    status, answer = await server.post(
+        "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "first"}
+    )
+    assert status == 400 and "adapter_config.json" in answer["error"]["message"]
+    assert str(tmp_path) not in answer["error"]["message"]
+
+
+async def test_an_adapter_in_use_stays(server):
+    body = {**BODY, "model": "first", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    async with server.http.post(f"{server.url}/v1/completions", json=body) as response:
+        await response.content.readline()
+        status, answer = await server.post("/v1/unload_lora_adapter", {"lora_name": "first"})
+        assert status == 400 and "take this LoRA adapter" in answer["error"]["message"]
+    await server.idle()
+    assert (await change(server, "unload", lora_name="first"))[0] == 200
+
+
+async def test_without_a_folder_clients_load_nothing(start):
+    server = await start(Engine.fake())
+    for verb in ("load", "unload"):
+        body = {"lora_name": "x", "lora_path": "/etc"}
+        status, answer = await server.post(f"/v1/{verb}_lora_adapter", body)
+        assert status == 400 and "--lora-folder" in answer["error"]["message"]
