@@ -256,9 +256,19 @@ class EngineProcess(StreamingEngine):
         self._loading[ref.identity] = done
         self._send(LoadLora(ref, path))
 
+    async def load_lora(self, name: str, path: str) -> None:
+        await self._settled()
+        await super().load_lora(name, path)
+
     async def unload_lora(self, name: str) -> None:
+        await self._settled()
         await super().unload_lora(name)
         self._send(UnloadLora(name))
+
+    async def _settled(self) -> None:
+        """Until there is a process that listens, or never will be one."""
+        if self._recovery is not None:
+            await asyncio.wait([self._recovery])
 
     def _give_up_loading(self) -> None:
         loading, self._loading = self._loading, {}

@@ -22,7 +22,7 @@ from forge_jax.schedule.request import LoraRef, Request, cache_name
 
 PROMPT = "Once upon a time, there was a little"
 LONG = list(range(100, 160))
-OPTIONS = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "dtype": "float32", "num_blocks": 64}
+OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "dtype": "float32", "num_blocks": 64}
 SCORED = SamplingParams(
     max_tokens=12, temperature=0, logprobs=0, prompt_logprobs=0, ignore_eos=True
 )
@@ -129,7 +129,7 @@ def test_no_salt_passes_for_an_adapter():
     pairs = [(salt, lora) for salt in ("", "s", "\0", "0") for lora in (None, "1", "11")]
     names = [name(*pair) for pair in pairs]
     forged = [name(text) for text in names if text.startswith("\0")]
-    assert len({*names, *forged}) == len(names) + len(set(forged) - {name("\0")})
+    assert len(set(names)) == len(names) and not set(names) & set(forged)
     assert name("tenant") == "tenant"
 
 
@@ -171,12 +171,11 @@ def test_what_cannot_be_loaded_changes_nothing(both, folders, tmp_path):
     ]
 
 
-def test_embeddings_have_adapters(llm, folders):
-    [vector, plain] = llm.embed([PROMPT, PROMPT], lora=["a", None], progress=False)
-    with LLM(folders["merged a"], **OPTIONS) as other:
-        [wanted] = other.embed([PROMPT], progress=False)
-    np.testing.assert_allclose(vector, wanted, atol=1e-4, rtol=0)
-    assert np.abs(vector - plain).max() > 0.01
+def test_embeddings_have_adapters(llm):
+    [one, plain, same] = llm.embed([PROMPT] * 3, lora=["a", None, "a"], progress=False)
+    [again] = llm.embed(PROMPT, progress=False)
+    np.testing.assert_allclose([same, again], [one, plain], atol=1e-5, rtol=0)
+    assert np.abs(one - plain).max() > 0.01
 
 
 # ---- the deterministic tier --------------------------------------------------------------------

@@ -61,8 +61,9 @@ def logits(model, leaves, ids, stacks=None, places=None):
     def run(leaves, kv, stacks, places):
         chosen = None if stacks is None else Lora(stacks, places[seq])
         _, hidden = model.forward(
-            leaves, kv, ids.reshape(-1), at, seq * BLOCK + at, np.arange(seqs)[:, None],
-            np.full(seqs, LENGTH), np.arange(seqs + 1) * LENGTH, jnp.int32(seqs), lora=chosen,
+            leaves, kv, jnp.asarray(ids).reshape(-1), jnp.asarray(at), jnp.asarray(seq * BLOCK + at),
+            jnp.arange(seqs)[:, None], jnp.full(seqs, LENGTH), jnp.arange(seqs + 1) * LENGTH,
+            jnp.int32(seqs), lora=chosen,
         )  # fmt: skip
         return model.logits(leaves, hidden)
 
