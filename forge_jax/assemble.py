@@ -30,7 +30,7 @@ from forge_jax.cache.kv import (
     fit_num_blocks,
     kv_shape,
 )
-from forge_jax.checkpoint.adapter import read_adapter
+from forge_jax.checkpoint.adapter import check_adapter, read_adapter
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import check_weights, load_weights
 from forge_jax.config import SELF, EngineConfig, split_lora
@@ -88,6 +88,8 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         forms = dataclasses.replace(kernels.forms, lora=lora is not None)
         model = build_model(spec, config.model.dtype, forms)
         check_weights(model, folder)  # before anything that takes long
+        if lora is not None:
+            _check_adapters(config, model, lora)
         draft = _choose_draft(config, model, kernels, device)
         sizes = _Sizes.choose(config, model, device, draft, lora)
         use_compilation_cache(config)
@@ -196,6 +198,14 @@ def _lora_shape(config: EngineConfig) -> LoraShape | None:
     asked = config.model.max_loras
     places = len(config.model.lora) if asked is None else asked
     return LoraShape(places=places, rank=config.model.max_lora_rank) if places else None
+
+
+def _check_adapters(config: EngineConfig, model: Model, shape: LoraShape) -> None:
+    for option in config.model.lora:
+        try:
+            check_adapter(Path(split_lora(option)[1]), model, shape)
+        except ModelError as error:
+            raise type(error)(f"--lora {option}: {error}") from error
 
 
 def _load_adapters(

@@ -29,6 +29,8 @@ _PREFIX = "base_model.model."
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", re.ASCII)
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight", re.ASCII)
 
+_REMEDY = "merge the adapter into its model (PEFT: merge_and_unload) and serve that"
+
 # Options of PEFT that change what the files mean, where they are set at all.
 _REFUSED = {
     "use_dora": "DoRA",
@@ -57,6 +59,7 @@ class _Config:
     rslora: bool
     ranks: Mapping[str, int]  # of single modules
     alphas: Mapping[str, float]
+    base_model: Any  # base_model_name_or_path, as it stands there
 
     def rank_of(self, module: str) -> int:
         return int(_of_module(self.ranks, module, self.rank))
@@ -95,15 +98,48 @@ def adapter_digest(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     for name in (CONFIG, WEIGHTS):
+        _check_is_there(folder, name)
         try:
-            file_size(folder / name)  # a pipe would never end
             with (folder / name).open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
-        except FileNotFoundError:
-            raise CheckpointError(f"{folder} has no {name}: it is not a PEFT adapter") from None
         except OSError as error:
             raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
+
+
+def _check_is_there(folder: Path, name: str) -> None:
+    try:
+        file_size(folder / name)  # a pipe would never end
+    except FileNotFoundError:
+        other = "adapter_model.bin"
+        if name == WEIGHTS and (folder / other).exists():
+            why = f"{other} is not read: load the adapter in PEFT and save it anew"
+        else:
+            why = "it is not a PEFT adapter"
+        raise CheckpointError(f"{folder} has no {name}: {why}") from None
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedAdapter:
+    """An adapter whose config and header have been found to fit a model."""
+
+    config: _Config
+    stored: Mapping[str, StoredTensor]
+    modules: Mapping[str, _Module]  # that have both matrices
+
+
+def check_adapter(folder: Path, model: Model, shape: LoraShape) -> CheckedAdapter:
+    """Checks an adapter's config, and every name, shape and type from the header; reads no data.
+
+    Raises:
+      as `read_adapter`.
+    """
+    for name in (CONFIG, WEIGHTS):
+        _check_is_there(folder, name)
+    config = _read_config(folder)
+    stored = read_header(folder / WEIGHTS)
+    pairs = _pairs(folder, config, stored, _modules(model), shape.rank)
+    return CheckedAdapter(config, stored, pairs)
 
 
 def read_adapter(folder: Path, model: Model, shape: LoraShape) -> Adapter:
@@ -114,9 +150,8 @@ def read_adapter(folder: Path, model: Model, shape: LoraShape) -> Adapter:
       CheckpointError: a file is missing or broken, or does not fit the model or `shape`.
     """
     digest = adapter_digest(folder)
-    config = _read_config(folder)
-    stored = read_header(folder / WEIGHTS)
-    pairs = _pairs(folder, config, stored, _modules(model), shape.rank)
+    checked = check_adapter(folder, model, shape)
+    config, stored, pairs = checked.config, checked.stored, checked.modules
     targets = list(lora_targets(model.spec).items())
     arrays = tuple(np.zeros(s.shape, s.dtype) for s in shape.adapter(model.spec, model.dtype))
     for name, module in pairs.items():
@@ -143,12 +178,18 @@ def _read_config(folder: Path) -> _Config:
     config = read_json(file)
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise UnsupportedModelError(f"{file}: peft_type {shown(kind)}; LORA is supported")
+        raise UnsupportedModelError(
+            f"{file}: peft_type {shown(kind)}; LORA is supported: {_REMEDY}"
+        )
     for name, what in _REFUSED.items():
         if config.get(name):
-            raise UnsupportedModelError(f"{file}: {name}: adapters with {what} are not supported")
+            raise UnsupportedModelError(
+                f"{file}: {name}: adapters with {what} are not supported: {_REMEDY}"
+            )
     if config.get("bias", "none") != "none":
-        raise UnsupportedModelError(f"{file}: bias {shown(config['bias'])}: none is supported")
+        raise UnsupportedModelError(
+            f"{file}: bias {shown(config['bias'])}; none is supported: {_REMEDY}"
+        )
     begin = config.get("init_lora_weights")
     if isinstance(begin, str) and begin.lower().startswith(_CHANGES_BASE):
         raise UnsupportedModelError(
@@ -167,6 +208,7 @@ def _read_config(folder: Path) -> _Config:
             key: _number(value, f"alpha_pattern {key}", file)
             for key, value in _pattern(config, "alpha_pattern", file).items()
         },
+        base_model=config.get("base_model_name_or_path"),
     )
 
 
@@ -190,8 +232,8 @@ def _pattern(config: Mapping[str, Any], name: str, file: Path) -> Mapping[str, A
     for key in pattern:
         if not _PLAIN_NAME.fullmatch(key):
             raise UnsupportedModelError(
-                f"{file}: {name}: {shown(key)} is no plain name of modules; others are not "
-                "supported"
+                f"{file}: {name}: {shown(key)} is no plain name of modules; expressions are not "
+                "supported: write a line for each module"
             )
     return pattern
 
@@ -242,12 +284,13 @@ def _pairs(
     max_rank: int,
 ) -> dict[str, _Module]:
     """The modules that have both matrices, once every name, shape and type has been checked."""
+    made_for = f"the adapter was made for {shown(config.base_model)} (base_model_name_or_path)"
     known = {_tensor_name(module, part): module for module in modules for part in "AB"}
     for name in stored:
         if name not in known:
             raise UnsupportedModelError(
-                f"{folder / WEIGHTS}: {shown(name, 200)}: only A and B matrices of the layers' "
-                "q, k, v, o, gate, up and down projections are supported"
+                f"{folder / WEIGHTS}: {shown(name, 200)}: only A and B matrices of this model's "
+                f"q, k, v, o, gate, up and down projections are supported ({made_for}): {_REMEDY}"
             )
     names = dict.fromkeys(known[name] for name in stored)
     if not names:
@@ -263,9 +306,12 @@ def _pairs(
             tensor = stored.get(_tensor_name(name, part))
             where = f"{folder / WEIGHTS}: {_tensor_name(name, part)}"
             if tensor is None:
-                raise CheckpointError(f"{where} is missing")
+                raise CheckpointError(f"{where} is missing: copy or save the adapter again")
             if tensor.shape != wanted:
-                raise CheckpointError(f"{where} has shape {tensor.shape}, not {wanted}")
+                raise CheckpointError(
+                    f"{where} has shape {tensor.shape}, not {wanted}, which r and this model give: "
+                    f"{made_for}"
+                )
             if tensor.dtype not in FLOATS:
                 raise CheckpointError(f"{where} is {tensor.dtype}, which is not supported")
     return {name: modules[name] for name in names}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from forge_jax.checkpoint.adapter import CONFIG, WEIGHTS
 from forge_jax.errors import RequestError
 from forge_serve.errors import UnknownAdapterError
 
@@ -80,11 +81,13 @@ def _allowed(folder: str | None) -> Path:
 
 
 def _find(root: Path, path: str) -> tuple[Path, Path]:
-    """The folder of all adapters and that of one, links resolved."""
+    """The folder of all adapters and that of one, links resolved; nothing of it lies elsewhere."""
     try:
         found = (root / path).resolve()
-        inside = found.is_relative_to(root) and found != root and found.is_dir()
-    except (OSError, ValueError):  # ValueError: a zero byte
+        inside = found != root and found.is_dir()
+        for place in (found, found / CONFIG, found / WEIGHTS):
+            inside = inside and place.resolve().is_relative_to(root)
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: links in a ring; ValueError: \0
         inside = False
     if not inside:
         raise UnknownAdapterError(

@@ -5,10 +5,13 @@ what a request with the adapter must give.
 """
 
 import asyncio
+import itertools
 import os
+import re
 import signal
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from lora_files import merged, write_adapter
@@ -19,6 +22,8 @@ from forge_jax.engine import Engine
 from forge_jax.errors import ConfigError, LostAdapterError, ModelError, RequestError
 from forge_jax.process.client import EngineProcess
 from forge_jax.schedule.request import LoraRef, Request, cache_name
+from forge_jax.step.runner import Runner
+from forge_jax.testing import FailingDevice
 
 PROMPT = "Once upon a time, there was a little"
 LONG = list(range(100, 160))
@@ -92,11 +97,27 @@ def test_nothing_is_compiled_when_adapters_come_and_go(llm, folders):
     assert "set_adapter" in llm._core._device.executables
 
 
-def test_an_engine_without_adapters_has_nothing_of_them(stories):
+def computed(llm) -> dict[str, set[str]]:
+    """By executable, the scopes of what it computes."""
+    return {
+        name: {
+            part
+            for path in re.findall(r'op_name="([^"]*)"', executable.as_text())
+            for part in path.split("/")
+        }
+        for name, executable in llm._core._device._compiled.items()
+    }
+
+
+def test_an_engine_without_adapters_has_nothing_of_them(stories, llm):
     with LLM(stories, **OPTIONS) as plain:
         runner = plain._core._device
-        assert "set_adapter" not in runner.executables
+        assert "set_adapter" not in runner.executables and "lora" not in runner.settings
         assert runner._slots.lora is None and len(runner._leaves) == len(runner._model.leaves)
+        scopes, with_adapters = computed(plain), computed(llm)
+        for name in ("decode[4]", "mixed[64]"):
+            assert "gate_up" in scopes[name] and "lora" not in scopes[name]
+            assert "lora" in with_adapters[name]
         assert plain.loras == []
         with pytest.raises(RequestError, match="max_loras"):
             run(plain, [PROMPT], lora="a")
@@ -187,33 +208,81 @@ def exact_options(folders):
     return {**OPTIONS, "deterministic": True, "lora": named, "max_lora_rank": 8}
 
 
-def test_the_bits_of_a_request_do_not_depend_on_the_adapters_of_others(stories, exact_options):
+@pytest.fixture(scope="module")
+def exact(stories, exact_options):
     with LLM(stories, **exact_options) as exact:
-        alone = {name: scores(run(exact, [LONG], lora=name)[0]) for name in ("a", "b", None)}
-        for names in (["b", "a", None, "a"], [None, None, "b", "a"], ["a"] * 4):
-            outputs = run(exact, [LONG, LONG[3:], [5, 6], LONG], lora=names)
-            for row in (0, 3):
-                np.testing.assert_array_equal(scores(outputs[row]), alone[names[row]])
-        # At another place, after another adapter was there.
-        exact.unload_lora("a")
-        exact.unload_lora("b")
-        for name in ("b", "a"):
-            exact.load_lora(name, exact_options["lora"][name == "b"].partition("=")[2])
-        for name in ("a", "b"):
-            np.testing.assert_array_equal(scores(run(exact, [LONG], lora=name)[0]), alone[name])
+        yield exact
 
 
-def test_speculation_changes_no_token_of_an_adapter(stories, exact_options):
-    params = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
-    names = ["a", "b", None, "a", "b"]
-    prompts = [[7, 8, 9] * 8] * 5
-    with LLM(stories, **exact_options) as plain:
-        wanted = [o.outputs[0].token_ids for o in run(plain, prompts, params, lora=names)]
-    with LLM(stories, **exact_options, speculation="suffix") as guessing:
+def test_the_bits_of_a_request_do_not_depend_on_the_adapters_of_others(exact, exact_options):
+    alone = {name: scores(run(exact, [LONG], lora=name)[0]) for name in ("a", "b", None)}
+    for names in (["b", "a", None, "a"], [None, None, "b", "a"], ["a"] * 4):
+        outputs = run(exact, [LONG, LONG[3:], [5, 6], LONG], lora=names)
+        for row in (0, 3):
+            np.testing.assert_array_equal(scores(outputs[row]), alone[names[row]])
+    # At another place, after another adapter was there.
+    exact.unload_lora("a")
+    exact.unload_lora("b")
+    for name in ("b", "a"):
+        exact.load_lora(name, exact_options["lora"][name == "b"].partition("=")[2])
+    for name in ("a", "b"):
+        np.testing.assert_array_equal(scores(run(exact, [LONG], lora=name)[0]), alone[name])
+
+
+MIX = ["a", "b", None, "a", "b"]
+PROMPTS = [[7, 8, 9] * 8, LONG, LONG, LONG[:20], [3, 4] * 9]
+SAMPLED = SamplingParams(
+    max_tokens=40, temperature=0.8, seed=5, logprobs=0, prompt_logprobs=0, ignore_eos=True
+)
+
+
+@pytest.fixture(scope="module")
+def expected(exact) -> list[tuple]:
+    """What each request of the mix gives alone."""
+    outputs = [
+        run(exact, [p], SAMPLED, lora=name)[0] for p, name in zip(PROMPTS, MIX, strict=True)
+    ]
+    assert len({o.outputs[0].token_ids for o in outputs}) == len(outputs)
+    return [tokens_and_scores(output) for output in outputs]
+
+
+def tokens_and_scores(output) -> tuple:
+    return output.outputs[0].token_ids, scores(output).tobytes()
+
+
+def answers(llm) -> list[tuple]:
+    return [tokens_and_scores(output) for output in run(llm, PROMPTS, SAMPLED, lora=MIX)]
+
+
+def test_a_preempted_request_keeps_its_adapter(stories, exact_options, expected):
+    with LLM(stories, **exact_options | {"num_blocks": 11, "max_model_len": 128}) as tight:
+        assert answers(tight) == expected
+        assert tight._core.scheduler.num_preemptions > 0
+
+
+def test_a_step_that_raises_takes_no_adapter_away(exact, expected):
+    """Nor do device arrays that are lost, and made anew."""
+    calls, core, device = itertools.count(1), exact._core, exact._core._device
+    core._device = FailingDevice(device, lambda plan, where: next(calls) % 25 == 0)
+    before = core.num_recoveries
+    try:
+        assert answers(exact) == expected
+        jax.tree.map(lambda array: array.delete(), device._slots)
+        assert answers(exact) == expected
+    finally:
+        core._device = device
+    assert core.num_recoveries > before + 5
+
+
+@pytest.mark.parametrize(
+    "speculation", [{"speculation": "suffix"}, {"speculation": "draft", "draft_model": "self", "draft_layers": 1}]
+)
+def test_speculation_changes_nothing_for_an_adapter(stories, exact_options, expected, speculation):
+    """Twice: then there are earlier outputs, of the same adapter and of others."""
+    with LLM(stories, **exact_options, **speculation) as guessing:
         for _ in range(2):
-            outputs = run(guessing, prompts, params, lora=names)
-            assert [o.outputs[0].token_ids for o in outputs] == wanted
-    assert len(set(wanted)) == 3
+            assert answers(guessing) == expected
+        assert guessing._core.speculator.stats().num_accepted_tokens > 0
 
 
 # ---- options -----------------------------------------------------------------------------------
@@ -237,7 +306,9 @@ def test_options_that_cannot_be_are_refused(options, named):
         EngineConfig.from_options(**options)
 
 
-def test_an_adapter_that_does_not_fit_stops_the_start(stories, folders):
+def test_an_adapter_that_does_not_fit_stops_the_start(stories, folders, monkeypatch):
+    """Before anything is compiled."""
+    monkeypatch.setattr(Runner, "compile", None)
     with pytest.raises(ModelError, match=r"--lora b=.*rank 8.*--max-lora-rank"):
         LLM(stories, **OPTIONS, lora=(f"b={folders['b']}",), max_lora_rank=4)
 
@@ -281,7 +352,7 @@ async def test_a_crash_is_a_pause_for_adapters_too(stories, folders, both, tmp_p
     wanted = {name: run(both, [PROMPT], lora=name)[0].text for name in ("a", "b")}
     changing = write_adapter(tmp_path / "changing", stories, seed=3)
     config = EngineConfig.from_options(
-        model=str(stories), **OPTIONS, lora=(f"a={folders['a']}",), max_loras=3, max_lora_rank=8
+        model=str(stories), **OPTIONS, lora=(f"a={folders['a']}",), max_loras=4, max_lora_rank=8
     )
     engine = await asyncio.to_thread(EngineProcess.load, config)
     engine.start()
