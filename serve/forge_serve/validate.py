@@ -344,7 +344,7 @@ def _check_digits(body: bytes, limits: Limits) -> None:
         raise RequestError(f"the body has a number of more than {limits.number_digits} digits")
 
 
-def _check_duplicates(body: bytes, kind: type[GenerationRequest]) -> dict[str, Any]:
+def _check_duplicates(body: bytes, kind: type[msgspec.Struct]) -> dict[str, Any]:
     """Refuses an object with the same key twice: who reads it first and who reads it last disagree.
 
     A parser keeps one of them, so that what it has read has fewer pairs than the text.
@@ -375,7 +375,7 @@ def _num_pairs(data: bytes) -> int:
     return int((_outside_strings(data) == ord(":")).sum())
 
 
-def _duplicate_field(body: bytes, kind: type[GenerationRequest]) -> str | None:
+def _duplicate_field(body: bytes, kind: type[msgspec.Struct]) -> str | None:
     outermost: list[str] = []
 
     def keep(pairs: list[tuple[str, Any]]) -> None:

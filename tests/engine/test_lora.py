@@ -239,9 +239,7 @@ SAMPLED = SamplingParams(
 @pytest.fixture(scope="module")
 def expected(exact) -> list[tuple]:
     """What each request of the mix gives alone."""
-    outputs = [
-        run(exact, [p], SAMPLED, lora=name)[0] for p, name in zip(PROMPTS, MIX, strict=True)
-    ]
+    outputs = [run(exact, [p], SAMPLED, lora=name)[0] for p, name in zip(PROMPTS, MIX, strict=True)]
     assert len({o.outputs[0].token_ids for o in outputs}) == len(outputs)
     return [tokens_and_scores(output) for output in outputs]
 
@@ -275,7 +273,8 @@ def test_a_step_that_raises_takes_no_adapter_away(exact, expected):
 
 
 @pytest.mark.parametrize(
-    "speculation", [{"speculation": "suffix"}, {"speculation": "draft", "draft_model": "self", "draft_layers": 1}]
+    "speculation",
+    [{"speculation": "suffix"}, {"speculation": "draft", "draft_model": "self", "draft_layers": 1}],
 )
 def test_speculation_changes_nothing_for_an_adapter(stories, exact_options, expected, speculation):
     """Twice: then there are earlier outputs, of the same adapter and of others."""
