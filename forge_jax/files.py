@@ -29,6 +29,7 @@ MAX_BYTES = {
     "pytorch_model.bin.index.json": 64 * MIB,
 }
 MAX_DEPTH = 64  # of JSON
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def read_text(file: Path, kind: str | None = None) -> str:

@@ -19,12 +19,11 @@ import numpy as np
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.checkpoint.stored import FLOATS, StoredTensor
 from forge_jax.errors import CheckpointError, UnsupportedModelError
-from forge_jax.files import file_size, read_json, shown
+from forge_jax.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, file_size, read_json, shown
 from forge_jax.models.decoder import Model
 from forge_jax.models.lora import LoraShape, lora_targets
 from forge_jax.models.registry import find_architecture
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", re.ASCII)
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight", re.ASCII)
@@ -97,7 +96,7 @@ def adapter_digest(folder: Path) -> str:
       CheckpointError: a file is missing or cannot be read.
     """
     digest = hashlib.sha256()
-    for name in (CONFIG, WEIGHTS):
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         _check_is_there(folder, name)
         try:
             with (folder / name).open("rb") as stream:
@@ -112,7 +111,7 @@ def _check_is_there(folder: Path, name: str) -> None:
         file_size(folder / name)  # a pipe would never end
     except FileNotFoundError:
         other = "adapter_model.bin"
-        if name == WEIGHTS and (folder / other).exists():
+        if name == ADAPTER_WEIGHTS and (folder / other).exists():
             why = f"{other} is not read: load the adapter in PEFT and save it anew"
         else:
             why = "it is not a PEFT adapter"
@@ -134,10 +133,10 @@ def check_adapter(folder: Path, model: Model, shape: LoraShape) -> CheckedAdapte
     Raises:
       as `read_adapter`.
     """
-    for name in (CONFIG, WEIGHTS):
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         _check_is_there(folder, name)
     config = _read_config(folder)
-    stored = read_header(folder / WEIGHTS)
+    stored = read_header(folder / ADAPTER_WEIGHTS)
     pairs = _pairs(folder, config, stored, _modules(model), shape.rank)
     return CheckedAdapter(config, stored, pairs)
 
@@ -174,7 +173,7 @@ def read_adapter(folder: Path, model: Model, shape: LoraShape) -> Adapter:
 
 
 def _read_config(folder: Path) -> _Config:
-    file = folder / CONFIG
+    file = folder / ADAPTER_CONFIG
     config = read_json(file)
     kind = config.get("peft_type")
     if kind != "LORA":
@@ -289,12 +288,13 @@ def _pairs(
     for name in stored:
         if name not in known:
             raise UnsupportedModelError(
-                f"{folder / WEIGHTS}: {shown(name, 200)}: only A and B matrices of this model's "
-                f"q, k, v, o, gate, up and down projections are supported ({made_for}): {_REMEDY}"
+                f"{folder / ADAPTER_WEIGHTS}: {shown(name, 200)}: only A and B matrices of this "
+                "model's q, k, v, o, gate, up and down projections are supported "
+                f"({made_for}): {_REMEDY}"
             )
     names = dict.fromkeys(known[name] for name in stored)
     if not names:
-        raise CheckpointError(f"{folder / WEIGHTS} has no tensors")
+        raise CheckpointError(f"{folder / ADAPTER_WEIGHTS} has no tensors")
     for name in names:
         module, rank = modules[name], config.rank_of(name)
         if rank > max_rank:
@@ -304,7 +304,7 @@ def _pairs(
             )
         for part, wanted in (("A", (rank, module.inputs)), ("B", (module.rows, rank))):
             tensor = stored.get(_tensor_name(name, part))
-            where = f"{folder / WEIGHTS}: {_tensor_name(name, part)}"
+            where = f"{folder / ADAPTER_WEIGHTS}: {_tensor_name(name, part)}"
             if tensor is None:
                 raise CheckpointError(f"{where} is missing: copy or save the adapter again")
             if tensor.shape != wanted:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forge_jax.checkpoint.adapter import CONFIG, WEIGHTS
 from forge_jax.errors import RequestError
+from forge_jax.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from forge_serve.errors import UnknownAdapterError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _find(root: Path, path: str) -> tuple[Path, Path]:
     try:
         found = (root / path).resolve()
         inside = found != root and found.is_dir()
-        for place in (found, found / CONFIG, found / WEIGHTS):
+        for place in (found, found / ADAPTER_CONFIG, found / ADAPTER_WEIGHTS):
             inside = inside and place.resolve().is_relative_to(root)
     except (OSError, RuntimeError, ValueError):  # RuntimeError: links in a ring; ValueError: \0
         inside = False

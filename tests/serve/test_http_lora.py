@@ -109,6 +109,16 @@ async def test_what_cannot_be_done_is_refused(server, tmp_path):
     assert (await change(server, "load", lora_name="x", lora_path=within))[0] == 200
 
 
+async def test_the_documents_examples_are_served(server, tmp_path):
+    (tmp_path / "adapters" / "second").rename(tmp_path / "adapters" / "my-adapter")
+    _, document = await server.get("/openapi.json")
+    for verb in ("load", "unload"):
+        post = document["paths"][f"/v1/{verb}_lora_adapter"]["post"]
+        body = post["requestBody"]["content"]["application/json"]["examples"]["whole"]["value"]
+        status, text = await change(server, verb, **body)
+        assert status == 200 and "text/plain" in post["responses"]["200"]["content"], text
+
+
 async def test_every_protocol_names_an_adapter_as_the_model(server):
     user = [{"role": "user", "content": "One day"}]
     chat = {"messages": user, "max_tokens": 8, "temperature": 0}
