@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
+from forge_jax.adapters import Adapters, LoadedAdapter, Run
 from forge_jax.cache.kv import (
     GIB,
     KVShape,
@@ -29,18 +30,21 @@ from forge_jax.cache.kv import (
     fit_num_blocks,
     kv_shape,
 )
+from forge_jax.checkpoint.adapter import check_adapter, read_adapter
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import check_weights, load_weights
-from forge_jax.config import SELF, EngineConfig
+from forge_jax.config import SELF, EngineConfig, split_lora
 from forge_jax.core import EngineCore, EngineParts, make_scheduler, max_rows
-from forge_jax.errors import ConfigError, UnsupportedModelError
+from forge_jax.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
 from forge_jax.fingerprint import system_fingerprint
 from forge_jax.grammar import GrammarCompiler
 from forge_jax.models.decoder import WeightForms
+from forge_jax.models.lora import LoraShape
 from forge_jax.models.registry import build_model, read_spec, resolve_dtype
 from forge_jax.observe.compilations import SinceReady
 from forge_jax.observe.memory import available_host_bytes, device_bytes, give_back_freed_memory
 from forge_jax.observe.startup import StartupTimes
+from forge_jax.schedule.request import LoraRef
 from forge_jax.speculate import make_speculator
 from forge_jax.speculate.draft_model import DraftModel, draft_shapes
 from forge_jax.step.proposals import Proposals
@@ -80,15 +84,19 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         spec = read_spec(folder)
         device = choose_device(config)
         kernels = _choose_kernels(config, spec, device)
-        model = build_model(spec, config.model.dtype, kernels.forms)
+        lora = _lora_shape(config)
+        forms = dataclasses.replace(kernels.forms, lora=lora is not None)
+        model = build_model(spec, config.model.dtype, forms)
         check_weights(model, folder)  # before anything that takes long
+        if lora is not None:
+            _check_adapters(config, model, lora)
         draft = _choose_draft(config, model, kernels, device)
-        sizes = _Sizes.choose(config, model, device, draft)
+        sizes = _Sizes.choose(config, model, device, draft, lora)
         use_compilation_cache(config)
     compilations = SinceReady()
     memory_limit = _free_bytes(device)
     proposals = _make_proposals(config, draft, device)
-    runner = _make_runner(config, model, sizes, device, memory_limit, kernels, proposals)
+    runner = _make_runner(config, model, sizes, device, memory_limit, kernels, proposals, lora)
     runner.compile()
     with startup.phase("config"):  # what the shapes do not depend on
         tokenizer, template = load_text(folder, config.model.chat_template, spec.vocab_size)
@@ -101,7 +109,9 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         if needed > memory_limit:
             runner.cancel()
             sizes = sizes.smaller(config, needed - memory_limit)
-            runner = _make_runner(config, model, sizes, device, memory_limit, kernels, proposals)
+            runner = _make_runner(
+                config, model, sizes, device, memory_limit, kernels, proposals, lora
+            )
             runner.compile()
             still = runner.memory_bytes() + sizes.draft_bytes - memory_limit
             if still > 0:
@@ -120,6 +130,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         runner.start(leaves)
         if draft_model is not None:
             draft_model.start(draft_leaves)
+    adapters = None if lora is None else _load_adapters(config, model, lora, runner)
     log.info(
         "%s: %.2f GB of weights, KV cache of %d blocks x %d tokens in %s (%.2f GiB), context %d, "
         "on %s",
@@ -174,11 +185,47 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         compilations=compilations,
         late=None if ready else late,
         pooler=runner,
+        adapters=adapters,
         startup=startup,
         system_fingerprint=fingerprint,
         architecture=spec.architecture,
         pooling=config.model.pooling,
     )
+
+
+def _lora_shape(config: EngineConfig) -> LoraShape | None:
+    """None where there can be no adapters: then nothing of them is compiled."""
+    asked = config.model.max_loras
+    places = len(config.model.lora) if asked is None else asked
+    return LoraShape(places=places, rank=config.model.max_lora_rank) if places else None
+
+
+def _check_adapters(config: EngineConfig, model: Model, shape: LoraShape) -> None:
+    for option in config.model.lora:
+        try:
+            check_adapter(Path(split_lora(option)[1]), model, shape)
+        except ModelError as error:
+            raise type(error)(f"--lora {option}: {error}") from error
+
+
+def _load_adapters(
+    config: EngineConfig, model: Model, shape: LoraShape, runner: Runner
+) -> Adapters:
+    """Those that `--lora` names. Nothing runs yet: everything is between two steps."""
+
+    def install(ref: LoraRef, path: str, run: Run) -> LoadedAdapter:
+        adapter = read_adapter(Path(path), model, shape)
+        run(lambda: runner.set_adapter(ref.place, adapter.arrays))
+        return LoadedAdapter(ref=ref, path=path, digest=adapter.digest, rank=adapter.rank)
+
+    adapters = Adapters(shape.places, install)
+    for option in config.model.lora:
+        name, folder = split_lora(option)
+        try:
+            adapters.load(name, folder, lambda put: put())
+        except RequestError as error:
+            raise ModelError(f"--lora {option}: {error}") from error
+    return adapters
 
 
 class _Late:
@@ -249,6 +296,7 @@ def _make_runner(
     memory_limit: int,
     kernels: _Kernels,
     proposals: Proposals | None,
+    lora: LoraShape | None,
 ) -> Runner:
     speculation = config.speculation
     shapes = step_shapes(
@@ -273,6 +321,7 @@ def _make_runner(
         proposals=proposals,
         deterministic=config.model.deterministic,
         command_buffers=config.parallel.command_buffers,
+        lora=lora,
         memory_limit=memory_limit - sizes.draft_bytes,
     )
 
@@ -416,7 +465,8 @@ def _choose_draft(
         if layers is None or layers > most:
             raise ConfigError(f"--draft-layers must be from 1 to the model's {most}, not {layers}")
         spec = dataclasses.replace(target.spec, num_hidden_layers=layers)
-        model = build_model(spec, config.model.dtype, kernels.forms)
+        forms = dataclasses.replace(kernels.forms, lora=_lora_shape(config) is not None)
+        model = build_model(spec, config.model.dtype, forms)
         return _Draft(model=model, folder=None, implementation=kernels.attention)
     folder = resolve(name)
     spec = read_spec(folder)
@@ -500,6 +550,7 @@ class _Sizes:
         model: Model,
         device: jax.Device,
         draft: _Draft | None = None,
+        lora: LoraShape | None = None,
     ) -> _Sizes:
         spec, cache, batch = model.spec, config.cache, config.batch
         on_cpu = device.platform == "cpu"
@@ -540,7 +591,7 @@ class _Sizes:
                     f"{free / GIB:,.1f}: at most {free // block_bytes(block_size)} blocks fit"
                 )
         else:
-            free = _kv_bytes(config, model, draft, device, max_tokens)
+            free = _kv_bytes(config, model, draft, device, max_tokens, lora)
             room = coarse(free // block_bytes(block_size)) * block_size
             if asked is None and cache.kv_cache == "paged" and room:
                 max_model_len = _fit_context(None, max_model_len, room)
@@ -628,17 +679,27 @@ def _free_bytes(device: jax.Device) -> int:
 
 
 def _kv_bytes(
-    config: EngineConfig, model: Model, draft: _Draft | None, device: jax.Device, max_tokens: int
+    config: EngineConfig,
+    model: Model,
+    draft: _Draft | None,
+    device: jax.Device,
+    max_tokens: int,
+    lora: LoraShape | None,
 ) -> int:
     """Bytes for the KV caches, after weights and an analytic bound on activations."""
     memory = device_bytes(device)
     weights = model.param_bytes + (0 if draft is None else draft.param_bytes)
+    if lora is not None:
+        weights += lora.num_bytes(model.spec, model.dtype)
     if memory is None:
         return cpu_kv_bytes(available_host_bytes() - weights)
     limit, in_use = memory
     num_rows = max_rows(config.batch.max_num_seqs)
     specs = [model.spec] if draft is None else [model.spec, draft.model.spec]
     activations = max(activation_bytes(spec, max_tokens, num_rows) for spec in specs)
+    if lora is not None:  # between the two matrices, and what they add
+        width = lora.places * lora.rank + 2 * model.spec.intermediate_size
+        activations += 4 * max_tokens * width
     return int(limit * config.cache.memory_fraction) - in_use - weights - activations
 
 

@@ -7,6 +7,7 @@ and the table in docs/configuration.md are made from them.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -19,6 +20,9 @@ Policy = Literal["fcfs", "priority", "prefix"]
 Speculation = Literal["off", "ngram", "suffix", "draft"]
 Verification = Literal["coupled", "rejection"]
 SELF = "self"  # as a draft model: the first layers of the model itself
+LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}", re.ASCII)
+MAX_LORAS = 64  # each is multiplied with every row
+MAX_LORA_RANK = 512
 MAX_DRAFT_TOKENS = 31  # each is a row of the executables that verify
 Batching = Literal["continuous", "static"]
 Pooling = Literal["last", "mean"]  # of hidden states, for an embedding
@@ -59,6 +63,13 @@ class ModelConfig:
         "last",
         "what an embedding is made of: the last token's final hidden state, or the mean of all",
     )
+    lora: tuple[str, ...] = option(
+        (), "a LoRA adapter in PEFT's form, as NAME=FOLDER: requests name it; may be repeated"
+    )
+    max_loras: int | None = option(
+        None, "LoRA adapters at once, and so room to load more later; auto: as many as --lora names"
+    )
+    max_lora_rank: int = option(16, "largest rank of a LoRA adapter; all take as much memory")
     seed: int = option(0, "seed of the random source that seeds requests without a seed")
 
 
@@ -189,6 +200,7 @@ class EngineConfig:
             )
         _check_draft_model(self.speculation)
         _check_verification(self)
+        _check_lora(self.model)
         if self.batch.prefill_chunk_size is not None and not self.batch.chunked_prefill:
             raise ConfigError(
                 "--prefill-chunk-size cuts prompts, which --no-chunked-prefill forbids: "
@@ -255,6 +267,38 @@ def _check_verification(config: EngineConfig) -> None:
             "--deterministic promises the same: use --draft-verification coupled, or leave "
             "--deterministic out"
         )
+
+
+def _check_lora(model: ModelConfig) -> None:
+    if isinstance(model.lora, str):
+        raise ConfigError("lora must be a tuple of strings")
+    names = [split_lora(option)[0] for option in model.lora]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--lora {name}: two adapters cannot have one name")
+    places = model.max_loras
+    if places is not None and not len(names) <= places <= MAX_LORAS:
+        raise ConfigError(
+            f"--max-loras must be at least the number of --lora ({len(names)}) and at most "
+            f"{MAX_LORAS}, not {places}"
+        )
+    if len(names) > MAX_LORAS:
+        raise ConfigError(f"--lora: at most {MAX_LORAS} adapters, not {len(names)}")
+    if not 1 <= model.max_lora_rank <= MAX_LORA_RANK:
+        raise ConfigError(
+            f"--max-lora-rank must be from 1 to {MAX_LORA_RANK}, not {model.max_lora_rank}"
+        )
+
+
+def split_lora(option: str) -> tuple[str, str]:
+    """NAME=FOLDER -> (name, folder). Raises ConfigError if it is not of this form."""
+    name, _, folder = option.partition("=")
+    if not LORA_NAME.fullmatch(name) or not folder:
+        raise ConfigError(
+            f"--lora must be NAME=FOLDER, the name of at most 128 letters, digits and any of "
+            f"._:/@+-, not {option!r}"
+        )
+    return name, folder
 
 
 def _check_types(section: Any) -> None:

@@ -39,12 +39,13 @@ from forge_jax.schedule.plan import (
     StepResult,
     TokenLogprobs,
 )
-from forge_jax.schedule.request import Request, Sequence, output_room
+from forge_jax.schedule.request import LoraRef, Request, Sequence, output_room
 from forge_jax.schedule.scheduler import Gain, Scheduler, SchedulerConfig
 from forge_jax.speculate.speculator import Speculator
 from forge_jax.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
+    from forge_jax.adapters import Adapters
     from forge_jax.grammar import Grammar, GrammarCompiler
     from forge_jax.grammar.constraints import Constraints
     from forge_jax.grammar.token_filter import TokenFilter
@@ -116,6 +117,7 @@ class EngineParts:
     system_fingerprint: str | None = None  # in the deterministic tier
     architecture: str | None = None  # in the words of the model's config.json
     pooling: Pooling = "last"  # where a request does not say
+    adapters: Adapters | None = None  # None: there can be none
     pooler: Pooler | None = None  # None: the device can pool from its start on
     late: Late | None = None  # what it can begin without, and the rest of its start
     startup: StartupTimes = field(default_factory=StartupTimes)
@@ -293,6 +295,10 @@ class EngineCore:
         if grammar is not None or tokens is not None:
             for seq in seqs:
                 self._constrain(seq, grammar, tokens)
+
+    def num_requests_with(self, lora: LoraRef) -> int:
+        """How many requests that have not ended take an adapter."""
+        return sum(request.lora == lora for request in self.scheduler.requests())
 
     def compile_grammar(self, request: Request) -> Grammar | None:
         """The grammar of a request, compiled here and now if nobody has done it before.

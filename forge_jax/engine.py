@@ -23,14 +23,17 @@ from forge_jax.errors import EngineError, ForgeError
 from forge_jax.garbage import short_pauses
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
-from forge_jax.schedule.request import FinishReason, Request
+from forge_jax.schedule.request import FinishReason, LoraRef, Request
 from forge_jax.streams import EngineStats as EngineStats
 from forge_jax.streams import QueueLimits, StreamingEngine
 from forge_jax.streams import State as State
 from forge_jax.streams import Stream as Stream
 
 if TYPE_CHECKING:
+    from forge_jax.adapters import LoadedAdapter
     from forge_jax.grammar import GrammarCompiler, GrammarSpec
+
+CALL_S = 1.0  # between two looks at whether the engine thread is alive
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class Engine(StreamingEngine):
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self.grammars = parts.core.grammars
+        self.adapters = parts.adapters
         self._compiling: dict[str, tuple[Request, asyncio.Task[None]]] = {}  # before it is queued
         self._pooling: Future[None] | None = None  # until what pools can run
 
@@ -199,6 +203,23 @@ class Engine(StreamingEngine):
     async def _prepare(self, grammars: GrammarCompiler, spec: GrammarSpec) -> None:
         await grammars.compile_soon(spec)
 
+    def load_lora_at(self, ref: LoraRef, path: str) -> LoadedAdapter:
+        """Loads an adapter that another keeps the places of. Blocks; in any thread.
+
+        Raises:
+          as `load_lora`.
+        """
+        return self._adapters().load(ref.name, path, self._between_steps, ref=ref)
+
+    def _between_steps(self, call: Callable[[], None]) -> None:
+        done: Future[None] = Future()
+        self._command("call", (call, done))
+        while True:
+            try:
+                return done.result(CALL_S)
+            except TimeoutError:
+                self._check_alive()  # or nobody would ever do it
+
     def _check_alive(self) -> None:
         if self._thread is None or not self._thread.is_alive():
             raise EngineError("the engine takes no requests: its thread has ended")
@@ -255,6 +276,8 @@ class Engine(StreamingEngine):
                             self._queue_in_core(argument)
                         elif verb == "abort":
                             core.abort(argument)
+                        elif verb == "call":
+                            _do(*argument)
                         elif verb == "pool":
                             argument.adopt_pooling()
                         elif verb == "adopt":
@@ -291,6 +314,16 @@ class Engine(StreamingEngine):
                 log.exception("request %s could not be queued", request.request_id)
                 error = EngineError("the request could not be queued")
             self._deliver({request.request_id: _ends(request, "error", error)})
+
+
+def _do(call: Callable[[], None], done: Future[None]) -> None:
+    """Does something for another thread; what it raises is raised there."""
+    try:
+        call()
+    except Exception as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
 
 
 def _ends(request: Request, reason: FinishReason, error: ForgeError | None = None) -> list[Delta]:

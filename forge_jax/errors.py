@@ -11,7 +11,8 @@
     └── EngineError            the engine failed or has been shut down
         ├── NumericalError          one request's logits were not finite
         ├── GrammarError            one request's output could not be held to its grammar
-        └── StepError               one request made the step fail that computes it, each time
+        ├── StepError               one request made the step fail that computes it, each time
+        └── LostAdapterError        its LoRA adapter could not be loaded again after a crash
 
 `assert` is for our own bugs. These are for theirs: each message names what is wrong and what to do.
 """
@@ -70,6 +71,10 @@ class NumericalError(EngineError):
 
 class GrammarError(EngineError):
     """The output of this request cannot be held to its grammar any further."""
+
+
+class LostAdapterError(EngineError):
+    """The LoRA adapter of this request could not be loaded again after the engine's crash."""
 
 
 class StepError(EngineError):

@@ -19,6 +19,7 @@ MIB = 2**20
 # Each is several times the largest that is known of any published model.
 MAX_BYTES = {
     "config.json": 4 * MIB,
+    "adapter_config.json": MIB,
     "generation_config.json": MIB,
     "tokenizer.json": 64 * MIB,
     "tokenizer_config.json": 16 * MIB,
@@ -28,6 +29,7 @@ MAX_BYTES = {
     "pytorch_model.bin.index.json": 64 * MIB,
 }
 MAX_DEPTH = 64  # of JSON
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def read_text(file: Path, kind: str | None = None) -> str:

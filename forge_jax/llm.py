@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from forge_jax.adapters import Adapters, LoadedAdapter
 from forge_jax.assemble import assemble
 from forge_jax.config import EngineConfig, Pooling
 from forge_jax.core import EngineParts, token_ids
@@ -25,6 +26,7 @@ from forge_jax.schedule.request import Request
 
 Prompt = str | Seq[int]
 Messages = Seq[Mapping[str, Any]]
+Lora = str | Seq[str | None] | None  # the name of an adapter, for all prompts or for each
 _Mailbox = list[tuple[str, list[Delta]]]  # (request id, its news), what one call waits for
 
 
@@ -97,11 +99,47 @@ class LLM:
     def tokenizer(self) -> Any:
         return self._parts.tokenizer
 
+    # ---- LoRA adapters ---------------------------------------------------------------------------
+
+    @property
+    def loras(self) -> list[LoadedAdapter]:
+        """The adapters that requests may name."""
+        return [] if self._parts.adapters is None else self._parts.adapters.all()
+
+    def load_lora(self, name: str, path: str) -> None:
+        """Loads a LoRA adapter in PEFT's form; needs the option `max_loras`. Nothing is compiled.
+
+        Raises:
+          RequestError: the name is in use, there is no room, or the adapter does not fit the model.
+        """
+
+        def between_steps(put: Callable[[], None]) -> None:
+            with self._lock, self._parts.guard():
+                put()
+
+        self._adapters.load(name, str(path), between_steps)
+
+    def unload_lora(self, name: str) -> None:
+        """Forgets a LoRA adapter.
+
+        Raises:
+          RequestError: there is none of the name, or a request that has not ended takes it.
+        """
+        with self._lock:
+            self._adapters.unload(name, self._core.num_requests_with)
+
+    @property
+    def _adapters(self) -> Adapters:
+        if self._parts.adapters is None:
+            raise RequestError("this engine has no LoRA adapters: set max_loras", param="lora")
+        return self._parts.adapters
+
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        lora: Lora = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Continues prompts: texts, or lists of token ids.
@@ -109,6 +147,7 @@ class LLM:
         Args:
           prompts: one prompt or many; they run together.
           params: one for all, or one for each; default: `SamplingParams()`.
+          lora: the name of a LoRA adapter for all, or one for each (None: the model as it is).
           progress: show a bar.
 
         Returns:
@@ -121,7 +160,7 @@ class LLM:
           RequestError: a prompt or parameter cannot be served; nothing has been generated then.
         """
         batch: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
-        return self._run([self._encode(p) for p in batch], batch, params, progress)
+        return self._run([self._encode(p) for p in batch], batch, params, lora, progress)
 
     def embed(
         self,
@@ -129,6 +168,7 @@ class LLM:
         *,
         pooling: Pooling | None = None,
         normalize: bool = True,
+        lora: Lora = None,
         progress: bool = True,
     ) -> np.ndarray:
         """The final hidden states of texts (or lists of token ids), pooled: f32[len(prompts), d].
@@ -138,6 +178,7 @@ class LLM:
         Args:
           pooling: "last": that of the last token; "mean": of all; default: the option `pooling`.
           normalize: to a length of one (L2).
+          lora: as in `generate`.
 
         Raises:
           RequestError: a prompt cannot be served; nothing has been computed then.
@@ -146,7 +187,10 @@ class LLM:
         batch: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
         pooling = self._parts.pooling if pooling is None else pooling
         params = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
-        requests = [replace(self._request(self._encode(p), params), pooling=pooling) for p in batch]
+        requests = [
+            replace(self._request(self._encode(prompt), params, name), pooling=pooling)
+            for prompt, name in zip(batch, _for_each(lora, len(batch)), strict=True)
+        ]
         for request in requests:
             self._check(request)
         self._prepare_pooling()
@@ -161,6 +205,7 @@ class LLM:
         messages: Messages | Seq[Messages],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        lora: Lora = None,
         progress: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
@@ -168,10 +213,14 @@ class LLM:
         one = bool(messages) and isinstance(messages[0], Mapping)
         batch: list[Any] = [messages] if one else list(messages)
         ids = [self._encode_chat(conversation, **template_options) for conversation in batch]
-        return self._run(ids, [None] * len(ids), params, progress)
+        return self._run(ids, [None] * len(ids), params, lora, progress)
 
     def stream(
-        self, prompt: Prompt | Messages, params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        *,
+        lora: str | None = None,
     ) -> Iterator[Delta]:
         """The deltas of one prompt (text, token ids or chat messages) as they come.
 
@@ -183,7 +232,7 @@ class LLM:
             ids = self._encode_chat(prompt)  # type: ignore[arg-type]
         else:
             ids = self._encode(prompt)  # type: ignore[arg-type]
-        request = self._request(ids, params or SamplingParams())
+        request = self._request(ids, params or SamplingParams(), lora)
         self._check(request)
         return self._stream(request)
 
@@ -203,6 +252,7 @@ class LLM:
         ids: list[list[int]],
         prompts: list[Any],
         params: SamplingParams | Seq[SamplingParams] | None,
+        lora: Lora,
         progress: bool,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
@@ -213,7 +263,8 @@ class LLM:
                 raise RequestError(
                     f"{len(ids)} prompts but {len(all_params)} SamplingParams", param="params"
                 )
-        requests = [self._request(i, p) for i, p in zip(ids, all_params, strict=True)]
+        names = _for_each(lora, len(ids))
+        requests = [self._request(*each) for each in zip(ids, all_params, names, strict=True)]
         for request in requests:
             self._check(request)
         collected = {r.request_id: _Collected(r) for r in requests}
@@ -251,6 +302,8 @@ class LLM:
         try:
             with self._lock:
                 for request in requests:
+                    if request.lora is not None:  # it may have been found long ago
+                        self._adapters.check(request.lora)
                     self._mailboxes[request.request_id] = mailbox
                     self._core.add(request)
             yield mailbox
@@ -294,7 +347,7 @@ class LLM:
         self._core.check(request)
         self._core.compile_grammar(request)
 
-    def _request(self, ids: list[int], params: SamplingParams) -> Request:
+    def _request(self, ids: list[int], params: SamplingParams, lora: str | None = None) -> Request:
         self._num_requests += 1
         rng = self._parts.rng
         seed = params.seed if params.seed is not None else rng.getrandbits(64)
@@ -304,6 +357,7 @@ class LLM:
             params=params,
             arrival_s=self._parts.clock(),
             seed=seed % 2**64,
+            lora=None if lora is None else self._adapters.find(lora),
         )
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -322,6 +376,15 @@ class LLM:
                 "this model has no chat template: pass chat_template=...", param="messages"
             )
         return template.encode(list(messages), tokenizer, **options)
+
+
+def _for_each(lora: Lora, count: int) -> list[str | None]:
+    if lora is None or isinstance(lora, str):
+        return [lora] * count
+    names = list(lora)
+    if len(names) != count:
+        raise RequestError(f"{count} prompts but {len(names)} LoRA adapters", param="lora")
+    return names
 
 
 def _is_prompt(prompts: Any) -> bool:

@@ -24,10 +24,11 @@ from forge_jax.errors import EngineError, OverloadedError, RequestError
 from forge_jax.observe.phases import Phase, PhaseTotals
 from forge_jax.outputs import Delta
 from forge_jax.sampling_params import SamplingParams
-from forge_jax.schedule.request import Request
+from forge_jax.schedule.request import LoraRef, Request
 from forge_jax.speculate.speculator import SpeculationStats
 
 if TYPE_CHECKING:
+    from forge_jax.adapters import Adapters, LoadedAdapter
     from forge_jax.grammar import GrammarCompiler, GrammarSpec
     from forge_jax.text import ChatTemplate, Tokenizer
 
@@ -73,8 +74,15 @@ class Stream:
     the engine. The iteration ends when all `n` samples have finished.
     """
 
-    def __init__(self, engine: StreamingEngine, request_id: str, samples: Iterable[int]):
+    def __init__(
+        self,
+        engine: StreamingEngine,
+        request_id: str,
+        samples: Iterable[int],
+        lora: LoraRef | None = None,
+    ):
         self.request_id = request_id
+        self.lora = lora
         self._engine = engine
         self._open = set(samples)  # that have not finished
         self._deltas: list[Delta] = []
@@ -148,6 +156,7 @@ class StreamingEngine(ABC):
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
         self.grammars: GrammarCompiler | None = None
+        self.adapters: Adapters | None = None  # None: there can be none
         self._rng = rng
         self._clock = clock
         self._state: State = "starting"
@@ -188,6 +197,42 @@ class StreamingEngine(ABC):
     def _check_alive(self) -> None:
         """Raises EngineError if nothing could compute a request, whatever the state says."""
 
+    @abstractmethod
+    def _between_steps(self, call: Callable[[], None]) -> None:
+        """Has something done between two steps, and waits for it; not on the event loop."""
+
+    # ---- LoRA adapters -------------------------------------------------------------------------
+
+    @property
+    def loras(self) -> list[LoadedAdapter]:
+        """The adapters that requests may name."""
+        return [] if self.adapters is None else self.adapters.all()
+
+    async def load_lora(self, name: str, path: str) -> None:
+        """Loads a LoRA adapter in PEFT's form. Requests go on meanwhile, and nothing is compiled.
+
+        Raises:
+          RequestError: the name is in use, there is no room, or the adapter does not fit the model.
+          EngineError: the engine failed or was stopped meanwhile.
+        """
+        await asyncio.to_thread(self._adapters().load, name, path, self._between_steps)
+
+    async def unload_lora(self, name: str) -> None:
+        """Forgets a LoRA adapter.
+
+        Raises:
+          RequestError: there is none of the name, or a request that has not ended takes it.
+        """
+        self._adapters().unload(name, self._num_requests_with)
+
+    def _num_requests_with(self, lora: LoraRef) -> int:
+        return sum(stream.lora == lora for stream in self._streams.values())
+
+    def _adapters(self) -> Adapters:
+        if self.adapters is None:
+            raise RequestError("this engine has no LoRA adapters: set --max-loras", param="lora")
+        return self.adapters
+
     # ---- requests ------------------------------------------------------------------------------
 
     def check(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> None:
@@ -222,12 +267,14 @@ class StreamingEngine(ABC):
         priority: int = 0,
         cache_salt: str = "",
         pooling: Pooling | None = None,
+        lora: str | None = None,
     ) -> Stream:
         """Queues a request. To be called on the event loop that will read the stream.
 
         Args:
           pooling: asks for the prompt's hidden states, pooled so, in the last delta's `pooled`,
             instead of an output; `max_tokens` must be 0.
+          lora: the name of a LoRA adapter; None: the model as it is.
 
         Raises:
           RequestError: the request can never be served; `param` names the field.
@@ -245,6 +292,7 @@ class StreamingEngine(ABC):
             cache_salt=cache_salt,
             seed=seed % 2**64,
             pooling=pooling,
+            lora=None if lora is None else self._adapters().find(lora),
         )
         return self.submit_request(request)
 
@@ -262,9 +310,11 @@ class StreamingEngine(ABC):
             raise RequestError("the request id is in use: choose another", param="request_id")
         self._attach_loop()
         check_request(request, self.limits, self.tokenizer)
+        if request.lora is not None:
+            self._adapters().check(request.lora)
         samples = range(request.params.n) if request.outputs is None else request.outputs
         self._queue.push(request_id, len(samples), len(request.prompt_token_ids))
-        stream = Stream(self, request_id, samples)
+        stream = Stream(self, request_id, samples, request.lora)
         self._streams[request_id] = stream
         self._add(request)
         return stream

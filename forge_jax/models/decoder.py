@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 
 from forge_jax.cache.kv import KV, LayerKV, bits_of
+from forge_jax.models.lora import LayerLora, Lora
 from forge_jax.models.spec import ExpertSpec, ModelSpec, RopeSpec
 from forge_kernels.attention import Implementation, ragged_paged_attention, rotate_and_write
 from forge_kernels.embed import embed
@@ -52,6 +53,7 @@ class Ragged(NamedTuple):
     implementation: Implementation
     max_q_len: int | None
     uniform: bool
+    lora: LayerLora | None = None  # the layer's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,7 @@ class WeightForms:
     layers: Format | None = None
     head: Format | None = None
     embedding: Format | None = None  # where it is not the head
+    lora: bool = False  # adapters add to gates and ups: SwiGLU cannot be a part of their product
 
 
 class RMSNorm(nnx.Module):
@@ -83,7 +86,8 @@ class RMSNorm(nnx.Module):
 class Linear(nnx.Module):
     """A matrix in one of its forms; `forge_kernels.linear` says what a call can do besides.
 
-    With `experts` it is a matrix for each of them, which is not called by itself.
+    With `experts` it is a matrix for each of them, which is not called by itself. `targets` are the
+    names under which adapters know its rows.
     """
 
     def __init__(
@@ -96,7 +100,9 @@ class Linear(nnx.Module):
         paired: bool = False,
         bias: bool = False,
         experts: int | None = None,
+        targets: tuple[str, ...] = (),
     ):
+        self.targets = targets
         if bias:
             self.bias = nnx.Param(jnp.zeros(outputs, dtype))
         self.has_bias = bias
@@ -123,8 +129,11 @@ class Linear(nnx.Module):
         *,
         norm: RMSNorm | None = None,
         residual: jax.Array | None = None,
+        lora: LayerLora | None = None,
         **options: Any,
     ) -> jax.Array:
+        if lora is not None:
+            return self._adapted(x if norm is None else norm(x), lora, residual, **options)
         scaling = None
         if norm is not None and norm.is_plain:
             scaling = (norm.weight[...], norm.eps)
@@ -133,6 +142,17 @@ class Linear(nnx.Module):
         if not self.has_bias:
             return linear(x, self.matrix, norm=scaling, residual=residual, **options)
         y = linear(x, self.matrix, norm=scaling, **options) + self.bias[...]
+        return y if residual is None else residual + y
+
+    def _adapted(
+        self, x: jax.Array, lora: LayerLora, residual: jax.Array | None, **options: Any
+    ) -> jax.Array:
+        """What adapters add stands beside the product, in plain XLA, whatever the matrix' form."""
+        assert not options.get("swiglu"), "a model whose forms do not say lora"
+        y = linear(x, self.matrix, **options)
+        if self.has_bias:
+            y = y + self.bias[...]
+        y = y + lora.delta(x, self.targets)
         return y if residual is None else residual + y
 
 
@@ -148,10 +168,10 @@ class Block(nnx.Module):
 
     def add(self, x: jax.Array, last: Linear, inner: jax.Array, ragged: Ragged) -> jax.Array:
         """x: dtype[T, d], with what `last` makes of `inner` added."""
-        rows = ragged.num_tokens
+        rows, lora = ragged.num_tokens, ragged.lora
         if self.post_norm is None and self.scale == 1.0:
-            return last(inner, residual=x, num_rows=rows)
-        return self.add_result(x, last(inner, num_rows=rows))
+            return last(inner, residual=x, lora=lora, num_rows=rows)
+        return self.add_result(x, last(inner, lora=lora, num_rows=rows))
 
     def add_result(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """x: dtype[T, d], with `y` of the same shape added."""
@@ -170,10 +190,10 @@ class Attention(Block):
         self.window, self.soft_cap = spec.window(layer), spec.attention_soft_cap
         self.rope = rope_kinds(spec).index(rope_kind(spec, layer))
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv = Linear(spec.hidden_size, rows, dtype, form, bias=spec.attention_bias)
-        self.out = Linear(
-            self.heads * self.head_dim, spec.hidden_size, dtype, form, bias=spec.output_bias
-        )
+        d, inner = spec.hidden_size, self.heads * self.head_dim
+        bias, output_bias = spec.attention_bias, spec.output_bias
+        self.qkv = Linear(d, rows, dtype, form, bias=bias, targets=("q", "k", "v"))
+        self.out = Linear(inner, d, dtype, form, bias=output_bias, targets=("o",))
         self.norm_all = spec.qk_norm == "all"
         heads, kv_heads = (self.heads, self.kv_heads) if self.norm_all else (1, 1)
         has = spec.qk_norm is not None
@@ -187,7 +207,7 @@ class Attention(Block):
         if implementation == "cpu" and not self.is_plain:
             implementation = "auto"  # the C++ kernels know neither windows nor soft caps
         with jax.named_scope("qkv"):
-            qkv = self.qkv(x, norm=self.norm, num_rows=ragged.num_tokens)
+            qkv = self.qkv(x, norm=self.norm, lora=ragged.lora, num_rows=ragged.num_tokens)
             qkv = self._normed(qkv.reshape(-1, H + 2 * K, D))
         with jax.named_scope("rope_write"):
             q, kv = rotate_and_write(
@@ -239,20 +259,21 @@ class Attention(Block):
 class MLP(Block):
     """SwiGLU (Shazeer 2020), or the same with another activation; gate and up in one matrix."""
 
-    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None):
+    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None, *, lora: bool = False):
         super().__init__(spec, dtype)
         self.activation = spec.activation
-        self.swiglu = spec.activation == "silu" and not spec.mlp_bias
-        inner, bias = spec.intermediate_size, spec.mlp_bias
+        self.swiglu = spec.activation == "silu" and not spec.mlp_bias and not lora
+        d, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
         self.gate_up = Linear(
-            spec.hidden_size, 2 * inner, dtype, form, paired=self.swiglu, bias=bias
+            d, 2 * inner, dtype, form, paired=self.swiglu, bias=bias, targets=("gate", "up")
         )
-        self.down = Linear(inner, spec.hidden_size, dtype, form, bias=bias)
+        self.down = Linear(inner, d, dtype, form, bias=bias, targets=("down",))
 
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """dtype[T, d] -> x with the MLP added."""
         with jax.named_scope("gate_up"):
-            inner = self.gate_up(x, norm=self.norm, swiglu=self.swiglu, num_rows=ragged.num_tokens)
+            rows, lora = ragged.num_tokens, ragged.lora
+            inner = self.gate_up(x, norm=self.norm, lora=lora, swiglu=self.swiglu, num_rows=rows)
             if not self.swiglu:
                 gate, up = jnp.split(inner, 2, axis=-1)
                 inner = _ACTIVATIONS[self.activation](gate) * up
@@ -297,11 +318,13 @@ _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None, layer: int):
+    def __init__(self, spec: ModelSpec, dtype: Any, forms: WeightForms, layer: int):
+        form, experts = forms.layers, spec.experts_of(layer)
         self.attention = Attention(spec, dtype, form, layer)
-        experts = spec.experts_of(layer)
         self.mlp = (
-            MLP(spec, dtype, form) if experts is None else Experts(spec, dtype, form, experts)
+            MLP(spec, dtype, form, lora=forms.lora)
+            if experts is None
+            else Experts(spec, dtype, form, experts)
         )
 
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
@@ -314,7 +337,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, spec: ModelSpec, dtype: Any, forms: WeightForms):
         self.layers = nnx.List(
-            [DecoderLayer(spec, dtype, forms.layers, i) for i in range(spec.num_hidden_layers)]
+            [DecoderLayer(spec, dtype, forms, i) for i in range(spec.num_hidden_layers)]
         )
         self.norm = RMSNorm(spec.hidden_size, spec, dtype)
         self.embedding_scale, self.logit_scale = spec.embedding_scale, spec.logit_scale
@@ -332,6 +355,7 @@ class Decoder(nnx.Module):
         tokens: jax.Array,  # i32[T]
         kv: KV,
         ragged: Ragged,
+        lora: Callable[[int], LayerLora] | None = None,  # by layer
     ) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
         """(kv, dtype[T, d] after the final norm, the stream before each layer and after all)."""
         with jax.named_scope("embed"):
@@ -341,6 +365,8 @@ class Decoder(nnx.Module):
         stream, new_kv = [x], []
         for i, (layer, layer_kv) in enumerate(zip(self.layers, kv, strict=True)):
             with jax.named_scope(f"layer_{i}"):
+                if lora is not None:
+                    ragged = ragged._replace(lora=lora(i))
                 layer_kv, x = layer(x, layer_kv, ragged)
             new_kv.append(layer_kv)
             stream.append(x)
@@ -467,6 +493,7 @@ class Model:
         max_q_len: int | None = None,
         uniform: bool = False,
         return_hidden_states: bool = False,
+        lora: Lora | None = None,
     ) -> Any:
         """One step of the decoder over ragged rows: writes their keys and values, then attends.
 
@@ -486,6 +513,7 @@ class Model:
             less is compiled.
           uniform: compute every row of attention in the same way (the deterministic tier).
           return_hidden_states: also return the residual stream.
+          lora: the adapters, and which of them each token takes; for a model whose forms say so.
 
         Returns:
           (kv, hidden): hidden is dtype[T, d] after the final norm; rows of no sequence may hold
@@ -515,7 +543,8 @@ class Model:
             uniform=uniform,
         )
         decoder = self._merge(leaves)
-        kv, hidden, stream = decoder.hidden(tokens, kv, ragged)
+        by_layer = None if lora is None else partial(lora.layer, self.spec)
+        kv, hidden, stream = decoder.hidden(tokens, kv, ragged, by_layer)
         return (kv, hidden, stream) if return_hidden_states else (kv, hidden)
 
     def logits(

@@ -19,12 +19,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
+import msgspec
+
+from forge_jax.adapters import Adapters, LoadedAdapter, Run
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import EngineConfig
 from forge_jax.core import Limits
-from forge_jax.errors import EngineError, ForgeError, StepError
+from forge_jax.errors import EngineError, ForgeError, LostAdapterError, OverloadedError, StepError
 from forge_jax.fake import fake_chat_template, fake_tokenizer
 from forge_jax.garbage import short_pauses
 from forge_jax.grammar import GrammarCompiler
@@ -34,18 +39,21 @@ from forge_jax.process.messages import (
     Frames,
     FromEngine,
     Hello,
+    LoadLora,
+    LoraLoaded,
     News,
     Refused,
     Start,
     Stats,
     Submit,
     ToEngine,
+    UnloadLora,
     decoded,
     frame,
     from_engine,
 )
 from forge_jax.recovery import Bisection
-from forge_jax.schedule.request import Request
+from forge_jax.schedule.request import LoraRef, Request
 from forge_jax.streams import EngineStats, QueueLimits, StreamingEngine
 from forge_jax.text.load import load_text
 
@@ -133,6 +141,14 @@ class EngineProcess(StreamingEngine):
                 folder, model.chat_template, self.vocab_size
             )
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, process.hello.end_ids)
+        self._loading: dict[str, Future[LoadedAdapter]] = {}  # adapters, by identity
+        places = process.hello.lora_places
+        if places:
+            self.adapters = Adapters(places, self._install, process.hello.adapters)
+            model = dataclasses.replace(start.config.model, lora=(), max_loras=places)
+            self._again = dataclasses.replace(start.config, model=model)  # for a new process
+        else:
+            self._again = start.config
 
     @classmethod
     def load(cls, config: EngineConfig, queue_limits: QueueLimits | None = None) -> EngineProcess:
@@ -192,6 +208,7 @@ class EngineProcess(StreamingEngine):
         if self._transport is not None:
             self._transport.close()
             self._transport = None
+        self._give_up_loading()
         if self._process is not None:
             process, self._process = self._process, None
             await asyncio.to_thread(process.end)
@@ -210,6 +227,66 @@ class EngineProcess(StreamingEngine):
             self._send(Abort(request_id))
         else:
             self._end(request_id, "abort")
+
+    # ---- LoRA adapters -------------------------------------------------------------------------
+
+    def _install(self, ref: LoraRef, path: str, run: Run) -> LoadedAdapter:
+        done: Future[LoadedAdapter] = Future()
+        run(partial(self._ask_for, ref, path, done))
+        return done.result()
+
+    def _between_steps(self, call: Callable[[], None]) -> None:
+        assert self._loop is not None
+        asked: Future[None] = Future()
+
+        def ask() -> None:
+            try:
+                call()
+            except Exception as error:
+                asked.set_exception(error)
+            else:
+                asked.set_result(None)
+
+        self._loop.call_soon_threadsafe(ask)
+        asked.result()
+
+    def _ask_for(self, ref: LoraRef, path: str, done: Future[LoadedAdapter]) -> None:
+        if self._transport is None:
+            raise OverloadedError("the engine is being started again: try again later")
+        self._loading[ref.identity] = done
+        self._send(LoadLora(ref, path))
+
+    async def load_lora(self, name: str, path: str) -> None:
+        await self._settled()
+        await super().load_lora(name, path)
+
+    async def unload_lora(self, name: str) -> None:
+        await self._settled()
+        await super().unload_lora(name)
+        self._send(UnloadLora(name))
+
+    async def _settled(self) -> None:
+        """Until there is a process that listens, or never will be one."""
+        if self._recovery is not None:
+            await asyncio.wait([self._recovery])
+
+    def _give_up_loading(self) -> None:
+        loading, self._loading = self._loading, {}
+        for done in loading.values():
+            done.set_exception(EngineError("the engine ended while the adapter was loaded"))
+
+    def _lose(self, name: str, reason: str) -> None:
+        """Ends what takes an adapter that the new process could not load again."""
+        assert self.adapters is not None
+        log.error("the LoRA adapter %s is lost: %s", name, reason)
+        self.adapters.drop(name)
+        error = LostAdapterError(
+            "the LoRA adapter could not be loaded again after the engine's crash: its files are "
+            "missing, or have changed"
+        )
+        for request_id, entry in list(self._journal.items()):
+            if entry.request.lora is not None and entry.request.lora.name == name:
+                self._end(request_id, "error", error)
 
     def stats(self) -> EngineStats:
         silent_s = self._clock() - self._heard_s if self._journal else 0.0
@@ -299,10 +376,18 @@ class EngineProcess(StreamingEngine):
                 self._stats = message.stats
                 if self._state in ("serving", "ready") and message.stats.state != "failed":
                     self._state = message.stats.state
+            case LoraLoaded(identity, adapter, error):
+                done = self._loading.pop(identity, None)
+                if done is not None and adapter is not None:
+                    done.set_result(adapter)
+                elif done is not None:
+                    assert error is not None
+                    done.set_exception(error.error())
 
     def _lost(self, process: _Process) -> None:
         """The process has ended, or says what nobody understands."""
         self._transport = None
+        self._give_up_loading()
         if self._state not in ("serving", "ready"):
             return
         self._state = "recovering"
@@ -329,7 +414,10 @@ class EngineProcess(StreamingEngine):
             len(self._journal),
         )
         for attempt in range(MAX_LAUNCHES):
-            launching = asyncio.ensure_future(asyncio.to_thread(_launch, self._start_message))
+            start = msgspec.structs.replace(
+                self._start_message, config=self._again, adapters=self.loras
+            )
+            launching = asyncio.ensure_future(asyncio.to_thread(_launch, start))
             try:
                 new = await asyncio.shield(launching)
             except asyncio.CancelledError:
@@ -340,6 +428,8 @@ class EngineProcess(StreamingEngine):
                 await asyncio.sleep(min(0.2 * 2**attempt, 5.0))
                 continue
             self._introduce(new.hello)
+            for name, reason in new.hello.lost_adapters.items():
+                self._lose(name, reason)
             self._process, self._state = new, self._stats.state
             await self._connect(new)
             log.info("a new engine process goes on with %d requests", len(self._journal))

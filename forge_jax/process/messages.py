@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 
 from forge_jax import errors
+from forge_jax.adapters import LoadedAdapter
 from forge_jax.config import EngineConfig
 from forge_jax.core import Limits, Outputs
 from forge_jax.outputs import Delta
 from forge_jax.schedule.plan import TokenLogprobs
-from forge_jax.schedule.request import FinishReason, Request
+from forge_jax.schedule.request import FinishReason, LoraRef, Request
 from forge_jax.streams import EngineStats
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -36,6 +37,7 @@ _ERRORS = {
         errors.NumericalError,
         errors.GrammarError,
         errors.StepError,
+        errors.LostAdapterError,
     )
 }
 
@@ -116,6 +118,8 @@ class Start(msgspec.Struct, tag="start"):
     fake: bool = False
     fake_step_time_s: float = 0.0
     fake_max_model_len: int = 4096
+    # Of an engine that goes on after another: its adapters, at their places, as they were.
+    adapters: list[LoadedAdapter] = []
 
 
 class Submit(msgspec.Struct, tag="submit"):
@@ -126,7 +130,20 @@ class Abort(msgspec.Struct, tag="abort"):
     request_id: str
 
 
-ToEngine = Start | Submit | Abort
+class LoadLora(msgspec.Struct, tag="load_lora"):
+    """To put an adapter at a place; answered by `LoraLoaded`."""
+
+    ref: LoraRef
+    path: str
+
+
+class UnloadLora(msgspec.Struct, tag="unload_lora"):
+    """To forget an adapter that no request takes."""
+
+    name: str
+
+
+ToEngine = Start | Submit | Abort | LoadLora | UnloadLora
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -139,6 +156,9 @@ class Hello(msgspec.Struct, tag="hello"):
     architecture: str | None
     end_ids: list[int]  # tokens that end an output
     stats: EngineStats
+    lora_places: int = 0  # how many adapters there may be
+    adapters: list[LoadedAdapter] = []
+    lost_adapters: dict[str, str] = {}  # of those it was to have: name -> why not
 
 
 class Refused(msgspec.Struct, tag="refused"):
@@ -162,7 +182,13 @@ class Stats(msgspec.Struct, tag="stats"):
     stats: EngineStats
 
 
-FromEngine = Hello | Refused | News | Stats
+class LoraLoaded(msgspec.Struct, tag="lora_loaded"):
+    identity: str
+    adapter: LoadedAdapter | None = None
+    error: WireError | None = None
+
+
+FromEngine = Hello | Refused | News | Stats | LoraLoaded
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

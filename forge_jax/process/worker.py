@@ -27,18 +27,23 @@ from forge_jax.outputs import Delta
 from forge_jax.process.messages import (
     Abort,
     Frames,
+    FromEngine,
     Hello,
+    LoadLora,
+    LoraLoaded,
     News,
     Refused,
     Start,
     Stats,
     Submit,
     ToEngine,
+    UnloadLora,
     WireError,
     decoded,
     frame,
     to_engine,
 )
+from forge_jax.schedule.request import LoraRef
 from forge_jax.streams import EngineStats
 
 STATS_S = 0.05  # between two, while there is news
@@ -90,8 +95,26 @@ class _Worker(asyncio.Protocol):
                     stream.push_to(partial(self._gather, request.request_id))
             case Abort(request_id) if engine is not None:
                 engine.abort(request_id)
+            case LoadLora(ref, path) if engine is not None:
+                load = partial(self._load_lora, engine, ref, path)
+                threading.Thread(target=load, daemon=True).start()
+            case UnloadLora(name) if engine is not None and engine.adapters is not None:
+                engine.adapters.drop(name)  # the peer knows that nobody takes it
+
+    def _load_lora(self, engine: Engine, ref: LoraRef, path: str) -> None:
+        answer = LoraLoaded(ref.identity)
+        try:
+            answer.adapter = engine.load_lora_at(ref, path)
+        except ForgeError as error:
+            answer.error = WireError.of(error)
+        except Exception as error:
+            log.exception("a LoRA adapter could not be loaded")
+            failure = EngineError(f"the adapter could not be loaded: {type(error).__name__}")
+            answer.error = WireError.of(failure)
+        self._loop.call_soon_threadsafe(self._send, answer)
 
     def _load(self, start: Start) -> None:
+        lost: dict[str, str] = {}
         try:
             if start.fake:
                 engine = Engine.fake(
@@ -101,6 +124,8 @@ class _Worker(asyncio.Protocol):
                 )
             else:
                 engine = Engine.load(start.config)
+            if engine.adapters is not None:
+                lost = engine.adapters.restore(start.adapters)
         except ForgeError as error:
             self._loop.call_soon_threadsafe(self._send, Refused(WireError.of(error)))
         except BaseException as error:
@@ -108,9 +133,9 @@ class _Worker(asyncio.Protocol):
             failure = EngineError(f"the model could not be loaded: {type(error).__name__}")
             self._loop.call_soon_threadsafe(self._send, Refused(WireError.of(failure)))
         else:
-            self._loop.call_soon_threadsafe(self._begin, engine)
+            self._loop.call_soon_threadsafe(self._begin, engine, lost)
 
-    def _begin(self, engine: Engine) -> None:
+    def _begin(self, engine: Engine, lost: dict[str, str]) -> None:
         self._engine = engine
         if engine.grammars is not None:
             engine.grammars.limits = None  # the peer has tried them
@@ -124,11 +149,14 @@ class _Worker(asyncio.Protocol):
                 architecture=engine.architecture,
                 end_ids=[] if engine.grammars is None else sorted(engine.grammars.end_ids),
                 stats=engine.stats(),
+                lora_places=0 if engine.adapters is None else engine.adapters.places,
+                adapters=engine.loras,
+                lost_adapters=lost,
             )
         )
         self._tell_stats()
 
-    def _send(self, message: Hello | Refused | News | Stats) -> None:
+    def _send(self, message: FromEngine) -> None:
         self._transport.write(frame(message))
 
     def _gather(self, request_id: str, deltas: list[Delta]) -> None:

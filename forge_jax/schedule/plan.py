@@ -35,6 +35,7 @@ class Admission:
     block_table: tuple[int, ...]
     tokens: Seq[int]
     seq_key: tuple[str, int]  # (request_id, index)
+    lora: int = 0  # the place of its adapter; 0: none
 
 
 # What exists once per row and step is not frozen, only never changed: a frozen dataclass takes five

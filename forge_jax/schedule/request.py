@@ -17,6 +17,15 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraRef:
+    """The adapter that a request takes: this very loading of it, and no other of the name."""
+
+    name: str
+    place: int  # in the device's arrays, from 1
+    identity: str  # that no other adapter of the engine has, or has had
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """What a client sent, after tokenisation. Prompt ids are already known to be in range."""
 
@@ -31,6 +40,19 @@ class Request:
     outputs: Mapping[int, Seq[int]] | None = None
     # Asks for the prompt's hidden states, pooled, instead of an output: max_tokens is 0 then.
     pooling: Pooling | None = None
+    lora: LoraRef | None = None  # None: the model as it is
+
+
+def cache_name(request: Request) -> str:
+    """What tells a request's cached blocks, and what is learnt for drafts, from those of others.
+
+    Its salt, and its adapter, whose keys and values are other ones. No salt of a client's can be
+    taken for an adapter: one that begins as those do gets a zero character more.
+    """
+    salt, adapter = request.cache_salt, request.lora
+    if adapter is not None:
+        return f"\0lora {adapter.identity}\0{salt}"
+    return f"\0{salt}" if salt.startswith("\0") else salt
 
 
 def output_room(request: Request, context: int, kv_tokens: int) -> int:
@@ -134,7 +156,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.key = (self.request.request_id, self.index)
-        self.salt = self.request.cache_salt
+        self.salt = cache_name(self.request)
         self.stepwise = self.request.params.stepwise
         self.pooling = self.request.pooling
         self.prompt_len = len(self.request.prompt_token_ids)

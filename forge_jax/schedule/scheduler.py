@@ -257,6 +257,10 @@ class Scheduler:
         """The unfinished requests, in order of arrival."""
         return list(self._requests)
 
+    def requests(self) -> list[Request]:
+        """The unfinished requests themselves, likewise."""
+        return [seqs[0].request for seqs in self._requests.values()]
+
     @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
@@ -676,6 +680,7 @@ class Scheduler:
             block_table=tuple(seq.blocks),
             tokens=tuple(seq.tokens) if seq.num_output else prompt,
             seq_key=seq.key,
+            lora=0 if seq.request.lora is None else seq.request.lora.place,
         )
 
     # ---- results -------------------------------------------------------------------------------

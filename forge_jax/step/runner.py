@@ -24,6 +24,7 @@ from forge_jax.cache.kv import GIB, KV, KVShape
 from forge_jax.config import Verification
 from forge_jax.errors import EngineError
 from forge_jax.grammar.masks import mask_width
+from forge_jax.models.lora import LoraShape, set_adapter
 from forge_jax.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from forge_jax.schedule.plan import (
     Admission,
@@ -145,6 +146,7 @@ class Runner:
       command_buffers: whether XLA:GPU may use command buffers (CUDA graphs).
       verification: of drafts. proposals: by rejection, what a draft model drew them from; None: the
         drafts come from the texts.
+      lora: the adapters that there may be beside the model's weights; None: there never are any.
       memory_limit: bytes of the device that all of this may take; None: no matter how many.
       deterministic: compute every row in the same way. With one shape, the logits of a token are
         then the same bits whatever else is in the step.
@@ -166,6 +168,7 @@ class Runner:
         proposals: Proposals | None = None,
         deterministic: bool = False,
         command_buffers: bool = True,
+        lora: LoraShape | None = None,
         memory_limit: int | None = None,
     ):
         self._model = model
@@ -183,7 +186,11 @@ class Runner:
         self._proposals = proposals
         self._deterministic = deterministic
         self._memory_limit = memory_limit
-        self._slots_shape = slots_shape(num_slots, max_blocks, model.spec.vocab_size)
+        self._lora = lora
+        self._stacks: tuple[jax.Array, ...] = ()  # of the adapters
+        vocab_size = model.spec.vocab_size
+        has_lora = lora is not None
+        self._slots_shape = slots_shape(num_slots, max_blocks, vocab_size, lora=has_lora)
         self._slot_params: list[SamplingParams | None] = [None] * num_slots
         self._slot_flags = SlotFlags(num_slots)
         self._compiler_options = compiler_options(
@@ -224,6 +231,7 @@ class Runner:
             "cpu_kernels": cpu.identity(),
             "uniform": self._deterministic,
             "compiler_options": self._compiler_options,
+            **({} if self._lora is None else {"lora": dataclasses.asdict(self._lora)}),
         }
 
     @property
@@ -250,10 +258,15 @@ class Runner:
         self._new = self._executables.call("new_state")  # touching its pages takes long
         for shape in self._first:
             add_step(shape)
-        rows = self._i32(ADMISSIONS, admission_width(self._max_blocks))
+        has_lora = self._lora is not None
+        rows = self._i32(ADMISSIONS, admission_width(self._max_blocks, lora=has_lora))
         add("admit", admit, slots, rows, donate_argnums=0)
         history = self._i32(1 + 2 * MAX_LOGIT_BIAS + self._model.spec.vocab_size)
         add("set_history", set_history, slots, history, donate_argnums=0)
+        if self._lora is not None:
+            stacks = self._on_device(self._stacks_shape)
+            adapter = self._on_device(self._lora.adapter(self._model.spec, self._model.dtype))
+            add("set_adapter", set_adapter, stacks, self._i32(), adapter)
         self._executables.pause(PATIENCE_S)
         for shape in self._late:
             add_step(shape)
@@ -318,9 +331,16 @@ class Runner:
     @property
     def resident_bytes(self) -> int:
         """What it holds between two steps: weights, KV cache, slots, and masks."""
-        slots = sum(s.size * s.dtype.itemsize for s in self._slots_shape)
+        arrays = jax.tree.leaves((self._slots_shape, self._stacks_shape))
+        own = sum(s.size * s.dtype.itemsize for s in arrays)
         masks = sum(4 * math.prod(self._masks_shape(shape)) for shape in self._shapes)
-        return self._model.param_bytes + self._kv_shape.total_bytes + slots + masks
+        return self._model.param_bytes + self._kv_shape.total_bytes + own + masks
+
+    @property
+    def _stacks_shape(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        if self._lora is None:
+            return ()
+        return self._lora.stacks(self._model.spec, self._model.dtype)
 
     def _make_step(self, shape: StepShape) -> Callable[..., Any]:
         return make_step(
@@ -335,7 +355,7 @@ class Runner:
 
     def _step_inputs(self, shape: StepShape) -> list[Any]:
         """The shapes of a step's arguments, but for the sums of a shape that pools."""
-        leaves = self._on_device(self._model.leaves)
+        leaves = self._on_device((*self._model.leaves, *self._stacks_shape))
         kv = (self._on_device(self._kv_shape.layer),) * self._kv_shape.num_layers
         inputs = [leaves, kv, self._on_device(self._slots_shape)]
         inputs += [self._i32(shape.width), self._i32(*self._masks_shape(shape))]
@@ -351,9 +371,11 @@ class Runner:
 
     def start(self, leaves: tuple[jax.Array, ...]) -> None:
         """Takes the weights, and runs the first executables once each."""
-        self._leaves = leaves
+        empty = [np.zeros(stack.shape, stack.dtype) for stack in self._stacks_shape]
+        self._stacks = tuple(jax.device_put(empty, self._device))
+        self._leaves = (*leaves, *self._stacks)
         self.allocate()
-        for name in ("admit", "set_history"):
+        for name in ("admit", "set_history", *(["set_adapter"] if self._stacks else [])):
             self._compiled[name] = self._executables[name]
         for shape in self._first:
             self._adopt(shape)
@@ -374,6 +396,17 @@ class Runner:
         self._kv, self._slots = jax.block_until_ready(new)
         if self._pools:
             self._new_sums()
+
+    def set_adapter(self, place: int, arrays: tuple[np.ndarray, ...]) -> None:
+        """Puts an adapter (see `LoraShape.adapter`) at a place that no sequence takes.
+
+        Between two steps, by the thread that dispatches. If it raises, the adapters are as before.
+        """
+        assert self._lora is not None and 1 <= place <= self._lora.places
+        weights = self._leaves[: len(self._model.leaves)]
+        new = self._compiled["set_adapter"](self._stacks, np.int32(place), arrays)
+        self._stacks = jax.block_until_ready(new)
+        self._leaves = (*weights, *self._stacks)
 
     def adopt(self) -> None:
         """Takes what has been compiled since, and runs each once. Between steps only.
@@ -490,7 +523,8 @@ class Runner:
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:
         for i in range(0, len(admissions), ADMISSIONS):
-            packed = pack_admissions(admissions[i : i + ADMISSIONS], self._max_blocks)
+            some = admissions[i : i + ADMISSIONS]
+            packed = pack_admissions(some, self._max_blocks, lora=self._lora is not None)
             self._update_slots("admit", packed)
         for admission in admissions:
             self._slot_params[admission.slot] = admission.params

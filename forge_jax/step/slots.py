@@ -52,10 +52,11 @@ class Slots(NamedTuple):
     bias_ids: jax.Array  # i32[S, MAX_LOGIT_BIAS], only read where BIASED
     bias: jax.Array  # f32[S, MAX_LOGIT_BIAS]
     counts: jax.Array  # i32[S, V]: IN_PROMPT + times in the output; only read where PENALISED
+    lora: jax.Array | None = None  # i32[S], the place of its adapter; None: there are no adapters
 
 
-def slots_shape(num_slots: int, max_blocks: int, vocab_size: int) -> Slots:
-    """The shapes of `Slots`, as `ShapeDtypeStruct`s."""
+def slots_shape(num_slots: int, max_blocks: int, vocab_size: int, *, lora: bool = False) -> Slots:
+    """The shapes of `Slots`, as `ShapeDtypeStruct`s; `lora`: sequences may have adapters."""
 
     def i32(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -70,17 +71,23 @@ def slots_shape(num_slots: int, max_blocks: int, vocab_size: int) -> Slots:
         bias_ids=i32(num_slots, MAX_LOGIT_BIAS),
         bias=f32(num_slots, MAX_LOGIT_BIAS),
         counts=i32(num_slots, vocab_size),
+        lora=i32(num_slots) if lora else None,
     )
 
 
-def admission_width(max_blocks: int) -> int:
-    return 1 + NUM_COLUMNS + max_blocks
+def admission_width(max_blocks: int, *, lora: bool = False) -> int:
+    return 1 + NUM_COLUMNS + max_blocks + lora
 
 
-def pack_admissions(admissions: tuple[Admission, ...], max_blocks: int) -> np.ndarray:
-    """At most `ADMISSIONS` of them -> i32[ADMISSIONS, 1 + NUM_COLUMNS + max_blocks]."""
+def pack_admissions(
+    admissions: tuple[Admission, ...], max_blocks: int, *, lora: bool = False
+) -> np.ndarray:
+    """At most `ADMISSIONS` of them -> i32[ADMISSIONS, 1 + NUM_COLUMNS + max_blocks].
+
+    With `lora`, one column more.
+    """
     assert len(admissions) <= ADMISSIONS
-    packed = np.zeros((ADMISSIONS, admission_width(max_blocks)), np.int32)
+    packed = np.zeros((ADMISSIONS, admission_width(max_blocks, lora=lora)), np.int32)
     packed[:, 0] = PADDING
     for row, admission in zip(packed, admissions, strict=False):
         p = admission.params
@@ -107,6 +114,9 @@ def pack_admissions(admissions: tuple[Admission, ...], max_blocks: int) -> np.nd
         columns[Column.STOP_IDS : Column.STOP_IDS + len(stop_ids)] = stop_ids
         table = admission.block_table
         row[1 + NUM_COLUMNS : 1 + NUM_COLUMNS + len(table)] = table
+        assert lora or not admission.lora, f"{admission.seq_key}: no room for an adapter"
+        if lora:
+            row[-1] = admission.lora
     return packed
 
 
@@ -115,6 +125,9 @@ def admit(slots: Slots, packed: jax.Array) -> Slots:
     index = packed[:, 0]
     params = packed[:, 1 : 1 + NUM_COLUMNS]
     tables = packed[:, 1 + NUM_COLUMNS :]
+    if slots.lora is not None:
+        tables, lora = tables[:, :-1], tables[:, -1]
+        slots = slots._replace(lora=slots.lora.at[index].set(lora, mode="drop"))
     return slots._replace(
         params=slots.params.at[index].set(params, mode="drop"),
         block_tables=slots.block_tables.at[index].set(tables, mode="drop"),

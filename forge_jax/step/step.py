@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from forge_jax.cache.kv import KV
 from forge_jax.config import Verification
+from forge_jax.models.lora import Lora
 from forge_jax.sampling_params import MAX_LOGPROBS
 from forge_jax.step import meta as meta_bits
 from forge_jax.step.meta import Meta, StepShape
@@ -61,6 +62,8 @@ def make_step(
 ) -> Callable[..., Any]:
     """The step function of one shape, to be jitted with `donate_argnums=(1, 2)`.
 
+    Where the slots have adapters, their stacks come behind the weights in `leaves`.
+
     Args:
       implementation: of attention. sampler: of sampling.
       verification: of drafts. By rejection, the step takes what they were drawn from as one more
@@ -100,6 +103,11 @@ def make_step(
             slot_mapping = jnp.where(valid, blocks * block_size + positions % block_size, num_kv)
             # Else XLA:GPU computes the places anew, from their tables, in each layer's write.
             slot_mapping = jax.lax.optimization_barrier(slot_mapping)
+            lora = None
+            if slots.lora is not None:
+                num_weights = len(model.leaves)
+                lora = Lora(leaves[num_weights:], slots.lora[m.slot[seq]])
+                leaves = leaves[:num_weights]
 
         kv, hidden = model.forward(
             leaves,
@@ -114,6 +122,7 @@ def make_step(
             implementation=implementation,
             max_q_len=shape.max_q_len,
             uniform=uniform,
+            lora=lora,
         )
         pooled = None
         if sums is not None:

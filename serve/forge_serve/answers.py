@@ -787,14 +787,14 @@ class ServerInfo(Answer):
 
 
 class ModelCard(Answer):
-    """The model that is served."""
+    """The model that is served, or a LoRA adapter of it, which has it for a parent."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
 
 

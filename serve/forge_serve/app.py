@@ -20,7 +20,7 @@ from aiohttp import hdrs, web
 
 from forge_jax import __version__
 from forge_jax.errors import RequestError
-from forge_serve import embeddings, info, messages, openapi, tokens
+from forge_serve import embeddings, info, loras, messages, openapi, tokens
 from forge_serve.auth import ApiKeys, tenant_salt
 from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
@@ -29,6 +29,7 @@ from forge_serve.embeddings import EmbeddingRequest, PoolingRequest, RerankReque
 from forge_serve.errors import BodyTimeoutError, NotReadyError, UnknownModelError, error_reply
 from forge_serve.event_stream import EventStream, Replay
 from forge_serve.generation import Generation, News, encode_prompts, truncated
+from forge_serve.loras import LoadLoraRequest, UnloadLoraRequest
 from forge_serve.memory import MemoryGuard
 from forge_serve.messages import MessagesForm, MessagesRequest
 from forge_serve.metrics import CONTENT_TYPE, Metrics
@@ -54,9 +55,10 @@ from forge_serve.responses_http import (
     whole_number,
 )
 from forge_serve.responses_store import ResponseStore
-from forge_serve.validate import check, check_logprob_values, decode
+from forge_serve.validate import check, check_logprob_values, decode, decode_form
 
 if TYPE_CHECKING:
+    from forge_jax.adapters import LoadedAdapter
     from forge_jax.streams import EngineStats, StreamingEngine
 
 BODY_S = 60.0  # for the body of a request to arrive
@@ -68,6 +70,7 @@ log = logging.getLogger("forge_serve.requests")
 
 _ids = random.Random()
 _GENERATION = web.RequestKey("generation", Generation)
+_LORA = web.RequestKey("lora", str)  # the adapter that the model's name means, if it does
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 _CLIENTS_ID = web.RequestKey("clients_id", bool)  # whether a header of the client's has it
 _CLIENT_LEFT = web.RequestKey("client_left", bool)  # in the middle of a stream, or was given up
@@ -143,17 +146,20 @@ class Service:
         )
         return ChatAnswers.of(request, model)
 
-    def check_model(self, name: str | None) -> None:
-        """No name means the model that is served.
+    def lora_of(self, name: str | None) -> str | None:
+        """The LoRA adapter that a name means; None: the model itself, as without a name.
 
         Raises:
-          UnknownModelError: for any other name than the served one.
+          UnknownModelError: for the name of anything that is not served.
         """
-        if name is not None and name != self.model_name:
-            raise UnknownModelError(
-                "this server has no such model: leave the name out for the one it has",
-                param="model",
-            )
+        if name is None or name == self.model_name:
+            return None
+        loras = [] if self.engine is None else self.engine.loras
+        if any(adapter.name == name for adapter in loras):
+            return name
+        raise UnknownModelError(
+            "this server has no such model: leave the name out for the one it has", param="model"
+        )
 
 
 def make_app(service: Service) -> web.Application:
@@ -177,6 +183,8 @@ def make_app(service: Service) -> web.Application:
             web.post(f"{RESPONSES_PATH}/input_tokens", endpoints.count_input_tokens),
             web.get(RESPONSE_PATH, endpoints.response),
             *endpoints.stored.routes(),
+            web.post("/v1/load_lora_adapter", endpoints.load_lora_adapter),
+            web.post("/v1/unload_lora_adapter", endpoints.unload_lora_adapter),
             web.post("/v1/embeddings", endpoints.embeddings),
             web.post("/score", endpoints.score),
             web.post("/v1/score", endpoints.score),
@@ -320,12 +328,27 @@ class _Endpoints:
         return await self._generate(http, GenerateRequest, GenerateForm)
 
     async def models(self, http: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [self._card()]})
+        engine = self._service.ready_engine()
+        adapters = [self._adapter_card(adapter) for adapter in engine.loras]
+        return web.json_response({"object": "list", "data": [self._card(), *adapters]})
 
     async def model(self, http: web.Request) -> web.StreamResponse:
-        self._service.ready_engine()
-        self._service.check_model(http.match_info["name"])
-        return web.json_response(self._card())
+        engine = self._service.ready_engine()
+        name = self._service.lora_of(http.match_info["name"])
+        cards = (self._adapter_card(each) for each in engine.loras if each.name == name)
+        return web.json_response(next(cards, self._card()))
+
+    async def load_lora_adapter(self, http: web.Request) -> web.StreamResponse:
+        service = self._service
+        engine, folder = service.ready_engine(), service.config.lora_folder
+        request = decode_form(await _body(http), LoadLoraRequest, service.config.limits)
+        return web.Response(text=await loras.load(engine, request, folder, service.model_name))
+
+    async def unload_lora_adapter(self, http: web.Request) -> web.StreamResponse:
+        service = self._service
+        engine, folder = service.ready_engine(), service.config.lora_folder
+        request = decode_form(await _body(http), UnloadLoraRequest, service.config.limits)
+        return web.Response(text=await loras.unload(engine, request, folder))
 
     async def health(self, http: web.Request) -> web.StreamResponse:
         state = self._service.state
@@ -372,6 +395,10 @@ class _Endpoints:
             "max_model_len": engine.max_model_len,
         }
 
+    def _adapter_card(self, adapter: LoadedAdapter) -> dict[str, Any]:
+        parent = self._service.model_name
+        return {**self._card(), "id": adapter.name, "root": adapter.name, "parent": parent}
+
     async def _generate(
         self, http: web.Request, kind: Kind, form_type: Callable[..., ResponseForm]
     ) -> web.StreamResponse:
@@ -409,6 +436,7 @@ class _Endpoints:
             timeout_s=self._service.timeout_s(request.timeout),
             metrics=self._service.metrics,
             pooling=request.pooling or engine.pooling,  # type: ignore[arg-type]
+            lora=http.get(_LORA),
         )
         http[_GENERATION] = generation
         try:
@@ -418,7 +446,7 @@ class _Endpoints:
             generation.close()
         answer["id"] = generation.request_id
         answer["created"] = int(time.time())
-        answer["model"] = self._service.model_name
+        answer["model"] = http.get(_LORA) or self._service.model_name
         return _json_response(answer)
 
     async def _begin[Form: ResponseForm](
@@ -449,7 +477,7 @@ class _Endpoints:
                 prompts,
                 engine.tokenizer,
                 unique_id=unique_id,
-                model=self._service.model_name,
+                model=http.get(_LORA) or self._service.model_name,
                 created_s=int(time.time()),
                 system_fingerprint=engine.system_fingerprint,
                 **({} if answers is None else {"answers": answers}),
@@ -464,6 +492,7 @@ class _Endpoints:
                 timeout_s=self._service.timeout_s(request.timeout),
                 metrics=self._service.metrics,
                 reasoning=form.reasoning_tokens,
+                lora=http.get(_LORA),
             )
         except RequestError as error:
             raise request.in_its_words(error) from error
@@ -487,7 +516,9 @@ class _Endpoints:
 
     async def _decode[Body: GenerationRequest](self, http: web.Request, kind: type[Body]) -> Body:
         request = decode(await _body(http), kind, self._service.config.limits)
-        self._service.check_model(request.model)
+        lora = self._service.lora_of(request.model)
+        if lora is not None:
+            http[_LORA] = lora
         return request
 
     @web.middleware

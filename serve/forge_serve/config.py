@@ -26,6 +26,9 @@ class ServerConfig:
     served_model_name: str | None = option(
         None, "name of the model in requests and answers; default: MODEL as given"
     )
+    lora_folder: str | None = option(
+        None, "folder whose LoRA adapters clients may load and unload; default: they may not"
+    )
     tool_call_parser: ToolCallParserName = option(
         "auto", "how the model writes calls of tools; auto: as its chat template shows"
     )

@@ -17,6 +17,7 @@ from forge_jax.errors import (
     EngineError,
     ForgeError,
     GrammarError,
+    LostAdapterError,
     NumericalError,
     OverloadedError,
     RequestError,
@@ -30,6 +31,10 @@ MAX_MESSAGE_CHARS = 500
 
 class UnknownModelError(RequestError):
     """The request names a model that this server does not serve."""
+
+
+class UnknownAdapterError(RequestError):
+    """The request names a LoRA adapter that is not loaded, or a folder that is not there."""
 
 
 class UnknownResponseError(RequestError):
@@ -104,6 +109,9 @@ def error_reply(error: BaseException) -> ErrorReply:
         case UnknownModelError():
             code = "model_not_found"
             return ErrorReply(404, str(error), "invalid_request_error", error.param, code)
+        case UnknownAdapterError():
+            code = "adapter_not_found"
+            return ErrorReply(404, str(error), "invalid_request_error", error.param, code)
         case UnknownResponseError():
             code = "response_not_found"
             return ErrorReply(404, str(error), "invalid_request_error", error.param, code)
@@ -128,6 +136,8 @@ def error_reply(error: BaseException) -> ErrorReply:
             return ErrorReply(500, str(error), "server_error", None, "grammar_failed")
         case StepError():
             return ErrorReply(500, str(error), "server_error", None, "step_failed")
+        case LostAdapterError():
+            return ErrorReply(500, str(error), "server_error", None, "adapter_lost")
         case EngineError():
             level = logging.INFO if isinstance(error, StoppingError) else logging.ERROR
             log.log(level, "the engine refused or lost a request: %s", error)

@@ -207,6 +207,7 @@ class Generation:
         metrics: Metrics,
         reasoning: Sequence[ReasoningTokens] = (),
         pooling: Pooling | None = None,
+        lora: str | None = None,
     ):
         self.request_id = request_id
         serial = next(_serials)  # a client may give the same id to several requests
@@ -240,6 +241,7 @@ class Generation:
                         priority=priority,
                         cache_salt=cache_salt,
                         pooling=pooling,
+                        lora=lora,
                     )
                 )
         except BaseException:

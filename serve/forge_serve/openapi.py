@@ -19,6 +19,7 @@ from forge_serve import answers, messages
 from forge_serve.auth import API_KEY_HEADER, HEALTH_PATHS, OPEN_PATHS
 from forge_serve.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from forge_serve.limits import rows
+from forge_serve.loras import LoadLoraRequest, UnloadLoraRequest
 from forge_serve.messages import MessagesRequest
 from forge_serve.metrics import CONTENT_TYPE as METRICS_TYPE
 from forge_serve.protocol import (
@@ -42,7 +43,7 @@ GENERATES = (*READS, 504)
 STATUSES = {
     400: "The body is not what its schema says, or asks for more than the server allows.",
     401: "No API key, or an unknown one.",
-    404: "The server has no such model, or no such response.",
+    404: "The server has no such model, adapter or response.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     500: "The model or its grammar failed for this request, or a defect, which the log has.",
@@ -245,6 +246,20 @@ OPERATIONS = {
         errors=(404, *NOT_READY),
         parameters=(MODEL_NAME,),
     ),
+    "load_lora_adapter": Operation(
+        summary="Load a LoRA adapter, from the folder that --lora-folder names",
+        request=LoadLoraRequest,
+        example={"lora_name": "my-adapter", "lora_path": "my-adapter"},
+        content_type=TEXT,
+        errors=READS,
+    ),
+    "unload_lora_adapter": Operation(
+        summary="Unload a LoRA adapter that no request takes",
+        request=UnloadLoraRequest,
+        example={"lora_name": "my-adapter"},
+        content_type=TEXT,
+        errors=READS,
+    ),
     "version": Operation(summary="The version of forge-jax", answer=answers.Version),
     "server_info": Operation(
         summary="What the server can hold and does", answer=answers.ServerInfo, errors=NOT_READY
@@ -396,7 +411,7 @@ def _parameter(parameter: Parameter, about: About) -> dict[str, Any]:
         "name": parameter.name,
         "in": parameter.place,
         "required": parameter.place == "path",
-        "schema": parameter.schema or {"enum": [about.model]},
+        "schema": parameter.schema or about.model_names,
     }
     if parameter.description:
         described["description"] = parameter.description

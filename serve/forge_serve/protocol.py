@@ -156,7 +156,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         "mirostat": "not supported: use temperature and top_p",
         "logits_processors": "not accepted from clients",
         "custom_logit_processor": "not accepted from clients",
-        "lora_path": "adapters are not supported",
+        "lora_path": "not accepted: name a loaded adapter as the model",
         "kv_transfer_params": "this server takes no KV caches of others",
         "return_hidden_states": "not supported",
     }

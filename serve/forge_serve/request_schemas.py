@@ -21,6 +21,7 @@ from forge_jax.sampling_params import BIAS, RANGES, TOKEN_ID, Range
 from forge_serve import embeddings, messages, responses_api, responses_items
 from forge_serve.embeddings import SCORE_PAIRS, PoolingRequest
 from forge_serve.limits import Limits
+from forge_serve.loras import LoadLoraRequest
 from forge_serve.messages import MessagesRequest
 from forge_serve.protocol import (
     MAX_COUNT,
@@ -61,6 +62,7 @@ _MODULES = {
         ResponsesRequest,
         responses_items.Item,
         PoolingRequest,
+        LoadLoraRequest,
     )
 }
 
@@ -114,6 +116,11 @@ class About:
     vocab_size: int
     limits: Limits
     api_keys: bool
+    loras: bool = False  # whether there may be adapters: models besides, that come and go
+
+    @property
+    def model_names(self) -> Schema:
+        return {"type": "string"} if self.loras else {"enum": [self.model]}
 
     @classmethod
     def of(cls, config: ServerConfig, engine: StreamingEngine, model: str) -> About:
@@ -123,6 +130,7 @@ class About:
             vocab_size=engine.limits.vocab_size,
             limits=config.limits,
             api_keys=bool(config.api_key or config.api_key_file),
+            loras=engine.adapters is not None,
         )
 
 
@@ -202,7 +210,7 @@ def _generation(kind: type, schema: Schema, about: About) -> None:
         for name, (_, row) in counts.items():
             if issubclass(kind, counted) and name not in kind._REFUSED:
                 _at_most(fields[name], getattr(limits, row))
-    fields["model"] = {"enum": [about.model, None]}
+    fields["model"] = _nullable(about.model_names) if about.loras else {"enum": [about.model, None]}
     most = min(limits.n, limits.choices)
     fields["n"] |= {"maximum": most}
     fields["best_of"] |= {"minimum": 1, "maximum": most}

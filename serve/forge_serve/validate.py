@@ -65,6 +65,13 @@ def decode[Body: GenerationRequest](body: bytes, kind: type[Body], limits: Limit
       RequestError: for anything that is not JSON, not of the right form, or over a limit; `param`
         is the path.
     """
+    request = decode_form(body, kind, limits)
+    check(request, limits)
+    return request
+
+
+def decode_form[Body: msgspec.Struct](body: bytes, kind: type[Body], limits: Limits) -> Body:
+    """The same without what is checked of requests that generate."""
     _check_nesting(body, limits)
     try:
         request: Body = _decoder(kind).decode(body)
@@ -75,7 +82,6 @@ def decode[Body: GenerationRequest](body: bytes, kind: type[Body], limits: Limit
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         detail = str(error) if isinstance(error, msgspec.DecodeError) else "it is not UTF-8"
         raise RequestError(f"the body is not valid JSON: {detail}") from error
-    check(request, limits)
     _ignored.tell(plain.keys() - _names(kind))
     return request
 
@@ -91,12 +97,12 @@ def check(request: GenerationRequest, limits: Limits) -> None:
 
 
 @cache
-def _names(kind: type[GenerationRequest]) -> frozenset[str]:
+def _names(kind: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(kind.__struct_fields__)
 
 
 @cache
-def _decoder(kind: type[GenerationRequest]) -> msgspec.json.Decoder[Any]:
+def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind, strict=False)
 
 
@@ -338,7 +344,7 @@ def _check_digits(body: bytes, limits: Limits) -> None:
         raise RequestError(f"the body has a number of more than {limits.number_digits} digits")
 
 
-def _check_duplicates(body: bytes, kind: type[GenerationRequest]) -> dict[str, Any]:
+def _check_duplicates(body: bytes, kind: type[msgspec.Struct]) -> dict[str, Any]:
     """Refuses an object with the same key twice: who reads it first and who reads it last disagree.
 
     A parser keeps one of them, so that what it has read has fewer pairs than the text.
@@ -369,7 +375,7 @@ def _num_pairs(data: bytes) -> int:
     return int((_outside_strings(data) == ord(":")).sum())
 
 
-def _duplicate_field(body: bytes, kind: type[GenerationRequest]) -> str | None:
+def _duplicate_field(body: bytes, kind: type[msgspec.Struct]) -> str | None:
     outermost: list[str] = []
 
     def keep(pairs: list[tuple[str, Any]]) -> None:

@@ -8,6 +8,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -329,7 +330,7 @@ def test_slot_history_counts_prompt_and_output():
     )
     packed = jnp.array(slots.pack_history(admission, 8))
     shape = slots.slots_shape(4, 2, 8)
-    empty = slots.Slots(*(jnp.zeros(s.shape, s.dtype) for s in shape))
+    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
     state = slots.set_history(empty, packed)
     np.testing.assert_array_equal(state.counts[3], [0, IN_PROMPT + 1, IN_PROMPT, 0, 0, 2, 0, 0])
     assert float(state.bias[3, 0]) == -2.5 and int(state.bias_ids[3, 0]) == 4

@@ -203,8 +203,8 @@ async def test_the_documents_examples_are_served(server):
     document = await served(server)
     validator, tried = judge(document), 0
     for path, item in document["paths"].items():
-        if "requestBody" not in item.get("post", {}):
-            continue
+        if "requestBody" not in item.get("post", {}) or "lora" in path:
+            continue  # test_http_lora.py has those of adapters, which there must be
         body = item["post"]["requestBody"]["content"]["application/json"]
         events = "text/event-stream" in item["post"]["responses"]["200"]["content"]
         assert list(body["examples"]) == ["whole", "streamed"][: 1 + events]
@@ -342,5 +342,7 @@ async def test_requests_in_the_documents_are_as_the_document_says(start):
     requests, validator = documented_requests(), judge(document)
     assert {path for path, _ in requests} >= {"/v1/chat/completions"} and len(requests) >= 3
     for path, body in requests:
+        if body.get("model") == "sql":
+            body["model"] = "forge-tiny"  # docs/lora.md's server has an adapter of this name
         schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         validator(schema["schema"]).validate(body)

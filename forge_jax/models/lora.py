@@ -1,0 +1,125 @@
+"""The arrays of LoRA adapters beside a model's own: their shapes, and what a step takes of them.
+
+All adapters of an engine lie in one array for each of two matrices of each target, by *place*: so
+that shapes are fixed, and nothing is compiled when adapters come and go. A smaller rank than the
+arrays' is filled up with zeros. Place 0 is no adapter, and has no weights.
+
+Letters: L layers, P places, r rank, T tokens of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from forge_kernels.lora import lora
+
+if TYPE_CHECKING:
+    from forge_jax.models.spec import ModelSpec
+
+
+class Target(NamedTuple):
+    """A matrix that adapters may change: rows of one of the decoder's, which fuses some."""
+
+    matrix: str  # "attention.qkv"
+    start: int  # its first row there
+    rows: int
+    inputs: int
+
+
+def lora_targets(spec: ModelSpec) -> dict[str, Target]:
+    """By name, in the order of the stacks. Matrices of experts are none."""
+    d, inner = spec.hidden_size, spec.intermediate_size
+    q_rows = spec.num_attention_heads * spec.head_dim
+    kv_rows = spec.num_key_value_heads * spec.head_dim
+    targets = {
+        "q": Target("attention.qkv", 0, q_rows, d),
+        "k": Target("attention.qkv", q_rows, kv_rows, d),
+        "v": Target("attention.qkv", q_rows + kv_rows, kv_rows, d),
+        "o": Target("attention.out", 0, d, q_rows),
+    }
+    if any(spec.experts_of(layer) is None for layer in range(spec.num_hidden_layers)):
+        targets |= {
+            "gate": Target("mlp.gate_up", 0, inner, d),
+            "up": Target("mlp.gate_up", inner, inner, d),
+            "down": Target("mlp.down", 0, d, inner),
+        }
+    return targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraShape:
+    """How many adapters there may be at once, and of which rank."""
+
+    places: int  # P, without place 0
+    rank: int  # r
+
+    def stacks(self, spec: ModelSpec, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Of each target in order a `[L, P, r, inputs]` and b `[L, rows, P, r]`."""
+        layers, places, rank = spec.num_hidden_layers, self.places, self.rank
+        return tuple(
+            jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+            for target in lora_targets(spec).values()
+            for shape in (
+                (layers, places, rank, target.inputs),
+                (layers, target.rows, places, rank),
+            )
+        )
+
+    def adapter(self, spec: ModelSpec, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The same of one adapter: `[L, r, inputs]` and `[L, rows, r]`."""
+        layers, rank = spec.num_hidden_layers, self.rank
+        return tuple(
+            jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+            for target in lora_targets(spec).values()
+            for shape in ((layers, rank, target.inputs), (layers, target.rows, rank))
+        )
+
+    def num_bytes(self, spec: ModelSpec, dtype: Any) -> int:
+        stacks = self.stacks(spec, dtype)
+        return sum(math.prod(stack.shape) * stack.dtype.itemsize for stack in stacks)
+
+
+class LayerLora(NamedTuple):
+    """What one layer takes of the adapters."""
+
+    matrices: dict[str, tuple[jax.Array, jax.Array]]  # by target: [P, r, inputs], [rows, P, r]
+    places: jax.Array  # i32[T]
+
+    def delta(self, x: jax.Array, targets: tuple[str, ...]) -> jax.Array:
+        """x: dtype[T, inputs] -> what is added to the product with a matrix of these targets."""
+        with jax.named_scope("lora"):
+            parts = [lora(x, *self.matrices[target], self.places) for target in targets]
+            return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+class Lora(NamedTuple):
+    """The adapters of a step, and who takes which."""
+
+    stacks: tuple[jax.Array, ...]  # as in `LoraShape.stacks`
+    places: jax.Array  # i32[T], of each token's adapter; 0: none
+
+    def layer(self, spec: ModelSpec, index: int) -> LayerLora:
+        pairs = zip(self.stacks[::2], self.stacks[1::2], strict=True)
+        matrices = {
+            name: (a[index], b[index])
+            for name, (a, b) in zip(lora_targets(spec), pairs, strict=True)
+        }
+        return LayerLora(matrices, self.places)
+
+
+def set_adapter(
+    stacks: tuple[jax.Array, ...],
+    place: jax.Array,  # i32[], from 1
+    adapter: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
+    """The stacks with one adapter (see `LoraShape.adapter`) at its place."""
+    put = jax.lax.dynamic_update_index_in_dim  # a scatter of 16 bits is slow on CPUs
+    return tuple(
+        put(stack, new, place - 1, axis=1 + index % 2)  # a: [L, P, ...], b: [L, rows, P, r]
+        for index, (stack, new) in enumerate(zip(stacks, adapter, strict=True))
+    )

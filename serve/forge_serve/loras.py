@@ -1,0 +1,96 @@
+"""LoRA adapters over HTTP: loaded and unloaded in vLLM's words, from one folder of the operator's.
+
+A client names a folder below `--lora-folder`, and nothing else of the machine: without the flag no
+client loads anything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from forge_jax.errors import RequestError
+from forge_jax.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from forge_serve.errors import UnknownAdapterError
+
+if TYPE_CHECKING:
+    from forge_jax.streams import StreamingEngine
+
+
+class LoadLoraRequest(msgspec.Struct, kw_only=True):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None
+
+
+class UnloadLoraRequest(msgspec.Struct, kw_only=True):
+    lora_name: str
+    lora_int_id: int | None = None  # no effect: the name says it
+
+
+async def load(
+    engine: StreamingEngine, request: LoadLoraRequest, folder: str | None, model_name: str
+) -> str:
+    """Loads an adapter; what the client is told.
+
+    Args:
+      folder: where adapters may be; None: clients load none.
+      model_name: that of the model itself, which no adapter can have.
+
+    Raises:
+      UnknownAdapterError: there is no such folder.
+      RequestError: it cannot be loaded.
+    """
+    if request.load_inplace:
+        raise RequestError(
+            "load_inplace is not supported: unload the adapter, and load it again",
+            param="load_inplace",
+        )
+    if request.lora_name == model_name:
+        raise RequestError("lora_name: the model itself has this name", param="lora_name")
+    root, path = _find(_allowed(folder), request.lora_path)
+    try:
+        await engine.load_lora(request.lora_name, str(path))
+    except RequestError as error:  # where the operator keeps it is not the client's to know
+        raise RequestError(str(error).replace(f"{root}/", ""), param=error.param) from error
+    return f"Success: LoRA adapter '{request.lora_name}' added successfully."
+
+
+async def unload(engine: StreamingEngine, request: UnloadLoraRequest, folder: str | None) -> str:
+    """Unloads an adapter; what the client is told.
+
+    Raises:
+      UnknownAdapterError: there is none of the name.
+      RequestError: requests that have not ended take it.
+    """
+    _allowed(folder)
+    if all(adapter.name != request.lora_name for adapter in engine.loras):
+        raise UnknownAdapterError("there is no LoRA adapter of this name", param="lora_name")
+    await engine.unload_lora(request.lora_name)
+    return f"Success: LoRA adapter '{request.lora_name}' removed successfully."
+
+
+def _allowed(folder: str | None) -> Path:
+    if folder is None:
+        raise RequestError(
+            "clients neither load nor unload LoRA adapters here: the server has no --lora-folder"
+        )
+    return Path(folder).resolve()
+
+
+def _find(root: Path, path: str) -> tuple[Path, Path]:
+    """The folder of all adapters and that of one, links resolved; nothing of it lies elsewhere."""
+    try:
+        found = (root / path).resolve()
+        inside = found != root and found.is_dir()
+        for place in (found, found / ADAPTER_CONFIG, found / ADAPTER_WEIGHTS):
+            inside = inside and place.resolve().is_relative_to(root)
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: links in a ring; ValueError: \0
+        inside = False
+    if not inside:
+        raise UnknownAdapterError(
+            "there is no such folder in the server's folder of LoRA adapters", param="lora_path"
+        )
+    return root, found

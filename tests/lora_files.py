@@ -1,0 +1,91 @@
+"""Small random LoRA adapters as PEFT writes them, and what they make of a model's weights."""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up")
+
+
+def weights_of(model: Path) -> dict[str, np.ndarray]:
+    return load_file(model / "model.safetensors")
+
+
+def projections(model: Path, names: Sequence[str] = PROJECTIONS) -> list[str]:
+    """The modules of a model's layers that are called so, without those of experts."""
+    ends = tuple(f".{name}_proj.weight" for name in names)
+    return [
+        name.removesuffix(".weight")
+        for name in weights_of(model)
+        if name.endswith(ends) and ".experts." not in name
+    ]
+
+
+def write_adapter(
+    folder: Path,
+    model: Path,
+    *,
+    seed: int,
+    modules: Sequence[str] | None = None,
+    rank: int = 4,
+    alpha: float = 8.0,
+    ranks: Mapping[str, int] | None = None,
+    size: float = 0.3,
+    dtype: Any = np.float32,
+    **config: Any,
+) -> Path:
+    """An adapter of `modules` (all projections by default) with matrices of about `size`.
+
+    `ranks` are of single modules, by their whole names; `config` adds to adapter_config.json.
+    """
+    rng, ranks = np.random.default_rng(seed), ranks or {}
+    weights, tensors = weights_of(model), {}
+    for module in projections(model) if modules is None else modules:
+        (outputs, inputs), r = weights[f"{module}.weight"].shape, ranks.get(module, rank)
+        a = rng.normal(size=(r, inputs)) / math.sqrt(inputs)
+        b = size * rng.normal(size=(outputs, r)) / math.sqrt(r)
+        for part, values in (("A", a), ("B", b)):
+            tensors[f"base_model.model.{module}.lora_{part}.weight"] = values.astype(dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.name,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": ["q_proj"],
+        "rank_pattern": dict(ranks),
+        **config,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return folder
+
+
+def merged(folder: Path, model: Path, adapter: Path, scaling: Mapping[str, float] | float) -> Path:
+    """A copy of the model with the adapter in its weights: W + scaling B A, in float64.
+
+    Args:
+      scaling: of all modules, or of each.
+    """
+    shutil.copytree(model, folder)
+    weights = {name: np.array(value) for name, value in weights_of(model).items()}
+    matrices = load_file(adapter / "adapter_model.safetensors")
+    for name in matrices:
+        module, part, _ = name.removeprefix("base_model.model.").rsplit(".", 2)
+        if part == "lora_A":
+            a, b = (matrices[name.replace("lora_A", f"lora_{p}")].astype(np.float64) for p in "AB")
+            factor = scaling if isinstance(scaling, float) else scaling[module]
+            weight = weights[f"{module}.weight"]
+            weights[f"{module}.weight"] = (weight + factor * (b @ a)).astype(weight.dtype)
+    (folder / "model.safetensors").unlink()
+    save_file(weights, folder / "model.safetensors")
+    return folder
