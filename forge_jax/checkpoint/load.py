@@ -17,7 +17,10 @@ from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
 from forge_jax.models.decoder import Leaves, Model
 from forge_jax.models.registry import find_architecture
-from forge_kernels.linear import pack, pack_experts
+from forge_jax.quant.forms import QuantizedForm, module_of
+from forge_jax.quant.tensors import MIDDLE, Matrix, check_matrix, read_matrices
+from forge_kernels.linear import Packing, pack, pack_experts, pack_int4, pack_values
+from forge_kernels.linear.packed import GROUP as INT4_GROUP
 from forge_kernels.linear.packed import aligned_empty
 
 
@@ -38,13 +41,23 @@ def check_weights(model: Model, folder: Path) -> CheckedWeights:
     """
     architecture = find_architecture(model.spec.architecture)
     parts = architecture.weights(model.spec)
-    scales = {_scale_name(name) for name, packing in model.packings.items() if packing.scale}
-    assert set(parts) | scales == set(model.names), f"no map: {set(parts) ^ set(model.names)}"
+    beside = {
+        leaf.removesuffix("weight") + each
+        for leaf in (*model.packings, *model.quantized)
+        for each in ("scale", "zero", "input_scale", "order")
+    }
+    unmapped = (set(parts) ^ set(model.names)) - beside
+    assert not unmapped, f"no map: {unmapped}"
     stored = open_checkpoint(folder)
     if architecture.other_weights is not None:
         other = architecture.other_weights(model.spec)
         parts = min(parts, other, key=lambda parts: _num_missing(parts, stored))
-    faults = [fault for group in parts.values() for part in group for fault in _check(part, stored)]
+    faults = [
+        fault
+        for leaf, group in parts.items()
+        for part in group
+        for fault in _check(part, stored, model.quantized.get(leaf))
+    ]
     if faults:
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
         raise CheckpointError(f"{folder} does not fit its config: " + "; ".join(faults[:5]) + more)
@@ -95,7 +108,10 @@ def load_weights(
 def _host_leaves(
     model: Model, name: str, parts: tuple[Tensor, ...], stored: Mapping[str, TensorSource]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The leaf `name`, and the scales beside it where it is packed into a format that has them."""
+    """The leaf `name`, and those beside it: scales and the like, where its form has them."""
+    if name in model.quantized:
+        yield from _quantized_leaves(model, name, parts, stored)
+        return
     packing = model.packings.get(name)
     if packing is None:
         leaf = model.leaves[model.names.index(name)]
@@ -116,6 +132,48 @@ def _host_leaves(
         yield _scale_name(name), scale
 
 
+def _quantized_leaves(
+    model: Model, name: str, parts: tuple[Tensor, ...], stored: Mapping[str, TensorSource]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The values of the checkpoint in the form of the leaf, and what goes with them."""
+    scheme = model.quantized[name].scheme
+    modules = {module_of(part.name): (part.shape[0], part.shape[1]) for part in parts}
+    matrix = read_matrices(scheme, modules, stored)
+    prefix = name.removesuffix("weight")
+    if matrix.order is not None:
+        yield f"{prefix}order", matrix.order
+    packing = model.packings.get(name)
+    if packing is not None:
+        weight, scale = _pack_matrix(matrix, packing, name)
+        yield name, weight
+        yield _scale_name(name), scale
+        return
+    values = matrix.values
+    if scheme.values == "int4":
+        values = pack_int4(values, scheme.block[1] or values.shape[1])
+    elif scheme.values == "fp8":
+        values = values.view(np.uint8)
+    yield name, np.ascontiguousarray(values)
+    yield _scale_name(name), np.ascontiguousarray(matrix.scale)
+    if matrix.zero is not None:
+        yield f"{prefix}zero", np.ascontiguousarray(matrix.zero)
+    if matrix.input_scale is not None:
+        yield f"{prefix}input_scale", matrix.input_scale.reshape(1)
+
+
+def _pack_matrix(matrix: Matrix, packing: Packing, name: str) -> tuple[np.ndarray, np.ndarray]:
+    if packing.format == "int8":
+        return pack_values(matrix.values, matrix.scale[:, 0], packing)
+    columns = packing.inputs // matrix.scale.shape[1]
+    scale = np.repeat(matrix.scale, columns // INT4_GROUP, axis=1)
+    try:
+        return pack_values(matrix.values.astype(np.int8) - MIDDLE, scale, packing)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the CPU kernels cannot hold {name}: {error}; serve it with --kernels xla"
+        ) from error
+
+
 def _by_expert(parts: tuple[Tensor, ...], experts: int) -> list[tuple[Tensor, ...]]:
     """The tensors that have something of each expert."""
     if len(parts) == 1:
@@ -132,7 +190,12 @@ def _scale_name(weight: str) -> str:
     return weight.removesuffix("weight") + "scale"
 
 
-def _check(part: Tensor, stored: Mapping[str, TensorSource]) -> list[str]:
+def _check(
+    part: Tensor, stored: Mapping[str, TensorSource], form: QuantizedForm | None
+) -> list[str]:
+    if form is not None:
+        shape = part.shape[0], part.shape[1]
+        return check_matrix(form.scheme, module_of(part.name), shape, stored)
     found = stored.get(part.name)
     if found is None:
         return [f"tensor {part.name} is missing"]
