@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ def check_weights(model: Model, folder: Path) -> CheckedWeights:
         for part in group
         for fault in _check(part, stored, model.quantized.get(leaf))
     ]
+    if model.spec.tie_word_embeddings:
+        faults += _undescribed("lm_head", stored)
     if faults:
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
         raise CheckpointError(f"{folder} does not fit its config: " + "; ".join(faults[:5]) + more)
@@ -140,6 +142,8 @@ def _quantized_leaves(
     modules = {module_of(part.name): (part.shape[0], part.shape[1]) for part in parts}
     matrix = read_matrices(scheme, modules, stored)
     prefix = name.removesuffix("weight")
+    if f"{prefix}bias" not in model.names:
+        _check_no_bias(modules, stored)
     if matrix.order is not None:
         yield f"{prefix}order", matrix.order
     packing = model.packings.get(name)
@@ -159,6 +163,18 @@ def _quantized_leaves(
         yield f"{prefix}zero", np.ascontiguousarray(matrix.zero)
     if matrix.input_scale is not None:
         yield f"{prefix}input_scale", matrix.input_scale.reshape(1)
+
+
+def _check_no_bias(modules: Iterable[str], stored: Mapping[str, TensorSource]) -> None:
+    """Some writers give each matrix a bias of zeros; others would be left out."""
+    for name in (f"{module}.bias" for module in modules):
+        found = stored.get(name)
+        if found is None:
+            continue
+        values = np.empty(found.shape, np.float32)
+        found.read_into(values)
+        if values.any():
+            raise CheckpointError(f"tensor {name} is not 0, but the model has no bias there")
 
 
 def _pack_matrix(matrix: Matrix, packing: Packing, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -196,6 +212,9 @@ def _check(
     if form is not None:
         shape = part.shape[0], part.shape[1]
         return check_matrix(form.scheme, module_of(part.name), shape, stored)
+    undescribed = _undescribed(module_of(part.name), stored)
+    if undescribed:
+        return undescribed
     found = stored.get(part.name)
     if found is None:
         return [f"tensor {part.name} is missing"]
@@ -205,6 +224,17 @@ def _check(
     if found.dtype not in FLOATS:
         faults.append(f"tensor {part.name} is {found.dtype}, which is not supported")
     return faults
+
+
+def _undescribed(module: str, stored: Mapping[str, TensorSource]) -> list[str]:
+    """What is wrong with a module that its tensors, but not the config, say is quantised."""
+    for name in ("qweight", "weight_packed", "weight_scale", "weight_scale_inv"):
+        if f"{module}.{name}" in stored:
+            return [
+                f"{module} is quantised (there is a tensor {module}.{name}), but "
+                "quantization_config does not say how"
+            ]
+    return []
 
 
 def _read_matrix(

@@ -29,6 +29,7 @@ class _Token:
     many: bool
 
 
+@cache
 def compile_pattern(pattern: str) -> Callable[[str], bool]:
     """Whether a name matches from its start, as `re.match` says.
 

@@ -64,14 +64,18 @@ class _Names:
     form: Literal["patterns", "parts"]  # compressed-tensors' rules; or parts of a path
 
     def has(self, module: str) -> bool:
+        return self.rank(module) is not None
+
+    def rank(self, module: str) -> int | None:
+        """How closely a module is meant, 0 the closest: its name, a pattern, its class; or None."""
         if self.form == "parts":
-            return any(within(name, module) for name in self.names)
-        return any(
-            compile_pattern(name[3:])(module)
-            if name.startswith("re:")
-            else name in ("Linear", module)
-            for name in self.names
-        )
+            return 0 if any(within(name, module) for name in self.names) else None
+        if module in self.names:
+            return 0
+        patterns = (name[3:] for name in self.names if name.startswith("re:"))
+        if any(compile_pattern(pattern)(module) for pattern in patterns):
+            return 1
+        return 2 if "Linear" in self.names else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +88,23 @@ class QuantSpec:
     where: str  # the file and the section, for messages
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Of a linear layer by its name in the checkpoint; None: it is not quantised."""
+        """Of a linear layer by its name in the checkpoint; None: it is not quantised.
+
+        Raises:
+          UnsupportedModelError: several groups mean it, none more closely than another.
+        """
         if self.ignored.has(module):
             return None
-        return next((scheme for names, scheme in self.schemes if names.has(module)), None)
+        ranks = [(names.rank(module), scheme) for names, scheme in self.schemes]
+        ranked = [(rank, scheme) for rank, scheme in ranks if rank is not None]
+        closest = min((rank for rank, _ in ranked), default=None)
+        schemes = {scheme for rank, scheme in ranked if rank == closest}
+        if len(schemes) > 1:
+            raise UnsupportedModelError(
+                f"{self.where}: the targets of several config_groups mean {module}, which is not "
+                "supported where these differ"
+            )
+        return schemes.pop() if schemes else None
 
 
 def read_quantization(config: Config) -> QuantSpec | None:
@@ -245,8 +262,10 @@ def _read_gptq(section: Config) -> QuantSpec:
     _choose(section, "pack_dtype", ("int32",), "int32")
     if section.has("is_marlin_format"):
         _choose(section, "is_marlin_format", (False,))
-    form = "checkpoint_format" if section.has("checkpoint_format") else "format"
-    version = _choose(section, form, ("gptq", "gptq_v2"), "gptq")
+    version = _choose(section, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    if section.has("format"):  # of the first files that said it
+        both = section.has("checkpoint_format")
+        version = _choose(section, "format", (version,) if both else ("gptq", "gptq_v2"))
     size = _group_size(section, "group_size")
     scheme = Scheme(
         layout="gptq",
@@ -260,8 +279,9 @@ def _read_gptq(section: Config) -> QuantSpec:
     names = _EVERY
     if section.has("modules_in_block_to_quantize"):
         lists = section.values["modules_in_block_to_quantize"]
-        flat = [name for each in lists for name in each] if isinstance(lists, list) else None
-        if not flat or any(not isinstance(name, str) for name in flat):
+        are_lists = isinstance(lists, list) and all(isinstance(each, list) for each in lists)
+        flat = [name for each in lists for name in each] if are_lists else []
+        if not flat or any(not isinstance(name, str) or not name for name in flat):
             raise section.error("modules_in_block_to_quantize", "lists of names of modules")
         names = _Names(tuple(flat), "parts")
     if section.boolean("lm_head", False):
@@ -301,7 +321,7 @@ def _read_compressed(section: Config) -> QuantSpec:
         section,
         "quant_method format config_groups ignore kv_cache_scheme quantization_status "
         "sparsity_config transform_config",
-        "global_compression_ratio version",
+        "global_compression_ratio version run_compressed",
     )
     _choose(section, "quantization_status", ("compressed", "frozen"), "compressed")
     for name in ("sparsity_config", "transform_config"):
@@ -376,7 +396,9 @@ def _read_group(group: Config, section: Config) -> Scheme:
 
 def _read_block(weights: Config, packed: bool) -> tuple[int | None, int | None]:
     known = ("channel", "group") if packed else ("tensor", "channel", "block")
-    match _choose(weights, "strategy", known):
+    strategy = _choose(weights, "strategy", known)
+    _check_sizes(weights, strategy)
+    match strategy:
         case "tensor":
             return None, None
         case "channel":
@@ -393,6 +415,14 @@ def _read_block(weights: Config, packed: bool) -> tuple[int | None, int | None]:
     ):
         raise weights.error("block_structure", "a list of two sizes")
     return size[0], size[1]
+
+
+def _check_sizes(args: Config, strategy: str) -> None:
+    """Sizes of groups or blocks stand only where there are such."""
+    if strategy != "group" and args.values.get("group_size") not in (None, -1):
+        raise args.error("group_size", f"left out, with strategy {strategy}")
+    if strategy != "block" and args.values.get("block_structure") is not None:
+        raise args.error("block_structure", f"left out, with strategy {strategy}")
 
 
 def _read_activations(
@@ -419,12 +449,13 @@ def _read_activations(
             raise _refuse(inputs, "strategy", f"{known}, where dynamic is true")
         if inputs.values["strategy"] != known:
             raise _refuse(inputs, "strategy", f"{known}, with these weights")
+        _check_sizes(inputs, known)
         if in_blocks and inputs.values.get("group_size") != block[1]:
             raise _refuse(inputs, "group_size", f"that of the weights, {block[1]}")
         return ("int8" if kind == "int" else "fp8"), False
     if in_blocks:
         raise _refuse(inputs, "dynamic", "true, with weights in blocks")
-    _choose(inputs, "strategy", ("tensor",))
+    _check_sizes(inputs, _choose(inputs, "strategy", ("tensor",)))
     return ("int8" if kind == "int" else "fp8"), True
 
 

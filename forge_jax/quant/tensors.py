@@ -204,7 +204,11 @@ def _read_packed(scheme: Scheme, shape: tuple[int, int], read: _Reader) -> Matri
 
 def _read_gptq(scheme: Scheme, shape: tuple[int, int], read: _Reader) -> Matrix:
     values = unpack(read("qweight"), axis=0).T
-    zero = unpack(read("qzeros"), axis=1).T + np.uint8(scheme.zero_offset)
+    stored = unpack(read("qzeros"), axis=1).T
+    if scheme.zero_offset and np.any(stored == 15):
+        # What was written as 0 less 1; some read it as 16, some as 0, some carry into the next.
+        raise read.error("qzeros", "there are zeros less 1 of 15, which are read in several ways")
+    zero = stored + np.uint8(scheme.zero_offset)
     if not scheme.zeros:
         if np.any(zero != MIDDLE):
             raise read.error("qzeros", f"there are zeros other than {MIDDLE}, though `sym` is true")

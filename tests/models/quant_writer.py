@@ -209,13 +209,15 @@ def write_model(
     weights: dict[str, np.ndarray],
     quantise: Callable | None = None,
     quantization: dict | None = None,
+    more: dict[str, np.ndarray] | None = None,
     **config,
 ) -> dict[str, np.ndarray]:
     """Writes a model folder, the layers' matrices quantised; the weights that it stands for.
 
-    `quantise(name, w)` gives tensors by their last name, and the exact matrix.
+    `quantise(name, w)` gives tensors by their last name, and the exact matrix; `more` are other
+    tensors.
     """
-    tensors, exact = {}, dict(weights)
+    tensors, exact = dict(more or {}), dict(weights)
     for name, w in weights.items():
         if quantise is not None and name.endswith("_proj.weight"):
             module = name.removesuffix(".weight")

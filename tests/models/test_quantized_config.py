@@ -164,6 +164,29 @@ def test_the_head_can_be_quantised():
     assert scheme(W8A8 | {"ignore": []}, "lm_head") is not None
 
 
+def of_groups(*groups):
+    """Each a list of targets, and the size of the groups of columns that share a scale there."""
+    weights = W4A16["config_groups"]["group_0"]["weights"]
+    config_groups = {
+        f"group_{i}": {"targets": targets, "weights": weights | {"group_size": size}}
+        for i, (targets, size) in enumerate(groups)
+    }
+    return W4A16 | {"config_groups": config_groups}
+
+
+def test_the_closest_of_several_targets_counts():
+    """A name before a pattern before a class, whichever stands first."""
+    groups = [(["Linear"], 128), (["re:.*down_proj"], 64), ([LAYER], 32)]
+    for order in (groups, groups[::-1]):
+        spec = read(of_groups(*order))
+        names = (LAYER, LAYER.replace("3", "4"), "model.layers.3.mlp.up_proj")
+        assert [spec.scheme_of(name).block[1] for name in names] == [32, 64, 128]
+    assert scheme(of_groups((["re:.*down"], 64), (["re:.*mlp.*"], 64))).block[1] == 64
+    with pytest.raises(UnsupportedModelError, match=f"several config_groups mean {LAYER}"):
+        scheme(of_groups((["re:.*down"], 64), (["re:.*mlp.*"], 32)))
+    assert scheme(of_groups((["re:.*up_proj"], 64))) is None
+
+
 def changed(quantization, **changes):
     """With other weights, or (`inputs`) other activations, in its group."""
     group = dict(quantization["config_groups"]["group_0"])
@@ -194,7 +217,9 @@ def changed(quantization, **changes):
         (GPTQ | {"sym": "yes"}, "sym must be true or false"),
         (GPTQ | {"dynamic": {"-:mlp": {}}}, "'dynamic' is not a known field"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (GPTQ | {"format": "gptq_v2", "checkpoint_format": "gptq"}, "format 'gptq_v2'"),
         (GPTQ | {"pack_dtype": "int8"}, "pack_dtype 'int8'"),
+        (GPTQ | {"modules_in_block_to_quantize": [1]}, "modules_in_block_to_quantize must be"),
         (AWQ | {"version": "gemv"}, "version 'gemv'"),
         (AWQ | {"zero_point": False}, "zero_point False"),
         (W8A8 | {"format": "marlin-24"}, "format 'marlin-24'"),
@@ -206,6 +231,9 @@ def changed(quantization, **changes):
         (changed(W8A8, num_bits=4), "num_bits 4.*8, with format int-quantized"),
         (changed(W8A8, type="float"), "type 'float'"),
         (changed(W8A8, strategy="tensor_group"), "strategy 'tensor_group'"),
+        (changed(W8A8, group_size=128), "group_size must be left out, with strategy channel"),
+        (changed(W8A8, inputs={"group_size": 64}), "group_size must be left out, with strategy to"),
+        (changed(W4A16, block_structure=[8, 8]), "block_structure must be left out, with strate"),
         (changed(W8A8, novelty=1), "'novelty' is not a known field"),
         (changed(W8A8, inputs={"symmetric": False}), "input_activations: symmetric False"),
         (changed(W8A8, inputs={"strategy": "tensor"}), "strategy 'tensor'.*token, where dynamic"),
