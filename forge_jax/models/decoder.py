@@ -79,7 +79,7 @@ class WeightForms:
 
     def of_layer(self, layer: int, name: str) -> Form:
         """Of the matrix "attention.qkv" and the like."""
-        return self.quantized.get(f"layers.{layer}.{name}.weight", self.layers)
+        return self.quantized.get(f"layers.{layer}.{name}.weight") or self.layers
 
 
 class RMSNorm(nnx.Module):
@@ -137,17 +137,18 @@ class Linear(nnx.Module):
             shape = (outputs, inputs) if experts is None else (experts, outputs, inputs)
             self.weight = nnx.Param(jnp.zeros(shape, dtype))
             return
-        weight, scale = self.packing.weight, self.packing.scale
-        self.weight = nnx.Param(jnp.zeros(weight.shape, weight.dtype))
-        if scale is not None:
-            self.scale = nnx.Param(jnp.zeros(scale.shape, scale.dtype))
+        self.weight = _param(self.packing.weight)
+        if self.packing.scale is not None:
+            self.scale = _param(self.packing.scale)
 
     def _add_quantized(self, quantization: Quantization) -> None:
         self.quantization = quantization
-        for name in ("weight", "scale", "zero", "input_scale"):
-            shape = getattr(quantization, name)
-            if shape is not None:
-                setattr(self, name, nnx.Param(jnp.zeros(shape.shape, shape.dtype)))
+        zero, input_scale = quantization.zero, quantization.input_scale
+        self.weight, self.scale = _param(quantization.weight), _param(quantization.scale)
+        if zero is not None:
+            self.zero = _param(zero)
+        if input_scale is not None:
+            self.input_scale = _param(input_scale)
 
     @property
     def matrix(self) -> Weight:
@@ -184,6 +185,10 @@ class Linear(nnx.Module):
             return linear(x, self.matrix, norm=scaling, residual=residual, **options)
         y = linear(x, self.matrix, norm=scaling, **options) + self.bias[...]
         return y if residual is None else residual + y
+
+
+def _param(shape: jax.ShapeDtypeStruct) -> nnx.Param:
+    return nnx.Param(jnp.zeros(shape.shape, shape.dtype))
 
 
 def _columns(x: jax.Array, order: jax.Array) -> jax.Array:
@@ -227,7 +232,7 @@ class Attention(Block):
         self.window, self.soft_cap = spec.window(layer), spec.attention_soft_cap
         self.rope = rope_kinds(spec).index(rope_kind(spec, layer))
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
-        qkv, out = (forms.of_layer(layer, f"attention.{name}") for name in ("qkv", "out"))
+        qkv, out = forms.of_layer(layer, "attention.qkv"), forms.of_layer(layer, "attention.out")
         self.qkv = Linear(spec.hidden_size, rows, dtype, qkv, bias=spec.attention_bias)
         self.out = Linear(
             self.heads * self.head_dim, spec.hidden_size, dtype, out, bias=spec.output_bias
@@ -302,7 +307,7 @@ class MLP(Block):
         self.activation = spec.activation
         self.swiglu = spec.activation == "silu" and not spec.mlp_bias
         inner, bias = spec.intermediate_size, spec.mlp_bias
-        gate_up, down = (forms.of_layer(layer, f"mlp.{name}") for name in ("gate_up", "down"))
+        gate_up, down = forms.of_layer(layer, "mlp.gate_up"), forms.of_layer(layer, "mlp.down")
         self.gate_up = Linear(
             spec.hidden_size, 2 * inner, dtype, gate_up, paired=self.swiglu, bias=bias
         )
@@ -381,7 +386,7 @@ class Decoder(nnx.Module):
         self.embedding_scale, self.logit_scale = spec.embedding_scale, spec.logit_scale
         self.logit_soft_cap = spec.logit_soft_cap
         # The head is the embedding too where the model shares them.
-        head = forms.quantized.get("head.weight", forms.head)
+        head: Form = forms.quantized.get("head.weight") or forms.head
         self.head = Linear(spec.hidden_size, spec.vocab_size, dtype, head)
         self.embedding = (
             None

@@ -121,19 +121,22 @@ def read_matrices(
     Raises:
       CheckpointError: values that contradict the config, or each other.
     """
-    matrices = [_read(scheme, name, shape, stored) for name, shape in modules.items()]
-    first = matrices[0]
-    for name, other in zip(modules, matrices, strict=True):
-        if first.order is not None and not np.array_equal(first.order, other.order):
+    matrices = {name: _read(scheme, name, shape, stored) for name, shape in modules.items()}
+    (first_name, first), *others = matrices.items()
+    for name, other in others:
+        if first.order is None or other.order is None:
+            assert first.order is other.order
+        elif not np.array_equal(first.order, other.order):
             raise CheckpointError(
-                f"the groups (g_idx) of {name} are not those of {next(iter(modules))}: matrices "
-                "that are computed together must have the same"
+                f"the groups (g_idx) of {name} are not those of {first_name}: matrices that are "
+                "computed together must have the same"
             )
-    scales = [each.input_scale for each in matrices if each.input_scale is not None]
-    zeros = [each.zero for each in matrices if each.zero is not None]
+    parts = matrices.values()
+    scales = [each.input_scale for each in parts if each.input_scale is not None]
+    zeros = [each.zero for each in parts if each.zero is not None]
     return Matrix(
-        values=np.concatenate([each.values for each in matrices]),
-        scale=np.concatenate([each.scale for each in matrices]),
+        values=np.concatenate([each.values for each in parts]),
+        scale=np.concatenate([each.scale for each in parts]),
         zero=np.concatenate(zeros) if zeros else None,
         order=first.order,
         input_scale=max(scales) if scales else None,
@@ -187,7 +190,7 @@ def _read_plain(scheme: Scheme, shape: tuple[int, int], read: _Reader) -> Matrix
         scale = np.repeat(scale, rows, axis=0)[: shape[0]]
     input_scale = None
     if scheme.static:
-        input_scale = _float32(read("input_scale")).reshape(())[()]
+        input_scale = np.float32(_float32(read("input_scale")).item())
         if not (np.isfinite(input_scale) and input_scale > 0):
             raise read.error("input_scale", f"{input_scale} is no positive number")
     return Matrix(np.asarray(read("weight")), scale, None, None, input_scale)

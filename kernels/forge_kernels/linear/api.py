@@ -65,8 +65,8 @@ def linear(
         with jax.named_scope("norm"):
             x = rms_norm(x, *norm)
     with jax.named_scope("product"):
-        multiply = quantized_product if isinstance(w, QuantizedWeight) else _multiply
-        y = multiply(x, w, out_dtype)
+        is_plain = not isinstance(w, QuantizedWeight)
+        y = _multiply(x, w, out_dtype) if is_plain else quantized_product(x, w, out_dtype)
     if swiglu:
         with jax.named_scope("swiglu"):
             gate, up = jnp.split(y, 2, axis=-1)

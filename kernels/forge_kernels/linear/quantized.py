@@ -8,6 +8,7 @@ of its own.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,6 +96,8 @@ def pack_int4(values: np.ndarray, group: int) -> np.ndarray:
     return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(len(values), -1)
 
 
+# Traced and lowered once for all the layers of a model.
+@functools.partial(jax.jit, static_argnames="out_dtype")
 def quantized_product(x: jax.Array, w: QuantizedWeight, out_dtype: DTypeLike) -> jax.Array:
     """float[T, K_in] times the transpose of w, summed in float32 -> out_dtype[T, N_out]."""
     x, row_scale = _round_rows(x, w)
