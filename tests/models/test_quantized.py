@@ -439,6 +439,10 @@ def test_quantised_experts_are_refused_and_plain_ones_beside_quantised_attention
             compressed("int-quantized", args(), TOKEN, ignore=["re:.*gate$"]),
             r"experts.0.w1.weight is quantised, but quantised experts and routers",
         ),
+        (
+            compressed("int-quantized", args(), TOKEN, ignore=["re:.*experts"]),
+            r"moe.gate.weight is quantised, but quantised experts and routers",
+        ),
     ):
         quantised = read_quantization(Config({"quantization_config": quantization}))
         with pytest.raises(UnsupportedModelError, match=message):
