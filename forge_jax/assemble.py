@@ -352,8 +352,8 @@ def _choose_kernels(config: EngineConfig, spec: ModelSpec, device: jax.Device) -
     quantization = config.model.quantization
     if quantization != "none" and spec.quantization is not None:
         raise ConfigError(
-            f"--quantization {quantization}: the checkpoint is quantised already, by "
-            f"{spec.quantization.method}; leave the flag out"
+            f"--quantization {quantization}: the checkpoint is quantised already "
+            f"({spec.quantization.method}, by {spec.quantization.where}); leave the flag out"
         )
     dtype = resolve_dtype(spec, config.model.dtype)
     packed: Format = "bf16" if quantization == "none" else quantization
