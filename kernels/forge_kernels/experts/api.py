@@ -72,7 +72,7 @@ def mix_experts(
     if isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
         assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
         return packed_experts(x, gate_up, down, experts, weights, num_rows)
-    assert isinstance(gate_up, jax.Array) and isinstance(down, jax.Array)
+    assert not isinstance(gate_up, QuantizedWeight) and not isinstance(down, QuantizedWeight)
     if implementation == "reference":
         return reference_experts(x, gate_up, down, experts, weights)
     rows = jnp.int32(len(x)) if num_rows is None else num_rows
