@@ -399,6 +399,11 @@ def _choose_kernels(config: EngineConfig, spec: ModelSpec, device: jax.Device) -
       ConfigError: quantised weights are asked for where there are no kernels for them.
     """
     quantization = config.model.quantization
+    if quantization != "none" and spec.quantization is not None:
+        raise ConfigError(
+            f"--quantization {quantization}: the checkpoint is quantised already "
+            f"({spec.quantization.method}, by {spec.quantization.where}); leave the flag out"
+        )
     dtype = resolve_dtype(spec, config.model.dtype)
     packed: Format = "bf16" if quantization == "none" else quantization
     if config.model.kernels == "xla":

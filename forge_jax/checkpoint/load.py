@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,10 @@ from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
 from forge_jax.models.decoder import Leaves, Model
 from forge_jax.models.registry import find_architecture
-from forge_kernels.linear import pack, pack_experts
+from forge_jax.quant.forms import QuantizedForm, module_of
+from forge_jax.quant.tensors import MIDDLE, Matrix, check_matrix, read_matrices
+from forge_kernels.linear import Packing, pack, pack_experts, pack_int4, pack_values
+from forge_kernels.linear.packed import GROUP as INT4_GROUP
 from forge_kernels.linear.packed import aligned_empty
 
 
@@ -38,13 +41,25 @@ def check_weights(model: Model, folder: Path) -> CheckedWeights:
     """
     architecture = find_architecture(model.spec.architecture)
     parts = architecture.weights(model.spec)
-    scales = {_scale_name(name) for name, packing in model.packings.items() if packing.scale}
-    assert set(parts) | scales == set(model.names), f"no map: {set(parts) ^ set(model.names)}"
+    beside = {
+        leaf.removesuffix("weight") + each
+        for leaf in (*model.packings, *model.quantized)
+        for each in ("scale", "zero", "input_scale", "order")
+    }
+    unmapped = (set(parts) ^ set(model.names)) - beside
+    assert not unmapped, f"no map: {unmapped}"
     stored = open_checkpoint(folder)
     if architecture.other_weights is not None:
         other = architecture.other_weights(model.spec)
         parts = min(parts, other, key=lambda parts: _num_missing(parts, stored))
-    faults = [fault for group in parts.values() for part in group for fault in _check(part, stored)]
+    faults = [
+        fault
+        for leaf, group in parts.items()
+        for part in group
+        for fault in _check(part, stored, model.quantized.get(leaf))
+    ]
+    if model.spec.tie_word_embeddings:
+        faults += _undescribed("lm_head", stored)
     if faults:
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
         raise CheckpointError(f"{folder} does not fit its config: " + "; ".join(faults[:5]) + more)
@@ -95,7 +110,10 @@ def load_weights(
 def _host_leaves(
     model: Model, name: str, parts: tuple[Tensor, ...], stored: Mapping[str, TensorSource]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The leaf `name`, and the scales beside it where it is packed into a format that has them."""
+    """The leaf `name`, and those beside it: scales and the like, where its form has them."""
+    if name in model.quantized:
+        yield from _quantized_leaves(model, name, parts, stored)
+        return
     packing = model.packings.get(name)
     if packing is None:
         leaf = model.leaves[model.names.index(name)]
@@ -116,6 +134,62 @@ def _host_leaves(
         yield _scale_name(name), scale
 
 
+def _quantized_leaves(
+    model: Model, name: str, parts: tuple[Tensor, ...], stored: Mapping[str, TensorSource]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The values of the checkpoint in the form of the leaf, and what goes with them."""
+    scheme = model.quantized[name].scheme
+    modules = {module_of(part.name): (part.shape[0], part.shape[1]) for part in parts}
+    matrix = read_matrices(scheme, modules, stored)
+    prefix = name.removesuffix("weight")
+    if f"{prefix}bias" not in model.names:
+        _check_no_bias(modules, stored)
+    if matrix.order is not None:
+        yield f"{prefix}order", matrix.order
+    packing = model.packings.get(name)
+    if packing is not None:
+        weight, scale = _pack_matrix(matrix, packing, name)
+        yield name, weight
+        yield _scale_name(name), scale
+        return
+    values = matrix.values
+    if scheme.values == "int4":
+        values = pack_int4(values, scheme.block[1] or values.shape[1])
+    elif scheme.values == "fp8":
+        values = values.view(np.uint8)
+    yield name, np.ascontiguousarray(values)
+    yield _scale_name(name), np.ascontiguousarray(matrix.scale)
+    if matrix.zero is not None:
+        yield f"{prefix}zero", np.ascontiguousarray(matrix.zero)
+    if matrix.input_scale is not None:
+        yield f"{prefix}input_scale", matrix.input_scale.reshape(1)
+
+
+def _check_no_bias(modules: Iterable[str], stored: Mapping[str, TensorSource]) -> None:
+    """Some writers give each matrix a bias of zeros; others would be left out."""
+    for name in (f"{module}.bias" for module in modules):
+        found = stored.get(name)
+        if found is None:
+            continue
+        values = np.empty(found.shape, np.float32)
+        found.read_into(values)
+        if values.any():
+            raise CheckpointError(f"tensor {name} is not 0, but the model has no bias there")
+
+
+def _pack_matrix(matrix: Matrix, packing: Packing, name: str) -> tuple[np.ndarray, np.ndarray]:
+    if packing.format == "int8":
+        return pack_values(matrix.values, matrix.scale[:, 0], packing)
+    columns = packing.inputs // matrix.scale.shape[1]
+    scale = np.repeat(matrix.scale, columns // INT4_GROUP, axis=1)
+    try:
+        return pack_values(matrix.values.astype(np.int8) - MIDDLE, scale, packing)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the CPU kernels cannot hold {name}: {error}; serve it with --kernels xla"
+        ) from error
+
+
 def _by_expert(parts: tuple[Tensor, ...], experts: int) -> list[tuple[Tensor, ...]]:
     """The tensors that have something of each expert."""
     if len(parts) == 1:
@@ -132,7 +206,15 @@ def _scale_name(weight: str) -> str:
     return weight.removesuffix("weight") + "scale"
 
 
-def _check(part: Tensor, stored: Mapping[str, TensorSource]) -> list[str]:
+def _check(
+    part: Tensor, stored: Mapping[str, TensorSource], form: QuantizedForm | None
+) -> list[str]:
+    if form is not None:
+        shape = part.shape[0], part.shape[1]
+        return check_matrix(form.scheme, module_of(part.name), shape, stored)
+    undescribed = _undescribed(module_of(part.name), stored)
+    if undescribed:
+        return undescribed
     found = stored.get(part.name)
     if found is None:
         return [f"tensor {part.name} is missing"]
@@ -142,6 +224,17 @@ def _check(part: Tensor, stored: Mapping[str, TensorSource]) -> list[str]:
     if found.dtype not in FLOATS:
         faults.append(f"tensor {part.name} is {found.dtype}, which is not supported")
     return faults
+
+
+def _undescribed(module: str, stored: Mapping[str, TensorSource]) -> list[str]:
+    """What is wrong with a module that its tensors, but not the config, say is quantised."""
+    for name in ("qweight", "weight_packed", "weight_scale", "weight_scale_inv"):
+        if f"{module}.{name}" in stored:
+            return [
+                f"{module} is quantised (there is a tensor {module}.{name}), but "
+                "quantization_config does not say how"
+            ]
+    return []
 
 
 def _read_matrix(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,14 +20,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from forge_jax.cache.kv import KV, LayerKV, bits_of
 from forge_jax.models.lora import LayerLora, Lora
 from forge_jax.models.spec import ExpertSpec, ModelSpec, RopeSpec
+from forge_jax.quant.forms import QuantizedForm
 from forge_kernels.attention import Implementation, ragged_paged_attention, rotate_and_write
 from forge_kernels.embed import embed
 from forge_kernels.experts import choose_experts, mix_experts
-from forge_kernels.linear import Format, PackedWeight, Packing, Weight, linear
+from forge_kernels.linear import (
+    Format,
+    PackedWeight,
+    Packing,
+    Quantization,
+    QuantizedWeight,
+    Weight,
+    linear,
+)
 from forge_kernels.norm import rms_norm
 from forge_kernels.rope import (
     inverse_frequencies,
@@ -37,6 +47,7 @@ from forge_kernels.rope import (
 )
 
 Leaves = tuple[jax.Array, ...]
+Form = Format | QuantizedForm | None  # of a matrix; None: plain
 
 
 class Ragged(NamedTuple):
@@ -58,12 +69,20 @@ class Ragged(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightForms:
-    """The form of the matrices: plain (None), or packed for the CPU kernels."""
+    """The form of the matrices: plain (None), or packed for the CPU kernels.
+
+    `quantized`: of those that the checkpoint has quantised, by the names of their leaves.
+    """
 
     layers: Format | None = None
     head: Format | None = None
     embedding: Format | None = None  # where it is not the head
+    quantized: Mapping[str, QuantizedForm] = field(default_factory=dict)
     lora: bool = False  # adapters add to gates and ups: SwiGLU cannot be a part of their product
+
+    def of_layer(self, layer: int, name: str) -> Form:
+        """Of the matrix "attention.qkv" and the like."""
+        return self.quantized.get(f"layers.{layer}.{name}.weight") or self.layers
 
 
 class RMSNorm(nnx.Module):
@@ -95,7 +114,7 @@ class Linear(nnx.Module):
         inputs: int,
         outputs: int,
         dtype: Any,
-        form: Format | None = None,
+        form: Form = None,
         *,
         paired: bool = False,
         bias: bool = False,
@@ -106,18 +125,48 @@ class Linear(nnx.Module):
         if bias:
             self.bias = nnx.Param(jnp.zeros(outputs, dtype))
         self.has_bias = bias
-        self.packing = None if form is None else Packing(form, outputs, inputs, paired, experts)
+        self.packing: Packing | None = None
+        self.quantization: Quantization | None = None
+        self.is_ordered = False
+        if isinstance(form, QuantizedForm):
+            assert experts is None
+            self.is_ordered = form.scheme.ordered
+            if self.is_ordered:
+                self.order = nnx.Param(jnp.zeros(inputs, jnp.int32))
+            self.packing = form.packing(outputs, inputs, paired)
+            if self.packing is None:
+                self._add_quantized(form.quantization(outputs, inputs))
+                return
+        elif form is not None:
+            self.packing = Packing(form, outputs, inputs, paired, experts)
         if self.packing is None:
             shape = (outputs, inputs) if experts is None else (experts, outputs, inputs)
             self.weight = nnx.Param(jnp.zeros(shape, dtype))
             return
-        weight, scale = self.packing.weight, self.packing.scale
-        self.weight = nnx.Param(jnp.zeros(weight.shape, weight.dtype))
-        if scale is not None:
-            self.scale = nnx.Param(jnp.zeros(scale.shape, scale.dtype))
+        self.weight = _param(self.packing.weight)
+        if self.packing.scale is not None:
+            self.scale = _param(self.packing.scale)
+
+    def _add_quantized(self, quantization: Quantization) -> None:
+        self.quantization = quantization
+        zero, input_scale = quantization.zero, quantization.input_scale
+        self.weight, self.scale = _param(quantization.weight), _param(quantization.scale)
+        if zero is not None:
+            self.zero = _param(zero)
+        if input_scale is not None:
+            self.input_scale = _param(input_scale)
 
     @property
     def matrix(self) -> Weight:
+        if self.quantization is not None:
+            quantization = self.quantization
+            return QuantizedWeight(
+                self.weight[...],
+                self.scale[...],
+                self.zero[...] if quantization.zero is not None else None,
+                self.input_scale[...] if quantization.input_scale is not None else None,
+                quantization,
+            )
         if self.packing is None:
             return self.weight[...]
         scale = None if self.packing.scale is None else self.scale[...]
@@ -135,6 +184,8 @@ class Linear(nnx.Module):
         if lora is not None:
             return self._adapted(x if norm is None else norm(x), lora, residual, **options)
         scaling = None
+        if self.is_ordered:
+            x, norm = _columns(x if norm is None else norm(x), self.order[...]), None
         if norm is not None and norm.is_plain:
             scaling = (norm.weight[...], norm.eps)
         elif norm is not None:
@@ -149,11 +200,23 @@ class Linear(nnx.Module):
     ) -> jax.Array:
         """What adapters add stands beside the product, in plain XLA, whatever the matrix' form."""
         assert not options.get("swiglu"), "a model whose forms do not say lora"
-        y = linear(x, self.matrix, **options)
+        ordered = _columns(x, self.order[...]) if self.is_ordered else x
+        y = linear(ordered, self.matrix, **options)
         if self.has_bias:
             y = y + self.bias[...]
         y = y + lora.delta(x, self.targets)
         return y if residual is None else residual + y
+
+
+def _param(shape: jax.ShapeDtypeStruct) -> nnx.Param:
+    return nnx.Param(jnp.zeros(shape.shape, shape.dtype))
+
+
+def _columns(x: jax.Array, order: jax.Array) -> jax.Array:
+    """x[:, order]; 16-bit floats as their bits, for XLA:CPU would convert all of x."""
+    if x.dtype.itemsize != 2:
+        return x[:, order]
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16)[:, order], x.dtype)
 
 
 class Block(nnx.Module):
@@ -183,7 +246,7 @@ class Block(nnx.Module):
 class Attention(Block):
     """Grouped-query attention over the paged cache; queries, keys and values in one matrix."""
 
-    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None, layer: int):
+    def __init__(self, spec: ModelSpec, dtype: Any, forms: WeightForms, layer: int):
         super().__init__(spec, dtype)
         self.heads, self.kv_heads = spec.num_attention_heads, spec.num_key_value_heads
         self.head_dim, self.sm_scale = spec.head_dim, spec.sm_scale
@@ -192,8 +255,9 @@ class Attention(Block):
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
         d, inner = spec.hidden_size, self.heads * self.head_dim
         bias, output_bias = spec.attention_bias, spec.output_bias
-        self.qkv = Linear(d, rows, dtype, form, bias=bias, targets=("q", "k", "v"))
-        self.out = Linear(inner, d, dtype, form, bias=output_bias, targets=("o",))
+        qkv, out = forms.of_layer(layer, "attention.qkv"), forms.of_layer(layer, "attention.out")
+        self.qkv = Linear(d, rows, dtype, qkv, bias=bias, targets=("q", "k", "v"))
+        self.out = Linear(inner, d, dtype, out, bias=output_bias, targets=("o",))
         self.norm_all = spec.qk_norm == "all"
         heads, kv_heads = (self.heads, self.kv_heads) if self.norm_all else (1, 1)
         has = spec.qk_norm is not None
@@ -259,15 +323,16 @@ class Attention(Block):
 class MLP(Block):
     """SwiGLU (Shazeer 2020), or the same with another activation; gate and up in one matrix."""
 
-    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None, *, lora: bool = False):
+    def __init__(self, spec: ModelSpec, dtype: Any, forms: WeightForms, layer: int):
         super().__init__(spec, dtype)
         self.activation = spec.activation
-        self.swiglu = spec.activation == "silu" and not spec.mlp_bias and not lora
+        self.swiglu = spec.activation == "silu" and not spec.mlp_bias and not forms.lora
         d, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+        gate_up, down = forms.of_layer(layer, "mlp.gate_up"), forms.of_layer(layer, "mlp.down")
         self.gate_up = Linear(
-            d, 2 * inner, dtype, form, paired=self.swiglu, bias=bias, targets=("gate", "up")
+            d, 2 * inner, dtype, gate_up, paired=self.swiglu, bias=bias, targets=("gate", "up")
         )
-        self.down = Linear(inner, d, dtype, form, bias=bias, targets=("down",))
+        self.down = Linear(inner, d, dtype, down, bias=bias, targets=("down",))
 
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """dtype[T, d] -> x with the MLP added."""
@@ -319,12 +384,12 @@ _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 class DecoderLayer(nnx.Module):
     def __init__(self, spec: ModelSpec, dtype: Any, forms: WeightForms, layer: int):
-        form, experts = forms.layers, spec.experts_of(layer)
-        self.attention = Attention(spec, dtype, form, layer)
+        self.attention = Attention(spec, dtype, forms, layer)
+        experts = spec.experts_of(layer)
         self.mlp = (
-            MLP(spec, dtype, form, lora=forms.lora)
+            MLP(spec, dtype, forms, layer)
             if experts is None
-            else Experts(spec, dtype, form, experts)
+            else Experts(spec, dtype, forms.layers, experts)
         )
 
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
@@ -343,7 +408,8 @@ class Decoder(nnx.Module):
         self.embedding_scale, self.logit_scale = spec.embedding_scale, spec.logit_scale
         self.logit_soft_cap = spec.logit_soft_cap
         # The head is the embedding too where the model shares them.
-        self.head = Linear(spec.hidden_size, spec.vocab_size, dtype, forms.head)
+        head: Form = forms.quantized.get("head.weight") or forms.head
+        self.head = Linear(spec.hidden_size, spec.vocab_size, dtype, head)
         self.embedding = (
             None
             if spec.tie_word_embeddings
@@ -442,6 +508,7 @@ class Model:
     names: tuple[str, ...]  # of the leaves: "layers.0.attention.qkv.weight"
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     packings: Mapping[str, Packing]  # of the leaves that are packed: "layers.0.mlp.down.weight"
+    quantized: Mapping[str, QuantizedForm]  # of those that the checkpoint has quantised
     graphdef: Any
     treedef: Any
 
@@ -468,9 +535,17 @@ class Model:
                 for path, node in nnx.iter_graph(module)
                 if isinstance(node, Linear) and node.packing is not None
             },
+            quantized=forms.quantized,
             graphdef=graphdef,
             treedef=treedef,
         )
+
+    @property
+    def formats(self) -> set[str]:
+        """What the matrices are kept in, where they are not plain: "bf16", "int8", "gptq int4"."""
+        kept = {packing.format for packing in self.packings.values()}
+        quantized = (form.scheme for form in self.quantized.values())
+        return kept | {f"{scheme.layout} {scheme.values}" for scheme in quantized}
 
     @property
     def param_bytes(self) -> int:

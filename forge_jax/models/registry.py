@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from forge_jax.checkpoint.gguf import config_of, is_gguf, read_gguf
@@ -10,6 +11,7 @@ from forge_jax.files import read_json, shown
 from forge_jax.models.decoder import Decoder, Model, WeightForms
 from forge_jax.models.families import ARCHITECTURES, Architecture
 from forge_jax.models.spec import DTYPES, Config, ModelSpec
+from forge_jax.quant.forms import quantized_forms
 
 
 def find_architecture(name: str) -> Architecture:
@@ -57,12 +59,19 @@ def _read_configs(folder: Path) -> tuple[Config, Config]:
 def build_model(spec: ModelSpec, dtype: str = "auto", forms: WeightForms | None = None) -> Model:
     """The model of a spec, without weights; `dtype` is of weights and activations.
 
-    `forms` says how matrices are kept: plain by default; packed ones are for bfloat16.
+    `forms` says how matrices are kept: plain by default; packed ones are for bfloat16. Those
+    that the checkpoint has quantised stay so.
 
     Raises:
       ModelError: no such dtype.
+      UnsupportedModelError: matrices are quantised in a way that is not implemented.
     """
-    return Model.build(Decoder, spec, resolve_dtype(spec, dtype), forms or WeightForms())
+    forms = forms or WeightForms()
+    if spec.quantization is not None:
+        weights = find_architecture(spec.architecture).weights(spec)
+        quantized = quantized_forms(spec, weights, kernels=forms.layers is not None)
+        forms = dataclasses.replace(forms, quantized=quantized)
+    return Model.build(Decoder, spec, resolve_dtype(spec, dtype), forms)
 
 
 def resolve_dtype(spec: ModelSpec, dtype: str) -> str:

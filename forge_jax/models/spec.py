@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from forge_jax.errors import ModelError, UnsupportedModelError
 from forge_jax.files import shown
+from forge_jax.quant.spec import QuantSpec, read_quantization
 
 ROPE_TYPES = ("default", "linear", "llama3", "longrope")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -85,6 +86,7 @@ class ModelSpec:
       embedding_scale, residual_scale, logit_scale: factors on embeddings, on what a layer adds,
         and on logits.
       experts: in place of the MLP of some or all layers.
+      quantization: of the checkpoint's matrices.
     """
 
     architecture: str
@@ -120,6 +122,7 @@ class ModelSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     experts: ExpertSpec | None = None
+    quantization: QuantSpec | None = None
 
     @property
     def sm_scale(self) -> float:
@@ -241,7 +244,6 @@ def decoder_spec(
       UnsupportedModelError: an option that is not implemented, by name.
       ModelError: a field is missing, or has the wrong type or range.
     """
-    refuse_quantization(config)
     name = config.string(activation_name, activation)
     if name not in ACTIVATIONS:
         raise UnsupportedModelError(
@@ -279,6 +281,7 @@ def decoder_spec(
         rope=rope or read_rope(config, max_positions, head_dim),
         tie_word_embeddings=config.boolean("tie_word_embeddings", tied),
         dtype=read_dtype(config),
+        quantization=read_quantization(config),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         eos_token_ids=tuple(eos_token_ids),
         activation=ACTIVATIONS[name],
@@ -338,16 +341,6 @@ def read_experts(config: Config, *, count: int, per_token: int, **parts: Any) ->
     if per_token > count:
         raise config.error("num_experts_per_tok", f"at most {name} ({count})")
     return ExpertSpec(count=count, per_token=per_token, **parts)
-
-
-def refuse_quantization(config: Config) -> None:
-    section = config.section("quantization_config")
-    if section is not None:
-        method = section.values.get("quant_method", "unknown")
-        raise UnsupportedModelError(
-            f"{config.where}: the checkpoint is quantized (quantization_config, method "
-            f"{shown(method)}), which is not supported; use the unquantized checkpoint"
-        )
 
 
 def read_dtype(config: Config) -> str:

@@ -227,7 +227,7 @@ class Runner:
             "attention": self._implementation,
             "sampling": self._sampler,
             "verification": self._verification,
-            "matrices": sorted({packing.format for packing in self._model.packings.values()}),
+            "matrices": sorted(self._model.formats),
             "cpu_kernels": cpu.identity(),
             "uniform": self._deterministic,
             "compiler_options": self._compiler_options,

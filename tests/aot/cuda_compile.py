@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from forge_jax.cache.kv import KVShape, element_dtype, kv_shape
 from forge_jax.grammar.masks import mask_width
 from forge_jax.models import build_model
-from forge_jax.models.spec import ModelSpec, RopeSpec
+from forge_jax.models.spec import Config, ModelSpec, RopeSpec
+from forge_jax.quant import read_quantization
 from forge_jax.step.meta import StepShape
 from forge_jax.step.runner import compiler_options
 from forge_jax.step.slots import slots_shape
@@ -41,6 +42,13 @@ OF_8_BITS = ("llama-3.2-1b", "phi-2", "phi-3-mini", "llama-3.1-8b", "gemma-2-9b"
 MATRIX_BYTES = 4096 * 4096 * 2  # the smallest of a layer of Llama 3.1 8B
 QUICK = ("llama-3.1-8b, decode", "llama-3.1-8b, mixed", "gemma-2-9b, mixed", "the check", "step")
 QUICK_MIXED_LAYERS = 4
+QUANTISED_TEMP_BYTES = 300e6  # a step without them has 165e6; the largest matrix in bfloat16 117e6
+QUANTISED = {
+    "fp8 in blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "fp8": {"quant_method": "fp8"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
+}
 
 
 @dataclass
@@ -147,8 +155,8 @@ def compile_case(compiler: deviceless.Compiler, case: Case) -> deviceless.Progra
     )
 
 
-def llama_3_1_8b(layers: int) -> ModelSpec:
-    """Llama 3.1 8B, with so many layers."""
+def llama_3_1_8b(layers: int, quantised: str | None = None) -> ModelSpec:
+    """Llama 3.1 8B, with so many layers; of a checkpoint of one of QUANTISED."""
     attention = LLAMA_3_1_8B
     return ModelSpec(
         architecture="LlamaForCausalLM",
@@ -166,6 +174,9 @@ def llama_3_1_8b(layers: int) -> ModelSpec:
         dtype="bfloat16",
         bos_token_id=128000,
         eos_token_ids=(128001,),
+        quantization=read_quantization(
+            Config({"quantization_config": quantised and QUANTISED[quantised]})
+        ),
     )
 
 
@@ -186,9 +197,10 @@ def compile_step(
     options: dict,
     donated: tuple[int, ...] = (1, 2),
     kv_dtype: str = "auto",
+    quantised: str | None = None,
 ) -> deviceless.Program:
     """A step of Llama 3.1 8B by the engine's own function."""
-    spec = llama_3_1_8b(layers)
+    spec = llama_3_1_8b(layers, quantised)
     model, block_size = build_model(spec), 64
     return compiler(
         make_step(model, shape, block_size, implementation="mosaic"),
@@ -211,13 +223,20 @@ def kernel_faults(program: deviceless.Program) -> Iterator[str]:
             yield f"{shared} bytes of shared memory"
 
 
-def step_faults(program: deviceless.Program, layers: int, kv_dtype: str = "auto") -> Iterator[str]:
+def step_faults(
+    program: deviceless.Program, layers: int, kv_dtype: str = "auto", *, quantised: bool = False
+) -> Iterator[str]:
+    """Of a quantised checkpoint one matrix at a time is made floats of."""
     yield from kernel_faults(program)
     kv = cache(llama_3_1_8b(layers), kv_dtype)
     kv_bytes, arrays = kv.total_bytes, jax.tree.leaves(kv.layer)
     if program.alias_bytes < kv_bytes:
         yield f"only {program.alias_bytes} bytes are written in place; the cache has {kv_bytes}"
     made = list(large_results(program.hlo, MATRIX_BYTES, [array.shape for array in arrays]))
+    if quantised:
+        made = [line for line in made if "convert_fusion" not in line]
+        if program.temp_bytes > QUANTISED_TEMP_BYTES:
+            yield f"{program.temp_bytes} temporary bytes"
     writes = [line for line in made if "scatter" in line]
     yield from (
         f"makes an array as large as a matrix: {line}" for line in made if line not in writes
@@ -288,6 +307,14 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             program = compile_step(compiler, shape, count, options, kv_dtype=kv_dtype)
             result = Result(name, program, time.perf_counter() - start)
             result.faults += step_faults(program, count, kv_dtype)
+            yield result
+    for quantised in QUANTISED:
+        name = f"quantised ({quantised}): step {decode.name} of llama-3.1-8b, 1 layer"
+        if wanted(name):
+            start = time.perf_counter()
+            program = compile_step(compiler, decode, 1, options, quantised=quantised)
+            result = Result(name, program, time.perf_counter() - start)
+            result.faults += step_faults(program, 1, quantised=True)
             yield result
 
 

@@ -89,7 +89,7 @@ def test_end_tokens_come_from_both_files(spec_of):
             {"hidden_act": "gelu"},
             "hidden_act 'gelu' is not supported; supported: silu, swish, gelu",
         ),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized.*'gptq'"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "quant_method 'exl2'"),
         ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype 'float8_e4m3fn' is not supported"),
     ],
 )

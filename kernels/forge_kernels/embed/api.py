@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from forge_kernels.linear import PackedWeight, QuantizedWeight, Weight
 from forge_kernels.linear.cpu_ffi import packed_embed
-from forge_kernels.linear.packed import PackedWeight
 
 
-def embed(table: jax.Array | PackedWeight, tokens: jax.Array) -> jax.Array:
+def embed(table: Weight, tokens: jax.Array) -> jax.Array:
     """Rows of an embedding table.
 
     16-bit floats are gathered as their bits: XLA:CPU would convert the whole table to float32 to
@@ -21,6 +21,8 @@ def embed(table: jax.Array | PackedWeight, tokens: jax.Array) -> jax.Array:
     Returns:
       [T, d] of the table's type; bfloat16 of a packed one.
     """
+    if isinstance(table, QuantizedWeight):
+        raise TypeError("rows of a quantised matrix")
     return packed_embed(table, tokens) if isinstance(table, PackedWeight) else _rows(table, tokens)
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from forge_kernels.experts.cpu_ffi import packed_experts
 from forge_kernels.experts.reference import reference_experts
 from forge_kernels.experts.xla import all_experts, tiled_experts
-from forge_kernels.linear import PackedWeight, Weight
+from forge_kernels.linear import PackedWeight, QuantizedWeight, Weight
 
 Implementation = Literal["auto", "reference"]
 
@@ -72,6 +72,7 @@ def mix_experts(
     if isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
         assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
         return packed_experts(x, gate_up, down, experts, weights, num_rows)
+    assert not isinstance(gate_up, QuantizedWeight) and not isinstance(down, QuantizedWeight)
     if implementation == "reference":
         return reference_experts(x, gate_up, down, experts, weights)
     rows = jnp.int32(len(x)) if num_rows is None else num_rows
@@ -87,6 +88,8 @@ def _check(
         raise TypeError("experts with one packed matrix and one that is not")
     shapes = []
     for name, w in (("gate_up", gate_up), ("down", down)):
+        if isinstance(w, QuantizedWeight):
+            raise TypeError("experts with a quantised matrix")
         if isinstance(w, PackedWeight):
             packing = w.packing
             if x.dtype != jnp.bfloat16:

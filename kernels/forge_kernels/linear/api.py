@@ -1,7 +1,7 @@
 """The linear layer with what stands before and after it in a decoder: norm, SwiGLU, residual.
 
-A plain matrix is multiplied by XLA, in the form that it runs fast on every backend; a
-`PackedWeight` by the CPU kernels, which do all of it in one pass over the weight.
+A plain matrix is multiplied by XLA, in the form that it runs fast on every backend, and so is a
+`QuantizedWeight`; a `PackedWeight` by the CPU kernels, which do all of it in one pass over it.
 """
 
 import functools
@@ -13,9 +13,10 @@ from jax.typing import DTypeLike
 
 from forge_kernels.linear.cpu_ffi import packed_linear
 from forge_kernels.linear.packed import PackedWeight
+from forge_kernels.linear.quantized import QuantizedWeight, quantized_product
 from forge_kernels.norm import rms_norm
 
-Weight = jax.Array | PackedWeight
+Weight = jax.Array | PackedWeight | QuantizedWeight
 
 
 def linear(
@@ -32,7 +33,7 @@ def linear(
 
     Args:
       x: float[T, K_in].
-      w: float[N_out, K_in] of x's type, or a packed one (then x is bfloat16).
+      w: float[N_out, K_in] of x's type, or a packed one (then x is bfloat16), or a quantised one.
       norm: (weight float[K_in], eps): x is RMS-normalised first.
       residual: [T, N_out] of x's type, added to the result; not together with `swiglu`.
       swiglu: the first half of the N_out columns gates the second: silu(gate) * up (Shazeer 2020).
@@ -64,7 +65,8 @@ def linear(
         with jax.named_scope("norm"):
             x = rms_norm(x, *norm)
     with jax.named_scope("product"):
-        y = _multiply(x, w, out_dtype)
+        is_plain = not isinstance(w, QuantizedWeight)
+        y = _multiply(x, w, out_dtype) if is_plain else quantized_product(x, w, out_dtype)
     if swiglu:
         with jax.named_scope("swiglu"):
             gate, up = jnp.split(y, 2, axis=-1)
@@ -105,10 +107,15 @@ def _check(
     out_dtype: jnp.dtype,
 ) -> None:
     packed = isinstance(w, PackedWeight)
-    outputs, inputs = (w.packing.outputs, w.packing.inputs) if packed else w.shape
-    dtype = jnp.dtype(jnp.bfloat16) if packed else w.dtype
+    if isinstance(w, PackedWeight):
+        outputs, inputs, dtype = w.packing.outputs, w.packing.inputs, jnp.dtype(jnp.bfloat16)
+        kind = f"packed ({w.packing.format})"
+    elif isinstance(w, QuantizedWeight):
+        outputs, inputs, dtype = w.quantization.outputs, w.quantization.inputs, x.dtype
+        kind = w.quantization.values
+    else:
+        (outputs, inputs), dtype, kind = w.shape, w.dtype, str(w.dtype)
     if x.dtype != dtype:
-        kind = f"packed ({w.packing.format})" if packed else str(dtype)
         raise TypeError(f"linear of {x.dtype} activations with {kind} weights")
     if packed and out_dtype not in (jnp.bfloat16, jnp.float32):
         raise TypeError(f"linear with a packed weight gives bfloat16 or float32, not {out_dtype}")
@@ -119,7 +126,7 @@ def _check(
         raise ValueError(f"linear of x {x.shape} with a weight [{outputs}, {inputs}]")
     if norm is not None and norm[0].shape != (inputs,):
         raise ValueError(f"a norm {norm[0].shape} for rows of {inputs}")
-    if packed and swiglu != w.packing.paired:
+    if isinstance(w, PackedWeight) and swiglu != w.packing.paired:
         raise ValueError("swiglu needs a weight that was packed as paired, and only it does")
     if swiglu and residual is not None:
         raise ValueError("linear takes swiglu or a residual, not both")

@@ -104,6 +104,51 @@ def pack_experts(
     return weight, scale
 
 
+def pack_values(
+    values: np.ndarray, scale: np.ndarray, packing: Packing
+) -> tuple[np.ndarray, np.ndarray]:
+    """Packs what is quantised already, without rounding it again -> (weight, scale).
+
+    Args:
+      values: int8[outputs, inputs]; of int4 from -8 to 7.
+      scale: f32[outputs], or of int4 f32[outputs, groups of 32].
+
+    Raises:
+      ValueError: a scale that float16 does not hold, with int4.
+    """
+    assert packing.format != "bf16" and packing.experts is None
+    rows = _rows_of_panels(packing)
+    panels, exists = packing.panels, (rows >= 0)[:, None]
+    weight, scale_out = _empty(packing)
+    assert scale_out is not None
+    step = 4 if packing.format == "int8" else GROUP
+    padding = ((0, 0), (0, -packing.inputs % step))
+    columns = np.where(exists, np.pad(values, padding)[rows], 0)
+    if packing.format == "int8":
+        words = (columns.astype(np.int16) + 128).astype(np.uint8).reshape(panels, PANEL, -1, 4)
+        weight[...] = words.transpose(0, 2, 1, 3)
+        scale_out[...] = np.where(rows >= 0, scale[rows], 0)
+        return weight, scale_out
+    narrow = scale.astype(np.float16)
+    if not np.array_equal(narrow.astype(np.float32), scale):
+        raise ValueError("a scale is not a float16 number")
+    words = (columns + 8).astype(np.uint8).reshape(panels, PANEL, -1, 2, 4, 4)
+    words = (words[:, :, :, 0] | words[:, :, :, 1] << 4).transpose(0, 2, 3, 1, 4)
+    weight[...] = words.reshape(weight.shape)
+    scale_out[...] = np.where(exists, narrow[rows], 0).T
+    return weight, scale_out
+
+
+def _rows_of_panels(packing: Packing) -> np.ndarray:
+    """i64[columns of all panels]: the row of the matrix that each is, or -1; as in `pack.h`."""
+    place = np.arange(packing.panels * PANEL)
+    if not packing.paired:
+        return np.where(place < packing.outputs, place, -1)
+    half, lane = packing.outputs // 2, place % PANEL
+    row = place // PANEL * 16 + lane % 16
+    return np.where(row < half, row + half * (lane // 16), -1)
+
+
 def _empty(packing: Packing) -> tuple[np.ndarray, np.ndarray | None]:
     weight, scale = packing.weight, packing.scale
     empty = aligned_empty(weight.shape, weight.dtype)
