@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 import forge_jax
+from forge_jax.checkpoint.converted import WEIGHTS
 
 MODEL_FILES = ("*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja")
 WHOLE_BYTES = 16 << 20  # of a file that is read whole; of a larger one, samples
@@ -49,7 +50,9 @@ def system_fingerprint(folder: Path, device: jax.Device, settings: dict[str, Any
 def _model_files(folder: Path) -> list[Path]:
     if folder.is_file():
         return [folder]
-    return sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern)})
+    files = {file for pattern in MODEL_FILES for file in folder.glob(pattern)}
+    files |= {file for file in (folder / WEIGHTS).rglob("*") if file.is_file()}  # if converted
+    return sorted(files)
 
 
 def _file_digest(file: Path) -> bytes:

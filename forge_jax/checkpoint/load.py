@@ -1,4 +1,7 @@
-"""Reads a checkpoint into a model's leaves: one tensor at a time, all headers checked first."""
+"""Reads a checkpoint into a model's leaves: one tensor at a time, all headers checked first.
+
+A converted folder has the leaves as they are; any other has tensors, of which they are made.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,13 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from forge_jax.checkpoint import orbax
+from forge_jax.checkpoint.converted import FILE, WEIGHTS, Record, read_record
 from forge_jax.checkpoint.folder import open_checkpoint
 from forge_jax.checkpoint.stored import FLOATS, TensorSource
 from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
+from forge_jax.files import shown
 from forge_jax.models.decoder import Leaves, Model
 from forge_jax.models.registry import find_architecture
 from forge_kernels.linear import pack, pack_experts
@@ -22,20 +28,30 @@ from forge_kernels.linear.packed import aligned_empty
 
 
 @dataclass(frozen=True, eq=False)
-class CheckedWeights:
+class CheckedTensors:
     """A checkpoint whose headers have been found to hold all that a model needs."""
 
     parts: WeightMap  # leaf name -> stored tensors
     stored: Mapping[str, TensorSource]
 
 
-def check_weights(model: Model, folder: Path) -> CheckedWeights:
+@dataclass(frozen=True, eq=False)
+class CheckedLeaves:
+    """The same of a converted folder."""
+
+    stores: Mapping[str, Any]  # leaf name -> tensorstore.TensorStore
+
+
+def check_weights(model: Model, folder: Path) -> CheckedTensors | CheckedLeaves:
     """Checks every name, shape and type from the files' headers; reads no data.
 
     Raises:
       CheckpointError: a file is missing or broken, or a tensor is missing or has the wrong shape or
         type; all that is wrong is listed.
     """
+    record = read_record(folder)
+    if record is not None:
+        return _check_leaves(model, folder, record)
     architecture = find_architecture(model.spec.architecture)
     parts = architecture.weights(model.spec)
     scales = {_scale_name(name) for name, packing in model.packings.items() if packing.scale}
@@ -48,7 +64,30 @@ def check_weights(model: Model, folder: Path) -> CheckedWeights:
     if faults:
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
         raise CheckpointError(f"{folder} does not fit its config: " + "; ".join(faults[:5]) + more)
-    return CheckedWeights(parts, stored)
+    return CheckedTensors(parts, stored)
+
+
+def _check_leaves(model: Model, folder: Path, record: Record) -> CheckedLeaves:
+    expected = dict(zip(model.names, model.leaves, strict=True))
+    leaves = {
+        name: (_described(record.leaves.get(name)), _described(expected.get(name)))
+        for name in sorted(expected.keys() | record.leaves.keys())
+    }
+    faults = [
+        f"leaf {shown(name)} is {found}, not {wanted}"
+        for name, (found, wanted) in leaves.items()
+        if found != wanted
+    ]
+    if faults:
+        more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
+        raise CheckpointError(
+            f"{folder / FILE} does not fit its config.json: " + "; ".join(faults[:5]) + more
+        )
+    return CheckedLeaves(orbax.open_arrays(folder / WEIGHTS, expected))
+
+
+def _described(leaf: jax.ShapeDtypeStruct | None) -> str:
+    return "missing" if leaf is None else f"{leaf.dtype.name}{list(leaf.shape)}"
 
 
 def load_weights(
@@ -63,7 +102,7 @@ def load_weights(
     Args:
       model: says which leaves, shapes and types; stored tensors are cast to the leaf's type.
       folder: of `model.safetensors`, else of `pytorch_model.bin`, or of an index and its shards; or
-        a GGUF file.
+        a GGUF file; or a converted folder, whose leaves are read as they are.
       device: a `jax.Device` or a `Sharding`; JAX's default if None.
       progress: show a progress bar on a terminal.
 
@@ -83,13 +122,23 @@ def load_weights(
         disable=None if progress else True,  # None: only on a terminal
     )
     with bar:
-        for name, parts in checked.parts.items():
-            for leaf_name, host in _host_leaves(model, name, parts, checked.stored):
-                # Waiting for each transfer keeps at most one leaf on the host.
-                put = jax.device_put(host, device, may_alias=True)
-                leaves[leaf_name] = jax.block_until_ready(put)
-                bar.update(host.nbytes)
+        for name, leaf in _leaves(model, checked, device):
+            leaves[name] = leaf
+            bar.update(leaf.nbytes)
     return tuple(leaves[name] for name in model.names)
+
+
+def _leaves(
+    model: Model, checked: CheckedTensors | CheckedLeaves, device: Any
+) -> Iterator[tuple[str, jax.Array]]:
+    if isinstance(checked, CheckedLeaves):
+        yield from orbax.read_arrays(checked.stores, device)
+        return
+    for name, parts in checked.parts.items():
+        for leaf_name, host in _host_leaves(model, name, parts, checked.stored):
+            # Waiting for each transfer keeps at most one leaf on the host.
+            put = jax.device_put(host, device, may_alias=True)
+            yield leaf_name, jax.block_until_ready(put)
 
 
 def _host_leaves(

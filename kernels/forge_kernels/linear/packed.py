@@ -1,7 +1,8 @@
 """Weights packed for the CPU kernels: in panels of 32 columns, as bfloat16, int8 or int4.
 
 int8 has one scale per column and quantises the rows of x at run time, to the nearest of 255 steps;
-int4 has one float16 scale for each 32 values of a column. The layouts stand in `cpu/src/linear.h`.
+int4 has one float16 scale for each 32 values of a column. The layouts stand in `cpu/src/linear.h`;
+they are the same for every instruction set.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from forge_kernels.cpu.library import library, num_threads
 
 Format = Literal["bf16", "int8", "int4"]
 FORMATS: tuple[str, ...] = get_args(Format)
+LAYOUT = "panels-of-32"  # its name in files; one that differs in any byte gets another
 PANEL = 32  # columns
 GROUP = 32  # values of an int4 scale
 ALIGNMENT = 64  # bytes; XLA:CPU adopts a host buffer so aligned instead of copying it
