@@ -75,10 +75,12 @@ def read_record(folder: Path) -> Record | None:
     Raises:
       CheckpointError: it is broken, or of a version or packing that this forge-jax does not know.
     """
+    if folder.is_file():
+        return None
     file = folder / FILE
     try:
         values = read_json(file, max_depth=4)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return None
     if values.get("format") != FORMAT:
         raise CheckpointError(f"{file}: format must be {FORMAT}, not {shown(values.get('format'))}")
