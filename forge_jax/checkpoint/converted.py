@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import ml_dtypes
@@ -20,12 +20,12 @@ import numpy as np
 import forge_jax
 from forge_jax.errors import CheckpointError
 from forge_jax.files import read_json, shown
-from forge_kernels.linear.packed import FORMATS, LAYOUT
+from forge_kernels.linear.packed import FORMATS, LAYOUT, Format
 
 FILE = "forge_jax.json"
 WEIGHTS = "weights"
 FORMAT, VERSION = "forge-jax-weights", 1
-QUANTIZATIONS = ("none", "int8", "int4")
+Quantization = Literal["none", "int8", "int4"]
 MAX_LEAVES = 200_000
 # Of weights and activations, and of packed leaves.
 _TYPES = {
@@ -41,8 +41,8 @@ class Record:
 
     folder: Path
     dtype: str  # of weights and activations
-    quantization: str
-    forms: Mapping[str, str | None]  # the fields of `WeightForms`; empty: plain matrices
+    quantization: Quantization
+    forms: Mapping[str, Format | None]  # the fields of `WeightForms`; empty: plain matrices
     leaves: Mapping[str, jax.ShapeDtypeStruct]  # as in `Model.names` and `Model.leaves`
 
     @property
@@ -92,9 +92,9 @@ def read_record(folder: Path) -> Record | None:
     dtype, quantization = values.get("dtype"), values.get("quantization")
     if dtype not in ("bfloat16", "float16", "float32"):
         raise CheckpointError(f"{file}: dtype must be a type of floats, not {shown(dtype)}")
-    if quantization not in QUANTIZATIONS:
+    if quantization not in get_args(Quantization):
         raise CheckpointError(
-            f"{file}: quantization must be one of {', '.join(QUANTIZATIONS)}, not "
+            f"{file}: quantization must be one of {', '.join(get_args(Quantization))}, not "
             f"{shown(quantization)}"
         )
     return Record(
@@ -124,7 +124,7 @@ def write_record(record: Record) -> None:
     (record.folder / FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def _read_forms(file: Path, packing: Any) -> dict[str, str | None]:
+def _read_forms(file: Path, packing: Any) -> dict[str, Format | None]:
     if packing is None:
         return {}
     if not isinstance(packing, dict):
