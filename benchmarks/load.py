@@ -8,7 +8,9 @@ leaf on the device, checks included. The floor is `safetensors.numpy.load_file` 
 numpy arrays and no leaves. "packed" is for the CPU kernels: there safetensors are packed as they
 are read, and of a converted folder nothing is left to do.
 
-Each round reads all forms in turn. Warm: before each process the files are read, unmeasured. Cold:
+Each round reads all forms in turn, beginning with another one. Before its reading each process
+takes memory and gives it back: what a virtual machine's host takes to find memory is not measured.
+Warm: before each process the files are read, unmeasured. Cold:
 they are dropped from the page cache (`POSIX_FADV_DONTNEED`), on file systems that heed it; what
 caches lie below the file system is not known.
 """
@@ -86,10 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder = args.folder or Path(temporary)
             left_out = write_forms(folder, args.shape)
             cases = [case for case in CASES if case.name not in left_out]
-            rounds = [
-                _round(folder, cases, args.cache, f"round {index + 1} of {args.rounds}")
-                for index in range(args.rounds)
-            ]
+            rounds = []
+            for index in range(args.rounds):
+                first = index % len(cases)  # nobody always comes after the same
+                order = [*cases[first:], *cases[:first]]
+                title = f"round {index + 1} of {args.rounds}"
+                rounds.append(_round(folder, order, args.cache, title))
     except BenchmarkError as error:
         print(error, file=sys.stderr)
         return 1
@@ -170,19 +174,32 @@ def gguf_name(name: str) -> str:
 def read_once(case: Case) -> dict[str, float]:
     """Reads the form once, in this process: seconds, and bytes of what came out of it."""
     read = _floor(case) if case.name == FLOOR else _leaves(case)
+    touch_memory(2 * sum(file.stat().st_size for file in files_of(Path(case.path))))
     start = time.perf_counter()
-    num_bytes = read()
-    return {"seconds": time.perf_counter() - start, "bytes": num_bytes}
+    arrays = read()
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "bytes": sum(array.nbytes for array in arrays)}
 
 
-def _floor(case: Case) -> Callable[[], int]:
+def touch_memory(num_bytes: int) -> None:
+    """Takes memory, writes to it and gives it back.
+
+    On a virtual machine the host may have to find each page that nobody has used for seconds. That
+    takes longer than all reading, and whom it befalls depends on who ran before.
+    """
+    import numpy as np
+
+    np.empty(num_bytes, np.uint8).fill(1)
+
+
+def _floor(case: Case) -> Callable[[], list[Any]]:
     import ml_dtypes  # noqa: F401  # without it the library knows no bfloat16
     from safetensors.numpy import load_file
 
-    return lambda: sum(array.nbytes for array in load_file(case.path).values())
+    return lambda: list(load_file(case.path).values())
 
 
-def _leaves(case: Case) -> Callable[[], int]:
+def _leaves(case: Case) -> Callable[[], Sequence[Any]]:
     import jax
 
     from forge_jax.assemble import choose_device, choose_kernels, read_converted
@@ -197,22 +214,15 @@ def _leaves(case: Case) -> Callable[[], int]:
     forms = choose_kernels(config, spec, device, read_converted(config, folder)).forms
     model = build_model(spec, "auto", forms)
     jax.block_until_ready(jax.device_put(0, device))
-    if case.name.startswith("converted"):
-        import tensorstore  # noqa: F401  # an import, as those of the others
 
-    def read() -> int:
-        leaves = load_weights(model, folder, device=device, progress=False)
-        return sum(leaf.nbytes for leaf in leaves)
-
-    return read
+    return lambda: load_weights(model, folder, device=device, progress=False)
 
 
 def _round(folder: Path, cases: Sequence[Case], cache: str, title: str) -> dict[str, Any]:
     figures = {}
     for case in cases:
         path = folder / case.path
-        files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]
-        for file in files:
+        for file in files_of(path):
             drop(file) if cache == "cold" else _read_all(file)
         found = json.loads(
             _python("-m", "benchmarks.load", "--child", case.name, str(path), case.kernels)
@@ -221,6 +231,10 @@ def _round(folder: Path, cases: Sequence[Case], cache: str, title: str) -> dict[
         line = f"{case.name} {found['seconds']:.2f} s"
         print(f"{title}: {line}", file=sys.stderr)
     return figures
+
+
+def files_of(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
 
 
 def drop(file: Path) -> None:

@@ -17,14 +17,14 @@ from tqdm import tqdm
 from forge_jax.checkpoint import orbax
 from forge_jax.checkpoint.converted import FILE, WEIGHTS, Record, read_record
 from forge_jax.checkpoint.folder import open_checkpoint
-from forge_jax.checkpoint.stored import FLOATS, TensorSource
+from forge_jax.checkpoint.matrix import StoredMatrix
+from forge_jax.checkpoint.stored import FLOATS, StoredTensor, TensorSource
 from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
 from forge_jax.files import shown
 from forge_jax.models.decoder import Leaves, Model
 from forge_jax.models.registry import find_architecture
 from forge_kernels.linear import pack, pack_experts
-from forge_kernels.linear.packed import aligned_empty
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class CheckedTensors:
 class CheckedLeaves:
     """The same of a converted folder."""
 
-    stores: Mapping[str, Any]  # leaf name -> tensorstore.TensorStore
+    stored: Mapping[str, StoredTensor]  # by the name of the leaf
 
 
 def check_weights(model: Model, folder: Path) -> CheckedTensors | CheckedLeaves:
@@ -132,13 +132,23 @@ def _leaves(
     model: Model, checked: CheckedTensors | CheckedLeaves, device: Any
 ) -> Iterator[tuple[str, jax.Array]]:
     if isinstance(checked, CheckedLeaves):
-        yield from orbax.read_arrays(checked.stores, device)
-        return
-    for name, parts in checked.parts.items():
-        for leaf_name, host in _host_leaves(model, name, parts, checked.stored):
-            # Waiting for each transfer keeps at most one leaf on the host.
-            put = jax.device_put(host, device, may_alias=True)
-            yield leaf_name, jax.block_until_ready(put)
+        hosts = _converted_leaves(checked)
+    else:
+        hosts = (
+            leaf
+            for name, parts in checked.parts.items()
+            for leaf in _host_leaves(model, name, parts, checked.stored)
+        )
+    for name, host in hosts:
+        # Waiting for each transfer keeps at most one leaf on the host.
+        yield name, jax.block_until_ready(jax.device_put(host, device, may_alias=True))
+
+
+def _converted_leaves(checked: CheckedLeaves) -> Iterator[tuple[str, np.ndarray]]:
+    """As they are stored."""
+    for name, stored in checked.stored.items():
+        whole = StoredMatrix((Tensor(name, stored.shape),), checked.stored)
+        yield name, whole.read(stored.shape, stored.dtype)
 
 
 def _host_leaves(
@@ -148,18 +158,14 @@ def _host_leaves(
     packing = model.packings.get(name)
     if packing is None:
         leaf = model.leaves[model.names.index(name)]
-        yield name, _read_matrix(parts, stored, leaf.shape, leaf.dtype)
+        yield name, StoredMatrix(parts, stored).read(leaf.shape, leaf.dtype)
         return
-    shape = packing.outputs, packing.inputs
     if packing.experts is None:
-        weight, scale = pack(_read_matrix(parts, stored, shape, model.dtype), packing)
+        weight, scale = pack(StoredMatrix(parts, stored), packing)
     else:
-        # One expert at a time is in both forms.
-        plain = (
-            _read_matrix(each, stored, shape, model.dtype, expert)
-            for expert, each in enumerate(_by_expert(parts, packing.experts))
-        )
-        weight, scale = pack_experts(plain, packing)
+        each = _by_expert(parts, packing.experts)
+        experts = [StoredMatrix(own, stored, expert) for expert, own in enumerate(each)]
+        weight, scale = pack_experts(experts, packing)
     yield name, weight
     if scale is not None:
         yield _scale_name(name), scale
@@ -191,26 +197,3 @@ def _check(part: Tensor, stored: Mapping[str, TensorSource]) -> list[str]:
     if found.dtype not in FLOATS:
         faults.append(f"tensor {part.name} is {found.dtype}, which is not supported")
     return faults
-
-
-def _read_matrix(
-    parts: tuple[Tensor, ...],
-    stored: Mapping[str, TensorSource],
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    expert: int | None = None,
-) -> np.ndarray:
-    """The tensors one below the other; of those with an axis of experts all, or this one alone."""
-    host = aligned_empty(shape, dtype)
-    rows = host.reshape(-1, shape[-1]) if host.ndim == 3 else host
-    row = 0
-    for part in parts:
-        wanted = part.shape[::-1] if part.transpose else part.shape
-        if len(wanted) == 3 and expert is not None:
-            wanted = wanted[1:]
-        end = row + (wanted[0] * wanted[1] if len(wanted) == 3 else wanted[0])
-        view = rows[row:end].reshape(wanted)
-        stored[part.name].read_into(view.T if part.transpose else view, expert=expert)
-        row = end
-    assert row == len(rows), (row, shape)
-    return host

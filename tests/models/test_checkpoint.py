@@ -103,7 +103,7 @@ def test_everything_that_is_wrong_is_named_before_any_data_is_read(folder, tenso
     tensors["model.norm.weight"] = np.ones(63, np.float32)
     tensors["lm_head.weight"] = np.ones((331, 64), np.int8)
     save_file(tensors, folder / "model.safetensors")
-    monkeypatch.setattr(load, "_read_matrix", None)
+    monkeypatch.setattr(load, "StoredMatrix", None)
     with pytest.raises(CheckpointError) as caught:
         read(folder)
     assert "model.layers.2.self_attn.k_proj.weight is missing" in str(caught.value)
