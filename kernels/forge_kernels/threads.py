@@ -1,4 +1,4 @@
-"""Work on the host by several threads: reading files and packing, which hold no lock of Python's."""
+"""Work on the host by several threads: reading and packing, which hold no lock of Python's."""
 
 from __future__ import annotations
 

@@ -10,14 +10,13 @@ from forge_jax.checkpoint.load import check_weights
 from forge_jax.models import build_model, read_spec
 
 
-@pytest.mark.parametrize("cache", ["warm", "cold"])
-def test_every_form_is_read_in_a_process_of_its_own(cache, tmp_path, capsys):
+def test_every_form_is_read_in_a_process_of_its_own(tmp_path, capsys):
     file, folder = tmp_path / "report.json", tmp_path / "forms"
-    arguments = ["--shape", "tiny", "--rounds", "1", "--cache", cache]
+    arguments = ["--shape", "tiny", "--rounds", "1", "--cache", "cold"]
     assert load.main([*arguments, "--folder", str(folder), "--output", str(file)]) == 0
     text, progress = capsys.readouterr()
     report = json.loads(file.read_text())
-    assert report["benchmark"] == "load" and report["cache"] == cache
+    assert report["benchmark"] == "load" and report["cache"] == "cold"
     names = {case.name for case in load.CASES} - report["left_out"].keys()
     [only] = report["rounds"]
     assert only.keys() == report["median"].keys() == names

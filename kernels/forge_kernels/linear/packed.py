@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
@@ -133,11 +134,14 @@ def _pack_all(
     """`weight` and `scale` have an axis of matrices before the others."""
     assert len(matrices) == len(weight), (len(matrices), packing)
     step = max(1, CHUNK_BYTES // (PANEL * packing.inputs * 2))
+    own = threading.local()  # taken once by each thread: new memory costs more than packing
 
     def work(place: tuple[int, int]) -> None:
         number, panel = place
         end = min(panel + step, packing.panels)
-        rows = _rows_of(matrices[number], packing, panel, end)
+        if not hasattr(own, "room"):
+            own.room = np.empty((step * PANEL, packing.inputs), ml_dtypes.bfloat16)
+        rows = _rows_of(matrices[number], packing, panel, end, own.room)
         columns = slice(panel * PANEL, end * PANEL)
         _pack_panels(
             rows,
@@ -150,18 +154,21 @@ def _pack_all(
     for_each(work, [(number, panel) for number in range(len(weight)) for panel in starts])
 
 
-def _rows_of(w: np.ndarray | Rows, packing: Packing, panel: int, end: int) -> np.ndarray:
-    """bf16[rows, inputs]: of these panels; of a paired matrix the gates, and below them the ups."""
+def _rows_of(
+    w: np.ndarray | Rows, packing: Packing, panel: int, end: int, room: np.ndarray
+) -> np.ndarray:
+    """bf16[rows, inputs], in `room`: of these panels; if paired the gates, below them the ups."""
     assert w.shape == (packing.outputs, packing.inputs), (w.shape, packing)
     width, half = (PANEL // 2, packing.outputs // 2) if packing.paired else (PANEL, packing.outputs)
     first, last = panel * width, min(end * width, half)
     starts = (first, half + first) if packing.paired else (first,)
-    if isinstance(w, np.ndarray):
-        parts = [w[start : start + last - first] for start in starts]
-        return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))
-    rows = np.empty((len(starts) * (last - first), packing.inputs), ml_dtypes.bfloat16)
+    rows = room[: len(starts) * (last - first)]
     for part, start in zip(np.split(rows, len(starts)), starts, strict=True):
-        w.read_rows(part, start)
+        if isinstance(w, np.ndarray):
+            assert w.dtype == rows.dtype, (w.dtype, packing)
+            part[...] = w[start : start + len(part)]
+        else:
+            w.read_rows(part, start)
     return rows
 
 
@@ -169,7 +176,7 @@ def _pack_panels(
     rows: np.ndarray, packing: Packing, weight: np.ndarray, scale: np.ndarray | None
 ) -> None:
     """Packs all rows of some panels; of int4 the rows of `scale` may lie apart."""
-    assert rows.dtype == ml_dtypes.bfloat16 and weight.flags.c_contiguous
+    assert rows.flags.c_contiguous and weight.flags.c_contiguous
     apart = 0 if scale is None else scale.strides[0] // scale.itemsize
     library().forge_pack(
         _pointer(rows),
