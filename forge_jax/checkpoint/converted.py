@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import ml_dtypes
@@ -100,7 +100,7 @@ def read_record(folder: Path) -> Record | None:
     return Record(
         folder=folder,
         dtype=dtype,
-        quantization=quantization,
+        quantization=cast(Quantization, quantization),
         forms=_read_forms(file, values.get("packing")),
         leaves=_read_leaves(file, values.get("leaves")),
     )

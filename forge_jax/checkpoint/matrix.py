@@ -35,11 +35,13 @@ class StoredMatrix:
             if part.transpose:
                 assert isinstance(source, StoredTensor) and len(source.shape) == 2, part
                 source = source.transposed()
-            rows = math.prod(source.shape[:-1]) if len(source.shape) > 1 else source.shape[0]
-            one = expert is not None and len(source.shape) == 3
-            num_rows.append(source.shape[1] if one else rows)
+            rows, start = math.prod(source.shape[:-1] or source.shape), 0
+            if expert is not None and len(source.shape) == 3:
+                rows //= source.shape[0]
+                start = expert * rows
             self._sources.append(source)
-            self._starts.append(source.shape[1] * expert if one and expert is not None else 0)
+            self._starts.append(start)
+            num_rows.append(rows)
         self._ends = list(itertools.accumulate(num_rows))
         columns = self._sources[0].shape[1:][-1:]
         self.shape: tuple[int, ...] = (self._ends[-1], *columns)
