@@ -11,6 +11,7 @@ https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from collections.abc import Mapping
@@ -31,8 +32,15 @@ def write_arrays(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
     """Makes `folder`, which must not exist, and writes `arrays` there under their names."""
     import orbax.checkpoint as ocp
 
-    with ocp.PyTreeCheckpointer(use_ocdbt=False, use_zarr3=False, use_compression=False) as writer:
-        writer.save(folder.absolute(), dict(arrays))
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns of the store that is not asked for
+    options = {"use_ocdbt": False, "use_zarr3": False, "use_compression": False}
+    try:
+        with ocp.PyTreeCheckpointer(**options) as writer:
+            writer.save(folder.absolute(), dict(arrays))
+    finally:
+        log.setLevel(level)
 
 
 def open_arrays(

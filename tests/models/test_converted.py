@@ -132,13 +132,14 @@ def test_the_tokenizer_and_templates_of_a_gguf_file_come_along(stories, tmp_path
         assert ours.encode(text) == theirs.encode(text)
 
 
-def test_all_that_is_read_of_a_folder_is_copied(tmp_path):
+def test_of_the_bundled_model_all_is_copied_that_is_read(tmp_path):
     bundled = Path(forge_jax.__file__).parent / "bundled" / "forge-tiny"
     source = shutil.copytree(bundled, tmp_path / "source")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}\r\n")
     (source / "notes.txt").write_text("not read")
-    out = converted(source, tmp_path / "deep" / "out", kernels="xla")
+    out = converted(source, tmp_path / "deep" / "out")
+    assert_same_bits(engine_leaves(out), engine_leaves(source))
     names = {str(file.relative_to(out)) for file in out.rglob("*") if WEIGHTS not in file.parts}
     assert names == {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", FILE,
