@@ -31,6 +31,7 @@ from forge_jax.cache.kv import (
     kv_shape,
 )
 from forge_jax.checkpoint.adapter import check_adapter, read_adapter
+from forge_jax.checkpoint.converted import Record, read_record
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import check_weights, load_weights
 from forge_jax.config import SELF, EngineConfig, split_lora
@@ -83,7 +84,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         folder = resolve(config.model.model, config.model.revision)
         spec = read_spec(folder)
         device = choose_device(config)
-        kernels = _choose_kernels(config, spec, device)
+        kernels = choose_kernels(config, spec, device, read_converted(config, folder))
         lora = _lora_shape(config)
         forms = dataclasses.replace(kernels.forms, lora=lora is not None)
         model = build_model(spec, config.model.dtype, forms)
@@ -294,7 +295,7 @@ def _make_runner(
     sizes: _Sizes,
     device: jax.Device,
     memory_limit: int,
-    kernels: _Kernels,
+    kernels: Kernels,
     proposals: Proposals | None,
     lora: LoraShape | None,
 ) -> Runner:
@@ -333,7 +334,7 @@ def _make_draft_model(
     runner: Runner,
     device: jax.Device,
     memory_limit: int,
-    kernels: _Kernels,
+    kernels: Kernels,
     proposals: Proposals | None,
 ) -> DraftModel:
     assert sizes.draft_kv is not None
@@ -384,7 +385,7 @@ def choose_device(config: EngineConfig) -> jax.Device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kernels:
+class Kernels:
     """How matrices are kept, and what computes attention and samples."""
 
     forms: WeightForms = WeightForms()
@@ -392,13 +393,31 @@ class _Kernels:
     sampler: Sampler = "xla"
 
 
-def _choose_kernels(config: EngineConfig, spec: ModelSpec, device: jax.Device) -> _Kernels:
-    """The C++ kernels where they can be used, the plain XLA forms elsewhere.
+def read_converted(config: EngineConfig, folder: Path) -> Record | None:
+    """The record of a converted folder; None of any other.
 
     Raises:
-      ConfigError: quantised weights are asked for where there are no kernels for them.
+      CheckpointError: it is broken, or not of what `--dtype` and `--quantization` ask for.
     """
-    quantization = config.model.quantization
+    record = read_record(folder)
+    if record is not None:
+        wanted = config.model
+        record.check_options(dtype=wanted.dtype, quantization=wanted.quantization)
+    return record
+
+
+def choose_kernels(
+    config: EngineConfig, spec: ModelSpec, device: jax.Device, record: Record | None = None
+) -> Kernels:
+    """The C++ kernels where they can be used, the plain XLA forms elsewhere.
+
+    Args:
+      record: of a converted folder, whose matrices stay in the form that they have there.
+
+    Raises:
+      ConfigError: quantised or packed weights where there are no kernels for them.
+    """
+    quantization = config.model.quantization if record is None else record.quantization
     if quantization != "none" and spec.quantization is not None:
         raise ConfigError(
             f"--quantization {quantization}: the checkpoint is quantised already "
@@ -414,6 +433,9 @@ def _choose_kernels(config: EngineConfig, spec: ModelSpec, device: jax.Device) -
         reason = f"it is for bfloat16, not {dtype}: set --dtype bfloat16"
     elif not cpu.available():
         reason = "the CPU kernels could not be built (see the log)"
+    elif record is not None and not record.packed:
+        reason = f"{record.folder} has plain matrices: convert the original model here to use them"
+        log.warning("plain XLA, without the CPU kernels: %s", reason)
     else:
         # int4 is too coarse for the vocabulary. A plain embedding is the fastest to take rows from.
         forms = WeightForms(
@@ -421,15 +443,22 @@ def _choose_kernels(config: EngineConfig, spec: ModelSpec, device: jax.Device) -
             head="int8" if packed == "int4" else packed,
             embedding=None if packed == "bf16" else "int8",
         )
+        if record is not None:
+            forms = WeightForms(**record.forms)
         no_attention = unsupported(spec.head_dim, jnp.dtype(dtype), device.platform)
         if config.cache.kv_dtype != "auto":
             no_attention = f"they have no 8-bit caches (--kv-dtype {config.cache.kv_dtype})"
         if no_attention is not None:
             log.warning("attention in plain XLA, without the CPU kernels: %s", no_attention)
-        return _Kernels(forms=forms, attention="auto" if no_attention else "cpu", sampler="cpu")
+        return Kernels(forms=forms, attention="auto" if no_attention else "cpu", sampler="cpu")
+    if record is not None and record.packed:
+        raise ConfigError(
+            f"{record.folder} was converted for the CPU kernels, which cannot be used: "
+            f"{reason}. Convert the original model here, or with --kernels xla for all machines"
+        )
     if quantization != "none":
         raise ConfigError(f"--quantization {quantization}: {reason}")
-    return _Kernels()
+    return Kernels()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -454,7 +483,7 @@ class _Draft:
 
 
 def _choose_draft(
-    config: EngineConfig, target: Model, kernels: _Kernels, device: jax.Device
+    config: EngineConfig, target: Model, kernels: Kernels, device: jax.Device
 ) -> _Draft | None:
     """The model that `--draft-model` names; None without one.
 
@@ -480,7 +509,7 @@ def _choose_draft(
             f"--draft-model {name} has a vocabulary of {spec.vocab_size} tokens, and "
             f"{config.model.model} one of {target.spec.vocab_size}: they must be the same"
         )
-    own = _choose_kernels(config, spec, device)
+    own = choose_kernels(config, spec, device, read_converted(config, folder))
     model = build_model(spec, config.model.dtype, own.forms)
     check_weights(model, folder)
     return _Draft(model=model, folder=folder, implementation=own.attention)

@@ -25,6 +25,8 @@ MAX_BYTES = {
     "tokenizer_config.json": 16 * MIB,
     "special_tokens_map.json": MIB,
     "chat_template.jinja": 128 * 2**10,
+    "forge_jax.json": 32 * MIB,
+    ".zarray": 64 * 2**10,
     "model.safetensors.index.json": 64 * MIB,
     "pytorch_model.bin.index.json": 64 * MIB,
 }

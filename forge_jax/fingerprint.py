@@ -17,10 +17,12 @@ from typing import Any
 import jax
 
 import forge_jax
+from forge_jax.checkpoint.converted import WEIGHTS
 
 MODEL_FILES = ("*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja")
 WHOLE_BYTES = 16 << 20  # of a file that is read whole; of a larger one, samples
 NUM_SAMPLES, SAMPLE_BYTES = 256, 4096
+ARRAY_BYTES, ARRAY_SAMPLES = 64 << 10, 16  # of a converted folder, where each array is a file
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -41,18 +43,26 @@ def system_fingerprint(folder: Path, device: jax.Device, settings: dict[str, Any
         "settings": settings,
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
-    for file in _model_files(folder):
-        digest.update(file.name.encode() + _file_digest(file))
+    for name, file in _model_files(folder):
+        digest.update(name.encode() + _file_digest(file, WHOLE_BYTES, NUM_SAMPLES))
+    for name, file in _array_files(folder):
+        digest.update(name.encode() + _file_digest(file, ARRAY_BYTES, ARRAY_SAMPLES))
     return f"fp_{digest.hexdigest()[:12]}"
 
 
-def _model_files(folder: Path) -> list[Path]:
+def _model_files(folder: Path) -> list[tuple[str, Path]]:
     if folder.is_file():
-        return [folder]
-    return sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern)})
+        return [(folder.name, folder)]
+    return sorted({(file.name, file) for pattern in MODEL_FILES for file in folder.glob(pattern)})
 
 
-def _file_digest(file: Path) -> bytes:
+def _array_files(folder: Path) -> list[tuple[str, Path]]:
+    """Of a converted folder, by their paths in it."""
+    files = (file for file in (folder / WEIGHTS).rglob("*") if file.is_file())
+    return sorted((file.relative_to(folder).as_posix(), file) for file in files)
+
+
+def _file_digest(file: Path, whole_bytes: int, num_samples: int) -> bytes:
     """Of the size and all of a small file; of a large one its head and samples at even distances.
 
     The header of safetensors and the pickle of a .bin file are at the head, so a changed name,
@@ -61,10 +71,10 @@ def _file_digest(file: Path) -> bytes:
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as stream:
-        digest.update(stream.read(WHOLE_BYTES))
-        if size > WHOLE_BYTES:
-            for i in range(1, NUM_SAMPLES + 1):
-                stream.seek(i * (size - SAMPLE_BYTES) // NUM_SAMPLES)
+        digest.update(stream.read(whole_bytes))
+        if size > whole_bytes:
+            for i in range(1, num_samples + 1):
+                stream.seek(i * (size - SAMPLE_BYTES) // num_samples)
                 digest.update(stream.read(SAMPLE_BYTES))
     return digest.digest()
 

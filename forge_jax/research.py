@@ -19,9 +19,13 @@ import jax
 import jax.numpy as jnp
 
 from forge_jax.cache.kv import EIGHT_BITS, kv_shape
+from forge_jax.checkpoint.converted import read_record
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import load_weights
+from forge_jax.errors import ModelError
 from forge_jax.models import KV, Leaves, Model, ModelSpec, build_model, read_spec
+from forge_jax.models.decoder import WeightForms
+from forge_kernels import cpu
 from forge_kernels.attention import Implementation
 from forge_kernels.embed import embed
 
@@ -49,7 +53,8 @@ def load(
     """Reads a model and its weights.
 
     Args:
-      model: "forge-tiny", a folder, a .gguf file, or a Hugging Face id.
+      model: "forge-tiny", a folder, a .gguf file, or a Hugging Face id. Of a converted folder the
+        leaves are as they were written, which may be packed for the kernels of CPUs.
       dtype: of weights and activations: auto (the checkpoint's), bfloat16, float16 or float32.
       revision: branch, tag or commit of a Hugging Face id.
       progress: show a progress bar on a terminal.
@@ -58,7 +63,17 @@ def load(
       ModelError: no such model, an unsupported one, or a broken checkpoint.
     """
     folder = resolve(model, revision)
-    built = build_model(read_spec(folder), dtype)
+    record = read_record(folder)
+    forms = WeightForms()
+    if record is not None:
+        record.check_options(dtype=dtype)
+        forms = WeightForms(**record.forms)
+        if record.packed and not (jax.default_backend() == "cpu" and cpu.available()):
+            raise ModelError(
+                f"{folder} is packed for the C++ kernels of CPUs, which cannot be used here: "
+                "convert the original model with --kernels xla"
+            )
+    built = build_model(read_spec(folder), dtype, forms)
     return LoadedModel(built, load_weights(built, folder, progress=progress), folder)
 
 

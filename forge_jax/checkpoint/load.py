@@ -1,4 +1,7 @@
-"""Reads a checkpoint into a model's leaves: one tensor at a time, all headers checked first."""
+"""Reads a checkpoint into a model's leaves: one tensor at a time, all headers checked first.
+
+A converted folder has the leaves as they are; any other has tensors, of which they are made.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +14,47 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from forge_jax.checkpoint import orbax
+from forge_jax.checkpoint.converted import FILE, WEIGHTS, Record, read_record
 from forge_jax.checkpoint.folder import open_checkpoint
-from forge_jax.checkpoint.stored import FLOATS, TensorSource
+from forge_jax.checkpoint.matrix import StoredMatrix
+from forge_jax.checkpoint.stored import FLOATS, StoredTensor, TensorSource
 from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
+from forge_jax.files import shown
 from forge_jax.models.decoder import Leaves, Model
 from forge_jax.models.registry import find_architecture
 from forge_jax.quant.forms import QuantizedForm, module_of
 from forge_jax.quant.tensors import MIDDLE, Matrix, check_matrix, read_matrices
 from forge_kernels.linear import Packing, pack, pack_experts, pack_int4, pack_values
 from forge_kernels.linear.packed import GROUP as INT4_GROUP
-from forge_kernels.linear.packed import aligned_empty
 
 
 @dataclass(frozen=True, eq=False)
-class CheckedWeights:
+class CheckedTensors:
     """A checkpoint whose headers have been found to hold all that a model needs."""
 
     parts: WeightMap  # leaf name -> stored tensors
     stored: Mapping[str, TensorSource]
 
 
-def check_weights(model: Model, folder: Path) -> CheckedWeights:
+@dataclass(frozen=True, eq=False)
+class CheckedLeaves:
+    """The same of a converted folder."""
+
+    stored: Mapping[str, StoredTensor]  # by the name of the leaf
+
+
+def check_weights(model: Model, folder: Path) -> CheckedTensors | CheckedLeaves:
     """Checks every name, shape and type from the files' headers; reads no data.
 
     Raises:
       CheckpointError: a file is missing or broken, or a tensor is missing or has the wrong shape or
         type; all that is wrong is listed.
     """
+    record = read_record(folder)
+    if record is not None:
+        return _check_leaves(model, folder, record)
     architecture = find_architecture(model.spec.architecture)
     parts = architecture.weights(model.spec)
     beside = {
@@ -63,7 +79,30 @@ def check_weights(model: Model, folder: Path) -> CheckedWeights:
     if faults:
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
         raise CheckpointError(f"{folder} does not fit its config: " + "; ".join(faults[:5]) + more)
-    return CheckedWeights(parts, stored)
+    return CheckedTensors(parts, stored)
+
+
+def _check_leaves(model: Model, folder: Path, record: Record) -> CheckedLeaves:
+    expected = dict(zip(model.names, model.leaves, strict=True))
+    leaves = {
+        name: (_described(record.leaves.get(name)), _described(expected.get(name)))
+        for name in sorted(expected.keys() | record.leaves.keys())
+    }
+    faults = [
+        f"leaf {shown(name)} is {found}, not {wanted}"
+        for name, (found, wanted) in leaves.items()
+        if found != wanted
+    ]
+    if faults:
+        more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
+        raise CheckpointError(
+            f"{folder / FILE} does not fit its config.json: " + "; ".join(faults[:5]) + more
+        )
+    return CheckedLeaves(orbax.open_arrays(folder / WEIGHTS, expected))
+
+
+def _described(leaf: jax.ShapeDtypeStruct | None) -> str:
+    return "missing" if leaf is None else f"{leaf.dtype.name}{list(leaf.shape)}"
 
 
 def load_weights(
@@ -78,7 +117,7 @@ def load_weights(
     Args:
       model: says which leaves, shapes and types; stored tensors are cast to the leaf's type.
       folder: of `model.safetensors`, else of `pytorch_model.bin`, or of an index and its shards; or
-        a GGUF file.
+        a GGUF file; or a converted folder, whose leaves are read as they are.
       device: a `jax.Device` or a `Sharding`; JAX's default if None.
       progress: show a progress bar on a terminal.
 
@@ -98,13 +137,33 @@ def load_weights(
         disable=None if progress else True,  # None: only on a terminal
     )
     with bar:
-        for name, parts in checked.parts.items():
-            for leaf_name, host in _host_leaves(model, name, parts, checked.stored):
-                # Waiting for each transfer keeps at most one leaf on the host.
-                put = jax.device_put(host, device, may_alias=True)
-                leaves[leaf_name] = jax.block_until_ready(put)
-                bar.update(host.nbytes)
+        for name, leaf in _leaves(model, checked, device):
+            leaves[name] = leaf
+            bar.update(leaf.nbytes)
     return tuple(leaves[name] for name in model.names)
+
+
+def _leaves(
+    model: Model, checked: CheckedTensors | CheckedLeaves, device: Any
+) -> Iterator[tuple[str, jax.Array]]:
+    if isinstance(checked, CheckedLeaves):
+        hosts = _converted_leaves(checked)
+    else:
+        hosts = (
+            leaf
+            for name, parts in checked.parts.items()
+            for leaf in _host_leaves(model, name, parts, checked.stored)
+        )
+    for name, host in hosts:
+        # Waiting for each transfer keeps at most one leaf on the host.
+        yield name, jax.block_until_ready(jax.device_put(host, device, may_alias=True))
+
+
+def _converted_leaves(checked: CheckedLeaves) -> Iterator[tuple[str, np.ndarray]]:
+    """As they are stored."""
+    for name, stored in checked.stored.items():
+        whole = StoredMatrix((Tensor(name, stored.shape),), checked.stored)
+        yield name, whole.read(stored.shape, stored.dtype)
 
 
 def _host_leaves(
@@ -117,18 +176,14 @@ def _host_leaves(
     packing = model.packings.get(name)
     if packing is None:
         leaf = model.leaves[model.names.index(name)]
-        yield name, _read_matrix(parts, stored, leaf.shape, leaf.dtype)
+        yield name, StoredMatrix(parts, stored).read(leaf.shape, leaf.dtype)
         return
-    shape = packing.outputs, packing.inputs
     if packing.experts is None:
-        weight, scale = pack(_read_matrix(parts, stored, shape, model.dtype), packing)
+        weight, scale = pack(StoredMatrix(parts, stored), packing)
     else:
-        # One expert at a time is in both forms.
-        plain = (
-            _read_matrix(each, stored, shape, model.dtype, expert)
-            for expert, each in enumerate(_by_expert(parts, packing.experts))
-        )
-        weight, scale = pack_experts(plain, packing)
+        each = _by_expert(parts, packing.experts)
+        experts = [StoredMatrix(own, stored, expert) for expert, own in enumerate(each)]
+        weight, scale = pack_experts(experts, packing)
     yield name, weight
     if scale is not None:
         yield _scale_name(name), scale
@@ -235,26 +290,3 @@ def _undescribed(module: str, stored: Mapping[str, TensorSource]) -> list[str]:
                 "quantization_config does not say how"
             ]
     return []
-
-
-def _read_matrix(
-    parts: tuple[Tensor, ...],
-    stored: Mapping[str, TensorSource],
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    expert: int | None = None,
-) -> np.ndarray:
-    """The tensors one below the other; of those with an axis of experts all, or this one alone."""
-    host = aligned_empty(shape, dtype)
-    rows = host.reshape(-1, shape[-1]) if host.ndim == 3 else host
-    row = 0
-    for part in parts:
-        wanted = part.shape[::-1] if part.transpose else part.shape
-        if len(wanted) == 3 and expert is not None:
-            wanted = wanted[1:]
-        end = row + (wanted[0] * wanted[1] if len(wanted) == 3 else wanted[0])
-        view = rows[row:end].reshape(wanted)
-        stored[part.name].read_into(view.T if part.transpose else view, expert=expert)
-        row = end
-    assert row == len(rows), (row, shape)
-    return host

@@ -1,4 +1,4 @@
-"""Reads safetensors files: the header checked, the data memory-mapped one tensor at a time.
+"""Reads safetensors files: the header checked, the data where it lies.
 
 A parser of our own because the library's numpy form knows no 8-bit floats, reads bfloat16 only if
 ml_dtypes happens to be imported, and is half as fast. Format: 8 bytes of header length (little

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import ml_dtypes
 import numpy as np
+
+from forge_jax.errors import CheckpointError
 
 MAX_TENSORS = 200_000  # in one file; the largest known checkpoints have that many in all
 MAX_DIMENSIONS = 32
@@ -27,18 +30,28 @@ class TensorSource(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def read_into(self, out: np.ndarray, *, expert: int | None = None) -> None:
-        """Writes the values into `out[shape]`, cast to its type.
+    def read_rows(self, out: np.ndarray, first: int) -> None:
+        """Writes the rows from the number `first` on into `out`, cast to its type.
+
+        Several threads may call it at the same time.
 
         Args:
-          expert: of a tensor of three axes, this place of the first alone: `out[shape[1:]]`.
+          out: [rows, columns]; of a vector [rows]. Of a tensor of three axes the first two are one.
+
+        Raises:
+          CheckpointError: the file ends before them.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies; `read` maps it. Whoever makes one has checked it against the file."""
+    """Where a tensor lies. Whoever makes one has checked it against the file.
+
+    `read` maps it. Rows that are to be copied are not mapped: asking the system for each page of a
+    file takes longer than copying it, and a file that has been cut off meanwhile would end the
+    process.
+    """
 
     name: str
     file: Path
@@ -58,11 +71,48 @@ class StoredTensor:
         strides = [stride * self.dtype.itemsize for stride in self.strides]
         return np.ndarray(self.shape, self.dtype, buffer=flat, strides=strides)
 
-    def read_into(self, out: np.ndarray, *, expert: int | None = None) -> None:
+    def read_rows(self, out: np.ndarray, first: int) -> None:
+        if self.strides is not None:
+            self._copy_rows(out, first)
+        elif out.dtype == self.dtype and out.flags.c_contiguous:
+            self._read_exactly(out, first)
+        else:
+            values = np.empty(out.shape, self.dtype)
+            self._read_exactly(values, first)
+            np.copyto(out, values, casting="unsafe")
+
+    def transposed(self) -> StoredTensor:
+        """The same numbers with the axes in the opposite order."""
+        strides = self.strides
+        if strides is None:
+            strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        return replace(self, shape=self.shape[::-1], strides=strides[::-1])
+
+    def _read_exactly(self, out: np.ndarray, first: int) -> None:
+        view = memoryview(out.reshape(-1).view(np.uint8))
+        columns = self.shape[-1] if len(self.shape) > 1 else 1
+        at = self.offset + first * columns * self.dtype.itemsize
+        number = os.open(self.file, os.O_RDONLY)
+        try:
+            while view:
+                done = os.preadv(number, [view], at)
+                if not done:
+                    raise CheckpointError(f"{self.file} is shorter than it was: download it again")
+                view, at = view[done:], at + done
+        finally:
+            os.close(number)
+
+    def _copy_rows(self, out: np.ndarray, first: int) -> None:
         values = self.read()
-        if expert is not None and values.ndim == 3:
-            values = values[expert]
-        np.copyto(out, values, casting="unsafe")
+        if values.ndim < 3:
+            np.copyto(out, values[first : first + len(out)], casting="unsafe")
+            return
+        done = 0
+        while done < len(out):
+            outer, inner = divmod(first + done, values.shape[1])
+            rows = values[outer, inner : inner + len(out) - done]
+            np.copyto(out[done : done + len(rows)], rows, casting="unsafe")
+            done += len(rows)
 
 
 def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:

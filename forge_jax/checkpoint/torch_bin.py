@@ -4,7 +4,7 @@ Such a file is a zip archive (torch 1.6 and newer) of a pickle, `data.pkl`, that
 tensors, and of one uncompressed entry per storage. A pickle is a program. Here it meets an
 interpreter of our own that knows the few opcodes that `torch.save` writes, and a fixed list of
 names; no name is ever looked up or called: the reader only notes what it would have made. Anything
-else is refused by name. The data is memory-mapped.
+else is refused by name. The data is read where it lies.
 
 Formats: `torch/serialization.py` and `torch/_utils.py` for what is written, the standard library's
 `pickletools.py` for the opcodes, PKWARE's APPNOTE 4.3 and 4.5.3 (zip64) for the archive.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from forge_jax.checkpoint.converted import read_record
 from forge_jax.checkpoint.gguf import config_of, is_gguf, read_gguf
 from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
 from forge_jax.files import read_json, shown
@@ -26,7 +27,8 @@ def find_architecture(name: str) -> Architecture:
 def read_spec(folder: Path) -> ModelSpec:
     """Reads `config.json` (and `generation_config.json`, if there is one) of a model folder.
 
-    Of a GGUF file, what its metadata say instead.
+    Of a GGUF file, what its metadata say instead. The dtype of a converted folder is that of its
+    weights.
 
     Raises:
       UnsupportedModelError: an architecture or option that is not implemented, by name.
@@ -37,7 +39,9 @@ def read_spec(folder: Path) -> ModelSpec:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise config.error("architectures", "a list of one name")
     architecture = find_architecture(names[0])
-    return architecture.read_spec(config, generation)
+    spec = architecture.read_spec(config, generation)
+    record = read_record(folder)
+    return spec if record is None else dataclasses.replace(spec, dtype=record.dtype)
 
 
 def _read_configs(folder: Path) -> tuple[Config, Config]:

@@ -40,6 +40,10 @@ SECTIONS: dict[str, type] = {
 }
 
 
+# What decides the weights that `convert` writes.
+CONVERT = ("revision", "dtype", "quantization", "kernels", "backend")
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One field of the configuration as the command line knows it."""
@@ -118,13 +122,26 @@ def make_parser() -> argparse.ArgumentParser:
         group = serve.add_argument_group(title)
         for flag in flags(section):
             _add(group, flag)
+    convert = commands.add_parser(
+        "convert",
+        help="write a model's weights as they are served, so that they are read faster",
+        description="Write a model's weights as they are served, fused, cast and packed, to a "
+        "folder that can be served like any other.",
+    )
+    convert.add_argument("model", metavar="MODEL", help=model.metadata["doc"])
+    convert.add_argument("out", metavar="OUT", help="a folder that is not there yet, or is empty")
+    for section in (ModelConfig, ParallelConfig):
+        for flag in flags(section):
+            if flag.name in CONVERT:
+                _add(convert, flag)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     startup = StartupTimes()
     options = vars(make_parser().parse_args(argv))
-    options.pop("command")
+    if options.pop("command") == "convert":
+        return _convert(options.pop("out"), options)
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
     gc.disable()  # until the engine is ready: looking for garbage takes a tenth of a start
     try:
@@ -141,12 +158,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.enable()
 
 
+def _convert(out: str, options: dict[str, Any]) -> int:
+    try:
+        config = EngineConfig.from_options(**options)
+        from forge_jax.convert import convert, summary
+
+        print(summary(convert(config, out)))
+        return 0
+    except ForgeError as error:
+        print(f"forge-jax: {error}", file=sys.stderr)
+        return 1
+
+
 def _taken(options: dict[str, Any], section: type) -> dict[str, Any]:
     """Takes the values of a section's flags out of the options."""
     return {flag.name: options.pop(flag.name) for flag in flags(section)}
 
 
-def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
+def _add(group: argparse._ActionsContainer, flag: Flag) -> None:
     doc = flag.doc.replace("%", "%%")
     if flag.switch:
         action = "store_false" if flag.default else "store_true"

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from forge_jax import LLM, SamplingParams
-from forge_jax.assemble import _choose_kernels, choose_device
+from forge_jax.assemble import choose_device, choose_kernels
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import EngineConfig, ModelConfig
 from forge_jax.errors import ConfigError
@@ -60,7 +60,7 @@ def no_kernels(monkeypatch):
 
 def choose(model: str):
     config = EngineConfig(model=ModelConfig(model=model))
-    return _choose_kernels(config, read_spec(resolve(model)), choose_device(config))
+    return choose_kernels(config, read_spec(resolve(model)), choose_device(config))
 
 
 def continuations(llm: LLM) -> list[list[int]]:

@@ -127,7 +127,7 @@ def test_only_attention_leaves_the_cpu_kernels_and_the_log_says_so(make_llm, kv_
     assert runner._model.packings
     config = EngineConfig.from_options(kv_dtype=kv_dtype)
     with caplog.at_level(logging.INFO):
-        assemble._choose_kernels(config, runner._model.spec, jax.devices()[0])
+        assemble.choose_kernels(config, runner._model.spec, jax.devices()[0])
     assert caplog.messages == [
         "attention in plain XLA, without the CPU kernels: they have no 8-bit caches "
         f"(--kv-dtype {kv_dtype})"

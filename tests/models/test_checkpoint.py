@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -12,16 +13,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from forge_jax.checkpoint import load
+from forge_jax.checkpoint import load, matrix
 from forge_jax.checkpoint.folder import open_checkpoint
 from forge_jax.checkpoint.load import load_weights
 from forge_jax.checkpoint.safetensors import read_header
+from forge_jax.checkpoint.stored import StoredTensor
 from forge_jax.checkpoint.weight_map import Tensor
 from forge_jax.errors import CheckpointError
 from forge_jax.models import build_model, read_spec
 from forge_jax.models.decoder import WeightForms
 from forge_jax.models.families import ARCHITECTURES
 from forge_kernels import cpu
+from forge_kernels.linear import packed
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 
@@ -103,7 +106,7 @@ def test_everything_that_is_wrong_is_named_before_any_data_is_read(folder, tenso
     tensors["model.norm.weight"] = np.ones(63, np.float32)
     tensors["lm_head.weight"] = np.ones((331, 64), np.int8)
     save_file(tensors, folder / "model.safetensors")
-    monkeypatch.setattr(load, "_read_matrix", None)
+    monkeypatch.setattr(load, "StoredMatrix", None)
     with pytest.raises(CheckpointError) as caught:
         read(folder)
     assert "model.layers.2.self_attn.k_proj.weight is missing" in str(caught.value)
@@ -143,6 +146,56 @@ def test_experts_are_the_same_from_one_tensor_and_from_many(name, form, tmp_path
         inner = spec.experts.intermediate_size
         want = stored[first.name].astype(ml_dtypes.bfloat16)
         np.testing.assert_array_equal(leaves[at][1, :inner], want)
+
+
+@pytest.mark.parametrize("form", ["plain", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["llama2", "mixtral"])
+def test_the_bits_do_not_depend_on_how_much_is_read_at_once(name, form, monkeypatch):
+    if form != "plain" and not cpu.available():
+        pytest.skip("no CPU kernels on this machine")
+    forms = WeightForms() if form == "plain" else WeightForms(layers=form, head=form)
+    model = build_model(read_spec(GOLDENS / name), "bfloat16", forms)
+    expected = load_weights(model, GOLDENS / name, progress=False)
+    monkeypatch.setattr(matrix, "CHUNK_BYTES", 7 * 64 * 2)  # seven rows; then two panels
+    monkeypatch.setattr(packed, "CHUNK_BYTES", 64 * 64 * 2)
+    got = load_weights(model, GOLDENS / name, progress=False)
+    for key, mine, theirs in zip(model.names, got, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs, key)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_any_rows_of_a_tensor_are_read(dtype, tmp_path):
+    """Of three axes and of two, as they lie in the file and turned over, in its type and cast."""
+    values = np.arange(3 * 4 * 5, dtype=np.float32).reshape(3, 4, 5)
+    (tmp_path / "x").write_bytes(b"head" + values.tobytes())
+    stored = StoredTensor("x", tmp_path / "x", values.dtype, values.shape, 4)
+    turned = stored.transposed()
+    flat = replace(stored, shape=(12, 5))
+    assert turned.shape == (5, 4, 3) and turned.transposed().shape == stored.shape
+    for tensor, rows in (
+        (stored, values.reshape(-1, 5)),
+        (turned, values.T.reshape(-1, 3)),
+        (flat, values.reshape(-1, 5)),
+        (flat.transposed(), values.reshape(-1, 5).T),
+    ):
+        for first in range(len(rows)):
+            for end in range(first, len(rows) + 1):
+                out = np.empty((end - first, rows.shape[1]), dtype)
+                tensor.read_rows(out, first)
+                np.testing.assert_array_equal(out, rows[first:end])
+    with pytest.raises(CheckpointError, match="shorter than it was"):
+        flat.read_rows(np.empty((2, 5), dtype), 11)
+
+
+def test_what_a_thread_raises_ends_the_reading(folder, tensors, monkeypatch):
+    save_file(tensors, folder / "model.safetensors")
+    model = build_model(read_spec(folder))
+    checked = load.check_weights(model, folder)
+    (folder / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr(matrix, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(load, "check_weights", lambda *_: checked)
+    with pytest.raises(CheckpointError, match="shorter than it was"):
+        load_weights(model, folder, progress=False)
 
 
 def test_missing_experts_are_named_in_the_form_that_is_there(tmp_path):
@@ -250,6 +303,7 @@ from forge_jax.models import build_model, read_spec
 from forge_jax.models.decoder import WeightForms
 from forge_jax.checkpoint.load import load_weights
 from forge_kernels import cpu
+from forge_kernels.linear import packed
 import jax.numpy as jnp
 
 def status(key):

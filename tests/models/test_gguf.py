@@ -126,10 +126,10 @@ def test_blocks_of_256_are_read_as_ggml_reads_them(kind, tmp_path, monkeypatch):
     for name, undone in (("q", True), ("v", False)):
         weight = weights[f"model.layers.0.self_attn.{name}_proj.weight"]
         out = np.empty(weight.shape, np.float32)
-        weight.read_into(out)
+        weight.read_rows(out, 0)
         np.testing.assert_array_equal(interleaved(out, heads) if undone else out, values)
         rounded = np.empty(weight.shape, ml_dtypes.bfloat16)
-        weight.read_into(rounded)
+        weight.read_rows(rounded, 0)
         np.testing.assert_array_equal(rounded, out.astype(ml_dtypes.bfloat16))
         # Undecoded, for whoever computes with them as they are.
         packed = weight.blocks()

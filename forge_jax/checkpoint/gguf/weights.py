@@ -8,8 +8,6 @@ norms hold the whole factor there, where Hugging Face has what is added to 1. Bo
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -97,29 +95,23 @@ class GGUFWeight:
         blocks = self.stored.blocks()
         return blocks if self.rows is None else blocks[self.rows]
 
-    def read_into(self, out: np.ndarray, *, expert: int | None = None) -> None:
-        """Decodes into `out[shape]`, cast to its type; at no time more than some chunks."""
-        assert expert is None or len(self.shape) < 3, self.name
+    def read_rows(self, out: np.ndarray, first: int) -> None:
+        """Decodes some rows, cast to the type of `out`; at no time more than a chunk of them."""
         if len(self.shape) < 2:
             values = self.stored.read()
             values = values if self.rows is None else values[self.rows]
+            values = values[first : first + len(out)]
             np.copyto(out, values - self.offset if self.offset else values, casting="unsafe")
             return
-        assert not self.offset, self.name
+        assert not self.offset and len(self.shape) == 2, self.name
         blocks, form = self.stored.blocks(), self.stored.format
-        num_rows = self.shape[0]
-        step = max(1, CHUNK_ELEMENTS // (self.stored.num_elements // num_rows))
-
-        def decode(begin: int) -> None:
-            part = slice(begin, begin + step)
-            chunk = blocks[part if self.rows is None else self.rows[part]]
+        step = max(1, CHUNK_ELEMENTS // self.shape[1])
+        for begin in range(0, len(out), step):
+            part = out[begin : begin + step]
+            place = slice(first + begin, first + begin + len(part))
+            chunk = blocks[place if self.rows is None else self.rows[place]]
             with np.errstate(all="ignore"):  # what is not finite is found where it is used
-                np.copyto(out[part], form.values(chunk), casting="unsafe")
-
-        begins = range(0, num_rows, step)
-        with ThreadPoolExecutor(min(len(begins), os.cpu_count() or 1)) as pool:
-            for _ in pool.map(decode, begins):
-                pass
+                np.copyto(part, form.values(chunk), casting="unsafe")
 
 
 def open_gguf(file: Path) -> dict[str, GGUFWeight]:

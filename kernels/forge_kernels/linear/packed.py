@@ -1,28 +1,33 @@
 """Weights packed for the CPU kernels: in panels of 32 columns, as bfloat16, int8 or int4.
 
 int8 has one scale per column and quantises the rows of x at run time, to the nearest of 255 steps;
-int4 has one float16 scale for each 32 values of a column. The layouts stand in `cpu/src/linear.h`.
+int4 has one float16 scale for each 32 values of a column. The layouts stand in `cpu/src/linear.h`;
+they are the same for every instruction set.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from forge_kernels.cpu.library import library, num_threads
+from forge_kernels.cpu.library import library
+from forge_kernels.threads import for_each
 
 Format = Literal["bf16", "int8", "int4"]
 FORMATS: tuple[str, ...] = get_args(Format)
+LAYOUT = "panels-of-32"  # its name in files; one that differs in any byte gets another
 PANEL = 32  # columns
 GROUP = 32  # values of an int4 scale
+CHUNK_BYTES = 512 * 2**10  # of rows that a thread packs at once: they stay in its cache
 ALIGNMENT = 64  # bytes; XLA:CPU adopts a host buffer so aligned instead of copying it
 
 
@@ -83,24 +88,34 @@ jax.tree_util.register_dataclass(
 )
 
 
-def pack(w: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray | None]:
-    """Packs bf16[outputs, inputs] on the host -> (weight, scale) of the packing's shapes."""
+class Rows(Protocol):
+    """A matrix whose rows are had when they are wanted, by several threads at the same time."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read_rows(self, out: np.ndarray, first: int) -> None:
+        """Writes the rows from the number `first` on into `out`, [rows, columns], in its type."""
+        ...
+
+
+def pack(w: np.ndarray | Rows, packing: Packing) -> tuple[np.ndarray, np.ndarray | None]:
+    """Packs bf16[outputs, inputs] on the host -> (weight, scale) of the packing's shapes.
+
+    Rows that are read need no room besides: each thread has those of some panels.
+    """
     assert packing.experts is None
     weight, scale = _empty(packing)
-    _pack_into(w, packing, weight, scale)
+    _pack_all([w], packing, weight[None], None if scale is None else scale[None])
     return weight, scale
 
 
 def pack_experts(
-    matrices: Iterable[np.ndarray], packing: Packing
+    matrices: Sequence[Rows] | np.ndarray, packing: Packing
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """The same for the matrices of `packing.experts`, bf16[outputs, inputs] each."""
     weight, scale = _empty(packing)
-    count = 0
-    for w in matrices:
-        _pack_into(w, packing, weight[count], None if scale is None else scale[count])
-        count += 1
-    assert count == packing.experts, (count, packing)
+    _pack_all(matrices, packing, weight, scale)
     return weight, scale
 
 
@@ -155,20 +170,68 @@ def _empty(packing: Packing) -> tuple[np.ndarray, np.ndarray | None]:
     return empty, None if scale is None else aligned_empty(scale.shape, scale.dtype)
 
 
-def _pack_into(
-    w: np.ndarray, packing: Packing, weight: np.ndarray, scale: np.ndarray | None
+def _pack_all(
+    matrices: Sequence[np.ndarray | Rows] | np.ndarray,
+    packing: Packing,
+    weight: np.ndarray,
+    scale: np.ndarray | None,
 ) -> None:
-    assert w.dtype == ml_dtypes.bfloat16 and w.shape == (packing.outputs, packing.inputs)
-    w = np.ascontiguousarray(w)
+    """`weight` and `scale` have an axis of matrices before the others."""
+    assert len(matrices) == len(weight), (len(matrices), packing)
+    step = max(1, CHUNK_BYTES // (PANEL * packing.inputs * 2))
+    own = threading.local()  # taken once by each thread: new memory costs more than packing
+
+    def work(place: tuple[int, int]) -> None:
+        number, panel = place
+        end = min(panel + step, packing.panels)
+        if not hasattr(own, "room"):
+            own.room = np.empty((step * PANEL, packing.inputs), ml_dtypes.bfloat16)
+        rows = _rows_of(matrices[number], packing, panel, end, own.room)
+        columns = slice(panel * PANEL, end * PANEL)
+        _pack_panels(
+            rows,
+            packing,
+            weight[number, panel:end],
+            None if scale is None else scale[number, ..., columns],
+        )
+
+    starts = range(0, packing.panels, step)
+    for_each(work, [(number, panel) for number in range(len(weight)) for panel in starts])
+
+
+def _rows_of(
+    w: np.ndarray | Rows, packing: Packing, panel: int, end: int, room: np.ndarray
+) -> np.ndarray:
+    """bf16[rows, inputs], in `room`: of these panels; if paired the gates, below them the ups."""
+    assert w.shape == (packing.outputs, packing.inputs), (w.shape, packing)
+    width, half = (PANEL // 2, packing.outputs // 2) if packing.paired else (PANEL, packing.outputs)
+    first, last = panel * width, min(end * width, half)
+    starts = (first, half + first) if packing.paired else (first,)
+    rows = room[: len(starts) * (last - first)]
+    for part, start in zip(np.split(rows, len(starts)), starts, strict=True):
+        if isinstance(w, np.ndarray):
+            assert w.dtype == rows.dtype, (w.dtype, packing)
+            part[...] = w[start : start + len(part)]
+        else:
+            w.read_rows(part, start)
+    return rows
+
+
+def _pack_panels(
+    rows: np.ndarray, packing: Packing, weight: np.ndarray, scale: np.ndarray | None
+) -> None:
+    """Packs all rows of some panels; of int4 the rows of `scale` may lie apart."""
+    assert rows.flags.c_contiguous and weight.flags.c_contiguous
+    apart = 0 if scale is None else scale.strides[0] // scale.itemsize
     library().forge_pack(
-        _pointer(w),
-        ctypes.c_int64(packing.outputs),
+        _pointer(rows),
+        ctypes.c_int64(rows.shape[0]),
         ctypes.c_int64(packing.inputs),
         ctypes.c_int64(packing.paired),
         ctypes.c_int64(FORMATS.index(packing.format)),
         _pointer(weight),
         _pointer(scale),
-        ctypes.c_int64(num_threads()),
+        ctypes.c_int64(apart),
     )
 
 

@@ -165,10 +165,10 @@ extern "C" {
 
 const char* forge_isa() { return FORGE_ISA; }
 
-// bf16[N, K] -> panels; `scale` is f32 or f16 or unused, as the format says. All memory is the
-// caller's.
+// bf16[N, K] -> panels; `scale` is f32 or f16 or unused, as the format says, and of int4 so many
+// columns apart. All memory is the caller's, who has threads of his own.
 void forge_pack(const uint16_t* w, int64_t rows, int64_t columns, int64_t paired, int64_t format,
-                void* out, void* scale, int64_t num_threads) {
+                void* out, void* scale, int64_t scale_columns) {
   forge::Packing op;
   op.w = w;
   op.N = rows;
@@ -178,9 +178,9 @@ void forge_pack(const uint16_t* w, int64_t rows, int64_t columns, int64_t paired
   op.out = static_cast<uint8_t*>(out);
   op.scale = static_cast<float*>(scale);
   op.scale16 = static_cast<uint16_t*>(scale);
-  op.panels = (rows + forge::kPanel - 1) / forge::kPanel;
-  if (paired) op.panels = (rows / 2 + 15) / 16;
-  forge::pack_all(op, int(num_threads));
+  op.scale_columns = scale_columns;
+  long panels = paired ? (rows / 2 + 15) / 16 : (rows + forge::kPanel - 1) / forge::kPanel;
+  for (long panel = 0; panel < panels; ++panel) forge::pack_panel(op, panel);
 }
 
 }  // extern "C"

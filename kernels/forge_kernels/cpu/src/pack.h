@@ -2,10 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
-#include <thread>
 #include <vector>
 
 #include "linear.h"
@@ -19,8 +17,8 @@ struct Packing {
   Format format;
   uint8_t* out;
   float* scale;       // int8: f32[columns of all panels]
-  uint16_t* scale16;  // int4: f16[K / 32, columns of all panels]
-  long panels;
+  uint16_t* scale16;  // int4: f16[K / 32, scale_columns]
+  long scale_columns;
 };
 
 // The row of W that is column `lane` of a panel, or -1.
@@ -40,20 +38,38 @@ inline uint16_t f32_to_f16(float value) {
 }
 inline float f16_to_f32(uint16_t bits) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits))); }
 
+// Pairs of neighbours of 32 rows, in blocks that stay in the innermost cache.
+inline void pack_panel_bf16(const Packing& op, long panel) {
+  constexpr long kBlock = 16;  // words: a line of cache of each row
+  long words = words_of(op.format, op.K), whole = op.K / 2;
+  uint32_t* out = reinterpret_cast<uint32_t*>(op.out) + panel * words * kPanel;
+  const uint16_t* rows[kPanel];
+  for (int lane = 0; lane < kPanel; ++lane) {
+    long source = source_row(op, panel, lane);
+    rows[lane] = source < 0 ? nullptr : op.w + source * op.K;
+  }
+  for (long begin = 0; begin < words; begin += kBlock) {
+    long end = std::min(begin + kBlock, words), whole_end = std::min(end, whole);
+    for (int lane = 0; lane < kPanel; ++lane) {
+      const uint16_t* w = rows[lane];
+      long k = begin;
+      if (w) {
+        for (; k < whole_end; ++k) std::memcpy(out + k * kPanel + lane, w + 2 * k, 4);
+        if (k < end) out[k++ * kPanel + lane] = w[2 * whole];  // the last of an odd number
+      }
+      for (; k < end; ++k) out[k * kPanel + lane] = 0;
+    }
+  }
+}
+
 inline void pack_panel(const Packing& op, long panel) {
+  if (op.format == Format::kBf16) return pack_panel_bf16(op, panel);
   long words = words_of(op.format, op.K), groups = (op.K + kGroup - 1) / kGroup;
   std::vector<float> row(groups * kGroup);
   for (int lane = 0; lane < kPanel; ++lane) {
     long source = source_row(op, panel, lane);
     const uint16_t* w = source < 0 ? nullptr : op.w + source * op.K;
     long column = panel * kPanel + lane;
-    if (op.format == Format::kBf16) {
-      uint16_t* out = reinterpret_cast<uint16_t*>(op.out) + panel * words * 64 + lane * 2;
-      for (long k = 0; k < words; ++k)
-        for (int i = 0; i < 2; ++i)
-          out[k * 64 + i] = w && 2 * k + i < op.K ? w[2 * k + i] : 0;
-      continue;
-    }
     float top = 0.0f;
     for (long k = 0; k < groups * kGroup; ++k) {
       row[k] = w && k < op.K ? bf16_to_f32(w[k]) : 0.0f;
@@ -75,7 +91,7 @@ inline void pack_panel(const Packing& op, long panel) {
         for (int k = 0; k < kGroup; ++k)
           if (std::fabs(x[k]) > std::fabs(extreme)) extreme = x[k];
         uint16_t scale = f32_to_f16(extreme / -8.0f);
-        op.scale16[g * op.panels * kPanel + column] = scale;
+        op.scale16[g * op.scale_columns + column] = scale;
         float step = f16_to_f32(scale), inverse = step != 0.0f ? 1.0f / step : 0.0f;
         for (int q = 0; q < 4; ++q) {
           for (int i = 0; i < 4; ++i) {
@@ -89,17 +105,6 @@ inline void pack_panel(const Packing& op, long panel) {
       }
     }
   }
-}
-
-inline void pack_all(const Packing& op, int num_threads) {
-  std::atomic<long> next{0};
-  auto work = [&] {
-    for (long panel; (panel = next.fetch_add(1)) < op.panels;) pack_panel(op, panel);
-  };
-  std::vector<std::thread> threads;
-  for (int t = 1; t < num_threads; ++t) threads.emplace_back(work);
-  work();
-  for (auto& thread : threads) thread.join();
 }
 
 // ---- rows of a packed matrix: the embedding of a model that shares it with its head -------------

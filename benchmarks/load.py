@@ -1,0 +1,293 @@
+"""How long does it take until the weights are there? From safetensors, GGUF and converted folders.
+
+    python -m benchmarks.load [--shape M] [--rounds 5] [--cache warm|cold] [--output FILE.json]
+
+One model with random weights in bfloat16, written in each form. Every time is of a fresh process,
+in which everything has been imported and the device is up: from the call that reads to the last
+leaf on the device, checks included. The floor is `safetensors.numpy.load_file` alone, which makes
+numpy arrays and no leaves. "packed" is for the CPU kernels: there safetensors are packed as they
+are read, and of a converted folder nothing is left to do.
+
+Each round reads all forms in turn, beginning with another one. Before its reading each process
+takes memory and gives it back: what a virtual machine's host takes to find memory is not measured.
+Warm: before each process the files are read, unmeasured. Cold:
+they are dropped from the page cache (`POSIX_FADV_DONTNEED`), on file systems that heed it; what
+caches lie below the file system is not known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report as reports
+from benchmarks.errors import BenchmarkError
+from benchmarks.random_model import SHAPES, write_model
+
+FLOOR = "safetensors.numpy"
+BLOCK = 16 << 20
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A form of the model, and how it is read."""
+
+    name: str
+    path: str  # in the folder of the benchmark
+    kernels: str  # as the flag
+
+
+CASES = (
+    Case(FLOOR, "safetensors/model.safetensors", "xla"),
+    Case("safetensors", "safetensors", "xla"),
+    Case("GGUF", "model.gguf", "xla"),
+    Case("converted", "converted", "xla"),
+    Case("safetensors, packed", "safetensors", "auto"),
+    Case("converted, packed", "converted-packed", "auto"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="How long until the weights are there?")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="M")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cache", choices=("warm", "cold"), default="warm")
+    parser.add_argument("--folder", type=Path, help="where the files are written; they are kept")
+    parser.add_argument("--output", type=Path, help="write the report here as JSON")
+    parser.add_argument("--child", nargs=3, metavar=("NAME", "PATH", "KERNELS"), help="internal")
+    args = parser.parse_args(argv)
+    if args.child:
+        print(json.dumps(read_once(Case(*args.child))))
+        return 0
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = args.folder or Path(temporary)
+            left_out = write_forms(folder, args.shape)
+            cases = [case for case in CASES if case.name not in left_out]
+            rounds = []
+            for index in range(args.rounds):
+                first = index % len(cases)  # nobody always comes after the same
+                order = [*cases[first:], *cases[:first]]
+                title = f"round {index + 1} of {args.rounds}"
+                rounds.append(_round(folder, order, args.cache, title))
+    except BenchmarkError as error:
+        print(error, file=sys.stderr)
+        return 1
+    report = reports.new(
+        "load",
+        shape=args.shape,
+        cache=args.cache,
+        left_out=left_out,
+        rounds=rounds,
+        median=medians(rounds),
+    )
+    print(table(report))
+    if args.output is not None:
+        reports.write(report, args.output)
+    return 0
+
+
+def write_forms(folder: Path, shape: str) -> dict[str, str]:
+    """Writes what is not there yet; the names of cases that cannot be, and why."""
+    source, left_out = folder / "safetensors", {}
+    if not source.exists():
+        write_model(source, SHAPES[shape])
+    if not (folder / "model.gguf").exists():
+        try:
+            write_gguf(source, folder / "model.gguf")
+        except ImportError:
+            left_out["GGUF"] = "needs the package gguf"
+    for case in CASES:
+        target = folder / case.path
+        if not case.name.startswith("converted") or target.exists():
+            continue
+        command = ["convert", str(source), str(target), "--kernels", case.kernels]
+        done = _python("-m", "forge_serve.cli", *command)
+        if case.kernels == "auto" and "packed" not in done:
+            left_out |= dict.fromkeys((case.name, "safetensors, packed"), "no CPU kernels here")
+    return left_out
+
+
+def write_gguf(source: Path, target: Path) -> None:
+    """The same weights in bfloat16, without a tokenizer; rows of queries and keys as they are."""
+    import gguf
+
+    from forge_jax.checkpoint.safetensors import read_header
+
+    config = json.loads((source / "config.json").read_text())
+    writer = gguf.GGUFWriter(target, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    for name, stored in read_header(source / "model.safetensors").items():
+        values = stored.read()
+        if values.ndim < 2:
+            writer.add_tensor(gguf_name(name), values.astype("float32"))
+        else:
+            kind = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(gguf_name(name), values.view("uint8"), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_name(name: str) -> str:
+    """ "model.layers.3.mlp.up_proj.weight" -> "blk.3.ffn_up.weight"."""
+    part = name.removesuffix(".weight")
+    if not part.startswith("model.layers."):
+        return f"{GGUF_NAMES[part]}.weight"
+    _, _, layer, rest = part.split(".", 3)
+    return f"blk.{layer}.{GGUF_NAMES[rest]}.weight"
+
+
+def read_once(case: Case) -> dict[str, float]:
+    """Reads the form once, in this process: seconds, and bytes of what came out of it."""
+    read = _floor(case) if case.name == FLOOR else _leaves(case)
+    touch_memory(2 * sum(file.stat().st_size for file in files_of(Path(case.path))))
+    start = time.perf_counter()
+    arrays = read()
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "bytes": sum(array.nbytes for array in arrays)}
+
+
+def touch_memory(num_bytes: int) -> None:
+    """Takes memory, writes to it and gives it back.
+
+    On a virtual machine the host may have to find each page that nobody has used for seconds. That
+    takes longer than all reading, and whom it befalls depends on who ran before.
+    """
+    import numpy as np
+
+    np.empty(num_bytes, np.uint8).fill(1)
+
+
+def _floor(case: Case) -> Callable[[], list[Any]]:
+    import ml_dtypes  # noqa: F401  # without it the library knows no bfloat16
+    from safetensors.numpy import load_file
+
+    return lambda: list(load_file(case.path).values())
+
+
+def _leaves(case: Case) -> Callable[[], Sequence[Any]]:
+    import jax
+
+    from forge_jax.assemble import choose_device, choose_kernels, read_converted
+    from forge_jax.checkpoint.load import load_weights
+    from forge_jax.config import EngineConfig
+    from forge_jax.models import build_model, read_spec
+
+    folder = Path(case.path)
+    config = EngineConfig.from_options(model=case.path, kernels=case.kernels)
+    device = choose_device(config)
+    spec = read_spec(folder)
+    forms = choose_kernels(config, spec, device, read_converted(config, folder)).forms
+    model = build_model(spec, "auto", forms)
+    jax.block_until_ready(jax.device_put(0, device))
+
+    return lambda: load_weights(model, folder, device=device, progress=False)
+
+
+def _round(folder: Path, cases: Sequence[Case], cache: str, title: str) -> dict[str, Any]:
+    figures = {}
+    for case in cases:
+        path = folder / case.path
+        for file in files_of(path):
+            drop(file) if cache == "cold" else _read_all(file)
+        found = json.loads(
+            _python("-m", "benchmarks.load", "--child", case.name, str(path), case.kernels)
+        )
+        figures[case.name] = found
+        line = f"{case.name} {found['seconds']:.2f} s"
+        print(f"{title}: {line}", file=sys.stderr)
+    return figures
+
+
+def files_of(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+
+
+def drop(file: Path) -> None:
+    """Drops a file from the page cache, what has not been written yet after writing it."""
+    number = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(number)
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(number)
+
+
+def _read_all(file: Path) -> None:
+    with file.open("rb", buffering=0) as stream:
+        while stream.read(BLOCK):
+            pass
+
+
+def _python(*arguments: str) -> str:
+    """What a fresh Python prints; its own log is shown if it fails."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+    if done.returncode:
+        last = "\n".join(done.stderr.splitlines()[-5:])
+        raise BenchmarkError(f"python {' '.join(arguments)} failed:\n{last}")
+    return done.stdout
+
+
+def medians(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By case: seconds, their ratio to the floor of the same round, and GB/s of what comes out."""
+
+    def figures(name: str) -> Iterator[tuple[float, float, float]]:
+        for one in rounds:
+            seconds, floor = one[name]["seconds"], one[FLOOR]["seconds"]
+            yield seconds, seconds / floor, one[name]["bytes"] / seconds / 1e9
+
+    keys = ("seconds", "per_floor", "gb_per_s")
+    return {
+        name: dict(zip(keys, map(statistics.median, zip(*figures(name), strict=True)), strict=True))
+        for name in rounds[0]
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    rows = [
+        (name, *(reports.number(f[key], 2) for key in ("seconds", "per_floor", "gb_per_s")))
+        for name, f in report["median"].items()
+    ]
+    rows += [(name, why, "-", "-") for name, why in report["left_out"].items()]
+    header = ("read from", "s", "of safetensors.numpy", "GB/s")
+    num = len(report["rounds"])
+    title = f"{reports.heading(report)}; shape {report['shape']}, page cache {report['cache']}, "
+    return "\n".join((f"{title}medians of {num} rounds", "", reports.table(header, rows)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The record of a converted model folder: what its weights are, and what they can be served as.
+
+`forge_jax.json` stands beside `config.json` and the tokenizer, and `weights/` is a checkpoint of
+orbax (`orbax.py`): the leaves as the model holds them, fused, cast and packed. The record is
+written last, so a folder that has none is not a converted one. Nothing here knows models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import jax
+import ml_dtypes
+import numpy as np
+
+import forge_jax
+from forge_jax.errors import CheckpointError
+from forge_jax.files import read_json, shown
+from forge_kernels.linear.packed import FORMATS, LAYOUT, Format
+
+FILE = "forge_jax.json"
+WEIGHTS = "weights"
+FORMAT, VERSION = "forge-jax-weights", 1
+Quantization = Literal["none", "int8", "int4"]
+MAX_LEAVES = 200_000
+# Of weights and activations, and of packed leaves.
+_TYPES = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    **{name: np.dtype(name) for name in ("float16", "float32", "uint8", "uint16")},
+}
+_AGAIN = "convert the original model again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What `forge_jax.json` says."""
+
+    folder: Path
+    dtype: str  # of weights and activations
+    quantization: Quantization
+    forms: Mapping[str, Format | None]  # the fields of `WeightForms`; empty: plain matrices
+    leaves: Mapping[str, jax.ShapeDtypeStruct]  # as in `Model.names` and `Model.leaves`
+
+    @property
+    def packed(self) -> bool:
+        """Whether the matrices are in the layout of the CPU kernels."""
+        return bool(self.forms)
+
+    def check_options(self, *, dtype: str, quantization: str = "none") -> None:
+        """Whether the weights are what the options ask for; `auto` and `none` take what there is.
+
+        Raises:
+          CheckpointError: they are not, and are not changed any more.
+        """
+        if dtype not in ("auto", self.dtype):
+            raise CheckpointError(
+                f"--dtype {dtype}: {self.folder} was converted to {self.dtype}: leave it out, or "
+                f"{_AGAIN} with it"
+            )
+        if quantization not in ("none", self.quantization):
+            what = "without any" if self.quantization == "none" else f"with {self.quantization}"
+            raise CheckpointError(
+                f"--quantization {quantization}: {self.folder} was converted {what}: leave it out, "
+                f"or {_AGAIN} with it"
+            )
+
+
+def read_record(folder: Path) -> Record | None:
+    """The record of a converted folder; None of any other folder or file.
+
+    Raises:
+      CheckpointError: it is broken, or of a version or packing that this forge-jax does not know.
+    """
+    if folder.is_file():
+        return None
+    file = folder / FILE
+    try:
+        values = read_json(file, max_depth=4)
+    except FileNotFoundError:
+        return None
+    if values.get("format") != FORMAT:
+        raise CheckpointError(f"{file}: format must be {FORMAT}, not {shown(values.get('format'))}")
+    version = values.get("version")
+    if type(version) is not int or version != VERSION:
+        raise CheckpointError(
+            f"{file}: version {shown(version)} is not known here, only {VERSION}: {_AGAIN}"
+        )
+    dtype, quantization = values.get("dtype"), values.get("quantization")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise CheckpointError(f"{file}: dtype must be a type of floats, not {shown(dtype)}")
+    if quantization not in get_args(Quantization):
+        raise CheckpointError(
+            f"{file}: quantization must be one of {', '.join(get_args(Quantization))}, not "
+            f"{shown(quantization)}"
+        )
+    return Record(
+        folder=folder,
+        dtype=dtype,
+        quantization=cast(Quantization, quantization),
+        forms=_read_forms(file, values.get("packing")),
+        leaves=_read_leaves(file, values.get("leaves")),
+    )
+
+
+def write_record(record: Record) -> None:
+    """Makes `record.folder` a converted one."""
+    packing = {"layout": LAYOUT, **record.forms} if record.packed else None
+    values = {
+        "format": FORMAT,
+        "version": VERSION,
+        "forge_jax": forge_jax.__version__,
+        "dtype": record.dtype,
+        "quantization": record.quantization,
+        "packing": packing,
+        "leaves": {
+            name: {"shape": leaf.shape, "dtype": leaf.dtype.name}
+            for name, leaf in record.leaves.items()
+        },
+    }
+    (record.folder / FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def _read_forms(file: Path, packing: Any) -> dict[str, Format | None]:
+    if packing is None:
+        return {}
+    if not isinstance(packing, dict):
+        raise CheckpointError(f"{file}: packing must be an object or null, not {shown(packing)}")
+    layout = packing.get("layout")
+    if layout != LAYOUT:
+        raise CheckpointError(
+            f"{file}: its matrices are packed as {shown(layout)}, and the CPU kernels of this "
+            f"forge-jax take {LAYOUT}: {_AGAIN}"
+        )
+    forms = {name: packing.get(name) for name in ("layers", "head", "embedding")}
+    for name, form in forms.items():
+        if form is not None and form not in FORMATS:
+            raise CheckpointError(
+                f"{file}: packing.{name} must be null or one of {', '.join(FORMATS)}, not "
+                f"{shown(form)}"
+            )
+    return forms
+
+
+def _read_leaves(file: Path, leaves: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    if not isinstance(leaves, dict) or not 0 < len(leaves) <= MAX_LEAVES:
+        raise CheckpointError(f"{file}: leaves must be an object of 1 to {MAX_LEAVES} entries")
+    found = {}
+    for name, leaf in leaves.items():
+        match leaf:
+            case {"shape": [*shape], "dtype": str(dtype)} if dtype in _TYPES and all(
+                type(size) is int and 0 <= size < 2**40 for size in shape
+            ):
+                found[name] = jax.ShapeDtypeStruct(tuple(shape), _TYPES[dtype])
+            case _:
+                raise CheckpointError(f"{file}: leaves: {shown(name)} is {shown(leaf)}")
+    return found

@@ -1,0 +1,107 @@
+"""A model's leaves as a checkpoint of orbax: written by orbax, read as the plain files they are.
+
+Orbax keeps a flat tree as zarr arrays (format 2), here each in a folder named like its key, with a
+description (`.zarray`) and, neither compressed nor cut into pieces, one file that holds the array's
+bytes and nothing else. Such a file is read straight into the memory that XLA:CPU adopts. Orbax
+reads into memory of its own, to be copied; its default form, one key-value store (OCDBT), is copied
+once more on the way; and importing it takes longer than reading a small model.
+
+https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from forge_jax.checkpoint.stored import BFLOAT16, StoredTensor
+from forge_jax.errors import CheckpointError
+from forge_jax.files import read_json, shown
+
+DESCRIPTION = ".zarray"
+
+
+def write_arrays(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
+    """Makes `folder`, which must not exist, and writes `arrays` there under their names."""
+    import orbax.checkpoint as ocp
+
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns of the store that is not asked for
+    options = {"use_ocdbt": False, "use_zarr3": False, "use_compression": False}
+    try:
+        with ocp.PyTreeCheckpointer(**options) as writer:
+            writer.save(folder.absolute(), dict(arrays))
+    finally:
+        log.setLevel(level)
+
+
+def open_arrays(
+    folder: Path, expected: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, StoredTensor]:
+    """Where each array in `expected` lies; reads no data.
+
+    Raises:
+      CheckpointError: an array is missing or broken, has another shape or type, or is stored in a
+        way that `write_arrays` does not; all that is wrong is listed.
+    """
+    stored, faults = {}, []
+    for name, leaf in expected.items():
+        found = _open_array(folder / name, leaf)
+        if isinstance(found, str):
+            faults.append(f"array {name} {found}")
+        else:
+            stored[name] = found
+    if faults:
+        more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
+        raise CheckpointError(f"{folder} cannot be read: " + "; ".join(faults[:5]) + more)
+    return stored
+
+
+def _open_array(folder: Path, leaf: jax.ShapeDtypeStruct) -> StoredTensor | str:
+    """The array, or what is wrong with it."""
+    try:
+        found = read_json(folder / DESCRIPTION, max_depth=3)
+    except (FileNotFoundError, NotADirectoryError):
+        return "is missing"
+    except CheckpointError as error:
+        return f"cannot be opened: {error}"
+    for key, wanted in _description(leaf).items():
+        value = found.get(key)
+        if type(value) is not type(wanted) or value != wanted:
+            return f"has {key} {shown(value)}, not {wanted}"
+    file = folder / (".".join("0" * len(leaf.shape)) or "0")
+    try:
+        status = os.stat(file, follow_symlinks=False)
+    except FileNotFoundError:
+        return f"has no file {file.name}"
+    except OSError as error:
+        return f"cannot be opened: {error}"
+    if not stat.S_ISREG(status.st_mode):
+        return f"is in {file}, which is not an ordinary file"
+    num_bytes = leaf.size * leaf.dtype.itemsize
+    if status.st_size != num_bytes:
+        return f"has {status.st_size} bytes, not {num_bytes}"
+    return StoredTensor(folder.name, file, leaf.dtype, leaf.shape, 0)
+
+
+def _description(leaf: jax.ShapeDtypeStruct) -> dict[str, Any]:
+    """What `.zarray` must say of an array: one piece, row-major, as it is."""
+    dtype = np.dtype(leaf.dtype)
+    return {
+        "zarr_format": 2,
+        "shape": list(leaf.shape),
+        "dtype": "bfloat16" if dtype == BFLOAT16 else dtype.newbyteorder("<").str,
+        "chunks": list(leaf.shape),
+        "order": "C",
+        "compressor": None,
+        "filters": None,
+        "dimension_separator": ".",
+    }

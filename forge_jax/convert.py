@@ -1,0 +1,163 @@
+"""`forge-jax convert MODEL OUT`: a model folder whose weights need nothing done to them any more.
+
+Fused, cast, quantised and packed as `forge-jax serve MODEL` with the same options would have them
+on this machine. The folder appears complete or not at all: it is written beside its place, under a
+hidden name, and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from forge_jax.assemble import choose_device, choose_kernels
+from forge_jax.checkpoint import orbax
+from forge_jax.checkpoint.converted import WEIGHTS, Record, read_record, write_record
+from forge_jax.checkpoint.gguf import config_of, is_gguf, read_gguf
+from forge_jax.checkpoint.hub import resolve
+from forge_jax.checkpoint.load import check_weights, load_weights
+from forge_jax.config import EngineConfig
+from forge_jax.errors import ConfigError
+from forge_jax.files import read_text
+from forge_jax.models import build_model, read_spec
+from forge_jax.models.decoder import WeightForms
+from forge_jax.text.gguf import gguf_templates
+from forge_jax.text.load import load_text
+from forge_jax.text.tokenizer import Tokenizer
+
+COPIED = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "chat_template.jinja"),
+)
+TEMPLATES = "additional_chat_templates"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What `convert` has written."""
+
+    folder: Path
+    weight_bytes: int
+    dtype: str
+    quantization: str
+    packed: bool  # for the CPU kernels
+
+
+def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> Converted:
+    """Writes the model that `config.model` names to the folder `out`.
+
+    The host holds the weights twice while they are written.
+
+    Args:
+      config: `model`, `revision`, `dtype`, `quantization`, `kernels`, `backend` and `device` count.
+      out: does not exist, or is empty.
+      progress: show a progress bar on a terminal.
+
+    Raises:
+      ModelError: the model cannot be served.
+      ConfigError: `out` has something in it or cannot be written, the model has been converted
+        already, or the machine cannot do what is asked for.
+    """
+    target = Path(out).expanduser().resolve()
+    _check_target(target)
+    source = resolve(config.model.model, config.model.revision)
+    if read_record(source) is not None:
+        raise ConfigError(f"{config.model.model} is converted already: give the original model")
+    spec = read_spec(source)
+    kernels = choose_kernels(config, spec, choose_device(config))
+    model = build_model(spec, config.model.dtype, kernels.forms)
+    check_weights(model, source)
+    load_text(source, None, spec.vocab_size)  # what cannot be served is not written
+    leaves = load_weights(model, source, device=jax.devices("cpu")[0], progress=progress)
+    partial = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
+    record = Record(
+        folder=partial,
+        dtype=model.dtype.name,
+        quantization=config.model.quantization,
+        forms={} if kernels.forms == WeightForms() else asdict(kernels.forms),
+        leaves=dict(zip(model.names, model.leaves, strict=True)),
+    )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        orbax.write_arrays(partial / WEIGHTS, dict(zip(model.names, leaves, strict=True)))
+        _write_gguf_text(source, partial) if is_gguf(source) else _copy_text(source, partial)
+        write_record(record)
+        check_weights(model, partial)
+        _flush(partial)
+        partial.rename(target)  # takes the place of an empty folder, and of no other
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Converted(
+        folder=target,
+        weight_bytes=model.param_bytes,
+        dtype=record.dtype,
+        quantization=record.quantization,
+        packed=record.packed,
+    )
+
+
+def _check_target(target: Path) -> None:
+    try:
+        if any(target.iterdir()):
+            raise ConfigError(f"{target} is not empty: give a folder that is not there yet")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror or error}") from error
+
+
+def _copy_text(source: Path, target: Path) -> None:
+    """The configuration, the tokenizer and the chat templates, byte by byte."""
+    for name in COPIED:
+        if (source / name).is_file():
+            read_text(source / name)  # no more than is read of such a file
+            shutil.copyfile(source / name, target / name)
+    for file in sorted((source / TEMPLATES).glob("*.jinja")):
+        read_text(file, "chat_template.jinja")
+        (target / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(file, target / TEMPLATES / file.name)
+
+
+def _write_gguf_text(source: Path, target: Path) -> None:
+    """The same of a GGUF file, in Hugging Face's form."""
+    config, generation = config_of(read_gguf(source))
+    _write_json(target / "config.json", config)
+    _write_json(target / "generation_config.json", generation)
+    tokenizer = Tokenizer.from_folder(source)
+    if tokenizer is None:
+        return
+    (target / "tokenizer.json").write_text(tokenizer.backend.to_str(), encoding="utf-8")
+    templates = [{"name": n, "template": t} for n, t in gguf_templates(source).items()]
+    named = {**tokenizer.special_tokens, **({"chat_template": templates} if templates else {})}
+    _write_json(target / "tokenizer_config.json", named)
+
+
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def _flush(folder: Path) -> None:
+    """Has everything on the disk before the name is: a machine that stops leaves no half folder."""
+    for path in [*folder.rglob("*"), folder]:
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def summary(converted: Converted) -> str:
+    """One line for the person who asked for it."""
+    kind = converted.dtype if converted.quantization == "none" else converted.quantization
+    form = "packed for the CPU kernels" if converted.packed else "plain matrices"
+    return f"{converted.folder}: {converted.weight_bytes / 1e9:.2f} GB of weights, {kind}, {form}"

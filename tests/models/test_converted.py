@@ -1,0 +1,487 @@
+"""A converted folder has the same bits as its model, appears whole or not at all, and lies to
+nobody.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from gguf_writer import Q, write_gguf
+
+import forge_jax
+from forge_jax import LLM, SamplingParams, convert
+from forge_jax.assemble import choose_device, choose_kernels, read_converted
+from forge_jax.checkpoint import orbax
+from forge_jax.checkpoint.converted import FILE, WEIGHTS, Record, write_record
+from forge_jax.checkpoint.load import check_weights, load_weights
+from forge_jax.config import EngineConfig
+from forge_jax.errors import CheckpointError, ConfigError, ForgeError, ModelError
+from forge_jax.fingerprint import system_fingerprint
+from forge_jax.models import build_model, read_spec
+from forge_jax.text.load import load_text
+from forge_kernels import cpu
+from forge_kernels.cpu import BuildError, library
+
+OPTIONS = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 256}
+
+
+def converted(model, out, **options) -> Path:
+    config = EngineConfig.from_options(model=str(model), **options)
+    return convert.convert(config, out, progress=False).folder
+
+
+def engine_leaves(folder, **options):
+    """(model, leaves) as an engine has them."""
+    config = EngineConfig.from_options(model=str(folder), **options)
+    spec = read_spec(folder)
+    kernels = choose_kernels(config, spec, choose_device(config), read_converted(config, folder))
+    model = build_model(spec, config.model.dtype, kernels.forms)
+    return model, load_weights(model, folder, progress=False)
+
+
+def assert_same_bits(got, expected):
+    assert got[0].names == expected[0].names and got[0].packings == expected[0].packings
+    for name, ours, theirs in zip(got[0].names, got[1], expected[1], strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
+        np.testing.assert_array_equal(
+            np.asarray(ours).view(np.uint8), np.asarray(theirs).view(np.uint8), name
+        )
+
+
+@pytest.fixture(scope="module")
+def llama2(goldens, tmp_path_factory):
+    """A converted folder, for tests that change a copy of it."""
+    return converted(goldens / "llama2", tmp_path_factory.mktemp("llama2") / "out")
+
+
+@pytest.fixture
+def folder(llama2, tmp_path):
+    return shutil.copytree(llama2, tmp_path / "copy")
+
+
+def load(folder, **options):
+    return forge_jax.load(str(folder), progress=False, **options)
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama32_tied", "qwen3", "gemma3", "phi3", "mixtral"])
+def test_the_bits_are_those_of_the_model(name, goldens, tmp_path):
+    source = goldens / name
+    out = converted(source, tmp_path / "out")
+    assert read_spec(out) == read_spec(source)
+    assert_same_bits(engine_leaves(out), engine_leaves(source))
+
+
+@pytest.mark.parametrize("options", [{}, {"kernels": "xla"}, {"quantization": "int8"},
+                                     {"quantization": "int4"}])  # fmt: skip
+@pytest.mark.parametrize("name", ["llama2", "qwen3_moe"])
+def test_cast_quantised_and_packed_bits_too(name, options, goldens, tmp_path):
+    if not cpu.available():
+        pytest.skip("no CPU kernels on this machine")
+    options = {"dtype": "bfloat16", **options}
+    out = converted(goldens / name, tmp_path / "out", **options)
+    assert read_spec(out).dtype == "bfloat16"
+    got = engine_leaves(out)
+    assert bool(got[0].packings) == ("kernels" not in options)
+    assert_same_bits(got, engine_leaves(goldens / name, **options))
+    assert_same_bits(got, engine_leaves(out, **options))  # saying it again is no contradiction
+
+
+def test_orbax_itself_reads_the_arrays(llama2):
+    import orbax.checkpoint as ocp
+
+    model, leaves = engine_leaves(llama2)
+    wanted = dict.fromkeys(model.names, ocp.RestoreArgs(restore_type=np.ndarray))
+    with ocp.PyTreeCheckpointer() as reader:
+        arrays = reader.restore(llama2 / WEIGHTS, restore_args=wanted)
+    assert arrays.keys() == set(model.names)
+    for name, leaf in zip(model.names, leaves, strict=True):
+        np.testing.assert_array_equal(np.asarray(arrays[name]), leaf, name)
+
+
+def test_a_sharding_says_where_the_leaves_go(llama2):
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    model, expected = engine_leaves(llama2)
+    leaves = load_weights(model, llama2, device=everywhere, progress=False)
+    assert {leaf.sharding for leaf in leaves} == {everywhere}
+    assert_same_bits((model, leaves), (model, expected))
+
+
+@pytest.mark.parametrize("kind", [Q.F32, Q.Q8_0], ids=lambda kind: kind.name)
+def test_a_gguf_file_becomes_a_folder(kind, goldens, tmp_path):
+    file = write_gguf(goldens / "gemma2", tmp_path / "model.gguf", kind)
+    out = converted(file, tmp_path / "out")
+    assert read_spec(out) == read_spec(file)
+    assert_same_bits(engine_leaves(out), engine_leaves(file))
+
+
+def test_the_tokenizer_and_templates_of_a_gguf_file_come_along(stories, tmp_path):
+    file = stories.parent / "stories260k-gguf" / "tinyllamas-stories-260k-f32.gguf"
+    out = converted(file, tmp_path / "out")
+    theirs, _ = load_text(file, None, 512)
+    ours, _ = load_text(out, None, 512)
+    assert ours.special_tokens == theirs.special_tokens
+    for text in ("Once upon a time", "  é \n\n<s>x", ""):
+        assert ours.encode(text) == theirs.encode(text)
+
+
+def test_of_the_bundled_model_all_is_copied_that_is_read(tmp_path):
+    bundled = Path(forge_jax.__file__).parent / "bundled" / "forge-tiny"
+    source = shutil.copytree(bundled, tmp_path / "source")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}\r\n")
+    (source / "notes.txt").write_text("not read")
+    out = converted(source, tmp_path / "deep" / "out")
+    assert_same_bits(engine_leaves(out), engine_leaves(source))
+    names = {str(file.relative_to(out)) for file in out.rglob("*") if WEIGHTS not in file.parts}
+    assert names == {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", FILE,
+        "additional_chat_templates", "additional_chat_templates/rag.jinja",
+    }  # fmt: skip
+    for name in names - {FILE, "additional_chat_templates"}:
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert [file.name for file in out.parent.iterdir()] == ["out"]
+
+
+def test_an_engine_serves_it_and_a_draft_model_may_be_one(stories, tmp_path):
+    greedy = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    out = converted(stories, tmp_path / "out")
+
+    def texts(model, **options):
+        with LLM(str(model), deterministic=True, **OPTIONS, **options) as llm:
+            outputs = llm.generate(["Once upon a time", "Lily"], greedy, progress=False)
+            return [output.outputs[0].token_ids for output in outputs], llm.system_fingerprint
+
+    drafted = {"speculation": "draft", "draft_model": str(out), "max_draft_tokens": 3}
+    original, fingerprint = texts(stories)
+    got, other = texts(out, **drafted)
+    assert got == original
+    assert other != fingerprint
+
+
+def test_the_fingerprint_changes_with_the_weights(folder):
+    device = jax.devices()[0]
+    before = system_fingerprint(folder, device, {})
+    for name in ("head.weight/0.0", "norm.weight/0"):
+        file = folder / WEIGHTS / name
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert system_fingerprint(folder, device, {}) != before
+        file.write_bytes(content)
+    assert system_fingerprint(folder, device, {}) == before
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def test_a_folder_with_something_in_it_is_not_touched(goldens, llama2, tmp_path):
+    (tmp_path / "empty").mkdir()
+    out = converted(goldens / "llama2", tmp_path / "empty")  # nothing is lost there
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    with pytest.raises(ConfigError, match="is not empty"):
+        converted(goldens / "llama2", out)
+    assert before == {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        converted(goldens / "llama2", tmp_path / "file")
+    with pytest.raises(ConfigError, match="converted already"):
+        converted(llama2, tmp_path / "again")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
+
+
+def test_nothing_takes_the_place_of_what_came_meanwhile(goldens, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
+    def flush(_):
+        out.mkdir()
+        (out / "mine").write_text("")
+
+    monkeypatch.setattr(convert, "_flush", flush)
+    with pytest.raises(ConfigError, match="not empty"):
+        converted(goldens / "llama2", out)
+    assert [file.name for file in out.iterdir()] == ["mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("step", ["write_arrays", "_copy_text", "write_record", "_flush"])
+def test_a_conversion_that_stops_leaves_nothing(step, goldens, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(orbax if step == "write_arrays" else convert, step, stop)
+    with pytest.raises(KeyboardInterrupt):
+        converted(goldens / "llama2", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_is_killed_leaves_nothing_at_the_place(goldens, tmp_path):
+    code = (
+        "import os, sys; from forge_jax import convert; from forge_jax.config import EngineConfig\n"
+        "convert.write_record = lambda *_: os.kill(os.getpid(), 9)\n"
+        "convert.convert(EngineConfig.from_options(model=sys.argv[1]), sys.argv[2])"
+    )
+    out = tmp_path / "out"
+    done = subprocess.run([sys.executable, "-c", code, str(goldens / "llama2"), str(out)])
+    assert done.returncode == -9 and not out.exists()
+    [left] = tmp_path.iterdir()
+    with pytest.raises(ModelError, match="has no weights"):
+        load(left)
+    assert engine_leaves(converted(goldens / "llama2", out))
+
+
+def test_options_that_the_weights_are_not_are_refused(llama2, stories, tmp_path):
+    with pytest.raises(CheckpointError, match=r"--dtype bfloat16: .* was converted to float32"):
+        engine_leaves(llama2, dtype="bfloat16")
+    with pytest.raises(CheckpointError, match="convert the original model again"):
+        load(llama2, dtype="float16")
+    with pytest.raises(CheckpointError, match=r"--quantization int8: .* without any"):
+        engine_leaves(llama2, quantization="int8")
+    drafted = {"speculation": "draft", "draft_model": str(converted(stories, tmp_path / "out"))}
+    with pytest.raises(CheckpointError, match=r"--dtype bfloat16: .*out was converted to float32"):
+        LLM(stories, dtype="bfloat16", **drafted)
+
+
+def test_packed_weights_without_kernels_name_the_remedy(goldens, tmp_path, monkeypatch):
+    if not cpu.available():
+        pytest.skip("no CPU kernels on this machine")
+    out = converted(goldens / "llama2", tmp_path / "out", dtype="bfloat16")
+    assert load(out).model.packings
+    with pytest.raises(ConfigError, match=r"--kernels xla is set. Convert the original model here"):
+        engine_leaves(out, kernels="xla")
+
+    def no_compiler(*_):
+        raise BuildError("no C++ compiler: install g++")
+
+    monkeypatch.setattr(library, "load", no_compiler)
+    monkeypatch.setattr(library, "_why_not", library.functools.cache(library._why_not.__wrapped__))
+    with pytest.raises(ConfigError, match=r"could not be built .*--kernels xla for all machines"):
+        engine_leaves(out)
+    with pytest.raises(ModelError, match="with --kernels xla"):
+        load(out)
+
+
+RECORDS = {
+    "format": (lambda r: r.update(format="other"), "format must be forge-jax-weights"),
+    "version": (lambda r: r.update(version=2), "version 2 is not known here, only 1: convert"),
+    "version of another type": (lambda r: r.update(version=True), "version True"),
+    "dtype": (lambda r: r.update(dtype="int8"), "dtype must be"),
+    "another dtype": (lambda r: r.update(dtype="bfloat16"), "is float32.*, not bfloat16"),
+    "dtype of a list": (lambda r: r.update(dtype=["float32"]), "dtype must be"),
+    "quantization": (lambda r: r.update(quantization=4), "quantization must be"),
+    "layout": (
+        lambda r: r.update(packing={"layout": "panels-of-48", "layers": "bf16"}),
+        "packed as 'panels-of-48'.* take panels-of-32: convert the original model again",
+    ),
+    "packing": (lambda r: r.update(packing=[]), "packing must be"),
+    "form": (
+        lambda r: r.update(packing={"layout": "panels-of-32", "layers": "int2"}),
+        "packing.layers must be",
+    ),
+    "no leaves": (lambda r: r.update(leaves={}), "leaves must be"),
+    "shape": (lambda r: r["leaves"]["norm.weight"].update(shape=[-1]), "norm.weight"),
+    "shape of floats": (lambda r: r["leaves"]["norm.weight"].update(shape=[64.0]), "norm.weight"),
+    "another shape": (
+        lambda r: r["leaves"]["norm.weight"].update(shape=[65]),
+        r"leaf 'norm.weight' is float32\[65\], not float32\[64\]",
+    ),
+    "type": (lambda r: r["leaves"]["norm.weight"].update(dtype="object"), "norm.weight"),
+    "a leaf that is missing": (lambda r: r["leaves"].pop("norm.weight"), "is missing, not"),
+    "one leaf more": (
+        lambda r: r["leaves"].update(more={"shape": [1], "dtype": "float32"}),
+        r"leaf 'more' is float32\[1\], not missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_a_record_that_is_wrong_is_named(case, folder):
+    change, message = RECORDS[case]
+    record = json.loads((folder / FILE).read_text())
+    change(record)
+    (folder / FILE).write_text(json.dumps(record))
+    with pytest.raises(ModelError, match=message) as caught:
+        load(folder)
+    assert FILE in str(caught.value)
+
+
+NORM = "norm.weight"
+
+
+def describe(folder, **changes):
+    """Changes what `.zarray` says of an array."""
+    file = folder / WEIGHTS / NORM / ".zarray"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def rewritten(folder, **changes) -> None:
+    """The weights, written by orbax in another way."""
+    import orbax.checkpoint as ocp
+
+    model, leaves = engine_leaves(folder)
+    shutil.rmtree(folder / WEIGHTS)
+    tree = dict(zip(model.names, leaves, strict=True))
+    options = {"use_ocdbt": False, "use_zarr3": False, "use_compression": False} | changes
+    with ocp.PyTreeCheckpointer(**options) as writer:
+        writer.save(folder / WEIGHTS, tree)
+
+
+def a_pipe(folder):
+    (folder / WEIGHTS / NORM / "0").unlink()
+    os.mkfifo(folder / WEIGHTS / NORM / "0")
+
+
+def a_link(folder):
+    file = folder / WEIGHTS / NORM / "0"
+    file.rename(folder / "elsewhere")
+    file.symlink_to(folder / "elsewhere")
+
+
+def describe_by_a_pipe(folder):
+    file = folder / WEIGHTS / NORM / ".zarray"
+    file.unlink()
+    os.mkfifo(file)
+
+
+BROKEN = {
+    "no weights": (lambda f: shutil.rmtree(f / WEIGHTS), r"is missing \(and \d+ more\)"),
+    "no such array": (lambda f: shutil.rmtree(f / WEIGHTS / NORM), f"array {NORM} is missing$"),
+    "no description": (lambda f: (f / WEIGHTS / NORM / ".zarray").unlink(), f"{NORM} is missing"),
+    "no data": (lambda f: (f / WEIGHTS / NORM / "0").unlink(), f"array {NORM} has no file 0"),
+    "half the data": (
+        lambda f: os.truncate(f / WEIGHTS / NORM / "0", 128),
+        f"array {NORM} has 128 bytes, not 256",
+    ),
+    "too much": (lambda f: os.truncate(f / WEIGHTS / NORM / "0", 2**40), f"has {2**40} bytes"),
+    "a pipe": (a_pipe, "not an ordinary file"),
+    "a link": (a_link, "not an ordinary file"),
+    "a description that is a pipe": (
+        describe_by_a_pipe,
+        "cannot be opened: .*ordinary file",
+    ),
+    "no JSON": (
+        lambda f: (f / WEIGHTS / NORM / ".zarray").write_text("{"),
+        f"array {NORM} cannot be opened: .* not valid JSON",
+    ),
+    "a huge description": (
+        lambda f: (f / WEIGHTS / NORM / ".zarray").write_text(" " * 2**20),
+        "cannot be opened: .* at most 65536",
+    ),
+    "another shape": (lambda f: describe(f, shape=[63]), r"has shape \[63\], not \[64\]"),
+    "another type": (lambda f: describe(f, dtype="bfloat16"), "has dtype 'bfloat16', not <f4"),
+    "big-endian": (lambda f: describe(f, dtype=">f4"), "has dtype '>f4', not <f4"),
+    "two faults": (
+        lambda f: (describe(f, order="F"), shutil.rmtree(f / WEIGHTS / "head.weight")),
+        f"array head.weight is missing.*array {NORM} has order 'F', not C|"
+        f"array {NORM} has order 'F', not C; array head.weight is missing",
+    ),
+    "pieces": (lambda f: describe(f, chunks=[32]), r"has chunks \[32\], not \[64\]"),
+    "compressed": (lambda f: rewritten(f, use_compression=True), "has compressor .*, not None"),
+    "zarr 3": (lambda f: rewritten(f, use_zarr3=True), "is missing"),
+    "a store": (lambda f: rewritten(f, use_ocdbt=True), "is missing"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_weights_that_are_broken_are_named(case, folder):
+    change, message = BROKEN[case]
+    change(folder)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(folder)
+    assert len(str(caught.value)) < 3000
+
+
+def test_a_changed_byte_of_a_description_is_an_error_or_nothing(folder):
+    """Of the arrays themselves there are no checksums."""
+    model = build_model(read_spec(folder))
+    before = check_weights(model, folder).stored
+    rng = random.Random(0)
+    file = folder / WEIGHTS / "layers.0.mlp.down.weight" / ".zarray"
+    content = file.read_bytes()
+    refused = 0
+    for _ in range(200):
+        broken = bytearray(content)
+        broken[rng.randrange(len(broken))] ^= 1 << rng.randrange(8)
+        file.write_bytes(broken)
+        try:
+            assert check_weights(model, folder).stored == before
+        except ForgeError:
+            refused += 1
+    assert refused > 150
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(folder):
+    spec = read_spec(folder)
+    checked = check_weights(build_model(spec), folder)
+    file = folder / WEIGHTS / "head.weight" / "0.0"
+    os.truncate(file, file.stat().st_size - 1)
+    source = checked.stored["head.weight"]
+    with pytest.raises(CheckpointError, match="shorter than it was"):
+        source.read_rows(np.empty(source.shape, source.dtype), 0)
+
+
+PEAK = """
+import sys, pathlib
+import jax.numpy as jnp
+from forge_jax.models import build_model, read_spec
+from forge_jax.checkpoint.load import check_weights, load_weights
+
+def status(key):
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+folder = pathlib.Path(sys.argv[1])
+model = build_model(read_spec(folder))
+check_weights(model, folder)
+jnp.zeros(8).block_until_ready()
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
+before = status("VmRSS")
+leaves = load_weights(model, folder, progress=False)
+print((status("VmHWM") - before) / model.param_bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_reading_takes_little_more_memory_than_the_weights(goldens, tmp_path):
+    """The largest leaf, a sixteenth of the weights, is there twice: as read, and in its place."""
+    config = json.loads((goldens / "llama2" / "config.json").read_text())
+    config |= {
+        "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "head_dim": 64,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "torch_dtype": "float32",
+    }  # fmt: skip
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    model = build_model(read_spec(source))
+    leaves = {
+        name: jax.numpy.ones(leaf.shape, leaf.dtype)
+        for name, leaf in zip(model.names, model.leaves, strict=True)
+    }
+    orbax.write_arrays(source / WEIGHTS, leaves)
+    named = dict(zip(model.names, model.leaves, strict=True))
+    record = Record(folder=source, dtype="float32", quantization="none", forms={}, leaves=named)
+    write_record(record)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(source)], check=True, capture_output=True, text=True
+    )
+    assert 0.9 < float(done.stdout) < 1.3
+
+
+def test_the_command_says_what_it_has_written(goldens, tmp_path, capsys):
+    from forge_serve import cli
+
+    out = tmp_path / "out"
+    arguments = ["convert", str(goldens / "llama2"), str(out), "--dtype", "float16"]
+    assert cli.main(arguments) == 0
+    assert f"{out}: 0.00 GB of weights, float16, plain matrices" in capsys.readouterr().out
+    assert load(out).spec.dtype == "float16"
+    assert cli.main(arguments) == 1
+    assert "is not empty" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main([*arguments, "--port", "1"])
