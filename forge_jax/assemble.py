@@ -41,6 +41,8 @@ from forge_jax.models.registry import build_model, read_spec, resolve_dtype
 from forge_jax.observe.compilations import SinceReady
 from forge_jax.observe.memory import available_host_bytes, device_bytes, give_back_freed_memory
 from forge_jax.observe.startup import StartupTimes
+from forge_jax.parallel.mesh import TensorMesh, choose_mesh
+from forge_jax.parallel.rules import check_shards, shard_spec
 from forge_jax.speculate import make_speculator
 from forge_jax.speculate.draft_model import DraftModel, draft_shapes
 from forge_jax.step.proposals import Proposals
@@ -79,21 +81,26 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         folder = resolve(config.model.model, config.model.revision)
         spec = read_spec(folder)
         device = choose_device(config)
+        mesh = choose_mesh(config, device)
+        shards = 1 if mesh is None else mesh.shards
+        check_shards(spec, shards)
+        if mesh is not None:  # what fits the one with the least memory fits all
+            device = min(mesh.devices, key=lambda each: _free_bytes(each, shards))
         kernels = _choose_kernels(config, spec, device)
-        model = build_model(spec, config.model.dtype, kernels.forms)
+        model = build_model(spec, config.model.dtype, kernels.forms, shards)
         check_weights(model, folder)  # before anything that takes long
         draft = _choose_draft(config, model, kernels, device)
         sizes = _Sizes.choose(config, model, device, draft)
         use_compilation_cache(config)
     compilations = SinceReady()
-    memory_limit = _free_bytes(device)
+    memory_limit = _free_bytes(device, shards)
     proposals = _make_proposals(config, draft, device)
-    runner = _make_runner(config, model, sizes, device, memory_limit, kernels, proposals)
+    runner = _make_runner(config, model, sizes, device, memory_limit, kernels, proposals, mesh)
     runner.compile()
     with startup.phase("config"):  # what the shapes do not depend on
         tokenizer, template = load_text(folder, config.model.chat_template, spec.vocab_size)
     with startup.phase("weights"):
-        leaves = load_weights(model, folder, device=device)
+        leaves = load_weights(model, folder, device=device, mesh=mesh)
         draft_leaves = () if draft is None else draft.load(model, leaves, device)
     with startup.phase("compile"):  # what is left of it
         runner.allocate()
@@ -101,7 +108,9 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         if needed > memory_limit:
             runner.cancel()
             sizes = sizes.smaller(config, needed - memory_limit)
-            runner = _make_runner(config, model, sizes, device, memory_limit, kernels, proposals)
+            runner = _make_runner(
+                config, model, sizes, device, memory_limit, kernels, proposals, mesh
+            )
             runner.compile()
             still = runner.memory_bytes() + sizes.draft_bytes - memory_limit
             if still > 0:
@@ -122,7 +131,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
             draft_model.start(draft_leaves)
     log.info(
         "%s: %.2f GB of weights, KV cache of %d blocks x %d tokens in %s (%.2f GiB), context %d, "
-        "on %s",
+        "on %s%s",
         config.model.model,
         model.param_bytes / 1e9,
         sizes.kv.num_blocks,
@@ -131,6 +140,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         sizes.kv.total_bytes / GIB,
         sizes.max_model_len,
         device,
+        "" if mesh is None else f" and {shards - 1} more, as much on each",
     )
     if draft is not None and sizes.draft_kv is not None:
         log.info(
@@ -249,6 +259,7 @@ def _make_runner(
     memory_limit: int,
     kernels: _Kernels,
     proposals: Proposals | None,
+    mesh: TensorMesh | None,
 ) -> Runner:
     speculation = config.speculation
     shapes = step_shapes(
@@ -274,6 +285,7 @@ def _make_runner(
         deterministic=config.model.deterministic,
         command_buffers=config.parallel.command_buffers,
         memory_limit=memory_limit - sizes.draft_bytes,
+        mesh=mesh,
     )
 
 
@@ -516,7 +528,7 @@ class _Sizes:
             # A draft model's cache is small, and in the model's own type.
             kv_dtype = cache.kv_dtype if of is model else "auto"
             return kv_shape(
-                of.spec,
+                shard_spec(of.spec, of.shards),
                 num_blocks=num_blocks,
                 block_size=block_size,
                 dtype=element_dtype(kv_dtype, of.dtype),
@@ -533,7 +545,7 @@ class _Sizes:
         if cache.num_blocks is not None:
             num_blocks, needed = cache.num_blocks, cache.num_blocks * block_bytes(block_size)
             max_model_len = _fit_context(asked, max_model_len, cache.num_blocks * block_size)
-            free = _memory_bytes(device)
+            free = _memory_bytes(device, model.shards)
             if needed > free:
                 raise ConfigError(
                     f"--num-blocks {num_blocks} needs {needed / GIB:,.1f} GiB, and the device has "
@@ -615,16 +627,21 @@ def _fit_context(asked: int | None, max_model_len: int, room: int) -> int:
     return room
 
 
-def _memory_bytes(device: jax.Device) -> int:
+def _memory_bytes(device: jax.Device, shards: int) -> int:
     """All that could be used on the device."""
     memory = device_bytes(device)
-    return available_host_bytes() if memory is None else memory[0]
+    return _host_bytes(shards) if memory is None else memory[0]
 
 
-def _free_bytes(device: jax.Device) -> int:
+def _free_bytes(device: jax.Device, shards: int) -> int:
     """What nobody else uses of the device."""
     memory = device_bytes(device)
-    return available_host_bytes() if memory is None else memory[0] - memory[1]
+    return _host_bytes(shards) if memory is None else memory[0] - memory[1]
+
+
+def _host_bytes(shards: int) -> int:
+    """What a device has that is a part of the host."""
+    return available_host_bytes() // shards
 
 
 def _kv_bytes(
@@ -634,10 +651,11 @@ def _kv_bytes(
     memory = device_bytes(device)
     weights = model.param_bytes + (0 if draft is None else draft.param_bytes)
     if memory is None:
-        return cpu_kv_bytes(available_host_bytes() - weights)
+        return cpu_kv_bytes(available_host_bytes() - model.shards * weights) // model.shards
     limit, in_use = memory
     num_rows = max_rows(config.batch.max_num_seqs)
-    specs = [model.spec] if draft is None else [model.spec, draft.model.spec]
+    of_shard = shard_spec(model.spec, model.shards)
+    specs = [of_shard] if draft is None else [of_shard, draft.model.spec]
     activations = max(activation_bytes(spec, max_tokens, num_rows) for spec in specs)
     return int(limit * config.cache.memory_fraction) - in_use - weights - activations
 

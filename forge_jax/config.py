@@ -138,6 +138,9 @@ class SpeculationConfig:
 class ParallelConfig:
     backend: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs")
     device: int = option(0, "index of the device")
+    tensor_parallel: int = option(
+        1, "devices that share the model, from --device on: each has a part of every matrix"
+    )
     command_buffers: bool = option(
         True,
         "run without XLA's command buffers (CUDA graphs); they are for CUDA only",
@@ -174,6 +177,7 @@ class EngineConfig:
             ("--prefill-chunk-size", self.batch.prefill_chunk_size),
             ("--max-draft-tokens", self.speculation.max_draft_tokens),
             ("--draft-layers", self.speculation.draft_layers),
+            ("--tensor-parallel", self.parallel.tensor_parallel),
         )
         for flag, value in positive:
             if value is not None and value < 1:
@@ -189,6 +193,11 @@ class EngineConfig:
             )
         _check_draft_model(self.speculation)
         _check_verification(self)
+        if self.parallel.tensor_parallel > 1 and self.speculation.speculation == "draft":
+            raise ConfigError(
+                "--tensor-parallel is not for draft models: use --speculation suffix or ngram, "
+                "or one device"
+            )
         if self.batch.prefill_chunk_size is not None and not self.batch.chunked_prefill:
             raise ConfigError(
                 "--prefill-chunk-size cuts prompts, which --no-chunked-prefill forbids: "

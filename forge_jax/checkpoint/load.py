@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -16,9 +16,13 @@ from forge_jax.checkpoint.stored import FLOATS, TensorSource
 from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
 from forge_jax.models.decoder import Leaves, Model
-from forge_jax.models.registry import find_architecture
+from forge_jax.models.registry import build_model, find_architecture
+from forge_jax.parallel.rules import cut_of
 from forge_kernels.linear import pack, pack_experts
 from forge_kernels.linear.packed import aligned_empty
+
+if TYPE_CHECKING:
+    from forge_jax.parallel.mesh import TensorMesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,19 +56,25 @@ def check_weights(model: Model, folder: Path) -> CheckedWeights:
 
 
 def load_weights(
-    model: Model, folder: Path, *, device: Any = None, progress: bool = True
+    model: Model,
+    folder: Path,
+    *,
+    device: Any = None,
+    mesh: TensorMesh | None = None,
+    progress: bool = True,
 ) -> Leaves:
     """Reads the weights of `model` from the files in `folder`.
 
     Every name, shape and type is checked from the files' headers before the first byte of data is
-    read. The host never holds more than the weights and one leaf. Tensors that the model does not
-    use are ignored.
+    read. The host never holds more than the weights and one leaf; where the model is cut, the leaf
+    as it is stored and a shard of it. Tensors that the model does not use are ignored.
 
     Args:
       model: says which leaves, shapes and types; stored tensors are cast to the leaf's type.
       folder: of `model.safetensors`, else of `pytorch_model.bin`, or of an index and its shards; or
         a GGUF file.
       device: a `jax.Device` or a `Sharding`; JAX's default if None.
+      mesh: of a model with shards, and instead of `device`: where they go.
       progress: show a progress bar on a terminal.
 
     Returns:
@@ -73,6 +83,7 @@ def load_weights(
     Raises:
       CheckpointError: as `check_weights`.
     """
+    assert model.shards == (1 if mesh is None else mesh.shards)
     checked = check_weights(model, folder)
     leaves: dict[str, jax.Array] = {}
     bar = tqdm(
@@ -83,13 +94,58 @@ def load_weights(
         disable=None if progress else True,  # None: only on a terminal
     )
     with bar:
+        if mesh is not None:
+            for leaf_name, leaf in _sharded_leaves(model, mesh, checked):
+                leaves[leaf_name] = leaf
+                bar.update(leaf.addressable_shards[0].data.nbytes)
+            return tuple(leaves[name] for name in model.names)
         for name, parts in checked.parts.items():
             for leaf_name, host in _host_leaves(model, name, parts, checked.stored):
-                # Waiting for each transfer keeps at most one leaf on the host.
-                put = jax.device_put(host, device, may_alias=True)
-                leaves[leaf_name] = jax.block_until_ready(put)
+                leaves[leaf_name] = _put(host, device)
                 bar.update(host.nbytes)
     return tuple(leaves[name] for name in model.names)
+
+
+def _put(host: np.ndarray, device: Any) -> jax.Array:
+    """Waits for the transfer, so that there is at most one leaf on the host."""
+    return jax.block_until_ready(jax.device_put(host, device, may_alias=True))
+
+
+def _sharded_leaves(
+    model: Model, mesh: TensorMesh, checked: CheckedWeights
+) -> Iterator[tuple[str, jax.Array]]:
+    """The leaves of a model that is cut: each is read whole, and its shards go to their devices."""
+    uncut = build_model(model.spec, str(model.dtype))
+    shapes = dict(zip(uncut.names, uncut.leaves, strict=True))
+    for name, parts in checked.parts.items():
+        leaf = shapes[name]
+        whole = _read_matrix(parts, checked.stored, leaf.shape, leaf.dtype)
+        cut = cut_of(name, model.spec, model.shards)
+        shards: dict[str, list[jax.Array]] = {}
+        for index, device in mesh.own:
+            part = whole if cut is None else cut.shard(whole, index)
+            for leaf_name, host in _in_form(model, name, part):
+                shards.setdefault(leaf_name, []).append(_put(host, device))
+        for leaf_name, arrays in shards.items():
+            described = mesh.leaf(model, leaf_name)
+            yield (
+                leaf_name,
+                jax.make_array_from_single_device_arrays(
+                    described.shape, described.sharding, arrays
+                ),
+            )
+
+
+def _in_form(model: Model, name: str, plain: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """The leaf `name`, packed if the model has it so, and then its scales."""
+    packing = model.packings.get(name)
+    if packing is None:
+        yield name, plain
+        return
+    weight, scale = (pack if packing.experts is None else pack_experts)(plain, packing)
+    yield name, weight
+    if scale is not None:
+        yield _scale_name(name), scale
 
 
 def _host_leaves(

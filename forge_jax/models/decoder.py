@@ -4,6 +4,9 @@ Modules define the weights and the arithmetic; they hold no state and know nothi
 requests or scheduling. Layers are unrolled: XLA copies every layer's matrices out of a stacked
 array at each step.
 
+Of a model that several devices share (tensor parallelism), the modules are those of one shard, and
+are called inside of `shard_map`. `axis` is the mesh's, where there is something to add up.
+
 Letters: T tokens in the step, S sequences, B rows of logits, N blocks, bs tokens of a block, L
 layers, H query heads, K key/value heads, D head dim, d hidden size, V vocabulary.
 """
@@ -23,6 +26,7 @@ from flax import nnx
 
 from forge_jax.cache.kv import KV, LayerKV, bits_of
 from forge_jax.models.spec import ExpertSpec, ModelSpec, RopeSpec
+from forge_jax.parallel.rules import AXIS, shard_spec, shard_vocab
 from forge_kernels.attention import Implementation, ragged_paged_attention, rotate_and_write
 from forge_kernels.embed import embed
 from forge_kernels.experts import choose_experts, mix_experts
@@ -64,9 +68,9 @@ class WeightForms:
 
 
 class RMSNorm(nnx.Module):
-    def __init__(self, size: int, spec: ModelSpec, dtype: Any):
+    def __init__(self, size: int, spec: ModelSpec, dtype: Any, axis: str | None = None):
         self.weight = nnx.Param(jnp.zeros(size, dtype))
-        self.eps = spec.rms_norm_eps
+        self.eps, self.axis = spec.rms_norm_eps, axis
         self.offset, self.in_float32 = spec.norm_offset, spec.norm_in_float32
 
     @property
@@ -76,14 +80,20 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(
-            x, self.weight[...], self.eps, offset=self.offset, in_float32=self.in_float32
+            x,
+            self.weight[...],
+            self.eps,
+            offset=self.offset,
+            in_float32=self.in_float32,
+            axis_name=self.axis,
         )
 
 
 class Linear(nnx.Module):
     """A matrix in one of its forms; `forge_kernels.linear` says what a call can do besides.
 
-    With `experts` it is a matrix for each of them, which is not called by itself.
+    With `experts` it is a matrix for each of them, which is not called by itself. With `axis` each
+    device has some of the inputs, and what they give is added up.
     """
 
     def __init__(
@@ -96,7 +106,9 @@ class Linear(nnx.Module):
         paired: bool = False,
         bias: bool = False,
         experts: int | None = None,
+        axis: str | None = None,
     ):
+        self.axis = axis
         if bias:
             self.bias = nnx.Param(jnp.zeros(outputs, dtype))
         self.has_bias = bias
@@ -130,10 +142,20 @@ class Linear(nnx.Module):
             scaling = (norm.weight[...], norm.eps)
         elif norm is not None:
             x = norm(x)
-        if not self.has_bias:
+        if not self.has_bias and self.axis is None:
             return linear(x, self.matrix, norm=scaling, residual=residual, **options)
-        y = linear(x, self.matrix, norm=scaling, **options) + self.bias[...]
+        y = linear(x, self.matrix, norm=scaling, **options)
+        if self.axis is not None:
+            y = add_up(y, self.axis)
+        if self.has_bias:
+            y = y + self.bias[...]
         return y if residual is None else residual + y
+
+
+def add_up(x: jax.Array, axis: str) -> jax.Array:
+    """The sum over the devices of a mesh's axis, on each of them."""
+    with jax.named_scope("add_up"):
+        return jax.lax.psum(x, axis)
 
 
 class Block(nnx.Module):
@@ -163,7 +185,9 @@ class Block(nnx.Module):
 class Attention(Block):
     """Grouped-query attention over the paged cache; queries, keys and values in one matrix."""
 
-    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None, layer: int):
+    def __init__(
+        self, spec: ModelSpec, dtype: Any, form: Format | None, layer: int, axis: str | None = None
+    ):
         super().__init__(spec, dtype)
         self.heads, self.kv_heads = spec.num_attention_heads, spec.num_key_value_heads
         self.head_dim, self.sm_scale = spec.head_dim, spec.sm_scale
@@ -172,13 +196,18 @@ class Attention(Block):
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = Linear(spec.hidden_size, rows, dtype, form, bias=spec.attention_bias)
         self.out = Linear(
-            self.heads * self.head_dim, spec.hidden_size, dtype, form, bias=spec.output_bias
+            self.heads * self.head_dim,
+            spec.hidden_size,
+            dtype,
+            form,
+            bias=spec.output_bias,
+            axis=axis,
         )
         self.norm_all = spec.qk_norm == "all"
         heads, kv_heads = (self.heads, self.kv_heads) if self.norm_all else (1, 1)
-        has = spec.qk_norm is not None
-        self.q_norm = RMSNorm(heads * self.head_dim, spec, dtype) if has else None
-        self.k_norm = RMSNorm(kv_heads * self.head_dim, spec, dtype) if has else None
+        has, norm_axis = spec.qk_norm is not None, axis if self.norm_all else None
+        self.q_norm = RMSNorm(heads * self.head_dim, spec, dtype, norm_axis) if has else None
+        self.k_norm = RMSNorm(kv_heads * self.head_dim, spec, dtype, norm_axis) if has else None
 
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
         """x: dtype[T, d]; kv: one layer's -> (kv, x with the attention added)."""
@@ -239,7 +268,7 @@ class Attention(Block):
 class MLP(Block):
     """SwiGLU (Shazeer 2020), or the same with another activation; gate and up in one matrix."""
 
-    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None):
+    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None, axis: str | None = None):
         super().__init__(spec, dtype)
         self.activation = spec.activation
         self.swiglu = spec.activation == "silu" and not spec.mlp_bias
@@ -247,7 +276,7 @@ class MLP(Block):
         self.gate_up = Linear(
             spec.hidden_size, 2 * inner, dtype, form, paired=self.swiglu, bias=bias
         )
-        self.down = Linear(inner, spec.hidden_size, dtype, form, bias=bias)
+        self.down = Linear(inner, spec.hidden_size, dtype, form, bias=bias, axis=axis)
 
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """dtype[T, d] -> x with the MLP added."""
@@ -263,8 +292,16 @@ class MLP(Block):
 class Experts(Block):
     """A mixture of experts in place of the MLP: a router chooses some for each token."""
 
-    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None, experts: ExpertSpec):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: Any,
+        form: Format | None,
+        experts: ExpertSpec,
+        axis: str | None = None,
+    ):
         super().__init__(spec, dtype)
+        self.axis = axis
         d, inner, count = spec.hidden_size, experts.intermediate_size, experts.count
         self.per_token, self.normalised = experts.per_token, experts.normalised
         self.router = Linear(d, count, dtype)
@@ -287,6 +324,8 @@ class Experts(Block):
                 num_rows=ragged.num_tokens,
                 implementation="reference" if ragged.implementation == "reference" else "auto",
             )
+            if self.axis is not None:
+                y = add_up(y, self.axis)
             return self.add_result(x, y)
 
 
@@ -297,11 +336,15 @@ _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None, layer: int):
-        self.attention = Attention(spec, dtype, form, layer)
+    def __init__(
+        self, spec: ModelSpec, dtype: Any, form: Format | None, layer: int, axis: str | None = None
+    ):
+        self.attention = Attention(spec, dtype, form, layer, axis)
         experts = spec.experts_of(layer)
         self.mlp = (
-            MLP(spec, dtype, form) if experts is None else Experts(spec, dtype, form, experts)
+            MLP(spec, dtype, form, axis)
+            if experts is None
+            else Experts(spec, dtype, form, experts, axis)
         )
 
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
@@ -310,21 +353,31 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm and head: every family's, by what the spec says."""
+    """Embedding, layers, final norm and head: every family's, by what the spec says.
 
-    def __init__(self, spec: ModelSpec, dtype: Any, forms: WeightForms):
+    With `shards`, one of so many that share the model.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: Any, forms: WeightForms, shards: int = 1):
+        self.axis = axis = AXIS if shards > 1 else None
+        self.vocab_size = spec.vocab_size
+        self.vocab_rows = vocab_rows = shard_vocab(spec.vocab_size, shards)
+        of_shard = shard_spec(spec, shards)
         self.layers = nnx.List(
-            [DecoderLayer(spec, dtype, forms.layers, i) for i in range(spec.num_hidden_layers)]
+            [
+                DecoderLayer(of_shard, dtype, forms.layers, i, axis)
+                for i in range(spec.num_hidden_layers)
+            ]
         )
         self.norm = RMSNorm(spec.hidden_size, spec, dtype)
         self.embedding_scale, self.logit_scale = spec.embedding_scale, spec.logit_scale
         self.logit_soft_cap = spec.logit_soft_cap
         # The head is the embedding too where the model shares them.
-        self.head = Linear(spec.hidden_size, spec.vocab_size, dtype, forms.head)
+        self.head = Linear(spec.hidden_size, vocab_rows, dtype, forms.head)
         self.embedding = (
             None
             if spec.tie_word_embeddings
-            else Linear(spec.hidden_size, spec.vocab_size, dtype, forms.embedding)
+            else Linear(spec.hidden_size, vocab_rows, dtype, forms.embedding)
         )
 
     def hidden(
@@ -335,7 +388,7 @@ class Decoder(nnx.Module):
     ) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
         """(kv, dtype[T, d] after the final norm, the stream before each layer and after all)."""
         with jax.named_scope("embed"):
-            x = embed((self.embedding or self.head).matrix, tokens)
+            x = self._embed(tokens)
             if self.embedding_scale != 1.0:
                 x = x * jnp.asarray(self.embedding_scale, x.dtype)
         stream, new_kv = [x], []
@@ -351,11 +404,24 @@ class Decoder(nnx.Module):
         """dtype[B, d] -> f32[B, V]."""
         with jax.named_scope("logits"):
             logits = self.head(hidden, num_rows=num_rows, out_dtype=jnp.float32)
+            if self.axis is not None:
+                logits = jax.lax.all_gather(logits, self.axis, axis=1, tiled=True)
+                logits = logits[:, : self.vocab_size]  # without the rows that fill up the last
             if self.logit_scale != 1.0:
                 logits = logits * self.logit_scale
             if self.logit_soft_cap is None:
                 return logits
             return self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        """i32[T] -> dtype[T, d]. One shard has a token's row; the others add zeros, exactly."""
+        table = self.embedding or self.head
+        if self.axis is None:
+            return embed(table.matrix, tokens)
+        local = tokens - jax.lax.axis_index(self.axis) * self.vocab_rows
+        is_own = (local >= 0) & (local < self.vocab_rows)
+        x = embed(table.matrix, jnp.clip(local, 0, self.vocab_rows - 1))
+        return add_up(jnp.where(is_own[:, None], x, jnp.zeros((), x.dtype)), self.axis)
 
 
 def rope_kind(spec: ModelSpec, layer: int) -> RopeSpec | None:
@@ -409,6 +475,10 @@ class Model:
     Made from the spec alone, so that executables can be compiled while the weights are still being
     read: `leaves` holds the shapes and types to lower with. The functions are jit-able; wrap them
     in a `jax.jit` of your own, they do not hold one.
+
+    With `shards`, it is one of so many that share the model of the whole `spec`: `leaves`, their
+    bytes and `packings` are the shard's, and the functions are for inside of `shard_map`, see
+    `forge_jax.parallel.mesh`.
     """
 
     spec: ModelSpec
@@ -418,18 +488,20 @@ class Model:
     packings: Mapping[str, Packing]  # of the leaves that are packed: "layers.0.mlp.down.weight"
     graphdef: Any
     treedef: Any
+    shards: int = 1
 
     @classmethod
     def build(
         cls,
-        decoder: Callable[[ModelSpec, Any, WeightForms], nnx.Module],
+        decoder: Callable[[ModelSpec, Any, WeightForms, int], nnx.Module],
         spec: ModelSpec,
         dtype: Any,
         forms: WeightForms,
+        shards: int = 1,
     ) -> Model:
-        """Traces `decoder(spec, dtype, forms)` abstractly: no memory is allocated for weights."""
+        """Traces `decoder(spec, dtype, forms, shards)` abstractly: no weights are allocated."""
         dtype = jnp.dtype(dtype)
-        module = nnx.eval_shape(lambda: decoder(spec, dtype, forms))
+        module = nnx.eval_shape(lambda: decoder(spec, dtype, forms, shards))
         graphdef, state = nnx.split(module)
         flat, treedef = jax.tree_util.tree_flatten_with_path(state)
         return cls(
@@ -444,11 +516,12 @@ class Model:
             },
             graphdef=graphdef,
             treedef=treedef,
+            shards=shards,
         )
 
     @property
     def param_bytes(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights, of one shard if it is cut."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
 
     def forward(

@@ -54,15 +54,18 @@ def _read_configs(folder: Path) -> tuple[Config, Config]:
     return Config(config, str(folder / "config.json")), Config(generation, str(generation_path))
 
 
-def build_model(spec: ModelSpec, dtype: str = "auto", forms: WeightForms | None = None) -> Model:
+def build_model(
+    spec: ModelSpec, dtype: str = "auto", forms: WeightForms | None = None, shards: int = 1
+) -> Model:
     """The model of a spec, without weights; `dtype` is of weights and activations.
 
-    `forms` says how matrices are kept: plain by default; packed ones are for bfloat16.
+    `forms` says how matrices are kept: plain by default; packed ones are for bfloat16. With
+    `shards` it is one of so many that share it (`forge_jax.parallel.rules.check_shards`).
 
     Raises:
       ModelError: no such dtype.
     """
-    return Model.build(Decoder, spec, resolve_dtype(spec, dtype), forms or WeightForms())
+    return Model.build(Decoder, spec, resolve_dtype(spec, dtype), forms or WeightForms(), shards)
 
 
 def resolve_dtype(spec: ModelSpec, dtype: str) -> str:

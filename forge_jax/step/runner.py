@@ -53,6 +53,7 @@ from forge_kernels.attention import Implementation
 
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
+    from forge_jax.parallel.mesh import TensorMesh
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +142,8 @@ class Runner:
       shapes: of all executables, smallest first; the last takes any plan.
       first: those that `start` waits for; one of them takes several tokens of a sequence. Default:
         all.
+      kv_shape: of one shard, if the model is cut.
+      mesh: the devices that share the model, of which `device` is one; None: it is alone.
       implementation, sampler: of attention and of sampling.
       command_buffers: whether XLA:GPU may use command buffers (CUDA graphs).
       verification: of drafts. proposals: by rejection, what a draft model drew them from; None: the
@@ -167,12 +170,15 @@ class Runner:
         deterministic: bool = False,
         command_buffers: bool = True,
         memory_limit: int | None = None,
+        mesh: TensorMesh | None = None,
     ):
+        assert mesh is None or proposals is None, "no draft models beside a mesh"
         self._model = model
         self._kv_shape = kv_shape
         self._max_blocks = max_blocks
-        self._device = device
-        self._sharding = jax.sharding.SingleDeviceSharding(device)
+        self._mesh = mesh
+        # Of everything but weights and KV cache, which a mesh divides.
+        self._sharding = jax.sharding.SingleDeviceSharding(device) if mesh is None else mesh.whole
         self._shapes = list(shapes)  # that can run, or will
         self._first = self._shapes.copy() if first is None else list(first)
         self._late = [shape for shape in self._shapes if shape not in self._first]
@@ -212,7 +218,7 @@ class Runner:
 
         How many blocks the cache has is not among it: a row reads its own, wherever they are.
         """
-        return {
+        settings = {
             "shapes": [dataclasses.asdict(shape) for shape in self._shapes],
             "block_size": self._kv_shape.block_size,
             "max_blocks": self._max_blocks,
@@ -225,6 +231,8 @@ class Runner:
             "uniform": self._deterministic,
             "compiler_options": self._compiler_options,
         }
+        # Another number of shards adds up in another order.
+        return settings if self._mesh is None else settings | {"shards": self._mesh.shards}
 
     @property
     def complete(self) -> bool:
@@ -246,14 +254,16 @@ class Runner:
             step, inputs = self._make_step(shape), self._step_inputs(shape)
             add(shape.name, step, *inputs, donate_argnums=(1, 2))
 
-        add("new_state", self._new_state, out_shardings=self._sharding)
+        whole = {} if self._mesh is None else {"out_shardings": self._sharding}
+        kv_sharding = self._sharding if self._mesh is None else self._mesh.kv
+        add("new_state", self._new_state, out_shardings=(kv_sharding, self._sharding))
         self._new = self._executables.call("new_state")  # touching its pages takes long
         for shape in self._first:
             add_step(shape)
         rows = self._i32(ADMISSIONS, admission_width(self._max_blocks))
-        add("admit", admit, slots, rows, donate_argnums=0)
+        add("admit", admit, slots, rows, donate_argnums=0, **whole)
         history = self._i32(1 + 2 * MAX_LOGIT_BIAS + self._model.spec.vocab_size)
-        add("set_history", set_history, slots, history, donate_argnums=0)
+        add("set_history", set_history, slots, history, donate_argnums=0, **whole)
         self._executables.pause(PATIENCE_S)
         for shape in self._late:
             add_step(shape)
@@ -308,7 +318,7 @@ class Runner:
 
     def _new_sums(self) -> None:
         zeros = np.zeros(self._sums_shape.shape, np.float32)
-        self._sums = jax.device_put(zeros, self._device)
+        self._sums = jax.device_put(zeros, self._sharding)
 
     @property
     def _sums_shape(self) -> jax.ShapeDtypeStruct:
@@ -317,13 +327,13 @@ class Runner:
 
     @property
     def resident_bytes(self) -> int:
-        """What it holds between two steps: weights, KV cache, slots, and masks."""
+        """What a device holds between two steps: weights, KV cache, slots, and masks."""
         slots = sum(s.size * s.dtype.itemsize for s in self._slots_shape)
         masks = sum(4 * math.prod(self._masks_shape(shape)) for shape in self._shapes)
         return self._model.param_bytes + self._kv_shape.total_bytes + slots + masks
 
     def _make_step(self, shape: StepShape) -> Callable[..., Any]:
-        return make_step(
+        step = make_step(
             self._model,
             shape,
             self._kv_shape.block_size,
@@ -332,11 +342,16 @@ class Runner:
             verification=self._verification,
             uniform=self._deterministic,
         )
+        return step if self._mesh is None else self._mesh.shard_step(self._model, step)
 
     def _step_inputs(self, shape: StepShape) -> list[Any]:
         """The shapes of a step's arguments, but for the sums of a shape that pools."""
-        leaves = self._on_device(self._model.leaves)
-        kv = (self._on_device(self._kv_shape.layer),) * self._kv_shape.num_layers
+        layer = self._whole_kv.layer
+        if self._mesh is None:
+            leaves, layer = self._on_device(self._model.leaves), self._on_device(layer)
+        else:
+            leaves, layer = self._mesh.leaves(self._model), self._on_device(layer, self._mesh.kv)
+        kv = (layer,) * self._kv_shape.num_layers
         inputs = [leaves, kv, self._on_device(self._slots_shape)]
         inputs += [self._i32(shape.width), self._i32(*self._masks_shape(shape))]
         proposed = self._on_device(self._proposed(shape))
@@ -524,21 +539,27 @@ class Runner:
     def _run_empty(self, shape: StepShape, executable: jax.stages.Compiled) -> None:
         self._compiled[shape.name] = executable
         no_masks = self._pad_masks(shape, np.empty((0, 1), np.int32))
-        self._no_masks[shape.name] = jax.device_put(no_masks, self._device)
+        self._no_masks[shape.name] = jax.device_put(no_masks, self._sharding)
         empty = StepPlan(step=0, admissions=(), chunks=())
         packed = shape.pack(empty, 0, self._max_blocks)
         self._step(shape, packed)[0].packed.block_until_ready()
 
     def _new_state(self) -> tuple[KV, Slots]:
         slots = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._slots_shape)
-        return self._kv_shape.empty(), slots
+        return self._whole_kv.empty(), slots
 
     def _i32(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._sharding)
 
-    def _on_device(self, tree: Any) -> Any:
+    @property
+    def _whole_kv(self) -> KVShape:
+        """Of all shards."""
+        return self._kv_shape if self._mesh is None else self._mesh.kv_shape(self._kv_shape)
+
+    def _on_device(self, tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+        sharding = sharding or self._sharding
         return jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding), tree
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree
         )
 
 
