@@ -376,6 +376,7 @@ def no_collections():
 
 
 def test_ctrl_c_leaves_the_engine_usable(llm, no_collections):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
     long = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
     for delay_s in (0.05, 0.1, 0.15):
         timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))

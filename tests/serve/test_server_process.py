@@ -53,7 +53,7 @@ async def test_sixty_four_streams_survive_kills(start):
     streams = [asyncio.ensure_future(text(server, i)) for i in range(STREAMS)]
     for _ in range(2):
         steps = engine.stats().steps
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while engine.stats().num_running < STREAMS // 2 or engine.stats().steps < steps + 10:
                 await asyncio.sleep(0.002)
         assert (await server.get("/health"))[0] == 200
@@ -64,7 +64,7 @@ async def test_sixty_four_streams_survive_kills(start):
             assert time.monotonic() < killed_s + 1.0, "health notices within a second"
             status, answer = await server.get("/health")
         assert answer == {"status": "recovering"}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await server.get("/health"))[0] != 200:
                 await asyncio.sleep(0.01)
     assert not all(stream.done() for stream in streams)

@@ -29,7 +29,7 @@ async def test_a_server_with_a_certificate_speaks_only_https(capsys, caplog):
     serving = asyncio.create_task(server._serve(sock, config, Engine.fake))
     trusting = ssl.create_default_context(cafile=CERT)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusting)) as http:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 async with http.get(f"https://{host}/health") as response:
                     if response.status == 200:
