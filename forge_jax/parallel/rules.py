@@ -58,27 +58,35 @@ class Cut:
 
 
 def check_shards(spec: ModelSpec, shards: int) -> None:
-    """Raises ConfigError, which names the numbers that go, if the model cannot be cut so."""
-    if _divides(spec, shards):
+    """Raises ConfigError if the model cannot be cut so: which fields forbid it, and what goes."""
+    faults = _uneven(spec, shards)
+    if not faults:
         return
-    fit = [str(n) for n in range(1, spec.num_attention_heads + 1) if _divides(spec, n)]
+    fit = [str(n) for n in range(1, spec.num_attention_heads + 1) if not _uneven(spec, n)]
     raise ConfigError(
-        f"--tensor-parallel {shards}: {spec.num_attention_heads} heads, "
-        f"{spec.num_key_value_heads} key/value heads and an MLP of "
-        f"{' and '.join(map(str, _inner_sizes(spec)))} cannot be divided so: use {', '.join(fit)}"
+        f"--tensor-parallel {shards} does not divide {' and '.join(faults)} of this model: use "
+        f"--tensor-parallel {' or '.join(fit)}"
     )
 
 
-def _divides(spec: ModelSpec, shards: int) -> bool:
-    heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
-    even = not any(size % shards for size in (heads, *_inner_sizes(spec)))
+def _uneven(spec: ModelSpec, shards: int) -> list[str]:
+    """The fields that cannot be cut into so many parts, with their values."""
+    sizes = [("num_attention_heads", spec.num_attention_heads)]
     # Fewer key/value heads than shards: each is on several, which share its queries.
-    return even and (kv_heads % shards == 0 or shards % kv_heads == 0)
+    if shards % spec.num_key_value_heads:
+        sizes.append(("num_key_value_heads", spec.num_key_value_heads))
+    sizes += _inner_sizes(spec)
+    return [f"{name} ({size})" for name, size in sizes if size % shards]
 
 
-def _inner_sizes(spec: ModelSpec) -> list[int]:
+def _inner_sizes(spec: ModelSpec) -> list[tuple[str, int]]:
+    """Of the MLPs and the experts that there are."""
     layers = range(spec.num_hidden_layers)
-    return sorted({_inner_size(spec, layer) for layer in layers})
+    with_experts = {spec.experts_of(layer) is not None for layer in layers}
+    sizes = [] if with_experts == {True} else [("intermediate_size", spec.intermediate_size)]
+    if spec.experts is not None and True in with_experts:
+        sizes.append(("the experts' intermediate size", spec.experts.intermediate_size))
+    return sizes
 
 
 def _inner_size(spec: ModelSpec, layer: int) -> int:

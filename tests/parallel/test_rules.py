@@ -1,5 +1,7 @@
 """How weights are cut, and what is refused; on no device."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -73,10 +75,31 @@ def test_a_vocabulary_that_does_not_divide_is_filled_up_with_zeros():
     assert last.shape == (83, 2) and last.sum(axis=0).tolist() == [82, 82]
 
 
-@pytest.mark.parametrize(("name", "shards"), [("llama31", 3), ("llama2", 8), ("mixtral", 5)])
-def test_a_number_that_does_not_divide_the_model_is_refused(name, shards):
-    with pytest.raises(ConfigError, match=rf"--tensor-parallel {shards}: .* use 1, 2, 4"):
-        check_shards(read_spec(GOLDENS / name), shards)
+@pytest.mark.parametrize(
+    ("name", "shards", "error"),
+    [
+        ("llama31", 3, "num_attention_heads (8) and num_key_value_heads (2) and intermediate_size"),
+        ("llama2", 8, "num_attention_heads (4) of this model: use --tensor-parallel 1 or 2 or 4"),
+        ("mixtral", 5, "num_key_value_heads (2) and the experts' intermediate size (48) of this"),
+    ],
+)
+def test_a_number_that_does_not_divide_the_model_is_refused(name, shards, error):
+    spec = read_spec(GOLDENS / name)
+    with pytest.raises(ConfigError, match=re.escape(error)) as raised:
+        check_shards(spec, shards)
+    fit = [int(n) for n in re.findall(r"\d+", str(raised.value).split("use ")[1])]
+    assert fit == [n for n in range(1, 9) if n in (1, 2, 4, spec.num_attention_heads)]
+    for n in fit:
+        check_shards(spec, n)
+
+
+def test_heads_of_keys_that_neither_divide_nor_are_divided_are_refused():
+    spec = replace(read_spec(GOLDENS / "llama2"), num_attention_heads=12, num_key_value_heads=6)
+    spec = replace(spec, intermediate_size=24)
+    with pytest.raises(ConfigError, match=r"4 does not divide num_key_value_heads \(6\) of .* 12$"):
+        check_shards(spec, 4)
+    check_shards(spec, 3)
+    check_shards(spec, 12)
 
 
 def test_more_devices_than_there_are_is_refused():
