@@ -45,6 +45,8 @@ from forge_jax.models.registry import build_model, read_spec, resolve_dtype
 from forge_jax.observe.compilations import SinceReady
 from forge_jax.observe.memory import available_host_bytes, device_bytes, give_back_freed_memory
 from forge_jax.observe.startup import StartupTimes
+from forge_jax.parallel.mesh import TensorMesh, choose_mesh
+from forge_jax.parallel.rules import check_shards, shard_spec
 from forge_jax.schedule.request import LoraRef
 from forge_jax.speculate import make_speculator
 from forge_jax.speculate.draft_model import DraftModel, draft_shapes
@@ -84,10 +86,23 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         folder = resolve(config.model.model, config.model.revision)
         spec = read_spec(folder)
         device = choose_device(config)
-        kernels = choose_kernels(config, spec, device, read_converted(config, folder))
+        mesh = choose_mesh(config, device)
+        shards = 1 if mesh is None else mesh.shards
+        check_shards(spec, shards)
+        if mesh is not None:  # what fits the one with the least memory fits all
+            device = min(mesh.devices, key=lambda each: _free_bytes(each, shards))
+        record = read_converted(config, folder)
+        if shards > 1:
+            _check_uncut(folder, spec, record)
+        kernels = choose_kernels(config, spec, device, record)
         lora = _lora_shape(config)
+        if lora is not None and record is not None and record.packed:
+            raise ConfigError(
+                f"LoRA adapters: {folder} was converted with gates and ups packed together, which "
+                "adapters forbid; serve the model that it was made of"
+            )
         forms = dataclasses.replace(kernels.forms, lora=lora is not None)
-        model = build_model(spec, config.model.dtype, forms)
+        model = build_model(spec, config.model.dtype, forms, shards)
         check_weights(model, folder)  # before anything that takes long
         if lora is not None:
             _check_adapters(config, model, lora)
@@ -95,14 +110,16 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         sizes = _Sizes.choose(config, model, device, draft, lora)
         use_compilation_cache(config)
     compilations = SinceReady()
-    memory_limit = _free_bytes(device)
+    memory_limit = _free_bytes(device, shards)
     proposals = _make_proposals(config, draft, device)
-    runner = _make_runner(config, model, sizes, device, memory_limit, kernels, proposals, lora)
+    runner = _make_runner(
+        config, model, sizes, device, memory_limit, kernels, proposals, lora, mesh
+    )
     runner.compile()
     with startup.phase("config"):  # what the shapes do not depend on
         tokenizer, template = load_text(folder, config.model.chat_template, spec.vocab_size)
     with startup.phase("weights"):
-        leaves = load_weights(model, folder, device=device)
+        leaves = load_weights(model, folder, device=device, mesh=mesh)
         draft_leaves = () if draft is None else draft.load(model, leaves, device)
     with startup.phase("compile"):  # what is left of it
         runner.allocate()
@@ -111,7 +128,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
             runner.cancel()
             sizes = sizes.smaller(config, needed - memory_limit)
             runner = _make_runner(
-                config, model, sizes, device, memory_limit, kernels, proposals, lora
+                config, model, sizes, device, memory_limit, kernels, proposals, lora, mesh
             )
             runner.compile()
             still = runner.memory_bytes() + sizes.draft_bytes - memory_limit
@@ -134,7 +151,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
     adapters = None if lora is None else _load_adapters(config, model, lora, runner)
     log.info(
         "%s: %.2f GB of weights, KV cache of %d blocks x %d tokens in %s (%.2f GiB), context %d, "
-        "on %s",
+        "on %s%s",
         config.model.model,
         model.param_bytes / 1e9,
         sizes.kv.num_blocks,
@@ -143,6 +160,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         sizes.kv.total_bytes / GIB,
         sizes.max_model_len,
         device,
+        "" if mesh is None else f" and {shards - 1} more, as much on each",
     )
     if draft is not None and sizes.draft_kv is not None:
         log.info(
@@ -298,6 +316,7 @@ def _make_runner(
     kernels: Kernels,
     proposals: Proposals | None,
     lora: LoraShape | None,
+    mesh: TensorMesh | None,
 ) -> Runner:
     speculation = config.speculation
     shapes = step_shapes(
@@ -324,6 +343,7 @@ def _make_runner(
         command_buffers=config.parallel.command_buffers,
         lora=lora,
         memory_limit=memory_limit - sizes.draft_bytes,
+        mesh=mesh,
     )
 
 
@@ -393,6 +413,20 @@ class Kernels:
     sampler: Sampler = "xla"
 
 
+def _check_uncut(folder: Path, spec: ModelSpec, record: Record | None) -> None:
+    """Raises ConfigError for weights that are in a form which cannot be cut for several devices."""
+    if record is not None:
+        raise ConfigError(
+            f"--tensor-parallel: {folder} was converted for one device; serve the model that it "
+            "was made of"
+        )
+    if spec.quantization is not None:
+        raise ConfigError(
+            f"--tensor-parallel is not for quantised checkpoints yet ({spec.quantization.method}, "
+            f"by {spec.quantization.where}): serve it on one device"
+        )
+
+
 def read_converted(config: EngineConfig, folder: Path) -> Record | None:
     """The record of a converted folder; None of any other.
 
@@ -444,7 +478,7 @@ def choose_kernels(
             embedding=None if packed == "bf16" else "int8",
         )
         if record is not None:
-            forms = WeightForms(**record.forms)
+            forms = dataclasses.replace(forms, **dict(record.forms))
         no_attention = unsupported(spec.head_dim, jnp.dtype(dtype), device.platform)
         if config.cache.kv_dtype != "auto":
             no_attention = f"they have no 8-bit caches (--kv-dtype {config.cache.kv_dtype})"
@@ -601,7 +635,7 @@ class _Sizes:
             # A draft model's cache is small, and in the model's own type.
             kv_dtype = cache.kv_dtype if of is model else "auto"
             return kv_shape(
-                of.spec,
+                shard_spec(of.spec, of.shards),
                 num_blocks=num_blocks,
                 block_size=block_size,
                 dtype=element_dtype(kv_dtype, of.dtype),
@@ -618,7 +652,7 @@ class _Sizes:
         if cache.num_blocks is not None:
             num_blocks, needed = cache.num_blocks, cache.num_blocks * block_bytes(block_size)
             max_model_len = _fit_context(asked, max_model_len, cache.num_blocks * block_size)
-            free = _memory_bytes(device)
+            free = _memory_bytes(device, model.shards)
             if needed > free:
                 raise ConfigError(
                     f"--num-blocks {num_blocks} needs {needed / GIB:,.1f} GiB, and the device has "
@@ -700,16 +734,21 @@ def _fit_context(asked: int | None, max_model_len: int, room: int) -> int:
     return room
 
 
-def _memory_bytes(device: jax.Device) -> int:
+def _memory_bytes(device: jax.Device, shards: int) -> int:
     """All that could be used on the device."""
     memory = device_bytes(device)
-    return available_host_bytes() if memory is None else memory[0]
+    return _host_bytes(shards) if memory is None else memory[0]
 
 
-def _free_bytes(device: jax.Device) -> int:
+def _free_bytes(device: jax.Device, shards: int) -> int:
     """What nobody else uses of the device."""
     memory = device_bytes(device)
-    return available_host_bytes() if memory is None else memory[0] - memory[1]
+    return _host_bytes(shards) if memory is None else memory[0] - memory[1]
+
+
+def _host_bytes(shards: int) -> int:
+    """What a device has that is a part of the host."""
+    return available_host_bytes() // shards
 
 
 def _kv_bytes(
@@ -726,10 +765,11 @@ def _kv_bytes(
     if lora is not None:
         weights += lora.num_bytes(model.spec, model.dtype)
     if memory is None:
-        return cpu_kv_bytes(available_host_bytes() - weights)
+        return cpu_kv_bytes(available_host_bytes() - model.shards * weights) // model.shards
     limit, in_use = memory
     num_rows = max_rows(config.batch.max_num_seqs)
-    specs = [model.spec] if draft is None else [model.spec, draft.model.spec]
+    of_shard = shard_spec(model.spec, model.shards)
+    specs = [of_shard] if draft is None else [of_shard, draft.model.spec]
     activations = max(activation_bytes(spec, max_tokens, num_rows) for spec in specs)
     if lora is not None:  # between the two matrices, and what they add
         width = lora.places * lora.rank + 2 * model.spec.intermediate_size

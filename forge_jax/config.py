@@ -149,6 +149,9 @@ class SpeculationConfig:
 class ParallelConfig:
     backend: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs")
     device: int = option(0, "index of the device")
+    tensor_parallel: int = option(
+        1, "devices that share the model, from --device on: each has a part of every matrix"
+    )
     command_buffers: bool = option(
         True,
         "run without XLA's command buffers (CUDA graphs); they are for CUDA only",
@@ -185,6 +188,7 @@ class EngineConfig:
             ("--prefill-chunk-size", self.batch.prefill_chunk_size),
             ("--max-draft-tokens", self.speculation.max_draft_tokens),
             ("--draft-layers", self.speculation.draft_layers),
+            ("--tensor-parallel", self.parallel.tensor_parallel),
         )
         for flag, value in positive:
             if value is not None and value < 1:
@@ -201,6 +205,7 @@ class EngineConfig:
         _check_draft_model(self.speculation)
         _check_verification(self)
         _check_lora(self.model)
+        _check_tensor_parallel(self)
         if self.batch.prefill_chunk_size is not None and not self.batch.chunked_prefill:
             raise ConfigError(
                 "--prefill-chunk-size cuts prompts, which --no-chunked-prefill forbids: "
@@ -251,6 +256,18 @@ def _check_draft_model(speculation: SpeculationConfig) -> None:
     for flag, value in (("--draft-model", model), ("--draft-layers", layers)):
         if value is not None:
             raise ConfigError(f"{flag} is for --speculation draft only")
+
+
+def _check_tensor_parallel(config: EngineConfig) -> None:
+    if config.parallel.tensor_parallel == 1:
+        return
+    if config.speculation.speculation == "draft":
+        raise ConfigError(
+            "--tensor-parallel is not for draft models: use --speculation suffix or ngram, "
+            "or one device"
+        )
+    if config.model.lora or config.model.max_loras:
+        raise ConfigError("--tensor-parallel is not for LoRA adapters yet: leave one of them out")
 
 
 def _check_verification(config: EngineConfig) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
         folder=partial,
         dtype=model.dtype.name,
         quantization=config.model.quantization,
-        forms={} if kernels.forms == WeightForms() else asdict(kernels.forms),
+        forms={} if kernels.forms == WeightForms() else kernels.forms.packed,
         leaves=dict(zip(model.names, model.leaves, strict=True)),
     )
     try:

@@ -11,6 +11,7 @@ them.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def load(
     forms = WeightForms()
     if record is not None:
         record.check_options(dtype=dtype)
-        forms = WeightForms(**record.forms)
+        forms = dataclasses.replace(forms, **dict(record.forms))
         if record.packed and not (jax.default_backend() == "cpu" and cpu.available()):
             raise ModelError(
                 f"{folder} is packed for the C++ kernels of CPUs, which cannot be used here: "

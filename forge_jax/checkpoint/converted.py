@@ -30,7 +30,8 @@ MAX_LEAVES = 200_000
 # Of weights and activations, and of packed leaves.
 _TYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    **{name: np.dtype(name) for name in ("float16", "float32", "uint8", "uint16")},
+    **{name: np.dtype(name) for name in ("float16", "float32")},
+    **{name: np.dtype(name) for name in ("int8", "uint8", "uint16", "int32")},
 }
 _AGAIN = "convert the original model again"
 

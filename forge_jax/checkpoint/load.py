@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -23,11 +23,15 @@ from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
 from forge_jax.files import shown
 from forge_jax.models.decoder import Leaves, Model
-from forge_jax.models.registry import find_architecture
+from forge_jax.models.registry import build_model, find_architecture
+from forge_jax.parallel.rules import cut_of
 from forge_jax.quant.forms import QuantizedForm, module_of
 from forge_jax.quant.tensors import MIDDLE, Matrix, check_matrix, read_matrices
 from forge_kernels.linear import Packing, pack, pack_experts, pack_int4, pack_values
 from forge_kernels.linear.packed import GROUP as INT4_GROUP
+
+if TYPE_CHECKING:
+    from forge_jax.parallel.mesh import TensorMesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,19 +110,25 @@ def _described(leaf: jax.ShapeDtypeStruct | None) -> str:
 
 
 def load_weights(
-    model: Model, folder: Path, *, device: Any = None, progress: bool = True
+    model: Model,
+    folder: Path,
+    *,
+    device: Any = None,
+    mesh: TensorMesh | None = None,
+    progress: bool = True,
 ) -> Leaves:
     """Reads the weights of `model` from the files in `folder`.
 
     Every name, shape and type is checked from the files' headers before the first byte of data is
-    read. The host never holds more than the weights and one leaf. Tensors that the model does not
-    use are ignored.
+    read. The host never holds more than the weights and one leaf; where the model is cut, the leaf
+    as it is stored and a shard of it. Tensors that the model does not use are ignored.
 
     Args:
       model: says which leaves, shapes and types; stored tensors are cast to the leaf's type.
       folder: of `model.safetensors`, else of `pytorch_model.bin`, or of an index and its shards; or
         a GGUF file; or a converted folder, whose leaves are read as they are.
       device: a `jax.Device` or a `Sharding`; JAX's default if None.
+      mesh: of a model with shards, and instead of `device`: where they go.
       progress: show a progress bar on a terminal.
 
     Returns:
@@ -127,6 +137,7 @@ def load_weights(
     Raises:
       CheckpointError: as `check_weights`.
     """
+    assert model.shards == (1 if mesh is None else mesh.shards)
     checked = check_weights(model, folder)
     leaves: dict[str, jax.Array] = {}
     bar = tqdm(
@@ -137,33 +148,70 @@ def load_weights(
         disable=None if progress else True,  # None: only on a terminal
     )
     with bar:
-        for name, leaf in _leaves(model, checked, device):
-            leaves[name] = leaf
-            bar.update(leaf.nbytes)
+        if mesh is not None:
+            assert isinstance(checked, CheckedTensors), "a converted folder, for one device"
+            for name, leaf in _sharded_leaves(model, mesh, checked):
+                leaves[name] = leaf
+                bar.update(leaf.addressable_shards[0].data.nbytes)
+            return tuple(leaves[name] for name in model.names)
+        for name, host in _whole_leaves(model, checked):
+            leaves[name] = _put(host, device)
+            bar.update(host.nbytes)
     return tuple(leaves[name] for name in model.names)
 
 
-def _leaves(
-    model: Model, checked: CheckedTensors | CheckedLeaves, device: Any
-) -> Iterator[tuple[str, jax.Array]]:
-    if isinstance(checked, CheckedLeaves):
-        hosts = _converted_leaves(checked)
-    else:
-        hosts = (
-            leaf
-            for name, parts in checked.parts.items()
-            for leaf in _host_leaves(model, name, parts, checked.stored)
-        )
-    for name, host in hosts:
-        # Waiting for each transfer keeps at most one leaf on the host.
-        yield name, jax.block_until_ready(jax.device_put(host, device, may_alias=True))
-
-
-def _converted_leaves(checked: CheckedLeaves) -> Iterator[tuple[str, np.ndarray]]:
-    """As they are stored."""
-    for name, stored in checked.stored.items():
+def _whole_leaves(
+    model: Model, checked: CheckedTensors | CheckedLeaves
+) -> Iterator[tuple[str, np.ndarray]]:
+    if isinstance(checked, CheckedTensors):
+        for name, parts in checked.parts.items():
+            yield from _host_leaves(model, name, parts, checked.stored)
+        return
+    for name, stored in checked.stored.items():  # as they are
         whole = StoredMatrix((Tensor(name, stored.shape),), checked.stored)
         yield name, whole.read(stored.shape, stored.dtype)
+
+
+def _put(host: np.ndarray, device: Any) -> jax.Array:
+    """Waits for the transfer, so that there is at most one leaf on the host."""
+    return jax.block_until_ready(jax.device_put(host, device, may_alias=True))
+
+
+def _sharded_leaves(
+    model: Model, mesh: TensorMesh, checked: CheckedTensors
+) -> Iterator[tuple[str, jax.Array]]:
+    """The leaves of a model that is cut: each is read whole, and its shards go to their devices."""
+    uncut = build_model(model.spec, str(model.dtype))
+    shapes = dict(zip(uncut.names, uncut.leaves, strict=True))
+    for name, parts in checked.parts.items():
+        leaf = shapes[name]
+        whole = StoredMatrix(parts, checked.stored).read(leaf.shape, leaf.dtype)
+        cut = cut_of(name, model.spec, model.shards)
+        shards: dict[str, list[jax.Array]] = {}
+        for index, device in mesh.own:
+            part = whole if cut is None else cut.shard(whole, index)
+            for leaf_name, host in _in_form(model, name, part):
+                shards.setdefault(leaf_name, []).append(_put(host, device))
+        for leaf_name, arrays in shards.items():
+            described = mesh.leaf(model, leaf_name)
+            yield (
+                leaf_name,
+                jax.make_array_from_single_device_arrays(
+                    described.shape, described.sharding, arrays
+                ),
+            )
+
+
+def _in_form(model: Model, name: str, plain: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """The leaf `name`, packed if the model has it so, and then its scales."""
+    packing = model.packings.get(name)
+    if packing is None:
+        yield name, plain
+        return
+    weight, scale = (pack if packing.experts is None else pack_experts)(plain, packing)
+    yield name, weight
+    if scale is not None:
+        yield _scale_name(name), scale
 
 
 def _host_leaves(
@@ -226,8 +274,7 @@ def _check_no_bias(modules: Iterable[str], stored: Mapping[str, TensorSource]) -
         found = stored.get(name)
         if found is None:
             continue
-        values = np.empty(found.shape, np.float32)
-        found.read_into(values)
+        values = StoredMatrix((Tensor(name, found.shape),), stored).read(found.shape, np.float32)
         if values.any():
             raise CheckpointError(f"tensor {name} is not 0, but the model has no bias there")
 

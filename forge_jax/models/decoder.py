@@ -4,6 +4,9 @@ Modules define the weights and the arithmetic; they hold no state and know nothi
 requests or scheduling. Layers are unrolled: XLA copies every layer's matrices out of a stacked
 array at each step.
 
+Of a model that several devices share (tensor parallelism), the modules are those of one shard, and
+are called inside of `shard_map`. `axis` is the mesh's, where there is something to add up.
+
 Letters: T tokens in the step, S sequences, B rows of logits, N blocks, bs tokens of a block, L
 layers, H query heads, K key/value heads, D head dim, d hidden size, V vocabulary.
 """
@@ -25,6 +28,7 @@ from jax import lax
 from forge_jax.cache.kv import KV, LayerKV, bits_of
 from forge_jax.models.lora import LayerLora, Lora
 from forge_jax.models.spec import ExpertSpec, ModelSpec, RopeSpec
+from forge_jax.parallel.rules import AXIS, shard_spec, shard_vocab
 from forge_jax.quant.forms import QuantizedForm
 from forge_kernels.attention import Implementation, ragged_paged_attention, rotate_and_write
 from forge_kernels.embed import embed
@@ -80,15 +84,20 @@ class WeightForms:
     quantized: Mapping[str, QuantizedForm] = field(default_factory=dict)
     lora: bool = False  # adapters add to gates and ups: SwiGLU cannot be a part of their product
 
+    @property
+    def packed(self) -> dict[str, Format | None]:
+        """What says how matrices are packed, by the names of the fields."""
+        return {"layers": self.layers, "head": self.head, "embedding": self.embedding}
+
     def of_layer(self, layer: int, name: str) -> Form:
         """Of the matrix "attention.qkv" and the like."""
         return self.quantized.get(f"layers.{layer}.{name}.weight") or self.layers
 
 
 class RMSNorm(nnx.Module):
-    def __init__(self, size: int, spec: ModelSpec, dtype: Any):
+    def __init__(self, size: int, spec: ModelSpec, dtype: Any, axis: str | None = None):
         self.weight = nnx.Param(jnp.zeros(size, dtype))
-        self.eps = spec.rms_norm_eps
+        self.eps, self.axis = spec.rms_norm_eps, axis
         self.offset, self.in_float32 = spec.norm_offset, spec.norm_in_float32
 
     @property
@@ -98,7 +107,12 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(
-            x, self.weight[...], self.eps, offset=self.offset, in_float32=self.in_float32
+            x,
+            self.weight[...],
+            self.eps,
+            offset=self.offset,
+            in_float32=self.in_float32,
+            axis_name=self.axis,
         )
 
 
@@ -106,7 +120,8 @@ class Linear(nnx.Module):
     """A matrix in one of its forms; `forge_kernels.linear` says what a call can do besides.
 
     With `experts` it is a matrix for each of them, which is not called by itself. `targets` are the
-    names under which adapters know its rows.
+    names under which adapters know its rows. With `axis` each device has some of the inputs, and
+    what they give is added up.
     """
 
     def __init__(
@@ -120,8 +135,9 @@ class Linear(nnx.Module):
         bias: bool = False,
         experts: int | None = None,
         targets: tuple[str, ...] = (),
+        axis: str | None = None,
     ):
-        self.targets = targets
+        self.targets, self.axis = targets, axis
         if bias:
             self.bias = nnx.Param(jnp.zeros(outputs, dtype))
         self.has_bias = bias
@@ -190,9 +206,13 @@ class Linear(nnx.Module):
             scaling = (norm.weight[...], norm.eps)
         elif norm is not None:
             x = norm(x)
-        if not self.has_bias:
+        if not self.has_bias and self.axis is None:
             return linear(x, self.matrix, norm=scaling, residual=residual, **options)
-        y = linear(x, self.matrix, norm=scaling, **options) + self.bias[...]
+        y = linear(x, self.matrix, norm=scaling, **options)
+        if self.axis is not None:
+            y = add_up(y, self.axis)
+        if self.has_bias:
+            y = y + self.bias[...]
         return y if residual is None else residual + y
 
     def _adapted(
@@ -200,6 +220,7 @@ class Linear(nnx.Module):
     ) -> jax.Array:
         """What adapters add stands beside the product, in plain XLA, whatever the matrix' form."""
         assert not options.get("swiglu"), "a model whose forms do not say lora"
+        assert self.axis is None, "adapters of a model that is cut"
         ordered = _columns(x, self.order[...]) if self.is_ordered else x
         y = linear(ordered, self.matrix, **options)
         if self.has_bias:
@@ -217,6 +238,12 @@ def _columns(x: jax.Array, order: jax.Array) -> jax.Array:
     if x.dtype.itemsize != 2:
         return x[:, order]
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16)[:, order], x.dtype)
+
+
+def add_up(x: jax.Array, axis: str) -> jax.Array:
+    """The sum over the devices of a mesh's axis, on each of them."""
+    with jax.named_scope("add_up"):
+        return jax.lax.psum(x, axis)
 
 
 class Block(nnx.Module):
@@ -246,7 +273,14 @@ class Block(nnx.Module):
 class Attention(Block):
     """Grouped-query attention over the paged cache; queries, keys and values in one matrix."""
 
-    def __init__(self, spec: ModelSpec, dtype: Any, forms: WeightForms, layer: int):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: Any,
+        forms: WeightForms,
+        layer: int,
+        axis: str | None = None,
+    ):
         super().__init__(spec, dtype)
         self.heads, self.kv_heads = spec.num_attention_heads, spec.num_key_value_heads
         self.head_dim, self.sm_scale = spec.head_dim, spec.sm_scale
@@ -257,12 +291,12 @@ class Attention(Block):
         bias, output_bias = spec.attention_bias, spec.output_bias
         qkv, out = forms.of_layer(layer, "attention.qkv"), forms.of_layer(layer, "attention.out")
         self.qkv = Linear(d, rows, dtype, qkv, bias=bias, targets=("q", "k", "v"))
-        self.out = Linear(inner, d, dtype, out, bias=output_bias, targets=("o",))
+        self.out = Linear(inner, d, dtype, out, bias=output_bias, targets=("o",), axis=axis)
         self.norm_all = spec.qk_norm == "all"
         heads, kv_heads = (self.heads, self.kv_heads) if self.norm_all else (1, 1)
-        has = spec.qk_norm is not None
-        self.q_norm = RMSNorm(heads * self.head_dim, spec, dtype) if has else None
-        self.k_norm = RMSNorm(kv_heads * self.head_dim, spec, dtype) if has else None
+        has, norm_axis = spec.qk_norm is not None, axis if self.norm_all else None
+        self.q_norm = RMSNorm(heads * self.head_dim, spec, dtype, norm_axis) if has else None
+        self.k_norm = RMSNorm(kv_heads * self.head_dim, spec, dtype, norm_axis) if has else None
 
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
         """x: dtype[T, d]; kv: one layer's -> (kv, x with the attention added)."""
@@ -323,7 +357,14 @@ class Attention(Block):
 class MLP(Block):
     """SwiGLU (Shazeer 2020), or the same with another activation; gate and up in one matrix."""
 
-    def __init__(self, spec: ModelSpec, dtype: Any, forms: WeightForms, layer: int):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: Any,
+        forms: WeightForms,
+        layer: int,
+        axis: str | None = None,
+    ):
         super().__init__(spec, dtype)
         self.activation = spec.activation
         self.swiglu = spec.activation == "silu" and not spec.mlp_bias and not forms.lora
@@ -332,7 +373,7 @@ class MLP(Block):
         self.gate_up = Linear(
             d, 2 * inner, dtype, gate_up, paired=self.swiglu, bias=bias, targets=("gate", "up")
         )
-        self.down = Linear(inner, d, dtype, down, bias=bias, targets=("down",))
+        self.down = Linear(inner, d, dtype, down, bias=bias, targets=("down",), axis=axis)
 
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """dtype[T, d] -> x with the MLP added."""
@@ -349,8 +390,16 @@ class MLP(Block):
 class Experts(Block):
     """A mixture of experts in place of the MLP: a router chooses some for each token."""
 
-    def __init__(self, spec: ModelSpec, dtype: Any, form: Format | None, experts: ExpertSpec):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: Any,
+        form: Format | None,
+        experts: ExpertSpec,
+        axis: str | None = None,
+    ):
         super().__init__(spec, dtype)
+        self.axis = axis
         d, inner, count = spec.hidden_size, experts.intermediate_size, experts.count
         self.per_token, self.normalised = experts.per_token, experts.normalised
         self.router = Linear(d, count, dtype)
@@ -373,6 +422,8 @@ class Experts(Block):
                 num_rows=ragged.num_tokens,
                 implementation="reference" if ragged.implementation == "reference" else "auto",
             )
+            if self.axis is not None:
+                y = add_up(y, self.axis)
             return self.add_result(x, y)
 
 
@@ -383,13 +434,20 @@ _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, spec: ModelSpec, dtype: Any, forms: WeightForms, layer: int):
-        self.attention = Attention(spec, dtype, forms, layer)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: Any,
+        forms: WeightForms,
+        layer: int,
+        axis: str | None = None,
+    ):
+        self.attention = Attention(spec, dtype, forms, layer, axis)
         experts = spec.experts_of(layer)
         self.mlp = (
-            MLP(spec, dtype, forms, layer)
+            MLP(spec, dtype, forms, layer, axis)
             if experts is None
-            else Experts(spec, dtype, forms.layers, experts)
+            else Experts(spec, dtype, forms.layers, experts, axis)
         )
 
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
@@ -398,22 +456,29 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm and head: every family's, by what the spec says."""
+    """Embedding, layers, final norm and head: every family's, by what the spec says.
 
-    def __init__(self, spec: ModelSpec, dtype: Any, forms: WeightForms):
+    With `shards`, one of so many that share the model.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: Any, forms: WeightForms, shards: int = 1):
+        self.axis = axis = AXIS if shards > 1 else None
+        self.vocab_size = spec.vocab_size
+        self.vocab_rows = vocab_rows = shard_vocab(spec.vocab_size, shards)
+        of_shard = shard_spec(spec, shards)
         self.layers = nnx.List(
-            [DecoderLayer(spec, dtype, forms, i) for i in range(spec.num_hidden_layers)]
+            [DecoderLayer(of_shard, dtype, forms, i, axis) for i in range(spec.num_hidden_layers)]
         )
         self.norm = RMSNorm(spec.hidden_size, spec, dtype)
         self.embedding_scale, self.logit_scale = spec.embedding_scale, spec.logit_scale
         self.logit_soft_cap = spec.logit_soft_cap
         # The head is the embedding too where the model shares them.
         head: Form = forms.quantized.get("head.weight") or forms.head
-        self.head = Linear(spec.hidden_size, spec.vocab_size, dtype, head)
+        self.head = Linear(spec.hidden_size, vocab_rows, dtype, head)
         self.embedding = (
             None
             if spec.tie_word_embeddings
-            else Linear(spec.hidden_size, spec.vocab_size, dtype, forms.embedding)
+            else Linear(spec.hidden_size, vocab_rows, dtype, forms.embedding)
         )
 
     def hidden(
@@ -425,7 +490,7 @@ class Decoder(nnx.Module):
     ) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
         """(kv, dtype[T, d] after the final norm, the stream before each layer and after all)."""
         with jax.named_scope("embed"):
-            x = embed((self.embedding or self.head).matrix, tokens)
+            x = self._embed(tokens)
             if self.embedding_scale != 1.0:
                 x = x * jnp.asarray(self.embedding_scale, x.dtype)
         stream, new_kv = [x], []
@@ -443,11 +508,24 @@ class Decoder(nnx.Module):
         """dtype[B, d] -> f32[B, V]."""
         with jax.named_scope("logits"):
             logits = self.head(hidden, num_rows=num_rows, out_dtype=jnp.float32)
+            if self.axis is not None:
+                logits = jax.lax.all_gather(logits, self.axis, axis=1, tiled=True)
+                logits = logits[:, : self.vocab_size]  # without the rows that fill up the last
             if self.logit_scale != 1.0:
                 logits = logits * self.logit_scale
             if self.logit_soft_cap is None:
                 return logits
             return self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        """i32[T] -> dtype[T, d]. One shard has a token's row; the others add zeros, exactly."""
+        table = self.embedding or self.head
+        if self.axis is None:
+            return embed(table.matrix, tokens)
+        local = tokens - jax.lax.axis_index(self.axis) * self.vocab_rows
+        is_own = (local >= 0) & (local < self.vocab_rows)
+        x = embed(table.matrix, jnp.clip(local, 0, self.vocab_rows - 1))
+        return add_up(jnp.where(is_own[:, None], x, jnp.zeros((), x.dtype)), self.axis)
 
 
 def rope_kind(spec: ModelSpec, layer: int) -> RopeSpec | None:
@@ -501,6 +579,10 @@ class Model:
     Made from the spec alone, so that executables can be compiled while the weights are still being
     read: `leaves` holds the shapes and types to lower with. The functions are jit-able; wrap them
     in a `jax.jit` of your own, they do not hold one.
+
+    With `shards`, it is one of so many that share the model of the whole `spec`: `leaves`, their
+    bytes and `packings` are the shard's, and the functions are for inside of `shard_map`, see
+    `forge_jax.parallel.mesh`.
     """
 
     spec: ModelSpec
@@ -511,18 +593,20 @@ class Model:
     quantized: Mapping[str, QuantizedForm]  # of those that the checkpoint has quantised
     graphdef: Any
     treedef: Any
+    shards: int = 1
 
     @classmethod
     def build(
         cls,
-        decoder: Callable[[ModelSpec, Any, WeightForms], nnx.Module],
+        decoder: Callable[[ModelSpec, Any, WeightForms, int], nnx.Module],
         spec: ModelSpec,
         dtype: Any,
         forms: WeightForms,
+        shards: int = 1,
     ) -> Model:
-        """Traces `decoder(spec, dtype, forms)` abstractly: no memory is allocated for weights."""
+        """Traces `decoder(spec, dtype, forms, shards)` abstractly: no weights are allocated."""
         dtype = jnp.dtype(dtype)
-        module = nnx.eval_shape(lambda: decoder(spec, dtype, forms))
+        module = nnx.eval_shape(lambda: decoder(spec, dtype, forms, shards))
         graphdef, state = nnx.split(module)
         flat, treedef = jax.tree_util.tree_flatten_with_path(state)
         return cls(
@@ -538,6 +622,7 @@ class Model:
             quantized=forms.quantized,
             graphdef=graphdef,
             treedef=treedef,
+            shards=shards,
         )
 
     @property
@@ -549,7 +634,7 @@ class Model:
 
     @property
     def param_bytes(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights, of one shard if it is cut."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
 
     def forward(

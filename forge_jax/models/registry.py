@@ -60,11 +60,14 @@ def _read_configs(folder: Path) -> tuple[Config, Config]:
     return Config(config, str(folder / "config.json")), Config(generation, str(generation_path))
 
 
-def build_model(spec: ModelSpec, dtype: str = "auto", forms: WeightForms | None = None) -> Model:
+def build_model(
+    spec: ModelSpec, dtype: str = "auto", forms: WeightForms | None = None, shards: int = 1
+) -> Model:
     """The model of a spec, without weights; `dtype` is of weights and activations.
 
     `forms` says how matrices are kept: plain by default; packed ones are for bfloat16. Those
-    that the checkpoint has quantised stay so.
+    that the checkpoint has quantised stay so. With `shards` it is one of so many that share it
+    (`forge_jax.parallel.rules.check_shards`).
 
     Raises:
       ModelError: no such dtype.
@@ -75,7 +78,7 @@ def build_model(spec: ModelSpec, dtype: str = "auto", forms: WeightForms | None 
         weights = find_architecture(spec.architecture).weights(spec)
         quantized = quantized_forms(spec, weights, kernels=forms.layers is not None)
         forms = dataclasses.replace(forms, quantized=quantized)
-    return Model.build(Decoder, spec, resolve_dtype(spec, dtype), forms)
+    return Model.build(Decoder, spec, resolve_dtype(spec, dtype), forms, shards)
 
 
 def resolve_dtype(spec: ModelSpec, dtype: str) -> str:

@@ -54,6 +54,7 @@ from forge_kernels.attention import Implementation
 
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
+    from forge_jax.parallel.mesh import TensorMesh
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +143,8 @@ class Runner:
       shapes: of all executables, smallest first; the last takes any plan.
       first: those that `start` waits for; one of them takes several tokens of a sequence. Default:
         all.
+      kv_shape: of one shard, if the model is cut.
+      mesh: the devices that share the model, of which `device` is one; None: it is alone.
       implementation, sampler: of attention and of sampling.
       command_buffers: whether XLA:GPU may use command buffers (CUDA graphs).
       verification: of drafts. proposals: by rejection, what a draft model drew them from; None: the
@@ -170,12 +173,16 @@ class Runner:
         command_buffers: bool = True,
         lora: LoraShape | None = None,
         memory_limit: int | None = None,
+        mesh: TensorMesh | None = None,
     ):
+        assert mesh is None or proposals is None, "no draft models beside a mesh"
+        assert mesh is None or lora is None, "no adapters beside a mesh"
         self._model = model
         self._kv_shape = kv_shape
         self._max_blocks = max_blocks
-        self._device = device
-        self._sharding = jax.sharding.SingleDeviceSharding(device)
+        self._mesh = mesh
+        # Of everything but weights and KV cache, which a mesh divides.
+        self._sharding = jax.sharding.SingleDeviceSharding(device) if mesh is None else mesh.whole
         self._shapes = list(shapes)  # that can run, or will
         self._first = self._shapes.copy() if first is None else list(first)
         self._late = [shape for shape in self._shapes if shape not in self._first]
@@ -219,7 +226,7 @@ class Runner:
 
         How many blocks the cache has is not among it: a row reads its own, wherever they are.
         """
-        return {
+        settings = {
             "shapes": [dataclasses.asdict(shape) for shape in self._shapes],
             "block_size": self._kv_shape.block_size,
             "max_blocks": self._max_blocks,
@@ -233,6 +240,8 @@ class Runner:
             "compiler_options": self._compiler_options,
             **({} if self._lora is None else {"lora": dataclasses.asdict(self._lora)}),
         }
+        # Another number of shards adds up in another order.
+        return settings if self._mesh is None else settings | {"shards": self._mesh.shards}
 
     @property
     def complete(self) -> bool:
@@ -254,15 +263,17 @@ class Runner:
             step, inputs = self._make_step(shape), self._step_inputs(shape)
             add(shape.name, step, *inputs, donate_argnums=(1, 2))
 
-        add("new_state", self._new_state, out_shardings=self._sharding)
+        whole = {} if self._mesh is None else {"out_shardings": self._sharding}
+        kv_sharding = self._sharding if self._mesh is None else self._mesh.kv
+        add("new_state", self._new_state, out_shardings=(kv_sharding, self._sharding))
         self._new = self._executables.call("new_state")  # touching its pages takes long
         for shape in self._first:
             add_step(shape)
         has_lora = self._lora is not None
         rows = self._i32(ADMISSIONS, admission_width(self._max_blocks, lora=has_lora))
-        add("admit", admit, slots, rows, donate_argnums=0)
+        add("admit", admit, slots, rows, donate_argnums=0, **whole)
         history = self._i32(1 + 2 * MAX_LOGIT_BIAS + self._model.spec.vocab_size)
-        add("set_history", set_history, slots, history, donate_argnums=0)
+        add("set_history", set_history, slots, history, donate_argnums=0, **whole)
         if self._lora is not None:
             stacks = self._on_device(self._stacks_shape)
             adapter = self._on_device(self._lora.adapter(self._model.spec, self._model.dtype))
@@ -321,7 +332,7 @@ class Runner:
 
     def _new_sums(self) -> None:
         zeros = np.zeros(self._sums_shape.shape, np.float32)
-        self._sums = jax.device_put(zeros, self._device)
+        self._sums = jax.device_put(zeros, self._sharding)
 
     @property
     def _sums_shape(self) -> jax.ShapeDtypeStruct:
@@ -330,7 +341,7 @@ class Runner:
 
     @property
     def resident_bytes(self) -> int:
-        """What it holds between two steps: weights, KV cache, slots, and masks."""
+        """What a device holds between two steps: weights, KV cache, slots, and masks."""
         arrays = jax.tree.leaves((self._slots_shape, self._stacks_shape))
         own = sum(s.size * s.dtype.itemsize for s in arrays)
         masks = sum(4 * math.prod(self._masks_shape(shape)) for shape in self._shapes)
@@ -343,7 +354,7 @@ class Runner:
         return self._lora.stacks(self._model.spec, self._model.dtype)
 
     def _make_step(self, shape: StepShape) -> Callable[..., Any]:
-        return make_step(
+        step = make_step(
             self._model,
             shape,
             self._kv_shape.block_size,
@@ -352,11 +363,17 @@ class Runner:
             verification=self._verification,
             uniform=self._deterministic,
         )
+        return step if self._mesh is None else self._mesh.shard_step(self._model, step)
 
     def _step_inputs(self, shape: StepShape) -> list[Any]:
         """The shapes of a step's arguments, but for the sums of a shape that pools."""
-        leaves = self._on_device((*self._model.leaves, *self._stacks_shape))
-        kv = (self._on_device(self._kv_shape.layer),) * self._kv_shape.num_layers
+        layer = self._whole_kv.layer
+        if self._mesh is None:
+            leaves = self._on_device((*self._model.leaves, *self._stacks_shape))
+            layer = self._on_device(layer)
+        else:
+            leaves, layer = self._mesh.leaves(self._model), self._on_device(layer, self._mesh.kv)
+        kv = (layer,) * self._kv_shape.num_layers
         inputs = [leaves, kv, self._on_device(self._slots_shape)]
         inputs += [self._i32(shape.width), self._i32(*self._masks_shape(shape))]
         proposed = self._on_device(self._proposed(shape))
@@ -372,7 +389,7 @@ class Runner:
     def start(self, leaves: tuple[jax.Array, ...]) -> None:
         """Takes the weights, and runs the first executables once each."""
         empty = [np.zeros(stack.shape, stack.dtype) for stack in self._stacks_shape]
-        self._stacks = tuple(jax.device_put(empty, self._device))
+        self._stacks = tuple(jax.device_put(empty, self._sharding))
         self._leaves = (*leaves, *self._stacks)
         self.allocate()
         for name in ("admit", "set_history", *(["set_adapter"] if self._stacks else [])):
@@ -558,21 +575,27 @@ class Runner:
     def _run_empty(self, shape: StepShape, executable: jax.stages.Compiled) -> None:
         self._compiled[shape.name] = executable
         no_masks = self._pad_masks(shape, np.empty((0, 1), np.int32))
-        self._no_masks[shape.name] = jax.device_put(no_masks, self._device)
+        self._no_masks[shape.name] = jax.device_put(no_masks, self._sharding)
         empty = StepPlan(step=0, admissions=(), chunks=())
         packed = shape.pack(empty, 0, self._max_blocks)
         self._step(shape, packed)[0].packed.block_until_ready()
 
     def _new_state(self) -> tuple[KV, Slots]:
         slots = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._slots_shape)
-        return self._kv_shape.empty(), slots
+        return self._whole_kv.empty(), slots
 
     def _i32(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._sharding)
 
-    def _on_device(self, tree: Any) -> Any:
+    @property
+    def _whole_kv(self) -> KVShape:
+        """Of all shards."""
+        return self._kv_shape if self._mesh is None else self._mesh.kv_shape(self._kv_shape)
+
+    def _on_device(self, tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+        sharding = sharding or self._sharding
         return jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding), tree
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree
         )
 
 

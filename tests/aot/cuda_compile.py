@@ -14,6 +14,7 @@ import math
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,8 @@ from forge_jax.cache.kv import KVShape, element_dtype, kv_shape
 from forge_jax.grammar.masks import mask_width
 from forge_jax.models import build_model
 from forge_jax.models.spec import Config, ModelSpec, RopeSpec
+from forge_jax.parallel.mesh import TensorMesh
+from forge_jax.parallel.rules import AXIS, shard_spec
 from forge_jax.quant import read_quantization
 from forge_jax.step.meta import StepShape
 from forge_jax.step.runner import compiler_options
@@ -49,6 +52,7 @@ QUANTISED = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
 }
+SHARDS, SHARED_LAYERS = (2, 8), 2
 
 
 @dataclass
@@ -214,6 +218,43 @@ def compile_step(
     )
 
 
+def compile_shared_step(
+    compiler: deviceless.Compiler, shape: StepShape, layers: int, options: dict
+) -> deviceless.Program:
+    """The same of Llama 3.1 8B that all devices of `compiler` share."""
+    spec, mesh = llama_3_1_8b(layers), TensorMesh.of(compiler.devices)
+    model = build_model(spec, shards=mesh.shards)
+    layer = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh.kv),
+        mesh.kv_shape(cache(shard_spec(spec, mesh.shards), "auto")).layer,
+    )
+    return compiler(
+        mesh.shard_step(model, make_step(model, shape, 64, implementation="mosaic")),
+        mesh.leaves(model),
+        (layer,) * layers,
+        slots_shape(SEQS, MAX_BLOCKS, spec.vocab_size),
+        jax.ShapeDtypeStruct((shape.width,), jnp.int32),
+        jax.ShapeDtypeStruct((shape.num_rows, mask_width(spec.vocab_size)), jnp.int32),
+        donate_argnums=(1, 2),
+        options=options,
+    )
+
+
+def shared_step_faults(program: deviceless.Program, layers: int, shards: int) -> Iterator[str]:
+    """Of one device. XLA leaves sums over devices outside of command buffers."""
+    yield from kernel_faults(program)
+    kv_bytes = cache(shard_spec(llama_3_1_8b(layers), shards), "auto").total_bytes
+    if program.alias_bytes < kv_bytes:
+        yield f"only {program.alias_bytes} bytes are written in place; the cache has {kv_bytes}"
+    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    found = Counter(re.findall(rf" ({kinds})(?:-start)?\(", program.hlo))
+    if found != {"all-reduce": 2 * layers + 1, "all-gather": 1}:
+        yield f"in {layers} layers the devices say to each other: {dict(found)}"
+    attention = program.hlo.count('custom_call_target="mosaic_gpu')
+    if attention != 2 * layers:
+        yield f"{attention} calls of the kernels in {layers} layers"
+
+
 def kernel_faults(program: deviceless.Program) -> Iterator[str]:
     for kernel in program.kernels:
         if kernel.spilled:
@@ -315,6 +356,15 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             program = compile_step(compiler, decode, 1, options, quantised=quantised)
             result = Result(name, program, time.perf_counter() - start)
             result.faults += step_faults(program, 1, quantised=True)
+            yield result
+    for shards in SHARDS:
+        name = f"step {decode.name} of llama-3.1-8b, {SHARED_LAYERS} layers, on {shards} devices"
+        if wanted(name) and not (quick and shards != SHARDS[0]):
+            start = time.perf_counter()
+            several = deviceless.Compiler(shards, AXIS)
+            program = compile_shared_step(several, decode, SHARED_LAYERS, options)
+            result = Result(name, program, time.perf_counter() - start)
+            result.faults += shared_step_faults(program, SHARED_LAYERS, shards)
             yield result
 
 

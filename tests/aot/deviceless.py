@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 DUMP = Path(tempfile.mkdtemp(prefix="forge-aot-"))
 os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin does not look for a driver then
@@ -58,14 +59,20 @@ class Program:
 
 
 class Compiler:
-    def __init__(self):
+    """For one device, or for several of one host: a mesh with the one axis `axis`."""
+
+    def __init__(self, devices: int = 1, axis: str = "x"):
         topology = topologies.get_topology_desc(
-            platform="cuda", topology_name="", target_config=H200.read_text(), topology="1x1x1"
+            platform="cuda",
+            topology_name="",
+            target_config=H200.read_text(),
+            topology=f"1x1x{devices}",
         )
-        mesh = topologies.make_mesh(topology, (1,), ("x",))
+        mesh = topologies.make_mesh(topology, (devices,), (axis,))
+        self.devices = list(mesh.devices.flat)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         device = AbstractDevice("NVIDIA H200", 132, "cuda")  # what Pallas compiles for
-        self._mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
+        self._mesh = AbstractMesh((devices,), (axis,), (AxisType.Auto,), abstract_device=device)
 
     def __call__(
         self,
@@ -74,14 +81,20 @@ class Compiler:
         options: dict[str, Any] | None = None,
         **jit_options: Any,
     ) -> Program:
-        """Compiles `function` at the shapes `args`."""
+        """Compiles `function` at the shapes `args`, each whole on every device or as it says."""
 
         def on_device(leaf):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._replicated)
+            sharding = leaf.sharding or self._replicated
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         args = jax.tree.map(on_device, args)
         before = set(DUMP.iterdir())
-        with _standard_error() as log, jax.sharding.use_abstract_mesh(self._mesh):
+        of_described = _shard_map_on(self._mesh, jax.shard_map)
+        with (
+            _standard_error() as log,
+            mock.patch.object(jax, "shard_map", of_described),
+            jax.sharding.use_abstract_mesh(self._mesh),
+        ):
             traced = jax.jit(function, **jit_options).trace(*args)
             compiled = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
         new = sorted(set(DUMP.iterdir()) - before)
@@ -103,6 +116,11 @@ class Compiler:
             written_conditions=_conditions(traced.jaxpr.jaxpr),
             compiled_conditions=hlo.count(" conditional("),
         )
+
+
+def _shard_map_on(described: AbstractMesh, shard_map: Callable[..., Any]) -> Callable[..., Any]:
+    """`shard_map` over devices that are described: those of a topology do not say what they are."""
+    return lambda function, **options: shard_map(function, **options | {"mesh": described})
 
 
 @contextmanager

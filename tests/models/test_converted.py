@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import test_quantized as quantised
 from gguf_writer import Q, write_gguf
 
 import forge_jax
@@ -68,6 +69,18 @@ def folder(llama2, tmp_path):
 
 def load(folder, **options):
     return forge_jax.load(str(folder), progress=False, **options)
+
+
+@pytest.mark.parametrize("name", ["fp8_blocks", "int8_rows", "gptq_ordered", "gptq_zeros", "w4a16"])
+def test_quantised_values_are_those_of_the_checkpoint(name, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    quantised.write(quantised.CASES[name], source)
+    out = converted(source, tmp_path / "out")
+    assert read_spec(out).quantization is not None
+    assert_same_bits(engine_leaves(out), engine_leaves(source))
+    size = sum(file.stat().st_size for file in (out / WEIGHTS).rglob("*") if file.is_file())
+    assert size < 2 * sum(leaf.nbytes for leaf in engine_leaves(source)[1])
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama32_tied", "qwen3", "gemma3", "phi3", "mixtral"])

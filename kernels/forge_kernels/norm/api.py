@@ -6,7 +6,13 @@ from jax import lax
 
 
 def rms_norm(
-    x: jax.Array, weight: jax.Array, eps: float, *, offset: float = 0.0, in_float32: bool = False
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    in_float32: bool = False,
+    axis_name: str | None = None,
 ) -> jax.Array:
     """Divides by the root mean square over the last axis, computed in float32.
 
@@ -17,12 +23,16 @@ def rms_norm(
       offset: added to the weight, in float32 (1 in Gemma).
       in_float32: multiply with the weight before the cast back to x's type, as with an offset;
         otherwise after it, as in Llama.
+      axis_name: of a mesh, whose devices have equal parts of the last axis: the mean is over all.
 
     Returns:
       [..., d] of x's type.
     """
     x32 = x.astype(jnp.float32)
-    y = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    if axis_name is not None:
+        mean = lax.pmean(mean, axis_name)
+    y = x32 * lax.rsqrt(mean + eps)
     if offset or in_float32:
         return (y * (offset + weight.astype(jnp.float32))).astype(x.dtype)
     return weight * y.astype(x.dtype)

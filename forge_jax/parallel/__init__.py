@@ -1,0 +1,1 @@
+"""One model on several devices: the mesh, and the rules that divide the weights."""

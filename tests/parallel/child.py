@@ -1,0 +1,247 @@
+"""Compares models on several devices with the same on one; prints what it finds, as JSON.
+
+Run with four devices of a CPU (`--xla_force_host_platform_device_count=4`), by
+`test_tensor_parallel.py`, which says what must hold.
+"""
+
+import gc
+import json
+import re
+import sys
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from forge_jax import LLM, SamplingParams
+from forge_jax.cache.kv import element_dtype, kv_shape
+from forge_jax.checkpoint.hub import resolve
+from forge_jax.checkpoint.load import load_weights
+from forge_jax.grammar import GrammarSpec
+from forge_jax.models import build_model, read_spec
+from forge_jax.models.decoder import WeightForms
+from forge_jax.parallel.mesh import TensorMesh
+from forge_jax.parallel.rules import shard_spec
+from forge_jax.testing import FailingDevice, drafts_always_pay
+from forge_kernels import cpu
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+GOLDENS = FIXTURES / "goldens"
+SHARDS, BLOCK, BLOCKS = 4, 8, 8
+LAYERS = {
+    "llama31": 1,  # two query heads of a key/value head on a device, each of those on two devices
+    "llama_bias": 1,
+    "qwen2": 1,  # queries, keys and values have biases; the head is the embedding
+    "phi3": 1,  # queries, keys and values are stored as one, and so are gates and ups
+    "olmo2": 1,  # norms over all heads
+    "gemma2": 2,  # one layer with a window, and one without
+    "mixtral": 1,
+}
+KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+
+
+def mesh_of(shards):
+    return None if shards == 1 else TensorMesh.of(jax.devices()[:shards])
+
+
+def collectives(executable):
+    """The collectives of the optimised program in its order, each with where it comes from."""
+    found = []
+    for line in executable.as_text().splitlines():
+        kind = re.search(rf" ({KINDS})(?:-start)?\(", line)
+        if kind is not None:
+            scope = re.search(r'op_name="jit\(\w+\)/shard_map/([^"]*)/\w+"', line)
+            found.append(f"{kind[1]} {scope and scope[1].removesuffix('/add_up')}")
+    return found
+
+
+def run(name, shards, *, forms=None, dtype="auto", kv_dtype="auto"):
+    """(f32[T, V] of a prompt in two chunks, the collectives of a step)."""
+    folder = GOLDENS / name
+    spec, mesh = read_spec(folder), mesh_of(shards)
+    spec = replace(spec, num_hidden_layers=LAYERS.get(name, 1))
+    model = build_model(spec, dtype, forms, shards)
+    leaves = load_weights(model, folder, mesh=mesh, progress=False)
+    shape = kv_shape(
+        shard_spec(spec, shards),
+        num_blocks=BLOCKS,
+        block_size=BLOCK,
+        dtype=element_dtype(kv_dtype, model.dtype),
+        platform="cpu",
+    )
+
+    def step(leaves, kv, tokens, start):
+        count = len(tokens)
+        positions = start + jnp.arange(count)
+        lens = (start + count)[None]
+        table = jnp.arange(BLOCKS)[None]
+        cu = jnp.array([0, count], jnp.int32)
+        kv, hidden = model.forward(
+            leaves, kv, tokens, positions, positions, table, lens, cu, jnp.int32(1)
+        )
+        return kv, model.logits(leaves, hidden)
+
+    kv = shape.empty()
+    if mesh is not None:
+        step = mesh.shard_step(model, step)
+        kv = jax.device_put(mesh.kv_shape(shape).empty(), mesh.kv)
+        parts = {part.data.shape[2] for part in jax.tree.leaves(kv)[0].addressable_shards}
+        assert parts == {max(1, spec.num_key_value_heads // shards)}
+    tokens = np.random.default_rng(0).integers(3, spec.vocab_size, 24).astype(np.int32)
+    compiled = jax.jit(step).lower(leaves, kv, tokens[:12], jnp.int32(0)).compile()
+    rows = []
+    for start, end in ((0, 12), (12, 24)):
+        kv, scores = compiled(leaves, kv, tokens[start:end], jnp.int32(start))
+        rows.append(np.asarray(scores))
+    return np.concatenate(rows), collectives(compiled)
+
+
+def compare(name, shards=SHARDS, **options):
+    (one, none), (several, found) = (run(name, n, **options) for n in (1, shards))
+    assert not none, none
+    return {
+        "difference": float(np.abs(one - several).max()),
+        "scale": float(np.abs(one).max()),
+        "same_choice": float((one.argmax(axis=1) == several.argmax(axis=1)).mean()),
+        "collectives": found,
+    }
+
+
+def families():
+    return {name: compare(name) for name in LAYERS}
+
+
+def two_devices():
+    """And a cache in 8 bits."""
+    return compare("llama31", 2, kv_dtype="int8")
+
+
+def packed():
+    """How far bfloat16 and less are from float32, by the C++ kernels on one device and several."""
+    if not cpu.available():
+        return None
+    cpu.load()
+    forms = {
+        ("qwen3_moe", "bf16"): WeightForms(layers="bf16", head="bf16"),
+        ("qwen2", "int8"): WeightForms(layers="int8", head="int8"),
+        ("llama31", "int4"): WeightForms(layers="int4", head="int8", embedding="int8"),
+    }
+    found = {}
+    for (name, form), weight_forms in forms.items():
+        exact, _ = run(name, 1)
+        far = [run(name, n, forms=weight_forms, dtype="bfloat16")[0] - exact for n in (1, SHARDS)]
+        found[form] = [float(np.sqrt((each**2).mean())) for each in (*far, exact)]
+    return found
+
+
+PROMPTS = [
+    "Once upon a time",
+    "The dog",
+    "Lily and Tom went to the park, and there they saw a " * 2,
+]
+SPECULATION = {1: "off", 2: "suffix", 4: "ngram"}
+REQUESTS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=24),
+    "drawn": SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=16),
+    "penalised": SamplingParams(
+        temperature=0.0, presence_penalty=1.5, logit_bias={426: -100.0}, max_tokens=16
+    ),
+    "structured": SamplingParams(
+        temperature=0.0, structured_outputs=GrammarSpec.regex("[a-z]{2,9}(, [a-z]{2,9}){3}")
+    ),
+}
+
+
+def engine():
+    """What an engine writes, what it has taken from its cache, and the collectives of its steps."""
+    return {shards: engine_on(shards) for shards in (1, 2, SHARDS)}
+
+
+def engine_on(shards):
+    llm = LLM(
+        str(FIXTURES / "stories260k-hf"),
+        tensor_parallel=shards,
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        deterministic=True,
+        speculation=SPECULATION[shards],
+    )
+    core = llm._core
+    if shards > 1:
+        drafts_always_pay(core.speculator.policy)
+
+    def tokens(prompts, params):
+        nonlocal outputs
+        outputs = llm.generate(prompts, params, progress=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    outputs = []
+    found = {name: tokens(PROMPTS, params) for name, params in REQUESTS.items() if name != "greedy"}
+    found["greedy"] = tokens(PROMPTS, REQUESTS["greedy"])
+    accepted = [output.outputs[0].num_accepted_tokens for output in outputs]
+    assert tokens(PROMPTS[2], REQUESTS["greedy"]) == found["greedy"][2:], "company changes a text"
+    cached = outputs[0].num_cached_tokens
+    runner = core._device
+    core._device = FailingDevice(runner, lambda plan, where: plan.step % 15 == 0)
+    assert tokens(PROMPTS, REQUESTS["greedy"]) == found["greedy"], "a step that raised changes it"
+    core._device = runner
+    steps = {name: each for name, each in runner._compiled.items() if "[" in name}
+    assert steps
+    pooled = None if shards == 2 else llm.embed(PROMPTS[:2], pooling="mean").tolist()
+    result = {
+        "tokens": found,
+        "cached": cached,
+        "accepted": sum(accepted),
+        "recoveries": core.num_recoveries,
+        "collectives": {name: collectives(step) for name, step in steps.items()},
+        "layers": runner._model.spec.num_hidden_layers,
+        "settings": runner.settings.get("shards"),
+        "fingerprint": llm.system_fingerprint,
+        "pooled": pooled,
+    }
+    llm.close()
+    return result
+
+
+def peak():
+    """Bytes of host memory at the most while weights are read, and how many there are of them.
+
+    The devices of a CPU take the host's own buffers, so those of the weights count too.
+    """
+    folder, mesh = resolve("forge-tiny"), mesh_of(SHARDS)
+    model = build_model(read_spec(folder), "float32", shards=SHARDS)
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in mesh.leaves(model))
+    whole = build_model(read_spec(folder), "float32")
+    largest = max(leaf.size * leaf.dtype.itemsize for leaf in whole.leaves)
+    gc.collect()
+    tracemalloc.start()
+    leaves = load_weights(model, folder, mesh=mesh, progress=False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    on_each = {
+        device.id: sum(
+            shard.data.nbytes
+            for leaf in leaves
+            for shard in leaf.addressable_shards
+            if shard.device == device
+        )
+        for device in mesh.devices
+    }
+    return {
+        "peak": peak,
+        "total": total,
+        "largest": largest,
+        "of_a_device": sorted(set(on_each.values())),
+        "param_bytes": model.param_bytes,
+    }
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    assert len(jax.devices()) == SHARDS
+    parts = {each.__name__: each for each in (families, two_devices, packed, peak, engine)}
+    print(json.dumps({name: parts[name]() for name in sys.argv[1:]}))

@@ -1,0 +1,119 @@
+"""How weights are cut, and what is refused; on no device."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from forge_jax.assemble import choose_device
+from forge_jax.config import EngineConfig
+from forge_jax.errors import ConfigError
+from forge_jax.models import build_model, read_spec
+from forge_jax.parallel.mesh import choose_mesh
+from forge_jax.parallel.rules import check_shards, cut_of, shard_spec
+
+GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
+FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
+
+
+def config(**options):
+    return EngineConfig.from_options(backend="cpu", **options)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("shards", [2, 4])
+def test_the_shards_of_a_leaf_have_all_of_it_in_the_form_of_a_narrower_model(name, shards):
+    spec = read_spec(GOLDENS / name)
+    check_shards(spec, shards)
+    whole, narrow = build_model(spec), build_model(spec, shards=shards)
+    assert whole.names == narrow.names
+    cut_leaves = 0
+    for leaf_name, leaf, part in zip(whole.names, whole.leaves, narrow.leaves, strict=True):
+        cut = cut_of(leaf_name, spec, shards)
+        if cut is None:
+            assert leaf.shape == part.shape
+            continue
+        cut_leaves += 1
+        numbers = 1 + np.arange(leaf.size).reshape(leaf.shape)
+        parts = [cut.shard(numbers, index) for index in range(shards)]
+        assert {each.shape for each in parts} == {part.shape}
+        there = np.unique(np.concatenate([each.reshape(-1) for each in parts]))
+        assert np.array_equal(there[there > 0], numbers.reshape(-1))
+    assert cut_leaves >= 1 + 4 * spec.num_hidden_layers
+
+
+def test_a_shard_of_queries_has_the_keys_and_values_that_they_ask():
+    spec = read_spec(GOLDENS / "llama31")
+    H, K, D = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    assert (H, K) == (8, 2)
+    head = np.repeat(np.arange(H + 2 * K), D)[:, None]  # the number of each row's head
+    cut = cut_of("layers.0.attention.qkv.weight", spec, 4)
+    assert cut is not None
+    heads = [cut.shard(head, index)[::D, 0].tolist() for index in range(4)]
+    assert heads == [[0, 1, 8, 10], [2, 3, 8, 10], [4, 5, 9, 11], [6, 7, 9, 11]]
+    shard = shard_spec(spec, 4)
+    assert (shard.num_attention_heads, shard.num_key_value_heads) == (2, 1)
+
+
+def test_a_shard_of_gates_has_their_ups():
+    spec = read_spec(GOLDENS / "mixtral")
+    inner = spec.experts.intermediate_size
+    cut = cut_of("layers.0.mlp.gate_up.weight", spec, 2)
+    rows = np.broadcast_to(np.arange(2 * inner)[:, None], (3, 2 * inner, 5))
+    expected = [*range(inner // 2, inner), *range(inner + inner // 2, 2 * inner)]
+    assert cut.shard(rows, 1)[2, :, 4].tolist() == expected
+
+
+def test_a_vocabulary_that_does_not_divide_is_filled_up_with_zeros():
+    spec = read_spec(GOLDENS / "llama2")
+    assert spec.vocab_size == 331
+    cut = cut_of("head.weight", spec, 4)
+    last = cut.shard(np.ones((331, 2)), 3)
+    assert last.shape == (83, 2) and last.sum(axis=0).tolist() == [82, 82]
+
+
+@pytest.mark.parametrize(
+    ("name", "shards", "error"),
+    [
+        ("llama31", 3, "num_attention_heads (8) and num_key_value_heads (2) and intermediate_size"),
+        ("llama2", 8, "num_attention_heads (4) of this model: use --tensor-parallel 1 or 2 or 4"),
+        ("mixtral", 5, "num_key_value_heads (2) and the experts' intermediate size (48) of this"),
+    ],
+)
+def test_a_number_that_does_not_divide_the_model_is_refused(name, shards, error):
+    spec = read_spec(GOLDENS / name)
+    with pytest.raises(ConfigError, match=re.escape(error)) as raised:
+        check_shards(spec, shards)
+    fit = [int(n) for n in re.findall(r"\d+", str(raised.value).split("use ")[1])]
+    assert fit == [n for n in range(1, 9) if n in (1, 2, 4, spec.num_attention_heads)]
+    for n in fit:
+        check_shards(spec, n)
+
+
+def test_heads_of_keys_that_neither_divide_nor_are_divided_are_refused():
+    spec = replace(read_spec(GOLDENS / "llama2"), num_attention_heads=12, num_key_value_heads=6)
+    spec = replace(spec, intermediate_size=24)
+    with pytest.raises(ConfigError, match=r"4 does not divide num_key_value_heads \(6\) of .* 12$"):
+        check_shards(spec, 4)
+    check_shards(spec, 3)
+    check_shards(spec, 12)
+
+
+def test_more_devices_than_there_are_is_refused():
+    asked = config(tensor_parallel=len(jax.devices("cpu")) + 1)
+    with pytest.raises(ConfigError, match="there are 1: XLA_FLAGS=--xla_force_host_platform_dev"):
+        choose_mesh(asked, choose_device(asked))
+
+
+def test_one_device_needs_no_mesh():
+    assert choose_mesh(config(), choose_device(config())) is None
+
+
+def test_what_a_mesh_has_not_is_refused():
+    with pytest.raises(ConfigError, match="--tensor-parallel must be at least 1, not 0"):
+        config(tensor_parallel=0)
+    with pytest.raises(ConfigError, match="use --speculation suffix or ngram"):
+        config(tensor_parallel=2, speculation="draft", draft_model="self", draft_layers=1)

@@ -1,0 +1,118 @@
+"""One model on several devices against the same on one, in processes that have four of a CPU."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHILD = Path(__file__).parent / "child.py"
+FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+
+
+def run_child(*parts):
+    """What the child process finds, by part. The second flag is for the compiler to be quick."""
+    done = subprocess.run(
+        [sys.executable, CHILD, *parts],
+        env=os.environ | {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def models():
+    return run_child("families", "two_devices", "packed", "peak")
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return run_child("engine")["engine"]
+
+
+def expected_collectives(layers, *, ends="down", in_qkv=False):
+    """Of one step, in order."""
+    found = ["all-reduce embed"]
+    for layer in range(layers):
+        inside = [f"layer_{layer}/qkv"] if in_qkv else []
+        inside += [f"layer_{layer}/attention_out", f"layer_{layer}/{ends}"]
+        found += [f"all-reduce {scope}" for scope in inside]
+    return [*found, "all-gather logits"]
+
+
+def test_the_logits_of_every_kind_of_layer_are_those_of_one_device(models):
+    assert len(models["families"]) == 7
+    for name, one in models["families"].items():
+        assert one["difference"] < 2e-4, (name, one)
+        assert one["scale"] > 1.0 and one["same_choice"] == 1.0, (name, one)
+
+
+def test_a_step_adds_up_twice_a_layer_and_gathers_once(models):
+    for name, one in models["families"].items():
+        expected = expected_collectives(
+            2 if name == "gemma2" else 1,
+            ends="experts" if name == "mixtral" else "down",
+            in_qkv=name == "olmo2",  # whose norms of queries and of keys are added up in one
+        )
+        assert one["collectives"] == expected, name
+
+
+def test_two_devices_and_a_cache_in_8_bits(models):
+    # A row of the cache is rounded by itself, but what it holds has been added up differently.
+    assert models["two_devices"]["difference"] < 2e-3
+    assert models["two_devices"]["collectives"] == expected_collectives(1)
+
+
+def test_matrices_that_are_packed_shard_by_shard_are_as_near_as_those_packed_whole(models):
+    if models["packed"] is None:
+        pytest.skip("no CPU kernels on this machine")
+    assert set(models["packed"]) == {"bf16", "int8", "int4"}
+    for form, (far_on_one, far_on_several, scale) in models["packed"].items():
+        assert 0.0 < far_on_one < 0.3 * scale, form
+        assert far_on_several < 1.15 * far_on_one, form
+
+
+def test_each_device_is_given_its_shards_and_the_host_holds_one_leaf_more(models):
+    peak = models["peak"]
+    assert peak["of_a_device"] == [peak["param_bytes"]]
+    assert peak["total"] <= peak["peak"] < peak["total"] + 1.3 * peak["largest"]
+    assert 1.3 * peak["largest"] < 0.2 * peak["total"]
+
+
+def test_an_engine_writes_the_same_tokens_whatever_is_asked_for(engine):
+    one, two, four = (engine[shards] for shards in ("1", "2", "4"))
+    assert one["tokens"] == two["tokens"] == four["tokens"]
+    texts = one["tokens"]
+    assert set(texts) == {"greedy", "drawn", "penalised", "structured"}
+    assert len({json.dumps([text[:16] for text in each]) for each in texts.values()}) == len(texts)
+
+
+def test_prefixes_are_found_drafts_are_accepted_and_steps_that_raise_are_recovered(engine):
+    assert len({each["cached"] for each in engine.values()}) == 1 and engine["1"]["cached"]
+    assert engine["1"]["accepted"] == 0
+    assert all(engine[shards]["accepted"] for shards in ("2", "4"))
+    assert all(each["recoveries"] for each in engine.values())
+
+
+def test_an_engine_pools_the_same_vectors(engine):
+    for one, several in zip(engine["1"]["pooled"], engine["4"]["pooled"], strict=True):
+        assert several == pytest.approx(one, abs=1e-5)
+        assert math.hypot(*several) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_steps_of_an_engine_have_these_collectives_and_on_one_device_none(engine):
+    for shards, each in engine.items():
+        expected = [] if shards == "1" else expected_collectives(each["layers"])
+        assert set(each["collectives"]) == {"mixed[64]"}
+        assert each["collectives"]["mixed[64]"] == expected, shards
+
+
+def test_the_fingerprint_tells_the_numbers_apart(engine):
+    assert [each["settings"] for each in engine.values()] == [None, 2, 4]
+    assert len({each["fingerprint"] for each in engine.values()}) == 3
