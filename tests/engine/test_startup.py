@@ -212,7 +212,7 @@ def test_a_cache_that_does_not_fit_by_xlas_figures_is_made_smaller_once(
     stories, monkeypatch, caplog
 ):
     needed = needed_bytes(stories)
-    monkeypatch.setattr(assemble, "_free_bytes", lambda device: needed - 1)
+    monkeypatch.setattr(assemble, "_free_bytes", lambda device, shards: needed - 1)
     with caplog.at_level(logging.INFO):
         llm = LLM(str(stories), **OPTIONS)
     assert "the KV cache is cut to" in caplog.text
@@ -228,14 +228,14 @@ def test_a_cache_that_does_not_fit_by_xlas_figures_is_made_smaller_once(
 )
 def test_what_cannot_fit_is_a_clear_error(stories, monkeypatch, options, remedy):
     limit = 1 if not options else needed_bytes(stories) // 4
-    monkeypatch.setattr(assemble, "_free_bytes", lambda device: limit)
+    monkeypatch.setattr(assemble, "_free_bytes", lambda device, shards: limit)
     with pytest.raises(ConfigError, match=remedy):
         LLM(str(stories), **OPTIONS, **options)
 
 
 def test_a_late_executable_that_does_not_fit_is_left_out(stories, monkeypatch, caplog):
     needed = needed_bytes(stories)
-    monkeypatch.setattr(assemble, "_free_bytes", lambda device: needed)
+    monkeypatch.setattr(assemble, "_free_bytes", lambda device, shards: needed)
     larger = Executables.memory_bytes
 
     def memory_bytes(self, name):

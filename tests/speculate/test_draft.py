@@ -574,9 +574,9 @@ def test_what_the_draft_model_takes_counts_in_the_memory(llm, stories, monkeypat
     needed = device.memory_bytes() + draft_model.kv_shape.total_bytes
     num_blocks = llm._core.scheduler.pool.num_blocks
     options = SELF | {"num_blocks": num_blocks}
-    monkeypatch.setattr(assemble, "_free_bytes", lambda device: needed)
+    monkeypatch.setattr(assemble, "_free_bytes", lambda device, shards: needed)
     assert LLM(str(stories), **options)._core.scheduler.pool.num_blocks == num_blocks
-    monkeypatch.setattr(assemble, "_free_bytes", lambda device: needed - 1)
+    monkeypatch.setattr(assemble, "_free_bytes", lambda device, shards: needed - 1)
     with pytest.raises(ConfigError, match=r"at most [0-9]+ fit"):
         LLM(str(stories), **options)
 
