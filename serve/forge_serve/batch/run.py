@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -99,6 +100,7 @@ async def answer(
     """
     engine = service.engine
     assert engine is not None
+    counts.begin_s = time.monotonic()
     slots = engine.stats().num_slots
     window = _Window(config.in_flight or slots + max(slots, MIN_WAITING), BYTES_IN_FLIGHT)
     progress = Progress(counts, lambda: engine.stats().generation_tokens, quiet=config.quiet)
