@@ -1,8 +1,9 @@
 """Evaluates a model on a file of questions with `forge-jax batch`, and prints how many are right.
 
-    python examples/batch_evaluation.py [MODEL] [OUT.jsonl]
+    python examples/batch_evaluation.py [MODEL] [OUT.jsonl] [--FLAG ...]
 
 The questions are examples/questions.jsonl. With OUT, a run that was ended goes on where it was.
+The flags are those of `forge-jax batch`.
 """
 
 import json
@@ -33,22 +34,24 @@ def is_right(answer: dict[str, Any], expected: str) -> bool:
     return expected.lower() in words
 
 
-def evaluate(questions: list[dict[str, Any]], model: str, out: Path) -> list[dict[str, Any]]:
+def evaluate(
+    questions: list[dict[str, Any]], model: str, out: Path, flags: tuple[str, ...]
+) -> list[dict[str, Any]]:
     """The answers in the order of the questions; those that OUT has are not made again."""
     source = out.with_suffix(".in.jsonl")
     source.write_text("".join(json.dumps(request(question)) + "\n" for question in questions))
-    command = [sys.executable, "-m", "forge_serve", "batch", str(source), str(out), model]
+    command = [sys.executable, "-m", "forge_serve", "batch", str(source), str(out), model, *flags]
     subprocess.run(command, check=True)
     lines = (json.loads(line) for line in out.read_text().splitlines())
     by_id = {line["id"]: line for line in lines}
     return [by_id[question["id"]] for question in questions]
 
 
-def main(model: str = "forge-tiny", out: str | None = None) -> float:
+def main(model: str = "forge-tiny", out: str | None = None, *flags: str) -> float:
     """Prints the share of right answers by kind and of all, which it returns."""
     questions = [json.loads(line) for line in QUESTIONS.read_text().splitlines()]
     with tempfile.TemporaryDirectory() as folder:
-        answers = evaluate(questions, model, Path(out or f"{folder}/answers.jsonl"))
+        answers = evaluate(questions, model, Path(out or f"{folder}/out.jsonl"), flags)
     asked, right = Counter[str](), Counter[str]()
     for question, answer in zip(questions, answers, strict=True):
         asked[question["kind"]] += 1

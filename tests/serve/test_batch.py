@@ -467,7 +467,8 @@ def evaluation():
 
 def test_the_example_evaluates_the_bundled_model(evaluation, tmp_path, capsys):
     out = tmp_path / "answers.jsonl"
-    accuracy = evaluation.main("forge-tiny", str(out))
+    small = "--deterministic --kernels xla --max-model-len 128".split()  # little to compile
+    accuracy = evaluation.main("forge-tiny", str(out), *small)
     assert 0.9 <= accuracy <= 1.0
     said = capsys.readouterr().out
     assert f"accuracy: {accuracy:.1%}" in said and "capitals: " in said
