@@ -24,6 +24,7 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
 from forge_serve import cli
 from forge_serve.batch import run as running_file
+from forge_serve.batch.errors import BatchFileError
 from forge_serve.batch.files import Input, Output
 from forge_serve.batch.progress import Counts, Progress
 from forge_serve.config import ServerConfig
@@ -293,6 +294,23 @@ def test_an_input_that_was_changed_is_refused(tmp_path, capsys):
     write(source, [{"id": "q0", "prompt": "another"}, *prompts(2)[1:]])
     assert cli.main(["batch", str(source), str(target), *FAKE]) == 1
     assert "this answers a line 1 that" in capsys.readouterr().err
+
+
+def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path):
+    source = write(tmp_path / "in", prompts(3))
+    lines = Input(source, 1 << 20)
+    write(source, [*prompts(2), {"prompt": "another"}])
+    with pytest.raises(BatchFileError, match="has changed while it was read"):
+        list(lines.open_lines())
+
+
+def test_lines_may_be_appended(tmp_path):
+    source, target = write(tmp_path / "in", prompts(2)), tmp_path / "out"
+    batch(source, target)
+    before = target.read_bytes()
+    write(source, prompts(3))
+    assert [answer["id"] for answer in batch(source, target)] == ["q0", "q1", "q2"]
+    assert target.read_bytes().startswith(before)
 
 
 def test_files_that_cannot_be_used_are_one_line_and_end_with_1(tmp_path, capsys):
