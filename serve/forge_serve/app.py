@@ -20,7 +20,7 @@ from aiohttp import hdrs, web
 
 from forge_jax import __version__
 from forge_jax.errors import RequestError
-from forge_serve import embeddings, info, loras, messages, openapi, tokens
+from forge_serve import answering, info, loras, messages, openapi, tokens
 from forge_serve.auth import ApiKeys, tenant_salt
 from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
@@ -28,7 +28,7 @@ from forge_serve.cors import Cors
 from forge_serve.embeddings import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from forge_serve.errors import BodyTimeoutError, NotReadyError, UnknownModelError, error_reply
 from forge_serve.event_stream import EventStream, Replay
-from forge_serve.generation import Generation, News, encode_prompts, truncated
+from forge_serve.generation import Generation, encode_prompts, truncated
 from forge_serve.loras import LoadLoraRequest, UnloadLoraRequest
 from forge_serve.memory import MemoryGuard
 from forge_serve.messages import MessagesForm, MessagesRequest
@@ -55,7 +55,7 @@ from forge_serve.responses_http import (
     whole_number,
 )
 from forge_serve.responses_store import ResponseStore
-from forge_serve.validate import check, check_logprob_values, decode, decode_form
+from forge_serve.validate import check, decode_form
 
 if TYPE_CHECKING:
     from forge_jax.adapters import LoadedAdapter
@@ -412,7 +412,7 @@ class _Endpoints:
         self, http: web.Request, generation: Generation, form: ResponseForm
     ) -> web.StreamResponse:
         if not form.streams:
-            return await _whole(generation, form)
+            return _json(await answering.whole(generation, form))
         keep_alive_s = self._service.config.sse_keep_alive_s
         stream = EventStream(
             http, generation, form, stall_s=WRITE_STALL_S, keep_alive_s=keep_alive_s
@@ -420,82 +420,42 @@ class _Endpoints:
         return await _send(http, stream)
 
     async def _pool(self, http: web.Request, kind: type[PoolingRequest]) -> web.StreamResponse:
-        engine = self._service.ready_engine()
+        self._service.ready_engine()
         self._service.memory.admit()
         request = await self._decode(http, kind)
-        request.check_sampling()
-        prompts = await embeddings.encode_inputs(engine, request)
-        engine = self._service.ready_engine()  # that may have taken long
-        generation = Generation(
-            engine,
-            prompts,
-            embeddings.PARAMS,
-            request_id=f"{request.ID_PREFIX}-{_adopted_id(http, request)}",
-            priority=request.priority or 0,
+        generation = await answering.begin_pooling(
+            self._service,
+            request,
+            unique_id=lambda: _adopted_id(http, request),
             cache_salt=tenant_salt(http, request.cache_salt),
-            timeout_s=self._service.timeout_s(request.timeout),
-            metrics=self._service.metrics,
-            pooling=request.pooling or engine.pooling,  # type: ignore[arg-type]
             lora=http.get(_LORA),
         )
         http[_GENERATION] = generation
         try:
-            vectors = await embeddings.pooled(generation)
-            answer = await request.answer(vectors, embeddings.usage_of(generation))
+            return _json(await answering.pooled(self._service, request, generation))
         finally:
             generation.close()
-        answer["id"] = generation.request_id
-        answer["created"] = int(time.time())
-        answer["model"] = http.get(_LORA) or self._service.model_name
-        return _json_response(answer)
 
     async def _begin[Form: ResponseForm](
         self, http: web.Request, kind: Kind, form_type: Callable[..., Form]
     ) -> tuple[Generation, Form]:
         """Reads a request, and submits it. The caller has to close the generation."""
-        engine = self._service.ready_engine()
+        self._service.ready_engine()
         self._service.memory.admit()
-        limits = self._service.config.limits
         request = await self._read(http, kind)
-        try:
-            params, answers = request.sampling_params(), None
-            if isinstance(request, ChatRequest):
-                answers = self._service.chat_answers(request)
-            prompts = await encode_prompts(engine, request)
-            prompts = truncated(prompts, request, params.max_tokens, engine)
-            if answers is not None:
-                params = await answers.params(params, prompts[0], engine)
-            await engine.prepare(params)
-            prompt_lens = [len(prompt.token_ids) for prompt in prompts]
-            check_logprob_values(params, prompt_lens, engine.max_model_len, limits)
-            engine = self._service.ready_engine()  # all of that may have taken long
-            unique_id = _adopted_id(http, request)
-            if kind is ResponsesRequest:  # it is found again by its id
-                unique_id = _new_id()
-            form = form_type(
-                request,
-                prompts,
-                engine.tokenizer,
-                unique_id=unique_id,
-                model=http.get(_LORA) or self._service.model_name,
-                created_s=int(time.time()),
-                system_fingerprint=engine.system_fingerprint,
-                **({} if answers is None else {"answers": answers}),
-            )
-            generation = Generation(
-                engine,
-                prompts,
-                params,
-                request_id=form.id,
-                priority=request.priority or 0,
-                cache_salt=tenant_salt(http, request.cache_salt),
-                timeout_s=self._service.timeout_s(request.timeout),
-                metrics=self._service.metrics,
-                reasoning=form.reasoning_tokens,
-                lora=http.get(_LORA),
-            )
-        except RequestError as error:
-            raise request.in_its_words(error) from error
+
+        def unique_id() -> str:
+            adopted = _adopted_id(http, request)
+            return _new_id() if kind is ResponsesRequest else adopted  # found again by its id
+
+        generation, form = await answering.begin(
+            self._service,
+            request,
+            form_type,
+            unique_id=unique_id,
+            cache_salt=tenant_salt(http, request.cache_salt),
+            lora=http.get(_LORA),
+        )
         http[_GENERATION] = generation
         return generation, form
 
@@ -515,7 +475,7 @@ class _Endpoints:
         return request
 
     async def _decode[Body: GenerationRequest](self, http: web.Request, kind: type[Body]) -> Body:
-        request = decode(await _body(http), kind, self._service.config.limits)
+        request = answering.read(self._service, await _body(http), kind)
         lora = self._service.lora_of(request.model)
         if lora is not None:
             http[_LORA] = lora
@@ -569,7 +529,11 @@ class _Endpoints:
 
 def _json_response(answer: Any) -> web.Response:
     """Of answers that may be long: a tenth of the time that `web.json_response` takes."""
-    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+    return _json(msgspec.json.encode(answer))
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
 
 
 async def _body(http: web.Request) -> bytes:
@@ -610,19 +574,3 @@ async def _send(http: web.Request, stream: EventStream | Replay) -> web.StreamRe
     except ConnectionError:
         http[_CLIENT_LEFT] = True  # the caller aborts the generation
     return stream.response
-
-
-async def _whole(generation: Generation, form: ResponseForm) -> web.Response:
-    over = asyncio.Event()
-
-    def take(news: News) -> None:
-        for choice, delta in news:
-            form.add(choice, delta)
-        if generation.over:
-            over.set()
-
-    generation.begin(take)
-    await over.wait()
-    if generation.failure is not None:
-        raise generation.failure
-    return web.Response(body=form.body(generation.usage), content_type="application/json")

@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import forge_jax
@@ -26,6 +27,7 @@ from forge_jax.config import (
 )
 from forge_jax.errors import ForgeError
 from forge_jax.observe.startup import StartupTimes
+from forge_serve.batch.config import SERVER_FLAGS, BatchRunConfig
 from forge_serve.config import ServerConfig
 from forge_serve.limits import Limits
 
@@ -38,6 +40,21 @@ SECTIONS: dict[str, type] = {
     "server": ServerConfig,
     "limits": Limits,
 }
+BATCH_SECTIONS: dict[str, type] = {
+    "files": BatchRunConfig,
+    **{name: section for name, section in SECTIONS.items() if section is not ServerConfig},
+}
+_BATCH_HELP = """\
+Answer a file of requests without a server, each line as the server would have answered it.
+
+A line of IN is a line of OpenAI's batch files, or a plain request:
+  {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+   "body": {"messages": [{"role": "user", "content": "What is 2+2?"}]}}
+  {"prompt": "Once upon a time", "max_tokens": 32}
+  {"id": 7, "messages": [{"role": "user", "content": "What is 2+2?"}], "temperature": 0}
+OUT has one line for each, in the order in which they are done; what cannot be answered has
+its error there. A run that was ended goes on where it was: give the same command again.
+"""
 
 
 # What decides the weights that `convert` writes.
@@ -134,14 +151,53 @@ def make_parser() -> argparse.ArgumentParser:
         for flag in flags(section):
             if flag.name in CONVERT:
                 _add(convert, flag)
+    _add_batch(commands)
     return parser
+
+
+def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    batch = commands.add_parser(
+        "batch",
+        help="answer a file of requests",
+        usage="forge-jax batch IN OUT [MODEL | --model MODEL] [options]",
+        description=_BATCH_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = {field.name: field for field in dataclasses.fields(ModelConfig)}["model"]
+    batch.add_argument("input", type=Path, metavar="IN", help="requests, one in each line")
+    batch.add_argument(
+        "output", type=Path, metavar="OUT", help="answers; those that it has are not made again"
+    )
+    batch.add_argument(
+        "model_at_end",
+        nargs="?",
+        metavar="MODEL",
+        help=f"{model.metadata['doc']} (default: {model.default})",
+    )
+    batch.add_argument("--model", metavar="MODEL", help="the same as a flag")
+    for title, section in BATCH_SECTIONS.items():
+        group = batch.add_argument_group(title)
+        for flag in flags(section):
+            _add(group, flag)
+    group = batch.add_argument_group("as of the server")
+    for flag in flags(ServerConfig):
+        if flag.name in SERVER_FLAGS:
+            _add(group, flag)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     startup = StartupTimes()
-    options = vars(make_parser().parse_args(argv))
-    if options.pop("command") == "convert":
+    parser = make_parser()
+    options = vars(parser.parse_args(argv))
+    command = options.pop("command")
+    if command == "convert":
         return _convert(options.pop("out"), options)
+    if command == "batch":
+        at_end = options.pop("model_at_end")
+        if at_end is not None and options["model"] is not None:
+            parser.error("MODEL and --model: give one of them")
+        options["model"] = at_end or options["model"] or ModelConfig.model
+        return _batch(options)
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
     gc.disable()  # until the engine is ready: looking for garbage takes a tenth of a start
     try:
@@ -168,6 +224,29 @@ def _convert(out: str, options: dict[str, Any]) -> int:
     except ForgeError as error:
         print(f"forge-jax: {error}", file=sys.stderr)
         return 1
+
+
+def _batch(options: dict[str, Any]) -> int:
+    gc.disable()  # until the engine is ready, as `serve` has it
+    try:
+        config = BatchRunConfig(
+            input=options.pop("input"),
+            output=options.pop("output"),
+            **_taken(options, BatchRunConfig),
+        )
+        limits = Limits(**_taken(options, Limits))
+        server = ServerConfig(**{n: options.pop(n) for n in SERVER_FLAGS}, limits=limits)
+        engine = EngineConfig.from_options(**options)
+        from forge_serve.batch.run import batch
+
+        return batch(engine, server, config)
+    except ForgeError as error:
+        print(f"forge-jax: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # while the model was loaded
+        return 130
+    finally:
+        gc.enable()
 
 
 def _taken(options: dict[str, Any], section: type) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from forge_serve.batch.config import SERVER_FLAGS, BatchRunConfig
 from forge_serve.cli import SECTIONS, Flag, flags
+from forge_serve.config import ServerConfig
 from forge_serve.limits import Limits, rows
 
 DEFAULT_FILE = "docs/configuration.md"
@@ -26,6 +28,17 @@ many tokens it may have is what the model's context has room for.
 |---|---|---|---|
 """
 
+_BATCH_HEAD = """
+## Files of requests
+
+`forge-jax batch IN OUT [MODEL]` ([batch.md](batch.md)) takes the flags above of the model, the KV
+cache, the batch, speculation, the device and the limits; of the server,
+{server}; and its own:
+
+| flag | default | what it does |
+|---|---|---|
+"""
+
 
 def page() -> str:
     """The page as Markdown: one table per section."""
@@ -36,11 +49,15 @@ def page() -> str:
             parts.append(_limits())
             continue
         parts.append("| flag | default | what it does |\n|---|---|---|\n")
-        parts += [
-            f"| `{_usage(flag)}` | `{flag.default_text}` | {_cell(flag.doc)} |\n"
-            for flag in flags(section)
-        ]
+        parts += [_row(flag) for flag in flags(section)]
+    named = [f"`{flag.flag}`" for flag in flags(ServerConfig) if flag.name in SERVER_FLAGS]
+    parts.append(_BATCH_HEAD.format(server=f"{', '.join(named[:-1])} and {named[-1]}"))
+    parts += [_row(flag) for flag in flags(BatchRunConfig)]
     return "".join(parts)
+
+
+def _row(flag: Flag) -> str:
+    return f"| `{_usage(flag)}` | `{flag.default_text}` | {_cell(flag.doc)} |\n"
 
 
 def _limits() -> str:

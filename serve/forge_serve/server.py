@@ -72,7 +72,7 @@ def serve(
         def load() -> StreamingEngine:
             return load_engine(engine_config, server_config, startup)
 
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             finished = runner.run(_serve(sock, server_config, load))
     if not finished:  # a thread still loads or compiles, and none can be ended from outside
         sys.stdout.flush()
@@ -253,7 +253,7 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's loop where there is one: a fifth less work per event."""
     with contextlib.suppress(ImportError):
         import uvloop

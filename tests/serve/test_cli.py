@@ -147,7 +147,7 @@ def test_help_and_version_import_nothing_heavy():
         "heavy = {'jax', 'jaxlib', 'flax', 'aiohttp', 'forge_jax.engine'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    for arguments in (["--help"], ["serve", "--help"], ["--version"]):
+    for arguments in (["--help"], ["serve", "--help"], ["batch", "--help"], ["--version"]):
         done = subprocess.run(
             [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60
         )

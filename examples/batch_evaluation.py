@@ -1,0 +1,71 @@
+"""Evaluates a model on a file of questions with `forge-jax batch`, and prints how many are right.
+
+    python examples/batch_evaluation.py [MODEL] [OUT.jsonl] [--FLAG ...]
+
+The questions are examples/questions.jsonl. With OUT, a run that was ended goes on where it was.
+The flags are those of `forge-jax batch`.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+QUESTIONS = Path(__file__).parent / "questions.jsonl"
+SYNONYMS = {"four": "4", "seven": "7", "eight": "8", "twelve": "12", "sixty": "60"}
+
+
+def request(question: dict[str, Any]) -> dict[str, Any]:
+    """A line of the input: a chat, greedy, with the question's id."""
+    messages = [{"role": "user", "content": question["question"]}]
+    return {"id": question["id"], "messages": messages, "temperature": 0, "max_tokens": 32}
+
+
+def is_right(answer: dict[str, Any], expected: str) -> bool:
+    """Whether the expected answer is the last number or among the words of what came."""
+    words: list[str] = re.findall(r"[a-z]+|\d+", (answer.get("text") or "").lower())
+    words = [SYNONYMS.get(word) or word for word in words]
+    if expected.isdecimal():
+        return [word for word in words if word.isdecimal()][-1:] == [expected]
+    return expected.lower() in words
+
+
+def evaluate(
+    questions: list[dict[str, Any]], model: str, out: Path, flags: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """The answers in the order of the questions; those that OUT has are not made again."""
+    source = out.with_suffix(".in.jsonl")
+    source.write_text("".join(json.dumps(request(question)) + "\n" for question in questions))
+    command = [sys.executable, "-m", "forge_serve", "batch", str(source), str(out), model, *flags]
+    subprocess.run(command, check=True)
+    lines = (json.loads(line) for line in out.read_text().splitlines())
+    by_id = {line["id"]: line for line in lines}
+    return [by_id[question["id"]] for question in questions]
+
+
+def main(model: str = "forge-tiny", out: str | None = None, *flags: str) -> float:
+    """Prints the share of right answers by kind and of all, which it returns."""
+    questions = [json.loads(line) for line in QUESTIONS.read_text().splitlines()]
+    with tempfile.TemporaryDirectory() as folder:
+        answers = evaluate(questions, model, Path(out or f"{folder}/out.jsonl"), flags)
+    asked, right = Counter[str](), Counter[str]()
+    for question, answer in zip(questions, answers, strict=True):
+        asked[question["kind"]] += 1
+        if is_right(answer, question["answer"]):
+            right[question["kind"]] += 1
+        else:
+            said = answer.get("text", answer.get("error"))
+            print(f"wrong: {question['question']} {said!r}, not {question['answer']}")
+    for kind, number in asked.items():
+        print(f"{kind}: {right[kind]} of {number}")
+    accuracy = right.total() / asked.total()
+    print(f"accuracy: {accuracy:.1%}")
+    return accuracy
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,219 @@
+"""The input, which is read in a stream, and the output, which takes whole lines.
+
+Of a line that is not being answered nine bytes are kept: a hash of its text, and whether it is
+done; eight more, of its id, while ids are compared.
+"""
+
+from __future__ import annotations
+
+import codecs
+import fcntl
+import os
+import stat
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+
+from forge_serve.batch.errors import BatchFileError, LineError
+from forge_serve.batch.forms import Form, Line, OpenAIForm, form_of
+
+_CHUNK = 1024 * 1024
+
+
+class Input:
+    """A file of requests, looked through once: how many lines there are, and in which form.
+
+    Args:
+      max_line_bytes: a longer line is not read.
+
+    Raises:
+      BatchFileError: it cannot be read, or two of its lines have the same id.
+    """
+
+    def __init__(self, path: Path, max_line_bytes: int):
+        self.path = path
+        self.num_requests = 0  # lines that are not empty
+        self._max_line_bytes = max_line_bytes
+        self._digests, ids = array("Q"), array("Q")  # of each line; 0: it is empty, has no id
+        form: Form | None = None
+        for line in self._lines():
+            if form is None and line.digest:
+                form = form_of(line)
+            name = None if form is None else _id(form, line)
+            self._digests.append(line.digest)
+            ids.append(0 if name is None else _digest(msgspec.json.encode(name)))
+            self.num_requests += bool(line.digest)
+        self.form: Form = form or OpenAIForm()
+        self._check_ids(ids)
+        self._done = bytearray(len(self._digests))
+
+    def mark_done(self, number: int, digest: int) -> bool:
+        """Notes that a line has its answer; False: there is no such line here."""
+        if not 1 <= number <= len(self._digests) or self._digests[number - 1] != digest:
+            return False
+        self._done[number - 1] = 1
+        return True
+
+    def open_lines(self) -> Iterator[Line]:
+        """The lines that have no answer yet.
+
+        Raises:
+          BatchFileError: the file has changed meanwhile.
+        """
+        for i, line in enumerate(self._lines()):
+            if i >= len(self._digests) or line.digest != self._digests[i]:
+                raise BatchFileError(f"{self.path} has changed while it was read")
+            if line.digest and not self._done[i]:
+                yield line
+
+    def _lines(self) -> Iterator[Line]:
+        with _readable(self.path) as file:
+            number = 0
+            while data := file.readline(self._max_line_bytes + 1):
+                number += 1
+                if number == 1:
+                    data = data.removeprefix(codecs.BOM_UTF8)
+                if len(data) <= self._max_line_bytes or data.endswith(b"\n"):
+                    text = data.strip()
+                    yield Line(number, _digest(text) if text else 0, text)
+                    continue
+                hasher = blake2b(data, digest_size=8)
+                while (more := file.readline(_CHUNK)) and not more.endswith(b"\n"):
+                    hasher.update(more)
+                hasher.update(more.rstrip())
+                yield Line(number, int.from_bytes(hasher.digest()) or 1, None)
+
+    def _check_ids(self, ids: array[int]) -> None:
+        """Refuses ids that two lines have: whose would the answer be?"""
+        hashes = np.sort(np.frombuffer(ids, np.uint64)) if ids else np.zeros(0, np.uint64)
+        twice = set(hashes[1:][(hashes[1:] == hashes[:-1]) & (hashes[1:] != 0)].tolist())
+        if not twice:
+            return
+        first = dict[str | int, int]()
+        for line, value in zip(self._lines(), ids, strict=True):
+            name = _id(self.form, line) if value in twice else None
+            if name is None:
+                continue
+            if name in first:
+                raise BatchFileError(
+                    f"{self.path}, line {line.number}: the {self.form.id_name} {name!r} is also "
+                    f"that of line {first[name]}: each line must have its own"
+                )
+            first[name] = line.number
+
+
+class Output:
+    """A file of answers, open to take more. Only one process may have it open.
+
+    What an earlier run has written into it is kept, and noted in the input as done; a line that it
+    was in the middle of is cut off.
+
+    Raises:
+      BatchFileError: it cannot be written, or holds anything but answers to this input.
+    """
+
+    def __init__(self, path: Path, lines: Input):
+        self.path = path
+        self.num_found = 0  # answers of earlier runs
+        try:
+            if path.exists() and path.samefile(lines.path):
+                raise BatchFileError(f"{path} is the input: pass another file for the output")
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise _failed("write", path, error) from error
+        try:
+            self._lock()
+            self._find_answers(lines)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            with self._file:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _failed("write", self.path, error) from error
+
+    def write(self, line: bytes) -> None:
+        """Hands a line over to the system: what has been written outlives this process."""
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise _failed("write", self.path, error) from error
+
+    def _lock(self) -> None:
+        mode = os.fstat(self._file.fileno()).st_mode
+        if not stat.S_ISREG(mode):
+            raise BatchFileError(
+                f"{self.path} is not a regular file: a run could not go on from it"
+            )
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BatchFileError(f"{self.path}: another process is writing into it") from error
+
+    def _find_answers(self, lines: Input) -> None:
+        form, end = lines.form, 0
+        self._file.seek(0)
+        for number, data in enumerate(self._file, start=1):
+            whole = data.endswith(b"\n")
+            if not whole:
+                ours = data.startswith(form.beginning) or form.beginning.startswith(data)
+                answered = None
+            else:
+                answered = form.answered(data)
+                ours = answered is not None
+            if not ours:
+                raise BatchFileError(
+                    f"{self.path}, line {number}: this is no answer to a line of {lines.path}: "
+                    "pass another file for the output"
+                )
+            if answered is None:
+                break
+            if not lines.mark_done(*answered):
+                raise BatchFileError(
+                    f"{self.path}, line {number}: this answers a line {answered[0]} that "
+                    f"{lines.path} does not have, or no longer: pass another file for the output"
+                )
+            self.num_found += 1
+            end += len(data)
+        self._file.truncate(end)
+        self._file.seek(0, os.SEEK_END)
+
+
+def _id(form: Form, line: Line) -> str | int | None:
+    try:
+        return form.id_of(line) if line.digest else None
+    except LineError:
+        return None
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise BatchFileError(f"{path} is not a regular file: it is read several times")
+            yield file
+    except OSError as error:
+        raise _failed("read", path, error) from error
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest()) or 1
+
+
+def _failed(verb: str, path: Path, error: OSError) -> BatchFileError:
+    return BatchFileError(f"cannot {verb} {path}: {error.strerror or type(error).__name__}")

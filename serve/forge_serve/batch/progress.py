@@ -1,0 +1,81 @@
+"""How far a run is: a bar where somebody looks at it, and a summary at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tqdm import tqdm
+
+REFRESH_S = 0.5
+
+
+@dataclass
+class Counts:
+    """Lines and tokens of a run; `found` are lines that earlier runs had answered."""
+
+    requests: int
+    found: int
+    answered: int = 0
+    errors: int = 0  # of `answered`
+    tokens: int = 0  # generated
+    begin_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / max(time.monotonic() - self.begin_s, 1e-3)
+
+    def summary(self) -> str:
+        parts = [f"{self.answered} of {self.requests} lines answered"]
+        if self.found:
+            parts[0] += f" now, {self.found} before"
+        if self.errors:
+            parts.append(f"{self.errors} of them are errors")
+        seconds = time.monotonic() - self.begin_s
+        parts.append(
+            f"{self.tokens} tokens generated in {seconds:.1f} s ({self.tokens_per_s:,.0f} tokens/s)"
+        )
+        return "; ".join(parts)
+
+
+class Progress:
+    """The bar on stderr, where that is a terminal.
+
+    Args:
+      tokens: how many the engine has generated.
+    """
+
+    def __init__(self, counts: Counts, tokens: Callable[[], int], *, quiet: bool):
+        self._counts, self._tokens, self._before = counts, tokens, tokens()
+        self._bar = tqdm(
+            total=counts.requests,
+            initial=counts.found,
+            unit=" lines",
+            dynamic_ncols=True,
+            disable=True if quiet else None,
+            file=sys.stderr,
+        )
+
+    async def keep_fresh(self) -> None:
+        """Refreshes the bar for ever, if there is one."""
+        while not self._bar.disable:
+            self.refresh()
+            await asyncio.sleep(REFRESH_S)
+
+    def refresh(self) -> None:
+        """Shows what has come of the lines that are not done, too."""
+        counts = self._counts
+        counts.tokens = self._tokens() - self._before
+        if not self._bar.disable:
+            errors = f", {counts.errors} errors" if counts.errors else ""
+            self._bar.set_postfix_str(f"{counts.tokens_per_s:,.0f} tokens/s{errors}")
+
+    def line(self) -> None:
+        self._bar.update()
+
+    def close(self) -> None:
+        self.refresh()
+        self._bar.close()

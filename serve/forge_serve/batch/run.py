@@ -1,0 +1,274 @@
+"""A run: lines from the input to the engine, as many at once as keep it full, and into the output.
+
+Each answer is made by the functions that the HTTP server calls (`answering`), so that a line says
+what a server would have said. Answers are written as they come: one that takes long holds up none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from forge_jax.config import EngineConfig
+from forge_jax.errors import EngineError, OverloadedError, RequestError
+from forge_serve import answering
+from forge_serve.app import Service
+from forge_serve.batch.config import BatchRunConfig
+from forge_serve.batch.errors import LineError
+from forge_serve.batch.files import Input, Output
+from forge_serve.batch.forms import FORMS, Asked, Line
+from forge_serve.batch.progress import Counts, Progress
+from forge_serve.config import ServerConfig
+from forge_serve.embeddings import PoolingRequest
+from forge_serve.errors import error_reply
+from forge_serve.limits import KIB, MIB
+from forge_serve.server import load_engine, loop_factory
+
+MIN_WAITING = 64  # lines in flight beside those that run
+BYTES_IN_FLIGHT = 64 * MIB  # of lines; one alone may have more
+ENVELOPE_BYTES = 64 * KIB  # of a line, beside its body
+AGAIN_S = 0.2  # after what was refused because too much waits
+ENGINE_IS_GONE = ("stopping", "stopped", "failed")
+
+log = logging.getLogger(__name__)
+
+
+def batch(engine_config: EngineConfig, server_config: ServerConfig, config: BatchRunConfig) -> int:
+    """Answers the lines of a file that have no answer yet. Returns the exit status.
+
+    Raises:
+      BatchFileError: a file is not what it must be. The lines that were answered stay so.
+      ConfigError: the configuration does not fit.
+      ModelError: the model cannot be served.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    if not config.quiet:
+        logging.getLogger("forge_serve.ignored_fields").setLevel(logging.INFO)
+    lines = Input(config.input, server_config.limits.body_bytes + ENVELOPE_BYTES)
+    with Output(config.output, lines) as output:
+        counts = Counts(lines.num_requests, output.num_found)
+        if lines.num_requests == output.num_found:
+            _say(config, counts.summary())
+            return 0
+        service = Service(server_config)
+        engine = service.engine = load_engine(engine_config, server_config)
+        signals: list[int] = []
+
+        async def run() -> bool:
+            """Returns whether executables are still being made, in threads that cannot be ended."""
+            engine.start()
+            try:
+                with _signals_cancel(signals):
+                    await answer(service, lines, output, config, counts)
+            except asyncio.CancelledError:
+                if not signals:
+                    raise
+            finally:
+                compiling = engine.stats().state == "serving"
+                await engine.stop()
+            return compiling
+
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            compiling = runner.run(run())
+    _say(config, counts.summary())
+    if signals:
+        _say(config, "interrupted: the same command goes on with what is left")
+    status = 128 + signals[0] if signals else 0
+    if compiling:
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+async def answer(
+    service: Service, lines: Input, output: Output, config: BatchRunConfig, counts: Counts
+) -> None:
+    """Answers every open line of the input on the service's engine, which has been started.
+
+    Raises:
+      BatchFileError: a file is not what it must be.
+      EngineError: the engine has failed, and has no answer to what is left.
+    """
+    engine = service.engine
+    assert engine is not None
+    counts.begin_s = time.monotonic()
+    slots = engine.stats().num_slots
+    window = _Window(config.in_flight or slots + max(slots, MIN_WAITING), BYTES_IN_FLIGHT)
+    progress = Progress(counts, lambda: engine.stats().generation_tokens, quiet=config.quiet)
+    refreshing = asyncio.ensure_future(progress.keep_fresh())
+    run = _Run(service, lines, output, window, progress, counts)
+    try:
+        with logging_redirect_tqdm():
+            await run.answer_all()
+    except ExceptionGroup as group:
+        raise _first(group) from None
+    finally:
+        refreshing.cancel()
+        progress.close()
+
+
+class _Run:
+    def __init__(
+        self,
+        service: Service,
+        lines: Input,
+        output: Output,
+        window: _Window,
+        progress: Progress,
+        counts: Counts,
+    ):
+        self._service = service
+        self._lines = lines
+        self._form = lines.form
+        self._output = output
+        self._window = window
+        self._progress = progress
+        self._counts = counts
+
+    async def answer_all(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for line in self._lines.open_lines():
+                size = len(line.data or b"")
+                await self._window.enter(size)
+                tasks.create_task(self._answer(line)).add_done_callback(
+                    lambda _, size=size: self._window.leave(size)
+                )
+
+    async def _answer(self, line: Line) -> None:
+        try:
+            asked = self._form.read(line)
+            status, unique_id, body = await self._post(line, asked)
+            answer = self._form.answer(line, status, unique_id, body)
+        except LineError as error:
+            status, answer = 400, self._form.refusal(line, error)
+        self._output.write(answer)
+        self._counts.answered += 1
+        self._counts.errors += status != 200
+        self._progress.line()
+
+    async def _post(self, line: Line, asked: Asked) -> tuple[int, str, bytes]:
+        """Status, request id and body, as a server would have answered."""
+        unique_id = f"{line.number:09d}-{line.digest:016x}"
+        try:
+            limits = self._service.config.limits
+            if len(asked.body) > limits.body_bytes:
+                raise web.HTTPRequestEntityTooLarge(limits.body_bytes, len(asked.body))
+            request = answering.read(self._service, asked.body, asked.kind)
+            unique_id = request.request_id or unique_id
+            if request.streams:
+                raise RequestError("stream: a batch has no streams: leave it out", param="stream")
+            while True:
+                try:
+                    return 200, unique_id, await self._generate(request, unique_id)
+                except OverloadedError:
+                    # Others wait in the engine, which this one would not help.
+                    await self._window.changed(AGAIN_S)
+        except Exception as error:
+            assert self._service.engine is not None
+            if isinstance(error, EngineError):
+                state = self._service.engine.stats().state
+                if state in ENGINE_IS_GONE:
+                    raise EngineError(f"the engine is {state}: the rest has no answer") from error
+            reply = error_reply(error)
+            return reply.status, unique_id, reply.body()
+
+    async def _generate(self, request: answering.Request, unique_id: str) -> bytes:
+        service, cache_salt = self._service, request.cache_salt or ""
+        if isinstance(request, PoolingRequest):
+            generation = await answering.begin_pooling(
+                service, request, unique_id=lambda: unique_id, cache_salt=cache_salt
+                lora=service.lora_of(request.model),
+            )
+            try:
+                return await answering.pooled(service, request, generation)
+            finally:
+                generation.close()
+        generation, form = await answering.begin(
+            service,
+            request,
+            FORMS[type(request)],
+            unique_id=lambda: unique_id,
+            cache_salt=cache_salt,
+            lora=service.lora_of(request.model),
+        )
+        try:
+            return await answering.whole(generation, form)
+        finally:
+            generation.close()
+
+
+class _Window:
+    """How many lines may be in flight, and how many bytes of them."""
+
+    def __init__(self, most: int, most_bytes: int):
+        self._most, self._most_bytes = most, most_bytes
+        self._number = self._bytes = 0
+        self._left = asyncio.Event()
+
+    async def enter(self, size: int) -> None:
+        """Waits until there is room for a line of so many bytes."""
+        while self._number and (
+            self._number >= self._most or self._bytes + size > self._most_bytes
+        ):
+            await self._wait()
+        self._number += 1
+        self._bytes += size
+
+    def leave(self, size: int) -> None:
+        self._number -= 1
+        self._bytes -= size
+        self._left.set()
+
+    async def changed(self, at_most_s: float) -> None:
+        """Waits until a line is done, or so long."""
+        try:
+            async with asyncio.timeout(at_most_s):
+                await self._wait()
+        except TimeoutError:
+            pass
+
+    async def _wait(self) -> None:
+        self._left.clear()
+        await self._left.wait()
+
+
+@contextmanager
+def _signals_cancel(arrived: list[int]) -> Iterator[None]:
+    """While it lasts, SIGINT and SIGTERM cancel this task, and are noted."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def cancel(number: int) -> None:
+        arrived.append(number)
+        task.cancel()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, cancel, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _first(group: ExceptionGroup) -> Exception:
+    """One of the errors that ended a run, each of which would have ended it alone."""
+    error: Exception = group
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _say(config: BatchRunConfig, text: str) -> None:
+    if not config.quiet:
+        print(f"forge-jax: {text}", file=sys.stderr)
