@@ -174,6 +174,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         compilations=compilations,
         late=None if ready else late,
         pooler=runner,
+        steps=runner,
         startup=startup,
         system_fingerprint=fingerprint,
         architecture=spec.architecture,

@@ -18,8 +18,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import EngineConfig
@@ -35,6 +37,8 @@ from forge_jax.process.messages import (
     FromEngine,
     Hello,
     News,
+    Profile,
+    Profiled,
     Refused,
     Start,
     Stats,
@@ -122,6 +126,7 @@ class EngineProcess(StreamingEngine):
         self._pauses = contextlib.ExitStack()
         self._heard_s = clock()  # when the process last said something
         self._recovery: asyncio.Task[None] | None = None
+        self._profiling: deque[asyncio.Future[None]] = deque()  # until the process answers
         self._introduce(process.hello)
         self.pooling = start.config.model.pooling
         if start.fake:
@@ -221,6 +226,27 @@ class EngineProcess(StreamingEngine):
             restarts=self.num_restarts,
         )
 
+    async def start_profile(self, folder: Path) -> None:
+        await self._profile(str(folder.absolute()))
+
+    async def stop_profile(self) -> None:
+        await self._profile(None)
+
+    async def _profile(self, folder: str | None) -> None:
+        if self._transport is None:
+            raise EngineError("there is no engine process at the moment")
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._profiling.append(answer)
+        self._send(Profile(folder))
+        await answer
+
+    def _end_profiling(self) -> None:
+        """Whoever waits for a profile of a process that has ended waits in vain."""
+        while self._profiling:
+            answer = self._profiling.popleft()
+            if not answer.done():
+                answer.set_exception(EngineError("the engine process has ended"))
+
     # ---- requests ------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
@@ -299,10 +325,19 @@ class EngineProcess(StreamingEngine):
                 self._stats = message.stats
                 if self._state in ("serving", "ready") and message.stats.state != "failed":
                     self._state = message.stats.state
+            case Profiled(error) if self._profiling:
+                answer = self._profiling.popleft()
+                if answer.done():  # nobody waits for it any more
+                    return
+                if error is None:
+                    answer.set_result(None)
+                else:
+                    answer.set_exception(error.error())
 
     def _lost(self, process: _Process) -> None:
         """The process has ended, or says what nobody understands."""
         self._transport = None
+        self._end_profiling()
         if self._state not in ("serving", "ready"):
             return
         self._state = "recovering"

@@ -126,7 +126,13 @@ class Abort(msgspec.Struct, tag="abort"):
     request_id: str
 
 
-ToEngine = Start | Submit | Abort
+class Profile(msgspec.Struct, tag="profile"):
+    """Begins a trace, to be written into a folder, or ends it."""
+
+    folder: str | None  # None: it ends
+
+
+ToEngine = Start | Submit | Abort | Profile
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -162,7 +168,13 @@ class Stats(msgspec.Struct, tag="stats"):
     stats: EngineStats
 
 
-FromEngine = Hello | Refused | News | Stats
+class Profiled(msgspec.Struct, tag="profiled"):
+    """The answer to each `Profile`, in their order."""
+
+    error: WireError | None = None
+
+
+FromEngine = Hello | Refused | News | Stats | Profiled
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -19,16 +19,20 @@ import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 from forge_jax.core import Outputs
 from forge_jax.engine import Engine
-from forge_jax.errors import EngineError, ForgeError
+from forge_jax.errors import EngineError, ForgeError, RequestError
 from forge_jax.outputs import Delta
 from forge_jax.process.messages import (
     Abort,
     Frames,
+    FromEngine,
     Hello,
     News,
+    Profile,
+    Profiled,
     Refused,
     Start,
     Stats,
@@ -53,6 +57,8 @@ class _Worker(asyncio.Protocol):
         self._engine: Engine | None = None
         self._loading = False
         self._news: Outputs = {}  # of this turn of the event loop
+        self._profiling: set[asyncio.Task[None]] = set()
+        self._one_profile = asyncio.Lock()
         self._sent: EngineStats | None = None
         self._sent_s = 0.0
 
@@ -90,6 +96,26 @@ class _Worker(asyncio.Protocol):
                     stream.push_to(partial(self._gather, request.request_id))
             case Abort(request_id) if engine is not None:
                 engine.abort(request_id)
+            case Profile(folder) if engine is not None:
+                task = self._loop.create_task(self._profile(engine, folder))
+                self._profiling.add(task)
+                task.add_done_callback(self._profiling.discard)
+
+    async def _profile(self, engine: Engine, folder: str | None) -> None:
+        async with self._one_profile:
+            try:
+                if folder is None:
+                    await engine.stop_profile()
+                else:
+                    await engine.start_profile(Path(folder))
+            except ForgeError as error:
+                self._send(Profiled(WireError.of(error)))
+            except Exception as error:
+                log.exception("a profile could not be taken")
+                failure = RequestError(f"no profile could be taken: {type(error).__name__}")
+                self._send(Profiled(WireError.of(failure)))
+            else:
+                self._send(Profiled())
 
     def _load(self, start: Start) -> None:
         try:
@@ -128,7 +154,7 @@ class _Worker(asyncio.Protocol):
         )
         self._tell_stats()
 
-    def _send(self, message: Hello | Refused | News | Stats) -> None:
+    def _send(self, message: FromEngine) -> None:
         self._transport.write(frame(message))
 
     def _gather(self, request_id: str, deltas: list[Delta]) -> None:

@@ -26,15 +26,20 @@ from forge_jax.config import (
 )
 from forge_jax.errors import ForgeError
 from forge_jax.observe.startup import StartupTimes
+from forge_jax.profile.config import Workload
+from forge_serve import profile_cli
 from forge_serve.config import ServerConfig
 from forge_serve.limits import Limits
 
-SECTIONS: dict[str, type] = {
+ENGINE_SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "KV cache": CacheConfig,
     "batch": BatchConfig,
     "speculation": SpeculationConfig,
     "device": ParallelConfig,
+}
+SECTIONS: dict[str, type] = {
+    **ENGINE_SECTIONS,
     "server": ServerConfig,
     "limits": Limits,
 }
@@ -106,39 +111,67 @@ def make_parser() -> argparse.ArgumentParser:
         help="serve a model over HTTP",
         description="Serve a model over HTTP, in OpenAI's protocol.",
     )
+    _add_sections(serve, SECTIONS)
+    profile = commands.add_parser(
+        "profile",
+        help="trace a model's steps, or compare two traces",
+        description=profile_cli.DESCRIPTION,
+    )
+    profile.add_argument(
+        "--logdir", default="profile", metavar="DIR", help="where to (default: profile)"
+    )
+    _add_sections(profile, {"workload": Workload, **ENGINE_SECTIONS})
+    return parser
+
+
+def _add_sections(parser: argparse.ArgumentParser, sections: dict[str, type]) -> None:
     model = {field.name: field for field in dataclasses.fields(ModelConfig)}["model"]
-    serve.add_argument(
+    parser.add_argument(
         "model",
         nargs="?",
         default=model.default,
         metavar="MODEL",
         help=f"{model.metadata['doc']} (default: {model.default})",
     )
-    for title, section in SECTIONS.items():
-        group = serve.add_argument_group(title)
+    for title, section in sections.items():
+        group = parser.add_argument_group(title)
         for flag in flags(section):
             _add(group, flag)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     startup = StartupTimes()
+    argv = sys.argv[1:] if argv is None else argv
+    if list(argv[:2]) == ["profile", profile_cli.DIFF]:
+        return _or_error(lambda: profile_cli.diff(argv[2:]))
     options = vars(make_parser().parse_args(argv))
-    options.pop("command")
+    command = options.pop("command")
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
+    if command == "profile":
+        return _or_error(lambda: profile_cli.record(options))
     gc.disable()  # until the engine is ready: looking for garbage takes a tenth of a start
     try:
-        limits = Limits(**_taken(options, Limits))
-        server = ServerConfig(**_taken(options, ServerConfig), limits=limits)
-        engine = EngineConfig.from_options(**options)
-        from forge_serve.server import serve
+        return _or_error(lambda: _serve(options, startup))
+    finally:
+        gc.enable()
 
-        return serve(engine, server, startup)
+
+def _serve(options: dict[str, Any], startup: StartupTimes) -> int:
+    limits = Limits(**_taken(options, Limits))
+    server = ServerConfig(**_taken(options, ServerConfig), limits=limits)
+    engine = EngineConfig.from_options(**options)
+    from forge_serve.server import serve
+
+    return serve(engine, server, startup)
+
+
+def _or_error(command: Callable[[], int]) -> int:
+    """The exit status of a command, or what is wrong and 1."""
+    try:
+        return command()
     except ForgeError as error:
         print(f"forge-jax: {error}", file=sys.stderr)
         return 1
-    finally:
-        gc.enable()
 
 
 def _taken(options: dict[str, Any], section: type) -> dict[str, Any]:
