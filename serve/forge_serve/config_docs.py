@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from forge_jax.profile.config import Workload
 from forge_serve.cli import SECTIONS, Flag, flags
 from forge_serve.limits import Limits, rows
 
@@ -16,6 +17,14 @@ _HEAD = """\
 The flags of `forge-jax serve [MODEL]`. In Python the same names, with underscores, are the fields
 of `EngineConfig` and `ServerConfig`; those of the limits, without `max_`, of `ServerConfig.limits`.
 This page is generated from them by `python -m forge_serve.config_docs`.
+"""
+
+_PROFILE_HEAD = """
+## Of forge-jax profile
+
+`forge-jax profile [MODEL]` takes `--logdir DIR` (default `profile`), all flags of the model, the KV
+cache, the batch, speculation and the device, and these ([profiling](profiling.md)):
+
 """
 
 _LIMITS_HEAD = """\
@@ -35,12 +44,16 @@ def page() -> str:
         if section is Limits:
             parts.append(_limits())
             continue
-        parts.append("| flag | default | what it does |\n|---|---|---|\n")
-        parts += [
-            f"| `{_usage(flag)}` | `{flag.default_text}` | {_cell(flag.doc)} |\n"
-            for flag in flags(section)
-        ]
-    return "".join(parts)
+        parts += _table(section)
+    return "".join([*parts, _PROFILE_HEAD, *_table(Workload)])
+
+
+def _table(section: type) -> list[str]:
+    lines = [
+        f"| `{_usage(flag)}` | `{flag.default_text}` | {_cell(flag.doc)} |\n"
+        for flag in flags(section)
+    ]
+    return ["| flag | default | what it does |\n|---|---|---|\n", *lines]
 
 
 def _limits() -> str:

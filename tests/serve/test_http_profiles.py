@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
 from forge_jax.engine import Engine
+from forge_jax.errors import RequestError
 from forge_jax.process.client import EngineProcess
 from forge_jax.profile.trace import read_traces
 from forge_serve.config import ServerConfig
 from forge_serve.profiles import Profiles
+from forge_serve.server import drain
 
 BODY = {"prompt": "a dog", "max_tokens": 8, "ignore_eos": True}
 
@@ -57,6 +60,37 @@ async def test_a_folder_that_cannot_be_used_is_an_answer(start, tmp_path):
     assert status == 400 and "cannot be written" in answer["error"]["message"]
     status, _ = await server.post("/stop_profile", b"")
     assert status == 400  # nothing began
+
+
+async def test_a_client_that_leaves_leaves_nothing_half_begun(tmp_path):
+    engine = Engine.fake()
+    engine.start()
+    profiles = Profiles(str(tmp_path), most=1)
+    try:
+        leaving = asyncio.ensure_future(profiles.start(engine))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        async with asyncio.timeout(20):
+            name = None
+            while name is None:
+                with contextlib.suppress(RequestError):
+                    name = await profiles.stop(engine)
+                await asyncio.sleep(0.01)
+        assert [folder.name for folder in tmp_path.iterdir()] == [name]
+        with pytest.raises(RequestError, match="there are 1 profiles"):
+            await profiles.start(engine)
+    finally:
+        await engine.stop()
+
+
+async def test_a_profile_is_written_when_the_server_ends(start, tmp_path):
+    server = await start(Engine.fake(), ServerConfig(profile_dir=str(tmp_path)))
+    status, _ = await server.post("/start_profile", b"")
+    assert status == 200
+    await drain(server.service, 0.0)
+    assert read_traces(tmp_path)
 
 
 async def test_a_profile_that_nobody_ends_ends_by_itself(tmp_path):
