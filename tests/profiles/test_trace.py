@@ -78,6 +78,7 @@ def test_what_contains_others_has_what_is_left_of_its_time(tmp_path):
     [trace] = read_traces(tmp_path)
     times = {name: time.us for (_, _, name), time in trace.ops.items()}
     assert times == {"while": pytest.approx(45), "inner_fusion": pytest.approx(55)}
+    assert trace.runs == {"decode": 1}
 
 
 @pytest.mark.parametrize("has_ops", [False, True])
