@@ -20,9 +20,9 @@ from forge_jax.profile.recorder import Recorder
 from forge_jax.profile.trace import read_traces
 from forge_jax.profile.workload import record
 from forge_kernels import cpu
+from forge_serve import cli
 
 STEPS = 4
-WORKLOAD = Workload(steps=STEPS, warmup_steps=2, sequences=2, prompt_tokens=24)
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +60,16 @@ def folder(tmp_path_factory):
     return folder
 
 
-def profile(model, target, **options):
-    config = EngineConfig.from_options(
-        model=str(model), max_num_seqs=2, max_num_batched_tokens=32, num_blocks=32, block_size=16,
-        **options,
-    )  # fmt: skip
-    record(config, WORKLOAD, target)
+def profile(model, target, *flags):
+    command = f"profile {model} --logdir {target} --steps {STEPS} --warmup-steps 2 --sequences 2 "
+    command += "--prompt-tokens 24 --max-num-seqs 2 --max-num-batched-tokens 32 --num-blocks 32"
+    assert cli.main([*command.split(), *flags]) == 0
     return target
 
 
 @pytest.fixture(scope="module")
 def xla(folder, tmp_path_factory):
-    return profile(folder, tmp_path_factory.mktemp("xla"), kernels="xla")
+    return profile(folder, tmp_path_factory.mktemp("xla"), "--kernels", "xla")
 
 
 @pytest.fixture(scope="module")
