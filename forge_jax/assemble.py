@@ -205,6 +205,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         late=None if ready else late,
         pooler=runner,
         adapters=adapters,
+        steps=runner,
         startup=startup,
         system_fingerprint=fingerprint,
         architecture=spec.architecture,

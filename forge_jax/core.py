@@ -11,7 +11,7 @@ import logging
 import operator
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args
@@ -28,6 +28,7 @@ from forge_jax.errors import (
 )
 from forge_jax.grammar.spec import refused
 from forge_jax.observe.phases import PhaseTimes
+from forge_jax.observe.spans import span, step_span
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
 from forge_jax.recovery import Bisection
@@ -45,6 +46,8 @@ from forge_jax.speculate.speculator import Speculator
 from forge_jax.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
+    import jax
+
     from forge_jax.adapters import Adapters
     from forge_jax.grammar import Grammar, GrammarCompiler
     from forge_jax.grammar.constraints import Constraints
@@ -77,6 +80,18 @@ class Late(Protocol):
 
     def cancel(self) -> None:
         """Compiles no more than has been begun."""
+        ...
+
+
+class Steps(Protocol):
+    """What a profile has to know of the device's steps."""
+
+    def compiled(self) -> Mapping[str, jax.stages.Compiled]:
+        """What runs, by name. In any thread."""
+        ...
+
+    def settle(self) -> None:
+        """Until the device has done all that was dispatched."""
         ...
 
 
@@ -119,6 +134,7 @@ class EngineParts:
     pooling: Pooling = "last"  # where a request does not say
     adapters: Adapters | None = None  # None: there can be none
     pooler: Pooler | None = None  # None: the device can pool from its start on
+    steps: Steps | None = None  # None: there is no real device
     late: Late | None = None  # what it can begin without, and the rest of its start
     startup: StartupTimes = field(default_factory=StartupTimes)
 
@@ -384,7 +400,8 @@ class EngineCore:
         if self._failed:
             raise EngineError("an earlier step failed: make a new engine")
         self._failed = True  # until this tick has come to its end
-        outputs = self._tick()
+        with step_span(self.num_steps):
+            outputs = self._tick()
         self._failed = False
         return outputs
 
@@ -414,7 +431,8 @@ class EngineCore:
                 self._foresee(*read)
             plan, failed = self._mask(plan)
             try:
-                pending = self._device.dispatch(plan)
+                with span("dispatch"):
+                    pending = self._device.dispatch(plan)
             except Exception as error:
                 if read is not None:
                     gains = self._commit(*read)
@@ -439,7 +457,8 @@ class EngineCore:
             speculator.idle()
         outputs = self._take_immediate()
         if gains is not None:
-            self._add_deltas(gains, outputs)
+            with span("text"):
+                self._add_deltas(gains, outputs)
             phases.end("text")
         for seq, error in failed:  # after its last news; its row of the new step is burnt
             if not seq.finished:
@@ -447,7 +466,8 @@ class EngineCore:
         return outputs
 
     def _read(self, step: _InFlight) -> StepResult:
-        result = self._device.read(step.pending)
+        with span("read"):
+            result = self._device.read(step.pending)
         self.phases.end("read")
         return result
 
@@ -472,7 +492,8 @@ class EngineCore:
             return False
         if self._constraints and self._constraints.waits(self.scheduler.sequences_of(plan)):
             return True
-        waits = self.speculator.waits(plan, self.scheduler)
+        with span("draft"):
+            waits = self.speculator.waits(plan, self.scheduler)
         self.phases.end("draft")
         return waits
 
@@ -480,24 +501,35 @@ class EngineCore:
         """The plan with the masks of its rows, and who has to be given up for what."""
         if not self._constraints:
             return plan, []
-        masks, failed = self._constraints.masks(plan, self.scheduler.sequences_of(plan))
+        with span("mask"):
+            masks, failed = self._constraints.masks(plan, self.scheduler.sequences_of(plan))
         self.phases.end("mask")
         return (plan if masks is None else replace(plan, masks=masks)), failed
 
     def _schedule(self, masks_late: bool) -> StepPlan | None:
         drafts = None
         if self.speculator is not None and self._in_flight is None:  # else tokens are not known
-            ahead = not self._constraints or not self._constraints.hold_up(self.scheduler.running)
-            drafts = self.speculator.drafts(self.scheduler, runs_ahead=ahead)
-            if self._constraints:
-                drafts = self._constraints.cut(drafts)
+            with span("draft"):
+                drafts = self._drafts(self.speculator)
             self.phases.end("draft")
-        plan = self.scheduler.schedule(drafts, masks_late=masks_late)
+        with span("schedule"):
+            plan = self.scheduler.schedule(drafts, masks_late=masks_late)
         self.phases.end("schedule")
         return plan
 
+    def _drafts(self, speculator: Speculator) -> dict[Sequence, tuple[int, ...]]:
+        ahead = not self._constraints or not self._constraints.hold_up(self.scheduler.running)
+        drafts = speculator.drafts(self.scheduler, runs_ahead=ahead)
+        return self._constraints.cut(drafts) if self._constraints else drafts
+
     def _commit(self, step: _InFlight, result: StepResult) -> list[Gain]:
         """Takes the result of a step that has just been read: what its sequences gained."""
+        with span("commit"):
+            gains = self._take_result(step, result)
+        self.phases.end("commit")
+        return gains
+
+    def _take_result(self, step: _InFlight, result: StepResult) -> list[Gain]:
         self._progress_s = self._clock()
         if self.speculator is not None:
             self.speculator.read(step.plan, alone=step.alone)
@@ -508,7 +540,6 @@ class EngineCore:
             gains = self._follow(self._constraints, gains)
         if self._bisection.drop(seq for seq, got in gains if got.token_ids or seq.finished):
             self.scheduler.restrict(self._bisection.only)
-        self.phases.end("commit")
         return gains
 
     def _follow(self, constraints: Constraints, gains: list[Gain]) -> list[Gain]:

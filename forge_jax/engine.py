@@ -15,12 +15,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_jax.config import EngineConfig
 from forge_jax.core import EngineCore, EngineParts, Late, Limits, Pooler
 from forge_jax.errors import EngineError, ForgeError
 from forge_jax.garbage import short_pauses
+from forge_jax.observe.spans import span
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
 from forge_jax.schedule.request import FinishReason, LoraRef, Request
@@ -32,6 +34,7 @@ from forge_jax.streams import Stream as Stream
 if TYPE_CHECKING:
     from forge_jax.adapters import LoadedAdapter
     from forge_jax.grammar import GrammarCompiler, GrammarSpec
+    from forge_jax.profile.recorder import Recorder
 
 CALL_S = 1.0  # between two looks at whether the engine thread is alive
 
@@ -60,6 +63,7 @@ class Engine(StreamingEngine):
         self.adapters = parts.adapters
         self._compiling: dict[str, tuple[Request, asyncio.Task[None]]] = {}  # before it is queued
         self._pooling: Future[None] | None = None  # until what pools can run
+        self._recorder: Recorder | None = None  # made with the first profile
 
     @classmethod
     def load(
@@ -224,6 +228,21 @@ class Engine(StreamingEngine):
         if self._thread is None or not self._thread.is_alive():
             raise EngineError("the engine takes no requests: its thread has ended")
 
+    async def start_profile(self, folder: Path) -> None:
+        await asyncio.to_thread(self._profiles().start, folder)
+
+    async def stop_profile(self) -> None:
+        await asyncio.to_thread(self._profiles().stop)
+
+    def _profiles(self) -> Recorder:
+        """Takes profiles of this engine; jax comes with the first, where it is not there."""
+        if self._recorder is None:
+            from forge_jax.profile.recorder import Recorder
+
+            steps = self._parts.steps
+            self._recorder = Recorder(dict if steps is None else steps.compiled)
+        return self._recorder
+
     def stats(self) -> EngineStats:
         core, scheduler = self._core, self._core.scheduler
         pool = scheduler.pool
@@ -286,7 +305,9 @@ class Engine(StreamingEngine):
                         else:
                             self._deliver(core.drain())
                             return
-                    self._deliver(core.tick())
+                    outputs = core.tick()
+                    with span("deliver"):
+                        self._deliver(outputs)
                     core.phases.end("deliver")
         except BaseException as error:  # whatever ends this thread, the streams must learn of it
             log.exception("the engine thread failed")

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from forge_jax.config import Pooling
@@ -184,6 +185,24 @@ class StreamingEngine(ABC):
 
     @abstractmethod
     def stats(self) -> EngineStats: ...
+
+    @abstractmethod
+    async def start_profile(self, folder: Path) -> None:
+        """Begins to trace what the engine does; `stop_profile` will write it into the folder.
+
+        Raises:
+          RequestError: a profile is being taken, or the folder cannot be written to.
+          EngineError: the engine is not there.
+        """
+
+    @abstractmethod
+    async def stop_profile(self) -> None:
+        """Ends the trace and writes it.
+
+        Raises:
+          RequestError: none is being taken, or it could not be written.
+          EngineError: the engine is not there.
+        """
 
     @abstractmethod
     def _add(self, request: Request) -> None:

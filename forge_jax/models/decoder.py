@@ -205,7 +205,8 @@ class Linear(nnx.Module):
         if norm is not None and norm.is_plain:
             scaling = (norm.weight[...], norm.eps)
         elif norm is not None:
-            x = norm(x)
+            with jax.named_scope("norm"):
+                x = norm(x)
         if not self.has_bias and self.axis is None:
             return linear(x, self.matrix, norm=scaling, residual=residual, **options)
         y = linear(x, self.matrix, norm=scaling, **options)
@@ -266,7 +267,8 @@ class Block(nnx.Module):
     def add_result(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """x: dtype[T, d], with `y` of the same shape added."""
         if self.post_norm is not None:
-            y = self.post_norm(y)
+            with jax.named_scope("post_norm"):
+                y = self.post_norm(y)
         return x + (y if self.scale == 1.0 else y * self.scale)
 
 
@@ -350,7 +352,8 @@ class Attention(Block):
         normed = []
         for norm, part in ((self.q_norm, qkv[:, :H]), (self.k_norm, qkv[:, H : H + K])):
             shape = (len(part), -1) if self.norm_all else part.shape
-            normed.append(norm(part.reshape(shape)).reshape(part.shape))
+            with jax.named_scope("norm"):
+                normed.append(norm(part.reshape(shape)).reshape(part.shape))
         return jnp.concatenate([*normed, qkv[:, H + K :]], axis=1)
 
 
@@ -408,7 +411,8 @@ class Experts(Block):
 
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """dtype[T, d] -> x with what the experts give added."""
-        normed = x if self.norm is None else self.norm(x)
+        with jax.named_scope("norm"):
+            normed = x if self.norm is None else self.norm(x)
         with jax.named_scope("router"):
             logits = self.router(normed, out_dtype=jnp.float32)
             chosen, weights = choose_experts(logits, self.per_token, normalised=self.normalised)

@@ -18,10 +18,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -42,6 +44,8 @@ from forge_jax.process.messages import (
     LoadLora,
     LoraLoaded,
     News,
+    Profile,
+    Profiled,
     Refused,
     Start,
     Stats,
@@ -130,6 +134,7 @@ class EngineProcess(StreamingEngine):
         self._pauses = contextlib.ExitStack()
         self._heard_s = clock()  # when the process last said something
         self._recovery: asyncio.Task[None] | None = None
+        self._profiling: deque[asyncio.Future[None]] = deque()  # until the process answers
         self._introduce(process.hello)
         self.pooling = start.config.model.pooling
         if start.fake:
@@ -298,6 +303,27 @@ class EngineProcess(StreamingEngine):
             restarts=self.num_restarts,
         )
 
+    async def start_profile(self, folder: Path) -> None:
+        await self._profile(str(folder.absolute()))
+
+    async def stop_profile(self) -> None:
+        await self._profile(None)
+
+    async def _profile(self, folder: str | None) -> None:
+        if self._transport is None:
+            raise EngineError("there is no engine process at the moment")
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._profiling.append(answer)
+        self._send(Profile(folder))
+        await answer
+
+    def _end_profiling(self) -> None:
+        """Whoever waits for a profile of a process that has ended waits in vain."""
+        while self._profiling:
+            answer = self._profiling.popleft()
+            if not answer.done():
+                answer.set_exception(EngineError("the engine process has ended"))
+
     # ---- requests ------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
@@ -383,11 +409,20 @@ class EngineProcess(StreamingEngine):
                 elif done is not None:
                     assert error is not None
                     done.set_exception(error.error())
+            case Profiled(error) if self._profiling:
+                answer = self._profiling.popleft()
+                if answer.done():  # nobody waits for it any more
+                    return
+                if error is None:
+                    answer.set_result(None)
+                else:
+                    answer.set_exception(error.error())
 
     def _lost(self, process: _Process) -> None:
         """The process has ended, or says what nobody understands."""
         self._transport = None
         self._give_up_loading()
+        self._end_profiling()
         if self._state not in ("serving", "ready"):
             return
         self._state = "recovering"

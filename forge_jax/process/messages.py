@@ -143,7 +143,13 @@ class UnloadLora(msgspec.Struct, tag="unload_lora"):
     name: str
 
 
-ToEngine = Start | Submit | Abort | LoadLora | UnloadLora
+class Profile(msgspec.Struct, tag="profile"):
+    """Begins a trace, to be written into a folder, or ends it."""
+
+    folder: str | None  # None: it ends
+
+
+ToEngine = Start | Submit | Abort | LoadLora | UnloadLora | Profile
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -188,7 +194,13 @@ class LoraLoaded(msgspec.Struct, tag="lora_loaded"):
     error: WireError | None = None
 
 
-FromEngine = Hello | Refused | News | Stats | LoraLoaded
+class Profiled(msgspec.Struct, tag="profiled"):
+    """The answer to each `Profile`, in their order."""
+
+    error: WireError | None = None
+
+
+FromEngine = Hello | Refused | News | Stats | LoraLoaded | Profiled
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -19,10 +19,11 @@ import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 from forge_jax.core import Outputs
 from forge_jax.engine import Engine
-from forge_jax.errors import EngineError, ForgeError
+from forge_jax.errors import EngineError, ForgeError, RequestError
 from forge_jax.outputs import Delta
 from forge_jax.process.messages import (
     Abort,
@@ -32,6 +33,8 @@ from forge_jax.process.messages import (
     LoadLora,
     LoraLoaded,
     News,
+    Profile,
+    Profiled,
     Refused,
     Start,
     Stats,
@@ -58,6 +61,8 @@ class _Worker(asyncio.Protocol):
         self._engine: Engine | None = None
         self._loading = False
         self._news: Outputs = {}  # of this turn of the event loop
+        self._profiling: set[asyncio.Task[None]] = set()
+        self._one_profile = asyncio.Lock()
         self._sent: EngineStats | None = None
         self._sent_s = 0.0
 
@@ -100,6 +105,10 @@ class _Worker(asyncio.Protocol):
                 threading.Thread(target=load, daemon=True).start()
             case UnloadLora(name) if engine is not None and engine.adapters is not None:
                 engine.adapters.drop(name)  # the peer knows that nobody takes it
+            case Profile(folder) if engine is not None:
+                task = self._loop.create_task(self._profile(engine, folder))
+                self._profiling.add(task)
+                task.add_done_callback(self._profiling.discard)
 
     def _load_lora(self, engine: Engine, ref: LoraRef, path: str) -> None:
         answer = LoraLoaded(ref.identity)
@@ -112,6 +121,22 @@ class _Worker(asyncio.Protocol):
             failure = EngineError(f"the adapter could not be loaded: {type(error).__name__}")
             answer.error = WireError.of(failure)
         self._loop.call_soon_threadsafe(self._send, answer)
+
+    async def _profile(self, engine: Engine, folder: str | None) -> None:
+        async with self._one_profile:
+            try:
+                if folder is None:
+                    await engine.stop_profile()
+                else:
+                    await engine.start_profile(Path(folder))
+            except ForgeError as error:
+                self._send(Profiled(WireError.of(error)))
+            except Exception as error:
+                log.exception("a profile could not be taken")
+                failure = RequestError(f"no profile could be taken: {type(error).__name__}")
+                self._send(Profiled(WireError.of(failure)))
+            else:
+                self._send(Profiled())
 
     def _load(self, start: Start) -> None:
         lost: dict[str, str] = {}

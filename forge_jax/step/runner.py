@@ -464,6 +464,14 @@ class Runner:
         self._executables.cancel()
         self._late.clear()
 
+    def compiled(self) -> dict[str, jax.stages.Compiled]:
+        """What runs, by name. In any thread."""
+        return self._compiled.copy()
+
+    def settle(self) -> None:
+        """Until the device has done all that was dispatched."""
+        jax.block_until_ready((self._kv, self._slots))
+
     def dispatch(self, plan: StepPlan) -> _Pending:
         self._admit(plan.admissions)
         shape = self._choose(plan)

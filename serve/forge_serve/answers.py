@@ -764,6 +764,12 @@ class ModelInfo(Answer):
     weight_version: str
 
 
+class Profile(Answer):
+    """The name of a profile's folder."""
+
+    profile: str
+
+
 class ServerInfo(Answer):
     """What the server can hold, and what it does now, in SGLang's words."""
 

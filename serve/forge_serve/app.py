@@ -34,6 +34,7 @@ from forge_serve.memory import MemoryGuard
 from forge_serve.messages import MessagesForm, MessagesRequest
 from forge_serve.metrics import CONTENT_TYPE, Metrics
 from forge_serve.parsers.families import families
+from forge_serve.profiles import Profiles
 from forge_serve.protocol import (
     REQUEST_ID,
     ChatRequest,
@@ -93,6 +94,7 @@ class Service:
         self.created_s = int(time.time())
         self.metrics = Metrics(lambda: self.model_name, self.stats)
         self.memory = MemoryGuard(config.memory_watermark, self._shed)
+        self.profiles = Profiles(config.profile_dir)
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
 
     @property
@@ -211,6 +213,8 @@ def make_app(service: Service) -> web.Application:
             web.get("/stats", endpoints.stats),
             web.get("/metrics", endpoints.metrics),
             web.get("/openapi.json", endpoints.openapi),
+            web.post("/start_profile", endpoints.start_profile),
+            web.post("/stop_profile", endpoints.stop_profile),
         ]
     )
     return app
@@ -382,6 +386,14 @@ class _Endpoints:
             document = await asyncio.to_thread(openapi.document, http.app.router, about)
             self._document = msgspec.json.encode(document)
         return web.Response(body=self._document, content_type="application/json")
+
+    async def start_profile(self, http: web.Request) -> web.StreamResponse:
+        name = await self._service.profiles.start(self._service.ready_engine())
+        return web.json_response({"profile": name})
+
+    async def stop_profile(self, http: web.Request) -> web.StreamResponse:
+        name = await self._service.profiles.stop(self._service.ready_engine())
+        return web.json_response({"profile": name})
 
     def _card(self) -> dict[str, Any]:
         engine = self._service.ready_engine()

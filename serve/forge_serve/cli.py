@@ -27,16 +27,21 @@ from forge_jax.config import (
 )
 from forge_jax.errors import ForgeError
 from forge_jax.observe.startup import StartupTimes
+from forge_jax.profile.config import Workload
+from forge_serve import profile_cli
 from forge_serve.batch.config import SERVER_FLAGS, BatchRunConfig
 from forge_serve.config import ServerConfig
 from forge_serve.limits import Limits
 
-SECTIONS: dict[str, type] = {
+ENGINE_SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "KV cache": CacheConfig,
     "batch": BatchConfig,
     "speculation": SpeculationConfig,
     "device": ParallelConfig,
+}
+SECTIONS: dict[str, type] = {
+    **ENGINE_SECTIONS,
     "server": ServerConfig,
     "limits": Limits,
 }
@@ -57,6 +62,7 @@ its error there. A run that was ended goes on where it was: give the same comman
 """
 
 
+_MODEL = {field.name: field for field in dataclasses.fields(ModelConfig)}["model"]
 # What decides the weights that `convert` writes.
 CONVERT = ("revision", "dtype", "quantization", "kernels", "backend")
 
@@ -127,25 +133,23 @@ def make_parser() -> argparse.ArgumentParser:
         help="serve a model over HTTP",
         description="Serve a model over HTTP, in OpenAI's protocol.",
     )
-    model = {field.name: field for field in dataclasses.fields(ModelConfig)}["model"]
-    serve.add_argument(
-        "model",
-        nargs="?",
-        default=model.default,
-        metavar="MODEL",
-        help=f"{model.metadata['doc']} (default: {model.default})",
+    _add_sections(serve, SECTIONS)
+    profile = commands.add_parser(
+        "profile",
+        help="trace a model's steps, or compare two traces",
+        description=profile_cli.DESCRIPTION,
     )
-    for title, section in SECTIONS.items():
-        group = serve.add_argument_group(title)
-        for flag in flags(section):
-            _add(group, flag)
+    profile.add_argument(
+        "--logdir", default="profile", metavar="DIR", help="where to (default: profile)"
+    )
+    _add_sections(profile, {"workload": Workload, **ENGINE_SECTIONS})
     convert = commands.add_parser(
         "convert",
         help="write a model's weights as they are served, so that they are read faster",
         description="Write a model's weights as they are served, fused, cast and packed, to a "
         "folder that can be served like any other.",
     )
-    convert.add_argument("model", metavar="MODEL", help=model.metadata["doc"])
+    convert.add_argument("model", metavar="MODEL", help=_MODEL.metadata["doc"])
     convert.add_argument("out", metavar="OUT", help="a folder that is not there yet, or is empty")
     for section in (ModelConfig, ParallelConfig):
         for flag in flags(section):
@@ -153,6 +157,20 @@ def make_parser() -> argparse.ArgumentParser:
                 _add(convert, flag)
     _add_batch(commands)
     return parser
+
+
+def _add_sections(parser: argparse.ArgumentParser, sections: dict[str, type]) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=_MODEL.default,
+        metavar="MODEL",
+        help=f"{_MODEL.metadata['doc']} (default: {_MODEL.default})",
+    )
+    for title, section in sections.items():
+        group = parser.add_argument_group(title)
+        for flag in flags(section):
+            _add(group, flag)
 
 
 def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -163,7 +181,6 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_BATCH_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model = {field.name: field for field in dataclasses.fields(ModelConfig)}["model"]
     batch.add_argument("input", type=Path, metavar="IN", help="requests, one in each line")
     batch.add_argument(
         "output", type=Path, metavar="OUT", help="answers; those that it has are not made again"
@@ -172,7 +189,7 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "model_at_end",
         nargs="?",
         metavar="MODEL",
-        help=f"{model.metadata['doc']} (default: {model.default})",
+        help=f"{_MODEL.metadata['doc']} (default: {_MODEL.default})",
     )
     batch.add_argument("--model", metavar="MODEL", help="the same as a flag")
     for title, section in BATCH_SECTIONS.items():
@@ -187,6 +204,9 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def main(argv: Sequence[str] | None = None) -> int:
     startup = StartupTimes()
+    argv = sys.argv[1:] if argv is None else argv
+    if list(argv[:2]) == ["profile", profile_cli.DIFF]:
+        return _or_error(lambda: profile_cli.diff(argv[2:]))
     parser = make_parser()
     options = vars(parser.parse_args(argv))
     command = options.pop("command")
@@ -199,19 +219,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         options["model"] = at_end or options["model"] or ModelConfig.model
         return _batch(options)
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
+    if command == "profile":
+        return _or_error(lambda: profile_cli.record(options))
     gc.disable()  # until the engine is ready: looking for garbage takes a tenth of a start
     try:
-        limits = Limits(**_taken(options, Limits))
-        server = ServerConfig(**_taken(options, ServerConfig), limits=limits)
-        engine = EngineConfig.from_options(**options)
-        from forge_serve.server import serve
+        return _or_error(lambda: _serve(options, startup))
+    finally:
+        gc.enable()
 
-        return serve(engine, server, startup)
+
+def _serve(options: dict[str, Any], startup: StartupTimes) -> int:
+    limits = Limits(**_taken(options, Limits))
+    server = ServerConfig(**_taken(options, ServerConfig), limits=limits)
+    engine = EngineConfig.from_options(**options)
+    from forge_serve.server import serve
+
+    return serve(engine, server, startup)
+
+
+def _or_error(command: Callable[[], int]) -> int:
+    """The exit status of a command, or what is wrong and 1."""
+    try:
+        return command()
     except ForgeError as error:
         print(f"forge-jax: {error}", file=sys.stderr)
         return 1
-    finally:
-        gc.enable()
 
 
 def _convert(out: str, options: dict[str, Any]) -> int:

@@ -72,6 +72,9 @@ class ServerConfig:
     max_stored_bytes: int = option(
         256 * 1024 * 1024, "bytes that they take together, with their conversations"
     )
+    profile_dir: str | None = option(
+        None, "a folder for profiles: turns on POST /start_profile and /stop_profile"
+    )
     fake: bool = option(
         False, "serve a fake device without weights: deterministic text at any speed"
     )
@@ -118,6 +121,8 @@ class ServerConfig:
         ):
             if not value >= 0:
                 raise ConfigError(f"{flag} must not be negative, not {value}")
+        if self.profile_dir is not None and not self.profile_dir:
+            raise ConfigError("--profile-dir must not be empty: leave it out for no profiles")
         self._check_exposure()
 
     def _check_exposure(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from forge_jax.profile.config import Workload
 from forge_serve.batch.config import SERVER_FLAGS, BatchRunConfig
 from forge_serve.cli import SECTIONS, Flag, flags
 from forge_serve.config import ServerConfig
@@ -18,6 +19,14 @@ _HEAD = """\
 The flags of `forge-jax serve [MODEL]`. In Python the same names, with underscores, are the fields
 of `EngineConfig` and `ServerConfig`; those of the limits, without `max_`, of `ServerConfig.limits`.
 This page is generated from them by `python -m forge_serve.config_docs`.
+"""
+
+_PROFILE_HEAD = """
+## Of forge-jax profile
+
+`forge-jax profile [MODEL]` takes `--logdir DIR` (default `profile`), all flags of the model, the KV
+cache, the batch, speculation and the device, and these ([profiling](profiling.md)):
+
 """
 
 _LIMITS_HEAD = """\
@@ -35,8 +44,6 @@ _BATCH_HEAD = """
 cache, the batch, speculation, the device and the limits; of the server,
 {server}; and its own:
 
-| flag | default | what it does |
-|---|---|---|
 """
 
 
@@ -48,12 +55,16 @@ def page() -> str:
         if section is Limits:
             parts.append(_limits())
             continue
-        parts.append("| flag | default | what it does |\n|---|---|---|\n")
-        parts += [_row(flag) for flag in flags(section)]
+        parts += _table(section)
     named = [f"`{flag.flag}`" for flag in flags(ServerConfig) if flag.name in SERVER_FLAGS]
     parts.append(_BATCH_HEAD.format(server=f"{', '.join(named[:-1])} and {named[-1]}"))
-    parts += [_row(flag) for flag in flags(BatchRunConfig)]
-    return "".join(parts)
+    parts += _table(BatchRunConfig)
+    return "".join([*parts, _PROFILE_HEAD, *_table(Workload)])
+
+
+def _table(section: type) -> list[str]:
+    lines = [_row(flag) for flag in flags(section)]
+    return ["| flag | default | what it does |\n|---|---|---|\n", *lines]
 
 
 def _row(flag: Flag) -> str:

@@ -41,6 +41,10 @@ class UnknownResponseError(RequestError):
     """The request names a response that is not kept here, or not for this client."""
 
 
+class ProfilesOffError(RequestError):
+    """The server was started without a folder for profiles."""
+
+
 class UnauthorizedError(ForgeError):
     """The request has no API key, or one that this server does not know."""
 
@@ -115,6 +119,8 @@ def error_reply(error: BaseException) -> ErrorReply:
         case UnknownResponseError():
             code = "response_not_found"
             return ErrorReply(404, str(error), "invalid_request_error", error.param, code)
+        case ProfilesOffError():
+            return ErrorReply(404, str(error), "invalid_request_error", None, "profiles_off")
         case ContextLengthError():
             code = "context_length_exceeded"
             return ErrorReply(400, str(error), "invalid_request_error", error.param, code)

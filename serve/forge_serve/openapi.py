@@ -43,7 +43,7 @@ GENERATES = (*READS, 504)
 STATUSES = {
     400: "The body is not what its schema says, or asks for more than the server allows.",
     401: "No API key, or an unknown one.",
-    404: "The server has no such model, adapter or response.",
+    404: "The server has no such model, adapter or response, or takes no profiles.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     500: "The model or its grammar failed for this request, or a defect, which the log has.",
@@ -278,6 +278,14 @@ OPERATIONS = {
     ),
     "stats": Operation(summary="The engine's counters", answer="EngineStats", errors=NOT_READY),
     "metrics": Operation(summary="Prometheus metrics", content_type=METRICS_TYPE),
+    "start_profile": Operation(
+        summary="Begin a profile", answer=answers.Profile, errors=(400, 404, *NOT_READY)
+    ),
+    "stop_profile": Operation(
+        summary="End the profile and write it",
+        answer=answers.Profile,
+        errors=(400, 404, *NOT_READY),
+    ),
     "openapi": Operation(summary="This document", answer=dict[str, Any], errors=NOT_READY),
 }
 

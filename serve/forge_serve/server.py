@@ -222,6 +222,7 @@ async def drain(service: Service, timeout_s: float) -> None:
     assert service.engine is not None
     service.stopping = True
     log.info("stopping: %d s for the running requests", timeout_s)
+    await service.profiles.close(service.engine)
     await service.engine.stop(timeout_s)
 
 

@@ -185,7 +185,10 @@ class _Run:
         service, cache_salt = self._service, request.cache_salt or ""
         if isinstance(request, PoolingRequest):
             generation = await answering.begin_pooling(
-                service, request, unique_id=lambda: unique_id, cache_salt=cache_salt
+                service,
+                request,
+                unique_id=lambda: unique_id,
+                cache_salt=cache_salt,
                 lora=service.lora_of(request.model),
             )
             try:

@@ -1,0 +1,166 @@
+"""Traces of a real engine: scopes, phases of the host, and what other kernels change."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from forge_jax.config import EngineConfig
+from forge_jax.errors import ConfigError, RequestError
+from forge_jax.observe import spans
+from forge_jax.profile.compare import KERNELS, OPERATIONS, PARTS, compare, part_times
+from forge_jax.profile.config import Workload
+from forge_jax.profile.hlo import NO_SCOPE
+from forge_jax.profile.recorder import Recorder
+from forge_jax.profile.trace import read_traces
+from forge_jax.profile.workload import record
+from forge_kernels import cpu
+from forge_serve import cli
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Llama of one layer that the C++ kernels can compute."""
+    folder = tmp_path_factory.mktemp("model")
+    d, inner, head, vocab = 64, 128, 32, 256
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": d,
+        "intermediate_size": inner, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": head, "vocab_size": vocab, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 128, "rope_theta": 10000.0, "tie_word_embeddings": True,
+        "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {"model.embed_tokens.weight": (vocab, d), "model.norm.weight": (d,)}
+    layer = "model.layers.0"
+    shapes |= {
+        f"{layer}.self_attn.q_proj.weight": (2 * head, d),
+        f"{layer}.self_attn.k_proj.weight": (head, d),
+        f"{layer}.self_attn.v_proj.weight": (head, d),
+        f"{layer}.self_attn.o_proj.weight": (d, 2 * head),
+        f"{layer}.mlp.gate_proj.weight": (inner, d),
+        f"{layer}.mlp.up_proj.weight": (inner, d),
+        f"{layer}.mlp.down_proj.weight": (d, inner),
+        f"{layer}.input_layernorm.weight": (d,),
+        f"{layer}.post_attention_layernorm.weight": (d,),
+    }
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: (rng.normal(size=shape) / 8).astype(ml_dtypes.bfloat16)
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def profile(model, target, *flags):
+    command = f"profile {model} --logdir {target} --steps {STEPS} --warmup-steps 2 --sequences 2 "
+    command += "--prompt-tokens 24 --max-num-seqs 2 --max-num-batched-tokens 32 --num-blocks 32"
+    assert cli.main([*command.split(), *flags]) == 0
+    return target
+
+
+@pytest.fixture(scope="module")
+def xla(folder, tmp_path_factory):
+    return profile(folder, tmp_path_factory.mktemp("xla"), "--kernels", "xla")
+
+
+@pytest.fixture(scope="module")
+def cpp(folder, tmp_path_factory):
+    if not cpu.available():
+        pytest.skip("there are no C++ kernels here")
+    return profile(folder, tmp_path_factory.mktemp("cpp"))
+
+
+def test_a_profile_has_the_steps_that_were_asked_for(xla):
+    decode, prefill = read_traces(xla)
+    assert (decode.name, prefill.name) == ("decode", "prefill")
+    assert decode.steps == prefill.steps == STEPS
+    assert decode.runs == {"decode": STEPS} and decode.modules == {"decode": {"jit_decode_2"}}
+    assert prefill.runs["mixed"] == STEPS and "decode" not in prefill.runs
+
+
+def test_every_part_of_the_step_has_a_scope(xla):
+    decode, _ = read_traces(xla)
+    times = part_times(decode)
+    parts = "embed layers/qkv layers/rope_write layers/attention layers/attention_out "
+    parts += "layers/gate_up layers/down final_norm rows logits sample inputs"
+    assert not [part for part in parts.split() if not times.get(f"decode/{part}")]
+    scopes = {op.scope for op in decode.ops}
+    assert {"layers/qkv/norm", "layers/gate_up/norm", "layers/down/product"} <= scopes
+    nameless = {op.kernel for op in decode.ops if op.scope == NO_SCOPE}
+    assert len(nameless) < 0.3 * len({op.kernel for op in decode.ops})
+
+
+def test_the_host_s_phases_are_in_the_trace_once_a_step(xla):
+    decode, _ = read_traces(xla)
+    counts = {name: time.count for name, time in decode.phases.items()}
+    phases = ("step", "schedule", "dispatch", "read", "commit", "text")
+    assert counts == dict.fromkeys(phases, STEPS)
+    of_step = sum(time.us for name, time in decode.phases.items() if name != "step")
+    assert 0 < of_step <= decode.phases["step"].us
+
+
+def test_a_chrome_trace_and_what_was_compiled_lie_beside_it(xla):
+    [file] = (xla / "decode").rglob("*.trace.json.gz")
+    with gzip.open(file, "rt") as content:
+        names = {event.get("name") for event in json.load(content)["traceEvents"]}
+    assert {"forge.schedule", "forge.dispatch", "forge.read", "forge.text"} <= names
+    decode, _ = read_traces(xla)
+    figures = {figure: v for (name, figure), v in decode.figures.items() if name == "decode_2"}
+    assert figures["flops"] > 0 and figures["bytes accessed"] > 0
+    assert figures["kernels"] > figures["fusions"] > 0
+
+
+def test_other_kernels_are_named_by_the_difference(cpp, xla):
+    decode, prefill = compare(read_traces(cpp), read_traces(xla))
+    for found, kind in ((decode, "decode"), (prefill, "mixed")):
+        changes = {row.name: row.change for row in found.table(OPERATIONS).changed}
+        assert changes[f"{kind}/layers/attention: forge_attention"] == "vanished"
+        assert changes[f"{kind}/layers/rope_write: forge_rotate_write"] == "vanished"
+        appeared = {name for name, change in changes.items() if change == "appeared"}
+        assert any(name.startswith(f"{kind}/layers/attention: ") for name in appeared)
+        kernels = {row.name: row.change for row in found.table(KERNELS).rows}
+        assert kernels[f"{kind}: forge_linear"] == "vanished"
+        parts = {row.name: row.change for row in found.table(PARTS).rows}
+        assert parts[f"{kind}/layers/attention"] not in ("appeared", "vanished")
+
+
+def test_without_a_trace_a_span_is_nothing():
+    assert spans.span("read") is spans.span("text") is spans.step_span(3)
+
+
+def test_one_profile_at_a_time_and_none_without_a_beginning(tmp_path):
+    recorder = Recorder(dict)
+    with pytest.raises(RequestError, match="no profile is being taken"):
+        recorder.stop()
+    recorder.start(tmp_path / "a")
+    try:
+        assert spans.span("read") is not spans.span("text")
+        with pytest.raises(RequestError, match="stop it first"):
+            Recorder(dict).start(tmp_path / "b")
+    finally:
+        assert recorder.stop() == tmp_path / "a"
+    assert spans.span("read") is spans.span("text")
+    assert not (tmp_path / "b").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(RequestError, match="cannot be written"):
+        recorder.start(tmp_path / "file")
+
+
+def test_a_workload_that_does_not_fit_is_refused(folder, tmp_path):
+    with pytest.raises(ConfigError, match="--steps must be at least 1"):
+        Workload(steps=0)
+    config = EngineConfig.from_options(
+        model=str(folder), kernels="xla", max_num_seqs=2, max_num_batched_tokens=32,
+        num_blocks=32, block_size=16,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="--sequences 3: the engine runs 2"):
+        record(config, Workload(sequences=3), tmp_path)
