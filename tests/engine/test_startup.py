@@ -59,7 +59,7 @@ def held(monkeypatch):
         compiled = compile_(self, lowered)
         if any(function in lowered.result().as_text() for function in functions):
             held.compiled.release()
-            assert held.released.wait(60)
+            assert held.released.wait(180)
         return compiled
 
     monkeypatch.setattr(Executables, "_compile", compile_and_hold)
