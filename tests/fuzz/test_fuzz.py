@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from bodies import ENDPOINTS, SENTINEL, Case, cases, matrix
+from bodies import ENDPOINTS, ODD, SENTINEL, Case, cases, dump, matrix
 
 from forge_jax.engine import Engine
 from forge_jax.fake import TEMPLATE
@@ -25,6 +25,7 @@ from forge_serve.config import ServerConfig
 from forge_serve.server import bind, make_runner
 
 MAY_BE = {200, 400, 404, 413}
+ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # which ask for nothing generated
 CANARY = Case(
     "/v1/completions", b'{"prompt": "the dog", "max_tokens": 9, "seed": 5, "logprobs": 2}'
 )
@@ -185,7 +186,26 @@ async def test_many_more_bodies_are_served_or_refused(request):
 def test_every_endpoint_that_takes_a_body_is_tried():
     routes = make_app(Service(ServerConfig())).router.routes()
     taken = {r.resource.canonical for r in routes if r.method == "POST" and r.resource is not None}
-    assert set(ENDPOINTS) == taken - {"/v1/responses/{id}/cancel"}, "which takes none"
+    without = {"/v1/responses/{id}/cancel", "/start_profile", "/stop_profile"}
+    assert set(ENDPOINTS) | set(ADAPTERS) == taken - without
+
+
+async def test_odd_words_about_adapters_are_refused():
+    bodies = ["", "[]", "null", "{", '{"lora_name": "a"}', "é" * 9]
+    for odd in ODD:
+        bodies += [
+            dump({"lora_name": odd, "lora_path": "a"}),
+            dump({"lora_name": "a", "lora_path": odd}),
+            dump({"lora_name": "a", "lora_path": "b", "load_inplace": odd, "lora_int_id": odd}),
+        ]
+    async with fuzzed() as server:
+        first = await server.canary()
+        for path in ADAPTERS:
+            for body in bodies:
+                status, _, answer = await server.send(Case(path, body.encode()))
+                assert status in MAY_BE - {200}, (path, body)
+                check_error(json.loads(answer), kind=None)
+        assert await server.canary() == first
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def expected_collectives(layers, *, ends="down", in_qkv=False):
     """Of one step, in order."""
     found = ["all-reduce embed"]
     for layer in range(layers):
-        inside = [f"layer_{layer}/qkv"] if in_qkv else []
+        inside = [f"layer_{layer}/qkv/norm"] if in_qkv else []
         inside += [f"layer_{layer}/attention_out", f"layer_{layer}/{ends}"]
         found += [f"all-reduce {scope}" for scope in inside]
     return [*found, "all-gather logits"]
