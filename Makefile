@@ -3,6 +3,7 @@
 # make fuzz    sends the server 50,000 odd requests; ARGS="--fuzz-seed N" for others
 # make test-cuda-compile   compiles the GPU kernels and a step for an H200; needs no GPU
 # make test-clients   drives a server with the clients of others: SDKs, agents, evaluations, schemathesis
+# make figures   writes the tables of docs/models.md from the tests
 # They make .venv and install what they need the first time, and not again until the pins change.
 # The compilers for the GPU (300 MB) have an environment of their own, .venv-aot; so have the clients
 # of others (.venv-clients).
@@ -14,7 +15,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-clients test-cuda-compile soak fuzz lint format docs train-forge-tiny clean
+.PHONY: serve test test-clients test-cuda-compile soak fuzz lint format docs figures train-forge-tiny clean
 
 serve: .venv/.serve
 	@exec $(BIN)/forge-jax serve $(MODEL) $(ARGS)
@@ -45,6 +46,9 @@ format: .venv/.dev
 
 docs: .venv/.dev
 	$(BIN)/python -m forge_serve.config_docs
+
+figures: .venv/.dev
+	$(BIN)/python tests/figures.py
 
 train-forge-tiny: .venv/.dev
 	$(BIN)/python -m training.forge_tiny

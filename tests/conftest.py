@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -49,6 +50,17 @@ def checks_of_fake_devices_are_not_recovered_from(monkeypatch: pytest.MonkeyPatc
         return recover(self, plan, error)
 
     monkeypatch.setattr(EngineCore, "_recover", recover_or_raise)
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Notes what a test has found; see `tests/figures.py`."""
+
+    def note(table: str, row: str, column: str, value: str | float) -> None:
+        value = value if isinstance(value, str) else float(value)
+        record_property("figure", (table, row, column, value))
+
+    return note
 
 
 @pytest.fixture(scope="session")

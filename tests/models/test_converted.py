@@ -84,11 +84,12 @@ def test_quantised_values_are_those_of_the_checkpoint(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama32_tied", "qwen3", "gemma3", "phi3", "mixtral"])
-def test_the_bits_are_those_of_the_model(name, goldens, tmp_path):
+def test_the_bits_are_those_of_the_model(name, goldens, tmp_path, figure):
     source = goldens / name
     out = converted(source, tmp_path / "out")
     assert read_spec(out) == read_spec(source)
     assert_same_bits(engine_leaves(out), engine_leaves(source))
+    figure("forms", "converted", "values", "same bits")
 
 
 @pytest.mark.parametrize("options", [{}, {"kernels": "xla"}, {"quantization": "int8"},

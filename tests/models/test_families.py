@@ -185,7 +185,7 @@ def _kernels(compilation_cache):
 
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("name", [*sorted({*BY_FAMILY.values()}), "qwen3_moe_step"])
-def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name):
+def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name, figure):
     """Also where norms, biases or activations have to be computed beside the kernels."""
     stored = read_header(GOLDENS / name / "golden.safetensors")
     ids = np.array(stored["input_ids"].read()).tolist()
@@ -202,5 +202,7 @@ def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name):
         scores = [run.step([ids[i][at] for i in range(3)]) for at in (slice(40), slice(40, None))]
         found = np.concatenate([np.stack(part) for part in scores], axis=1)
         errors.append(np.linalg.norm(found - want) / np.linalg.norm(want))
+    figure("families", name, "bfloat16", errors[0])
+    figure("families", name, "packed", errors[1])
     # Rounded, a router may choose another expert, and these are random: nothing makes up for it.
     assert errors[1] < 1.5 * errors[0] and errors[0] < (0.08 if spec.experts else 0.04)

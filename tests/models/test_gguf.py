@@ -46,7 +46,7 @@ def assert_same_weights(got, expected, atol=0.0):
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_the_model_is_that_of_the_folder(name, goldens, tmp_path):
+def test_the_model_is_that_of_the_folder(name, goldens, tmp_path, figure):
     folder = goldens / name
     got = load(write_gguf(folder, tmp_path / "model.gguf"))
     expected = load(folder)
@@ -55,6 +55,7 @@ def test_the_model_is_that_of_the_folder(name, goldens, tmp_path):
     assert got.spec.sm_scale == pytest.approx(expected.spec.sm_scale, rel=1e-6)
     # Of Gemma's norms the file holds 1 more.
     assert_same_weights(got, expected, atol=1e-7 if name.startswith("gemma") else 0.0)
+    figure("families", name, "gguf", "norms to 1e-7" if name.startswith("gemma") else "same bits")
 
 
 @pytest.mark.parametrize("name", STRETCHED)
@@ -77,7 +78,7 @@ def test_logits_are_hugging_faces(name, goldens, tmp_path):
 @pytest.mark.parametrize(
     "kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1], ids=lambda kind: kind.name
 )
-def test_rounded_matrices_are_read_as_ggml_reads_them(kind, goldens, tmp_path):
+def test_rounded_matrices_are_read_as_ggml_reads_them(kind, goldens, tmp_path, figure):
     """Held against a folder with the values that ggml's own package gives back."""
     folder, rounded = goldens / "llama31", tmp_path / "rounded"
     rounded.mkdir()
@@ -91,12 +92,13 @@ def test_rounded_matrices_are_read_as_ggml_reads_them(kind, goldens, tmp_path):
     (rounded / "config.json").write_text((folder / "config.json").read_text())
     got = load(write_gguf(folder, tmp_path / "model.gguf", kind), dtype="float32")
     assert_same_weights(got, load(rounded))
+    figure("forms", f"GGUF {kind.name}", "values", "same bits")
 
 
 @pytest.mark.parametrize(
     "kind", [Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.Q4_0, Q.Q8_0], ids=lambda kind: kind.name
 )
-def test_blocks_of_256_are_read_as_ggml_reads_them(kind, tmp_path, monkeypatch):
+def test_blocks_of_256_are_read_as_ggml_reads_them(kind, tmp_path, monkeypatch, figure):
     """Random blocks, in chunks of some rows, and with the rows of queries put back."""
     monkeypatch.setattr("forge_jax.checkpoint.gguf.weights.CHUNK_ELEMENTS", 512 * 3)
     rng = np.random.default_rng(kind)
@@ -135,6 +137,7 @@ def test_blocks_of_256_are_read_as_ggml_reads_them(kind, tmp_path, monkeypatch):
         packed = weight.blocks()
         assert packed.dtype == np.uint8
         np.testing.assert_array_equal(weight.stored.format.values(packed), out)
+    figure("forms", f"GGUF {kind.name}", "values", "same bits")
 
 
 @pytest.mark.parametrize(

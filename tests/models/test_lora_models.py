@@ -78,7 +78,9 @@ def logits_of(model):
 
 
 @pytest.mark.parametrize("name", ["phi3", "qwen2", "gemma2", "qwen3_moe"])
-def test_a_step_with_several_adapters_gives_what_merged_weights_give(name, goldens, tmp_path):
+def test_a_step_with_several_adapters_gives_what_merged_weights_give(
+    name, goldens, tmp_path, figure
+):
     """Fused matrices in the checkpoint or in ours, biases, norms behind, experts, scaled sums."""
     base = goldens / name
     model = make_model(base)
@@ -98,7 +100,9 @@ def test_a_step_with_several_adapters_gives_what_merged_weights_give(name, golde
     plain = build_model(read_spec(base), "float32", WeightForms())
     run = logits_of(plain)
     wanted = [run(load_weights(plain, folder, progress=False), ids) for folder in folders]
-    np.testing.assert_allclose(got, np.stack([w[i] for i, w in enumerate(wanted)]), **CLOSE)
+    expected = np.stack([w[i] for i, w in enumerate(wanted)])
+    figure("families", name, "adapters", np.abs(got - expected).max())
+    np.testing.assert_allclose(got, expected, **CLOSE)
     assert np.abs(got[0] - wanted[1][0]).max() > 0.01, "the adapter does nothing"
 
 

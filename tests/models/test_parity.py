@@ -45,24 +45,29 @@ def stories():
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_whole_prompts_give_hugging_faces_logits(loaded, name, implementation):
+def test_whole_prompts_give_hugging_faces_logits(loaded, name, implementation, figure):
     want = golden(name)
     run = PagedRun(loaded, 3, implementation=implementation)
     scores = run.step(want["input_ids"].tolist())
+    if implementation == "xla":
+        figure("families", name, "whole", np.abs(np.stack(scores) - want["logits"]).max())
     np.testing.assert_allclose(np.stack(scores), want["logits"], atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
     ("implementation", "chunk"), [("xla", 1), ("xla", 7), ("xla", 16), ("reference", 7)]
 )
-def test_chunks_give_the_logits_of_the_whole(loaded, name, implementation, chunk):
+def test_chunks_give_the_logits_of_the_whole(loaded, name, implementation, chunk, figure):
     want = golden(name)
     run = PagedRun(loaded, 3, implementation=implementation)
     scores = [
         np.stack(run.step(want["input_ids"][:, start : start + chunk].tolist()))
         for start in range(0, 61, chunk)
     ]
-    np.testing.assert_allclose(np.concatenate(scores, axis=1), want["logits"], atol=2e-4, rtol=0)
+    found = np.concatenate(scores, axis=1)
+    if (implementation, chunk) == ("xla", 7):
+        figure("families", name, "chunks", np.abs(found - want["logits"]).max())
+    np.testing.assert_allclose(found, want["logits"], atol=2e-4, rtol=0)
 
 
 def test_sequences_at_different_points_share_a_step(loaded, name):
@@ -76,7 +81,7 @@ def test_sequences_at_different_points_share_a_step(loaded, name):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_greedy_decoding_gives_hugging_faces_tokens(loaded, name, implementation):
+def test_greedy_decoding_gives_hugging_faces_tokens(loaded, name, implementation, figure):
     want = golden(name)
     steps = want["greedy_ids"].shape[1]
     run = PagedRun(loaded, 3, implementation=implementation)
@@ -84,6 +89,9 @@ def test_greedy_decoding_gives_hugging_faces_tokens(loaded, name, implementation
     for _ in range(steps):
         output.append([int(rows[-1].argmax()) for rows in scores])
         scores = run.step([[token] for token in output[-1]])
+    if implementation == "xla":
+        same = (want["greedy_ids"] == np.array(output).T).sum()
+        figure("families", name, "greedy", f"{same} of {want['greedy_ids'].size}")
     np.testing.assert_array_equal(np.array(output).T, want["greedy_ids"])
 
 

@@ -60,9 +60,12 @@ def divergence(exact: np.ndarray, other: np.ndarray) -> tuple[float, float]:
     return float(kl), float((exact.argmax(axis=1) == other.argmax(axis=1)).mean())
 
 
-def test_packed_bfloat16_is_as_close_to_float32_as_plain_bfloat16(exact):
+def test_packed_bfloat16_is_as_close_to_float32_as_plain_bfloat16(exact, figure):
     plain, _ = divergence(exact, predictions("bfloat16"))
     packed, same = divergence(exact, predictions("bfloat16", FORMS["bf16"]))
+    figure("rounded", "bfloat16", "nats", plain)
+    figure("rounded", "bfloat16, packed", "nats", packed)
+    figure("rounded", "bfloat16, packed", "same", f"{same:.1%}")
     assert plain / 2 < packed < 1.5 * plain
     assert same > 0.97
 
@@ -71,11 +74,13 @@ def test_packed_bfloat16_is_as_close_to_float32_as_plain_bfloat16(exact):
     ("form", "least", "most", "agreement"),
     [("int8", 0.0014, 0.0056, 0.96), ("int4", 0.05, 0.2, 0.84)],
 )
-def test_quantised_weights_predict_nearly_the_same(exact, form, least, most, agreement):
+def test_quantised_weights_predict_nearly_the_same(exact, form, least, most, agreement, figure):
     """Half and twice what was measured: 0.0028 nats and 97.5% for int8, 0.101 and 88% for int4.
 
     Plain bfloat16: 0.0002 and 99.5%. forge-tiny is small; larger models lose less.
     """
     kl, same = divergence(exact, predictions("bfloat16", FORMS[form]))
+    figure("rounded", f"`--quantization {form}`", "nats", kl)
+    figure("rounded", f"`--quantization {form}`", "same", f"{same:.1%}")
     assert least < kl < most
     assert same > agreement

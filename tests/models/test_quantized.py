@@ -213,12 +213,15 @@ def test_values_are_exactly_those_of_the_definition(written):
         np.testing.assert_array_equal(ours, want, module)
 
 
-def test_logits_are_those_of_the_definition(written):
+def test_logits_are_those_of_the_definition(written, figure):
     """Activations that are rounded and lie between two steps may fall to either: in few rows."""
     case = written.case
     want = writer.llama_logits(written.exact, IDS, case.round_rows)
     ours = logits(written.loaded)
     rows = np.linalg.norm(ours - want, axis=1) / np.linalg.norm(want, axis=1)
+    form = next(name for name, each in CASES.items() if each is case)
+    figure("forms", form, "values", "same bits")
+    figure("forms", form, "logits", np.median(rows))
     assert np.median(rows) < 2e-6
     assert rows.max() < (5e-6 if case.round_rows is None else 0.03)
     if case.round_rows is not None:

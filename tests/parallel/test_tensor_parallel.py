@@ -46,9 +46,10 @@ def expected_collectives(layers, *, ends="down", in_qkv=False):
     return [*found, "all-gather logits"]
 
 
-def test_the_logits_of_every_kind_of_layer_are_those_of_one_device(models):
+def test_the_logits_of_every_kind_of_layer_are_those_of_one_device(models, figure):
     assert len(models["families"]) == 7
     for name, one in models["families"].items():
+        figure("families", name, "devices", one["difference"])
         assert one["difference"] < 2e-4, (name, one)
         assert one["scale"] > 1.0 and one["same_choice"] == 1.0, (name, one)
 

@@ -1,0 +1,47 @@
+"""The tables of `docs/models.md` have a row for all that is tested, and figures within limits."""
+
+from __future__ import annotations
+
+import pytest
+from figures import PAGE, TABLES, Figures, between, table
+
+LIMITS = {"whole": 2e-4, "chunks": 2e-4, "devices": 2e-4, "adapters": 1e-4, "logits": 2e-6}
+
+
+def rows(name: str) -> dict[str, dict[str, str]]:
+    page = PAGE.read_text()
+    start, end = between(page, name)
+    _, _, *lines = page[start:end].strip().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row: dict(zip(TABLES[name][1], found, strict=True)) for row, *found in cells}
+
+
+def test_every_golden_model_has_its_row(goldens):
+    found = rows("families")
+    assert set(found) == {folder.name for folder in goldens.iterdir() if folder.is_dir()}
+    for name, row in found.items():
+        assert row["greedy"] == "72 of 72", name
+        assert "-" not in (row["whole"], row["chunks"])
+
+
+@pytest.mark.parametrize("name", ["families", "forms"])
+def test_figures_are_within_their_limits(name):
+    for row, found in rows(name).items():
+        for column, value in found.items():
+            if column in LIMITS and value != "-":
+                assert float(value) < LIMITS[column], (row, column)
+
+
+def test_what_tests_note_becomes_rows_in_their_order():
+    figures = Figures()
+    for row, column, value in (("b", "values", "same bits"), ("a", "logits", 1.234e-7)):
+        report = pytest.TestReport("x", ("", 0, ""), {}, "passed", None, "call")
+        report.user_properties = [("figure", ("forms", row, column, value)), ("other", 1)]
+        figures.pytest_runtest_logreport(report)
+    failed = pytest.TestReport("x", ("", 0, ""), {}, "failed", None, "call")
+    failed.user_properties = [("figure", ("forms", "c", "values", "same bits"))]
+    figures.pytest_runtest_logreport(failed)
+    assert table("forms", figures.noted["forms"]) == (
+        "| form | values | logits |\n| --- | --- | --- |\n"
+        "| b | same bits | - |\n| a | - | 1.2e-07 |\n"
+    )
