@@ -92,9 +92,9 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         if mesh is not None:  # what fits the one with the least memory fits all
             device = min(mesh.devices, key=lambda each: _free_bytes(each, shards))
         record = read_converted(config, folder)
-        if shards > 1:
-            _check_uncut(folder, spec, record)
         kernels = choose_kernels(config, spec, device, record)
+        if shards > 1:
+            _check_uncut(folder, spec, record, kernels.forms.rounded is not None)
         lora = _lora_shape(config)
         if lora is not None and record is not None and record.packed:
             raise ConfigError(
@@ -414,12 +414,17 @@ class Kernels:
     sampler: Sampler = "xla"
 
 
-def _check_uncut(folder: Path, spec: ModelSpec, record: Record | None) -> None:
+def _check_uncut(folder: Path, spec: ModelSpec, record: Record | None, rounded: bool) -> None:
     """Raises ConfigError for weights that are in a form which cannot be cut for several devices."""
     if record is not None:
         raise ConfigError(
             f"--tensor-parallel: {folder} was converted for one device; serve the model that it "
             "was made of"
+        )
+    if rounded:
+        raise ConfigError(
+            "--tensor-parallel is not for --quantization without the CPU kernels, or fp8, yet: "
+            "leave one of them out"
         )
     if spec.quantization is not None:
         raise ConfigError(
@@ -459,7 +464,7 @@ def choose_kernels(
             f"({spec.quantization.method}, by {spec.quantization.where}); leave the flag out"
         )
     dtype = resolve_dtype(spec, config.model.dtype)
-    packed: Format = "bf16" if quantization == "none" else quantization
+    packed: Format = quantization if quantization in ("int8", "int4") else "bf16"
     if config.model.kernels == "xla":
         reason = "--kernels xla is set"
     elif device.platform != "cpu":
@@ -477,6 +482,7 @@ def choose_kernels(
             layers=packed,
             head="int8" if packed == "int4" else packed,
             embedding=None if packed == "bf16" else "int8",
+            rounded="fp8" if quantization == "fp8" else None,
         )
         if record is not None:
             forms = dataclasses.replace(forms, **dict(record.forms))
@@ -491,9 +497,10 @@ def choose_kernels(
             f"{record.folder} was converted for the CPU kernels, which cannot be used: "
             f"{reason}. Convert the original model here, or with --kernels xla for all machines"
         )
-    if quantization != "none":
-        raise ConfigError(f"--quantization {quantization}: {reason}")
-    return Kernels()
+    if quantization == "none":
+        return Kernels()
+    log.info("--quantization %s in plain XLA: %s", quantization, reason)
+    return Kernels(forms=WeightForms(rounded=quantization))
 
 
 @dataclass(frozen=True, kw_only=True)

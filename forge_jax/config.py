@@ -24,6 +24,7 @@ LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}", re.ASCII)
 MAX_LORAS = 64  # each is multiplied with every row
 MAX_LORA_RANK = 512
 MAX_DRAFT_TOKENS = 31  # each is a row of the executables that verify
+Rounding = Literal["none", "int8", "fp8", "int4"]  # of weights, as they are read
 Batching = Literal["continuous", "static"]
 Pooling = Literal["last", "mean"]  # of hidden states, for an embedding
 
@@ -44,8 +45,8 @@ class ModelConfig:
     )
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
     dtype: DType = option("auto", "type of weights and activations; auto: the checkpoint's")
-    quantization: Literal["none", "int8", "int4"] = option(
-        "none", "store the matrices in fewer bits, rounded as they are read; on CPU only"
+    quantization: Rounding = option(
+        "none", "store the matrices in fewer bits, rounded as they are read"
     )
     kernels: Literal["auto", "xla"] = option(
         "auto", "xla: do not use the C++ kernels on a CPU, only what XLA makes itself"

@@ -27,7 +27,6 @@ from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
 from forge_jax.files import read_text
 from forge_jax.models import build_model, read_spec
-from forge_jax.models.decoder import WeightForms
 from forge_jax.text.gguf import gguf_templates
 from forge_jax.text.load import load_text
 from forge_jax.text.tokenizer import Tokenizer
@@ -81,7 +80,7 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
         folder=partial,
         dtype=model.dtype.name,
         quantization=config.model.quantization,
-        forms={} if kernels.forms == WeightForms() else kernels.forms.packed,
+        forms=kernels.forms.packed if any(kernels.forms.packed.values()) else {},
         leaves=dict(zip(model.names, model.leaves, strict=True)),
     )
     try:

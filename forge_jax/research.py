@@ -68,7 +68,7 @@ def load(
     forms = WeightForms()
     if record is not None:
         record.check_options(dtype=dtype)
-        forms = dataclasses.replace(forms, **dict(record.forms))
+        forms = dataclasses.replace(WeightForms(rounded=record.rounded), **dict(record.forms))
         if record.packed and not (jax.default_backend() == "cpu" and cpu.available()):
             raise ModelError(
                 f"{folder} is packed for the C++ kernels of CPUs, which cannot be used here: "

@@ -11,21 +11,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import jax
 import ml_dtypes
 import numpy as np
 
 import forge_jax
+from forge_jax.config import Rounding
 from forge_jax.errors import CheckpointError
 from forge_jax.files import read_json, shown
+from forge_jax.quant.spec import Values
 from forge_kernels.linear.packed import FORMATS, LAYOUT, Format
 
 FILE = "forge_jax.json"
 WEIGHTS = "weights"
 FORMAT, VERSION = "forge-jax-weights", 1
-Quantization = Literal["none", "int8", "int4"]
 MAX_LEAVES = 200_000
 # Of weights and activations, and of packed leaves.
 _TYPES = {
@@ -42,7 +43,7 @@ class Record:
 
     folder: Path
     dtype: str  # of weights and activations
-    quantization: Quantization
+    quantization: Rounding
     forms: Mapping[str, Format | None]  # the fields of `WeightForms`; empty: plain matrices
     leaves: Mapping[str, jax.ShapeDtypeStruct]  # as in `Model.names` and `Model.leaves`
 
@@ -50,6 +51,13 @@ class Record:
     def packed(self) -> bool:
         """Whether the matrices are in the layout of the CPU kernels."""
         return bool(self.forms)
+
+    @property
+    def rounded(self) -> Values | None:
+        """What the layers are rounded to, if not for the CPU kernels."""
+        if self.quantization == "none" or (self.packed and self.quantization != "fp8"):
+            return None
+        return self.quantization
 
     def check_options(self, *, dtype: str, quantization: str = "none") -> None:
         """Whether the weights are what the options ask for; `auto` and `none` take what there is.
@@ -93,15 +101,15 @@ def read_record(folder: Path) -> Record | None:
     dtype, quantization = values.get("dtype"), values.get("quantization")
     if dtype not in ("bfloat16", "float16", "float32"):
         raise CheckpointError(f"{file}: dtype must be a type of floats, not {shown(dtype)}")
-    if quantization not in get_args(Quantization):
+    if quantization not in get_args(Rounding):
         raise CheckpointError(
-            f"{file}: quantization must be one of {', '.join(get_args(Quantization))}, not "
+            f"{file}: quantization must be one of {', '.join(get_args(Rounding))}, not "
             f"{shown(quantization)}"
         )
     return Record(
         folder=folder,
         dtype=dtype,
-        quantization=cast(Quantization, quantization),
+        quantization=cast(Rounding, quantization),
         forms=_read_forms(file, values.get("packing")),
         leaves=_read_leaves(file, values.get("leaves")),
     )

@@ -26,6 +26,7 @@ from forge_jax.models.decoder import Leaves, Model
 from forge_jax.models.registry import build_model, find_architecture
 from forge_jax.parallel.rules import cut_of
 from forge_jax.quant.forms import QuantizedForm, module_of
+from forge_jax.quant.rounding import round_matrix
 from forge_jax.quant.tensors import MIDDLE, Matrix, check_matrix, read_matrices
 from forge_kernels.linear import Packing, pack, pack_experts, pack_int4, pack_values
 from forge_kernels.linear.packed import GROUP as INT4_GROUP
@@ -76,7 +77,7 @@ def check_weights(model: Model, folder: Path) -> CheckedTensors | CheckedLeaves:
         fault
         for leaf, group in parts.items()
         for part in group
-        for fault in _check(part, stored, model.quantized.get(leaf))
+        for fault in _check(part, stored, _as_stored(model.quantized.get(leaf)))
     ]
     if model.spec.tie_word_embeddings:
         faults += _undescribed("lm_head", stored)
@@ -241,12 +242,15 @@ def _quantized_leaves(
     model: Model, name: str, parts: tuple[Tensor, ...], stored: Mapping[str, TensorSource]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The values of the checkpoint in the form of the leaf, and what goes with them."""
-    scheme = model.quantized[name].scheme
+    form, prefix = model.quantized[name], name.removesuffix("weight")
+    scheme = form.scheme
     modules = {module_of(part.name): (part.shape[0], part.shape[1]) for part in parts}
-    matrix = read_matrices(scheme, modules, stored)
-    prefix = name.removesuffix("weight")
-    if f"{prefix}bias" not in model.names:
-        _check_no_bias(modules, stored)
+    if form.rounded:
+        matrix = round_matrix(StoredMatrix(parts, stored), scheme)
+    else:
+        matrix = read_matrices(scheme, modules, stored)
+        if f"{prefix}bias" not in model.names:
+            _check_no_bias(modules, stored)
     if matrix.order is not None:
         yield f"{prefix}order", matrix.order
     packing = model.packings.get(name)
@@ -306,6 +310,11 @@ def _num_missing(parts: WeightMap, stored: Mapping[str, TensorSource]) -> int:
 
 def _scale_name(weight: str) -> str:
     return weight.removesuffix("weight") + "scale"
+
+
+def _as_stored(form: QuantizedForm | None) -> QuantizedForm | None:
+    """What the checkpoint has of it; None: floats."""
+    return None if form is None or form.rounded else form
 
 
 def _check(

@@ -30,6 +30,7 @@ from forge_jax.models.lora import LayerLora, Lora
 from forge_jax.models.spec import ExpertSpec, ModelSpec, RopeSpec
 from forge_jax.parallel.rules import AXIS, shard_spec, shard_vocab
 from forge_jax.quant.forms import QuantizedForm
+from forge_jax.quant.spec import Values
 from forge_kernels.attention import Implementation, ragged_paged_attention, rotate_and_write
 from forge_kernels.embed import embed
 from forge_kernels.experts import choose_experts, mix_experts
@@ -76,12 +77,14 @@ class WeightForms:
     """The form of the matrices: plain (None), or packed for the CPU kernels.
 
     `quantized`: of those that the checkpoint has quantised, by the names of their leaves.
+    `rounded`: what those of the layers are rounded to as they are read, where not for the kernels.
     """
 
     layers: Format | None = None
     head: Format | None = None
     embedding: Format | None = None  # where it is not the head
     quantized: Mapping[str, QuantizedForm] = field(default_factory=dict)
+    rounded: Values | None = None
     lora: bool = False  # adapters add to gates and ups: SwiGLU cannot be a part of their product
 
     @property
@@ -633,8 +636,10 @@ class Model:
     def formats(self) -> set[str]:
         """What the matrices are kept in, where they are not plain: "bf16", "int8", "gptq int4"."""
         kept = {packing.format for packing in self.packings.values()}
-        quantized = (form.scheme for form in self.quantized.values())
-        return kept | {f"{scheme.layout} {scheme.values}" for scheme in quantized}
+        return kept | {
+            f"{'rounded' if form.rounded else form.scheme.layout} {form.scheme.values}"
+            for form in self.quantized.values()
+        }
 
     @property
     def param_bytes(self) -> int:

@@ -13,6 +13,7 @@ from forge_jax.models.decoder import Decoder, Model, WeightForms
 from forge_jax.models.families import ARCHITECTURES, Architecture
 from forge_jax.models.spec import DTYPES, Config, ModelSpec
 from forge_jax.quant.forms import quantized_forms
+from forge_jax.quant.rounding import rounded_forms
 
 
 def find_architecture(name: str) -> Architecture:
@@ -74,7 +75,10 @@ def build_model(
       UnsupportedModelError: matrices are quantised in a way that is not implemented.
     """
     forms = forms or WeightForms()
-    if spec.quantization is not None:
+    if forms.rounded is not None:
+        quantized = rounded_forms(find_architecture(spec.architecture).weights(spec), forms.rounded)
+        forms = dataclasses.replace(forms, quantized=quantized)
+    elif spec.quantization is not None:
         weights = find_architecture(spec.architecture).weights(spec)
         quantized = quantized_forms(spec, weights, kernels=forms.layers is not None)
         forms = dataclasses.replace(forms, quantized=quantized)

@@ -21,10 +21,12 @@ class QuantizedForm:
     """The form of a matrix whose values are quantised already.
 
     `packed`: for the CPU kernels, which hold the values of some schemes exactly; else as stored.
+    `rounded`: the checkpoint has floats, which become such values as they are read.
     """
 
     scheme: Scheme
     packed: Format | None = None
+    rounded: bool = False
 
     def packing(self, outputs: int, inputs: int, paired: bool) -> Packing | None:
         if self.packed is None:

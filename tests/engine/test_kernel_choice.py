@@ -119,23 +119,27 @@ def test_without_kernels_plain_xla_does_it_after_one_warning(no_kernels, caplog)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("quantization", "options"),
     [
-        ({"kernels": "xla"}, "--quantization int8: --kernels xla is set"),
-        ({"dtype": "float32"}, r"--quantization int8: .*not float32: set --dtype bfloat16"),
-        ({"dtype": "float16"}, r"--quantization int8: .*not float16: set --dtype bfloat16"),
+        ("fp8", {}),
+        ("fp8", {"kernels": "xla"}),
+        ("int8", {"dtype": "float32"}),
+        ("int4", {"kernels": "xla"}),
     ],
 )
-def test_quantisation_where_the_kernels_are_not_is_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        LLM("forge-tiny", quantization="int8", **OPTIONS, **options)
+def test_where_the_kernels_do_not_round_plain_xla_multiplies_the_rounded(quantization, options):
+    llm = LLM("forge-tiny", quantization=quantization, **OPTIONS, **options)
+    model, device = llm._core._device._model, llm._core._device
+    assert {form.scheme.values for form in model.quantized.values()} == {quantization}
+    assert (device._implementation == "cpu") == (not options)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    [answer] = llm.chat([chat], SamplingParams(max_tokens=30, temperature=0), progress=False)
+    assert "Paris" in answer.text
 
 
-def test_quantisation_without_a_compiler_is_refused(no_kernels):
-    with pytest.raises(
-        ConfigError, match="--quantization int8: the CPU kernels could not be built"
-    ):
-        LLM("forge-tiny", quantization="int8", **OPTIONS)
+def test_quantisation_without_a_compiler_is_plain_xlas(no_kernels):
+    llm = LLM("forge-tiny", quantization="int8", **OPTIONS)
+    assert llm._core._device._model.quantized and not llm._core._device._model.packings
 
 
 def test_a_wrong_choice_is_named():

@@ -71,6 +71,25 @@ def load(folder, **options):
     return forge_jax.load(str(folder), progress=False, **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "fp8", "dtype": "bfloat16"},
+        {"quantization": "fp8", "dtype": "float32"},
+        {"quantization": "int4", "kernels": "xla"},
+    ],
+)
+def test_rounded_values_are_those_of_the_model(options, goldens, tmp_path):
+    source = goldens / "llama2"
+    out = converted(source, tmp_path / "out", **options)
+    plain = {key: value for key, value in options.items() if key == "kernels"}
+    assert_same_bits(engine_leaves(out, **plain), engine_leaves(source, **options))
+    assert {form.rounded for form in engine_leaves(out, **plain)[0].quantized.values()} == {True}
+    if not plain:
+        again = load(out)
+        assert again.model.names == engine_leaves(source, **options)[0].names
+
+
 @pytest.mark.parametrize("name", ["fp8_blocks", "int8_rows", "gptq_ordered", "gptq_zeros", "w4a16"])
 def test_quantised_values_are_those_of_the_checkpoint(name, tmp_path):
     source = tmp_path / "source"

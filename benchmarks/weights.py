@@ -1,0 +1,119 @@
+"""What do rounded weights cost? Memory, perplexity and decode tokens/s by `--quantization`.
+
+    python -m benchmarks.weights [--model FOLDER] [--kernels auto] [--output FILE.json]
+
+Beside bfloat16, in which all are computed. forge-tiny is scored on documents of its kinds from a
+seed that it was not trained on, any other model on texts of its own, drawn in float32 at
+temperature 1. Speed is measured in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from benchmarks import report as reports
+from benchmarks.kv_dtype import (
+    BUNDLED,
+    OUTPUT,
+    SEQUENCES,
+    held_out,
+    log_likelihoods,
+    own_texts,
+    tokens_per_s,
+)
+from benchmarks.metrics import median
+from forge_jax import LLM
+from forge_jax.config import Rounding
+from forge_jax.errors import ForgeError
+
+PLAIN = "none"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.weights", description="What do rounded weights cost?"
+    )
+    parser.add_argument("--model", default=BUNDLED, help=f"what to run (default {BUNDLED})")
+    parser.add_argument("--kernels", default="auto", help="of the engine: auto or xla")
+    parser.add_argument("--texts", type=int, default=2000, help="to be scored (default 2000)")
+    parser.add_argument("--rounds", type=int, default=7, help="of decoding (default 7)")
+    parser.add_argument("--context", type=int, default=64, help="of decoding (default 64)")
+    parser.add_argument("--output", type=Path, help="write the report here as JSON")
+    args = parser.parse_args(argv)
+    try:
+        report = reports.new("weights", model=args.model, kernels=args.kernels, **compare(args))
+        if args.output is not None:
+            reports.write(report, args.output)
+    except (ForgeError, OSError) as error:
+        print(f"weights: {error}", file=sys.stderr)
+        return 1
+    print(markdown(report))
+    return 0
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    engines = {
+        kind: LLM(
+            args.model, dtype="bfloat16", quantization=kind, kernels=args.kernels,
+            max_num_seqs=SEQUENCES, max_num_batched_tokens=256,
+        )
+        for kind in get_args(Rounding)
+    }  # fmt: skip
+    texts = held_out(args.texts) if args.model == BUNDLED else own_texts(args.model, args.texts)
+    context = min(args.context, engines[PLAIN].max_model_len - OUTPUT)
+    speed = tokens_per_s(engines, context, args.rounds)
+    exact = log_likelihoods(engines[PLAIN], texts)
+    rows = []
+    for kind, llm in engines.items():
+        lost = exact - (exact if kind == PLAIN else log_likelihoods(llm, texts))
+        rows.append(
+            {
+                "quantization": kind,
+                "bytes": llm._core._device._model.param_bytes,  # type: ignore[attr-defined]
+                "perplexity": math.exp(-np.mean(exact - lost)),
+                "more_perplexity": math.expm1(np.mean(lost)),
+                "standard_error": float(np.std(lost) / math.sqrt(len(lost))),
+                "tokens_per_s": median(speed[kind]),
+                "ratio": median([x / y for x, y in zip(speed[kind], speed[PLAIN], strict=True)]),
+            }
+        )
+    return {
+        "scored_tokens": len(exact),
+        "context": context,
+        "sequences": SEQUENCES,
+        "rounds": args.rounds,
+        "rows": rows,
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    header = ["quantization", "MB of weights", "perplexity", "to none", "tokens/s"]
+    rows = [
+        [
+            row["quantization"],
+            f"{row['bytes'] / 1e6:,.2f}",
+            f"{row['perplexity']:.4f}",
+            "-"
+            if row["quantization"] == PLAIN
+            else f"{row['more_perplexity']:+.3%} ± {row['standard_error']:.3%}",
+            f"{row['tokens_per_s']:,.0f} ({row['ratio']:.2f})",
+        ]
+        for row in report["rows"]
+    ]
+    return (
+        f"{reports.heading(report)}; {report['model']} in bfloat16, kernels {report['kernels']}; "
+        f"perplexity over {report['scored_tokens']:,} tokens; {report['sequences']} sequences with "
+        f"{report['context']} tokens decode at once, medians of {report['rounds']} rounds\n\n"
+        f"{reports.table(header, rows)}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Matrices of floats that are rounded to 8 or 4 bits as they are read, for plain XLA everywhere.
+
+`--quantization` where there are no CPU kernels for it. Activations stay as they are. FP8 is E4M3
+(Micikevicius et al. 2022, arXiv:2209.05433).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from forge_jax.errors import UnsupportedModelError
+from forge_jax.quant.forms import QuantizedForm
+from forge_jax.quant.spec import Scheme, Values
+from forge_jax.quant.tensors import MIDDLE, Matrix
+from forge_kernels.linear.quantized import FP8, FP8_MAX
+from forge_kernels.threads import for_each
+
+if TYPE_CHECKING:
+    from forge_jax.checkpoint.matrix import StoredMatrix
+    from forge_jax.checkpoint.weight_map import WeightMap
+
+INT4_GROUPS = (128, 32, 16)  # columns, the first that divides a matrix
+CHUNK = 2**20  # values that a thread rounds at a time
+NOT_ROUNDED = ("embedding.weight", "head.weight")  # too coarse for the vocabulary
+
+
+def rounded_forms(weights: WeightMap, values: Values) -> dict[str, QuantizedForm]:
+    """The leaves that are rounded, those of every layer, and their forms.
+
+    Raises:
+      UnsupportedModelError: the model has experts, or matrices that no group divides.
+    """
+    forms = {}
+    for leaf, parts in weights.items():
+        if len(parts[0].shape) < 2 or leaf in NOT_ROUNDED:
+            continue
+        name, inputs = parts[0].name, parts[0].shape[1]
+        if len(parts[0].shape) > 2 or ".experts." in name or leaf.endswith(".router.weight"):
+            raise UnsupportedModelError(
+                f"--quantization {values}: {name} is of experts, which only the CPU kernels "
+                "take in int8 and int4 (bfloat16, without --kernels xla); leave the flag out"
+            )
+        group = None
+        if values == "int4":
+            group = next((size for size in INT4_GROUPS if inputs % size == 0), None)
+            if group is None:
+                raise UnsupportedModelError(
+                    f"--quantization int4: {name} has {inputs} columns, which is no multiple of "
+                    f"{INT4_GROUPS[-1]}; use int8 or fp8"
+                )
+        scheme = Scheme(layout="plain", values=values, block=(1, group))
+        forms[leaf] = QuantizedForm(scheme, rounded=True)
+    return forms
+
+
+def round_matrix(stored: StoredMatrix, scheme: Scheme) -> Matrix:
+    """Reads a matrix [N, K], a part of the rows at a time, and rounds each to its own scales.
+
+    The largest value of a group becomes the largest that there is: 127, 448, or of 4 bits 7 and
+    -7, so that 0 stays 0.
+    """
+    rows, inputs = stored.shape
+    group = scheme.block[1] or inputs
+    scale = np.empty((rows, inputs // group), np.float32)
+    kind = {"int8": np.dtype(np.int8), "fp8": FP8, "int4": np.dtype(np.uint8)}[scheme.values]
+    values = np.empty((rows, inputs), kind)
+    most = {"int8": 127.0, "fp8": FP8_MAX, "int4": 7.0}[scheme.values]
+    step = max(1, CHUNK // inputs)
+
+    def round_some(first: int) -> None:
+        some = np.empty((min(step, rows - first), inputs), np.float32)
+        stored.read_rows(some, first)
+        groups = some.reshape(len(some), -1, group)
+        top = np.abs(groups).max(axis=2)
+        ours = scale[first : first + step]
+        np.divide(np.where(top == 0, most, top), np.float32(most), out=ours)
+        groups /= ours[..., None]
+        if scheme.values == "fp8":
+            np.clip(some, -FP8_MAX, FP8_MAX, out=some)
+        else:
+            np.rint(some, out=some)
+        if scheme.values == "int4":
+            some += MIDDLE
+        values[first : first + step] = some.astype(kind)
+
+    for_each(round_some, range(0, rows, step))
+    return Matrix(values, scale, None, None, None)

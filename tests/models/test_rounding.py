@@ -1,0 +1,107 @@
+"""`--quantization` without the CPU kernels: floats are rounded as they are read, and stay small."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from paged import PagedRun
+
+from forge_jax.checkpoint.load import load_weights
+from forge_jax.checkpoint.matrix import StoredMatrix
+from forge_jax.checkpoint.safetensors import read_header
+from forge_jax.checkpoint.weight_map import Tensor
+from forge_jax.errors import UnsupportedModelError
+from forge_jax.models import build_model, read_spec
+from forge_jax.models.decoder import WeightForms
+from forge_jax.models.registry import find_architecture
+from forge_jax.quant import rounding
+from forge_jax.quant.rounding import round_matrix, rounded_forms
+from forge_jax.quant.spec import Scheme
+from forge_jax.research import LoadedModel
+
+KINDS = ("int8", "fp8", "int4")
+
+
+class Rows:
+    """A matrix in memory, read as one in a file."""
+
+    def __init__(self, values):
+        self.values, self.shape = values, values.shape
+
+    def read_rows(self, out, first):
+        out[...] = self.values[first : first + len(out)]
+
+
+def back(matrix, scheme) -> np.ndarray:
+    """What is multiplied, by the definition: (value - zero) * scale."""
+    values = matrix.values.astype(np.float64) - (8 if scheme.values == "int4" else 0)
+    group = values.shape[1] // matrix.scale.shape[1]
+    return values * np.repeat(matrix.scale.astype(np.float64), group, axis=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_the_nearest_there_are(kind, monkeypatch):
+    monkeypatch.setattr(rounding, "CHUNK", 3 * 256)
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((17, 256)).astype(np.float32) * rng.uniform(0.001, 9, (17, 1))
+    w = w.astype(np.float32)
+    w[5] = 0
+    scheme = Scheme(layout="plain", values=kind, block=(1, 128 if kind == "int4" else None))
+    matrix = round_matrix(Rows(w), scheme)
+    got, scale = back(matrix, scheme), np.repeat(matrix.scale, 256 // matrix.scale.shape[1], axis=1)
+    if kind == "fp8":  # three bits behind the first, and steps of 2^-9 below 2^-6
+        step = np.maximum(2.0 ** (np.floor(np.log2(np.abs(w / scale) + 1e-30)) - 3), 2.0**-9)
+    else:
+        step = 1.0
+    assert (np.abs(got - w) <= 0.5001 * step * scale).all()
+    assert not got[5].any() and np.isfinite(matrix.scale).all()
+    top = np.abs(w).reshape(17, -1, scheme.block[1] or 256).argmax(axis=2)
+    largest = np.take_along_axis(np.abs(got).reshape(*top.shape, -1), top[..., None], 2)
+    exact = np.take_along_axis(np.abs(w).reshape(*top.shape, -1), top[..., None], 2)
+    np.testing.assert_allclose(largest, exact, rtol=1e-6)
+
+
+def load(folder, kind, dtype="float32"):
+    model = build_model(read_spec(folder), dtype, WeightForms(rounded=kind))
+    return LoadedModel(model, load_weights(model, folder, progress=False), folder)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen2", "int8"), ("gemma2", "fp8"), ("phi3", "int4")])
+def test_logits_are_those_of_the_rounded_weights_as_floats(name, kind, goldens):
+    """Tied and not, with biases, stored together, with other activations."""
+    folder = goldens / name
+    rounded = load(folder, kind)
+    plain = build_model(rounded.spec, "float32")
+    leaves = dict(zip(plain.names, load_weights(plain, folder, progress=False), strict=True))
+    stored = read_header(folder / "model.safetensors")
+    weights = find_architecture(rounded.spec.architecture).weights(rounded.spec)
+    assert set(rounded.model.quantized) == {
+        f"layers.{i}.{matrix}.weight"
+        for i in range(rounded.spec.num_hidden_layers)
+        for matrix in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+    }
+    for leaf, form in rounded.model.quantized.items():
+        matrix = round_matrix(StoredMatrix(weights[leaf], stored), form.scheme)
+        leaves[leaf] = back(matrix, form.scheme).astype(np.float32)
+    exact = LoadedModel(plain, tuple(leaves[name] for name in plain.names), folder)
+    ids = np.random.default_rng(1).integers(0, 96, (1, 40)).tolist()
+    ours, want = (PagedRun(each, 1).step(ids)[0] for each in (rounded, exact))
+    assert np.linalg.norm(ours - want) < 1e-5 * np.linalg.norm(want)
+    assert rounded.model.param_bytes < plain.param_bytes
+    beside = sum(
+        leaf.nbytes
+        for leaf_name, leaf in zip(rounded.model.names, rounded.leaves, strict=True)
+        if f"{leaf_name.rsplit('.', 1)[0]}.weight" in rounded.model.quantized
+    )
+    whole = sum(leaves[leaf].size for leaf in rounded.model.quantized)
+    assert beside < whole * {"int8": 1.2, "fp8": 1.2, "int4": 0.8}[kind]
+
+
+def test_what_cannot_be_rounded_is_named(goldens):
+    mixtral = read_spec(goldens / "mixtral")
+    with pytest.raises(UnsupportedModelError, match=r"--quantization fp8: .*experts"):
+        build_model(mixtral, "float32", WeightForms(rounded="fp8"))
+    odd = {"layers.0.mlp.down.weight": (Tensor("down", (64, 40)),)}
+    with pytest.raises(UnsupportedModelError, match=r"down has 40 columns, .* multiple of 16"):
+        rounded_forms(odd, "int4")
+    assert rounded_forms(odd, "int8")["layers.0.mlp.down.weight"].rounded
