@@ -42,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", default=BUNDLED, help=f"what to run (default {BUNDLED})")
     parser.add_argument("--kernels", default="auto", help="of the engine: auto or xla")
+    parser.add_argument(
+        "--forms", nargs="+", default=[*get_args(Rounding)[1:]], metavar="QUANTIZATION",
+        help="beside none; default all",
+    )  # fmt: skip
     parser.add_argument("--texts", type=int, default=2000, help="to be scored (default 2000)")
     parser.add_argument("--rounds", type=int, default=7, help="of decoding (default 7)")
     parser.add_argument("--context", type=int, default=64, help="of decoding (default 64)")
@@ -64,7 +68,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             args.model, dtype="bfloat16", quantization=kind, kernels=args.kernels,
             max_num_seqs=SEQUENCES, max_num_batched_tokens=256,
         )
-        for kind in get_args(Rounding)
+        for kind in (PLAIN, *args.forms)
     }  # fmt: skip
     texts = held_out(args.texts) if args.model == BUNDLED else own_texts(args.model, args.texts)
     context = min(args.context, engines[PLAIN].max_model_len - OUTPUT)
