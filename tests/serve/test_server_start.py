@@ -18,7 +18,7 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
 from forge_jax.errors import ConfigError, ModelError
 from forge_jax.fake import assemble_fake
-from forge_serve import app, server
+from forge_serve import answering, server
 from forge_serve.config import ServerConfig
 
 
@@ -210,14 +210,14 @@ async def test_a_request_that_is_being_tokenised_when_the_end_comes_is_told_to_c
     start, monkeypatch
 ):
     running = await start(Engine.fake())
-    encode = app.encode_prompts
+    encode = answering.encode_prompts
 
     async def interrupted(*args: Any) -> Any:
         prompts = await encode(*args)
         running.service.stopping = True
         return prompts
 
-    monkeypatch.setattr(app, "encode_prompts", interrupted)
+    monkeypatch.setattr(answering, "encode_prompts", interrupted)
     status, answer = await running.post("/v1/completions", {"prompt": "a"})
     assert (status, answer["error"]["code"]) == (503, "not_ready")
 
