@@ -3,10 +3,11 @@
 # make fuzz    sends the server 50,000 odd requests; ARGS="--fuzz-seed N" for others
 # make test-cuda-compile   compiles the GPU kernels and a step for an H200; needs no GPU
 # make test-clients   drives a server with the clients of others: SDKs, agents, evaluations, schemathesis
+# make site    builds the documents into a site, in ./site
 # make figures   writes the tables of docs/models.md from the tests
 # They make .venv and install what they need the first time, and not again until the pins change.
 # The compilers for the GPU (300 MB) have an environment of their own, .venv-aot; so have the clients
-# of others (.venv-clients).
+# of others (.venv-clients), and what builds the site (.venv-docs).
 
 PYTHON := $(shell for p in python3.12 python3 python3.13 python3.14 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
@@ -15,7 +16,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-clients test-cuda-compile soak fuzz lint format docs figures train-forge-tiny clean
+.PHONY: serve test test-clients test-cuda-compile soak fuzz lint format docs site figures train-forge-tiny clean
 
 serve: .venv/.serve
 	@exec $(BIN)/forge-jax serve $(MODEL) $(ARGS)
@@ -47,6 +48,10 @@ format: .venv/.dev
 docs: .venv/.dev
 	$(BIN)/python -m forge_serve.config_docs
 
+site: .venv-docs/.docs
+	.venv-docs/bin/sphinx-build -q -n -W --keep-going -b html -c docs/site . site
+	@echo "built site/index.html"
+
 figures: .venv/.dev
 	$(BIN)/python tests/figures.py
 
@@ -54,7 +59,7 @@ train-forge-tiny: .venv/.dev
 	$(BIN)/python -m training.forge_tiny
 
 clean:
-	rm -rf .venv .venv-aot .venv-clients
+	rm -rf .venv .venv-aot .venv-clients .venv-docs site
 
 .venv/.python:
 	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer, and none was found: install it (your distribution's python3.12 and python3.12-venv, or: uv python install 3.12), then run make again." >&2; exit 1; }
@@ -84,4 +89,11 @@ clean:
 	@echo "installing the clients of others into .venv-clients"
 	@$(PYTHON) -m venv .venv-clients
 	@.venv-clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	@touch $@
+
+.venv-docs/.docs: docs/site/requirements.txt
+	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer" >&2; exit 1; }
+	@echo "installing what builds the documents into .venv-docs"
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/pip install --quiet --disable-pip-version-check -r docs/site/requirements.txt
 	@touch $@

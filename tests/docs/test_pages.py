@@ -1,0 +1,214 @@
+"""What the documents show runs as it stands there, and their links lead somewhere."""
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from documents import (
+    ROOT,
+    RUN,
+    Block,
+    blocks,
+    blocks_of,
+    commands,
+    hidden_commands,
+    pages,
+)
+
+ADDRESS = "127.0.0.1:8000"  # of the documents
+NAMES = {"SMALLER_MODEL": "forge-tiny", "MODEL": "forge-tiny"}
+
+
+class Reader:
+    """Does what a page says, in a folder of its own."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.server: subprocess.Popen[bytes] | None = None
+        self.serves = ""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        paths = [ROOT, *(ROOT / part for part in ("kernels", "serve", "tests", "tests/docs"))]
+        self.env = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        }
+
+    def read(self, block: Block) -> None:
+        for command in commands(block.notes.get("before", "")):
+            self.run(command)
+        if serve := block.notes.get("server"):
+            self.serve(serve)
+        if block.language == "python":
+            script = self.folder / f"line-{block.line}.py"
+            script.write_text(self._here(block.text))
+            self.run(f"python -W error {script.name}", says=True)
+            return
+        for command in commands(block.text):
+            if " serve" in command and _program(command) == "forge-jax":
+                self.serve(command)
+            else:
+                self.run(command)
+
+    def run(self, command: str, *, says: bool = False) -> None:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", self._here(command)],
+            cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        assert done.stdout.strip() or not says, f"{command} printed nothing"
+        if "curl" in command:
+            assert '"error":' not in done.stdout, f"{command}\n{done.stdout}"
+
+    def serve(self, command: str) -> None:
+        if command == self.serves:
+            return
+        self.stop()
+        self.serves = command
+        words = shlex.split(self._here(command), comments=True)
+        while "=" in words[0]:  # XLA_FLAGS=... before the command
+            name, _, value = words.pop(0).partition("=")
+            words = ["env", f"{name}={value}", *words]
+        log = self.folder / "server.log"
+        with log.open("wb") as out:
+            self.server = subprocess.Popen(
+                [*words, "--port", str(self.port)],
+                cwd=self.folder, env=self.env, stdout=out, stderr=out,
+            )  # fmt: skip
+        deadline = time.monotonic() + 200
+        while not self._answers():
+            assert self.server.poll() is None, f"{command}\n{log.read_text()}"
+            assert time.monotonic() < deadline, f"{command} does not serve\n{log.read_text()}"
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        if self.server is not None:
+            self.server.send_signal(signal.SIGINT)
+            self.server.send_signal(signal.SIGTERM)  # at once: nothing is running
+            assert self.server.wait(60) == 0, (self.folder / "server.log").read_text()
+        self.server, self.serves = None, ""
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+                return True
+        except OSError:
+            return False
+
+    def _here(self, text: str) -> str:
+        for name, value in NAMES.items():
+            text = re.sub(rf"\b{name}\b", value, text)
+        return text.replace(ADDRESS, f"127.0.0.1:{self.port}").replace(".venv/bin/", "")
+
+
+@pytest.fixture
+def reader(tmp_path):
+    reader = Reader(tmp_path)
+    yield reader
+    reader.stop()
+
+
+def _program(command: str) -> str:
+    words = [word for word in command.split() if "=" not in word or word.startswith("-")]
+    return Path(words[0]).name if words else ""
+
+
+def _runs(block: Block) -> bool:
+    return block.language in RUN and not {"not run", "from"} & block.notes.keys()
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if any(map(_runs, blocks(page)))])
+def test_what_a_page_shows_runs(page, reader):
+    for block in filter(_runs, blocks(page)):
+        reader.read(block)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_no_command_of_a_page_is_left_out(page):
+    assert hidden_commands((ROOT / page).read_text()) == [], "put it into a block of bash"
+    for block in blocks(page):
+        assert block.language, f"line {block.line}: say the block's language, or text"
+        assert block.notes.get("not run", "a reason"), "say why it is not run"
+        if source := block.notes.get("from"):
+            assert block.text.strip() in (ROOT / source).read_text(), f"{source} has it otherwise"
+
+
+@pytest.fixture(scope="module")
+def helps():
+    known: dict[str, str] = {}
+
+    def help_of(program: str) -> str:
+        if program not in known:
+            done = subprocess.run(
+                [sys.executable, "-m", *program.split(), "--help"],
+                cwd=ROOT, capture_output=True, text=True, timeout=120,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            known[program] = done.stdout
+        return known[program]
+
+    return help_of
+
+
+@pytest.mark.parametrize("page", pages())
+def test_flags_of_what_is_not_run_exist(page, helps):
+    for block in blocks(page):
+        if block.language != "bash" or "not run" not in block.notes:
+            continue
+        for command in commands(block.text):
+            if found := re.search(r"forge-jax ([a-z]+)", command):
+                program = f"forge_serve {found[1]}"
+            elif found := re.search(r"python -m ((?:benchmarks|training)[\w.]*)", command):
+                program = found[1]
+            else:
+                continue
+            for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", command.split("#")[0]):
+                assert flag in helps(program), f"{program} has no {flag}"
+
+
+def test_links_lead_somewhere():
+    for page in pages():
+        for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
+            if not target.startswith("http"):
+                assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+# What reads the pages would notice.
+
+
+def test_a_command_that_fails_fails_the_page(reader):
+    with pytest.raises(AssertionError, match="no-such-thing"):
+        reader.read(Block("bash", "ls no-such-thing", 1))
+
+
+def test_a_refused_request_fails_the_page(reader):
+    serve = {"server": "forge-jax serve --fake"}
+    body = '{"prompt": "a", "max_tokens": "many"}'
+    with pytest.raises(AssertionError, match="max_tokens"):
+        reader.read(Block("bash", f"curl -s http://{ADDRESS}/v1/completions -d '{body}'", 1, serve))
+
+
+def test_commands_are_found_with_the_lines_they_go_on_in():
+    text = "one \\\n  --two\ncat > f <<'END'\na\nEND\ncurl -d '{\n}'\n\nthree"
+    assert commands(text) == ["one \\\n  --two", "cat > f <<'END'\na\nEND", "curl -d '{\n}'", "three"]
+
+
+def test_an_indented_command_is_found():
+    assert hidden_commands("text\n\n    forge-jax serve\n") == ["forge-jax serve"]
+    assert hidden_commands("text\n\n    some: example\n\n```bash\n\n    make it\n```\n") == []
+
+
+def test_a_comment_without_a_block_is_an_error():
+    with pytest.raises(ValueError, match="no block follows"):
+        list(blocks_of("<!-- not run: why -->\ntext\n"))
