@@ -1,4 +1,4 @@
-"""Builds the documents into a site: `make site`. They are written to be read on GitHub, as they are.
+"""Builds the documents into a site: `make site`. They are written to be read on GitHub as well.
 
 Source is the repository's root, so that links between README, docs and benchmarks are what they are
 there. The front page is README; the order of the others stands here, for nothing of it is in them.

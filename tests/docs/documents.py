@@ -1,4 +1,4 @@
-"""What the documents show: their blocks of commands and code, with what the tests must know of them.
+"""What the documents show: blocks of commands and code, with what the tests must know of them.
 
 A comment of HTML right before a block, which no reader sees, says it:
 

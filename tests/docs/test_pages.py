@@ -12,7 +12,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-
 from documents import (
     ROOT,
     RUN,
@@ -200,8 +199,8 @@ def test_a_refused_request_fails_the_page(reader):
 
 
 def test_commands_are_found_with_the_lines_they_go_on_in():
-    text = "one \\\n  --two\ncat > f <<'END'\na\nEND\ncurl -d '{\n}'\n\nthree"
-    assert commands(text) == ["one \\\n  --two", "cat > f <<'END'\na\nEND", "curl -d '{\n}'", "three"]
+    found = ["one \\\n  --two", "cat > f <<'END'\na\nEND", "curl -d '{\n}'", "three"]
+    assert commands("\n\n".join(found)) == found
 
 
 def test_an_indented_command_is_found():
