@@ -623,8 +623,9 @@ class DraftModel:
     @property
     def _whole_kv(self) -> KVShape:
         """Of all shards."""
-        is_cut = self._mesh is not None and self._model.shards > 1
-        return self._mesh.kv_shape(self.kv_shape) if is_cut else self.kv_shape
+        if self._mesh is None or self._model.shards == 1:
+            return self.kv_shape
+        return self._mesh.kv_shape(self.kv_shape)
 
     def _i32(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._sharding)

@@ -434,9 +434,8 @@ class Runner:
         """
         assert self._lora is not None and 1 <= place <= self._lora.places
         weights = self._leaves[: len(self._model.leaves)]
-        if self._mesh is not None:
-            arrays = self._mesh.cut_adapter(self._model, arrays)
-        new = self._compiled["set_adapter"](self._stacks, np.int32(place), arrays)
+        adapter = arrays if self._mesh is None else self._mesh.cut_adapter(self._model, arrays)
+        new = self._compiled["set_adapter"](self._stacks, np.int32(place), adapter)
         self._stacks = jax.block_until_ready(new)
         self._leaves = (*weights, *self._stacks)
 
