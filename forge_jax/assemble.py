@@ -539,7 +539,13 @@ def _choose_draft(
             f"--draft-model {name} has a vocabulary of {spec.vocab_size} tokens, and "
             f"{config.model.model} one of {target.spec.vocab_size}: they must be the same"
         )
-    own = choose_kernels(config, spec, device, read_converted(config, folder))
+    record = read_converted(config, folder)
+    if record is not None and record.shards > 1:
+        raise ConfigError(
+            f"--draft-model {name} was converted for {record.shards} devices, and a draft model of "
+            "its own is whole on each: convert the original model without --tensor-parallel"
+        )
+    own = choose_kernels(config, spec, device, record)
     model = build_model(spec, config.model.dtype, own.forms)
     check_weights(model, folder)
     return _Draft(model=model, folder=folder, implementation=own.attention)
