@@ -93,8 +93,6 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
             device = min(mesh.devices, key=lambda each: _free_bytes(each, shards))
         record = read_converted(config, folder)
         kernels = choose_kernels(config, spec, device, record)
-        if shards > 1:
-            _check_uncut(folder, spec, record, kernels.forms.rounded is not None)
         lora = _lora_shape(config)
         if lora is not None and record is not None and record.packed:
             raise ConfigError(
@@ -111,7 +109,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         use_compilation_cache(config)
     compilations = SinceReady()
     memory_limit = _free_bytes(device, shards)
-    proposals = _make_proposals(config, draft, device)
+    proposals = _make_proposals(config, draft, device if mesh is None else mesh.whole)
     runner = _make_runner(
         config, model, sizes, device, memory_limit, kernels, proposals, lora, mesh
     )
@@ -120,7 +118,8 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         tokenizer, template = load_text(folder, config.model.chat_template, spec.vocab_size)
     with startup.phase("weights"):
         leaves = load_weights(model, folder, device=device, mesh=mesh)
-        draft_leaves = () if draft is None else draft.load(model, leaves, device)
+        place = device if mesh is None else mesh.whole
+        draft_leaves = () if draft is None else draft.load(model, leaves, place)
     with startup.phase("compile"):  # what is left of it
         runner.allocate()
         needed = runner.memory_bytes() + sizes.draft_bytes
@@ -141,7 +140,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
     draft_model = None
     if draft is not None:
         draft_model = _make_draft_model(
-            config, draft, sizes, runner, device, memory_limit, kernels, proposals
+            config, draft, sizes, runner, device, memory_limit, kernels, proposals, mesh
         )
         draft_model.compile()
     with startup.phase("warm-up"):
@@ -295,7 +294,7 @@ class _Late:
 
 
 def _make_proposals(
-    config: EngineConfig, draft: _Draft | None, device: jax.Device
+    config: EngineConfig, draft: _Draft | None, device: jax.Device | jax.sharding.Sharding
 ) -> Proposals | None:
     """Where a draft model tells the steps what its drafts were drawn from; None if none must."""
     if draft is None or config.speculation.draft_verification == "coupled":
@@ -357,6 +356,7 @@ def _make_draft_model(
     memory_limit: int,
     kernels: Kernels,
     proposals: Proposals | None,
+    mesh: TensorMesh | None,
 ) -> DraftModel:
     assert sizes.draft_kv is not None
     shared_bytes = draft.model.param_bytes - draft.param_bytes
@@ -383,6 +383,7 @@ def _make_draft_model(
             deterministic=config.model.deterministic,
         ),
         memory_limit=memory_limit - runner.resident_bytes + shared_bytes,
+        mesh=mesh,
     )
 
 
@@ -412,25 +413,6 @@ class Kernels:
     forms: WeightForms = WeightForms()
     attention: Implementation = "auto"
     sampler: Sampler = "xla"
-
-
-def _check_uncut(folder: Path, spec: ModelSpec, record: Record | None, rounded: bool) -> None:
-    """Raises ConfigError for weights that are in a form which cannot be cut for several devices."""
-    if record is not None:
-        raise ConfigError(
-            f"--tensor-parallel: {folder} was converted for one device; serve the model that it "
-            "was made of"
-        )
-    if rounded:
-        raise ConfigError(
-            "--tensor-parallel is not for --quantization without the CPU kernels, or fp8, yet: "
-            "leave one of them out"
-        )
-    if spec.quantization is not None:
-        raise ConfigError(
-            f"--tensor-parallel is not for quantised checkpoints yet ({spec.quantization.method}, "
-            f"by {spec.quantization.where}): serve it on one device"
-        )
 
 
 def read_converted(config: EngineConfig, folder: Path) -> Record | None:
@@ -505,7 +487,11 @@ def choose_kernels(
 
 @dataclass(frozen=True, kw_only=True)
 class _Draft:
-    """The draft model that is asked for."""
+    """The draft model that is asked for.
+
+    Several devices share one that is the target's first layers as they share that; any other is
+    whole on each: it is small, and what they would tell each other takes longer than computing it.
+    """
 
     model: Model
     folder: Path | None  # None: its weights are the first layers of the model's
@@ -516,7 +502,9 @@ class _Draft:
         """Of weights that are its own."""
         return 0 if self.folder is None else self.model.param_bytes
 
-    def load(self, target: Model, leaves: Leaves, device: jax.Device) -> Leaves:
+    def load(
+        self, target: Model, leaves: Leaves, device: jax.Device | jax.sharding.Sharding
+    ) -> Leaves:
         """The weights: read, or the very arrays of the model."""
         if self.folder is not None:
             return load_weights(self.model, self.folder, device=device)
@@ -542,7 +530,7 @@ def _choose_draft(
             raise ConfigError(f"--draft-layers must be from 1 to the model's {most}, not {layers}")
         spec = dataclasses.replace(target.spec, num_hidden_layers=layers)
         forms = dataclasses.replace(kernels.forms, lora=_lora_shape(config) is not None)
-        model = build_model(spec, config.model.dtype, forms)
+        model = build_model(spec, config.model.dtype, forms, target.shards)
         return _Draft(model=model, folder=None, implementation=kernels.attention)
     folder = resolve(name)
     spec = read_spec(folder)
@@ -551,7 +539,13 @@ def _choose_draft(
             f"--draft-model {name} has a vocabulary of {spec.vocab_size} tokens, and "
             f"{config.model.model} one of {target.spec.vocab_size}: they must be the same"
         )
-    own = choose_kernels(config, spec, device, read_converted(config, folder))
+    record = read_converted(config, folder)
+    if record is not None and record.shards > 1:
+        raise ConfigError(
+            f"--draft-model {name} was converted for {record.shards} devices, and a draft model of "
+            "its own is whole on each: convert the original model without --tensor-parallel"
+        )
+    own = choose_kernels(config, spec, device, record)
     model = build_model(spec, config.model.dtype, own.forms)
     check_weights(model, folder)
     return _Draft(model=model, folder=folder, implementation=own.attention)
@@ -771,16 +765,16 @@ def _kv_bytes(
     memory = device_bytes(device)
     weights = model.param_bytes + (0 if draft is None else draft.param_bytes)
     if lora is not None:
-        weights += lora.num_bytes(model.spec, model.dtype)
+        weights += lora.num_bytes(shard_spec(model.spec, model.shards), model.dtype)
     if memory is None:
         return cpu_kv_bytes(available_host_bytes() - model.shards * weights) // model.shards
     limit, in_use = memory
     num_rows = max_rows(config.batch.max_num_seqs)
-    of_shard = shard_spec(model.spec, model.shards)
-    specs = [of_shard] if draft is None else [of_shard, draft.model.spec]
+    models = [model] if draft is None else [model, draft.model]
+    specs = [shard_spec(each.spec, each.shards) for each in models]
     activations = max(activation_bytes(spec, max_tokens, num_rows) for spec in specs)
     if lora is not None:  # between the two matrices, and what they add
-        width = lora.places * lora.rank + 2 * model.spec.intermediate_size
+        width = lora.places * lora.rank + 2 * specs[0].intermediate_size
         activations += 4 * max_tokens * width
     return int(limit * config.cache.memory_fraction) - in_use - weights - activations
 

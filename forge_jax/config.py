@@ -206,7 +206,6 @@ class EngineConfig:
         _check_draft_model(self.speculation)
         _check_verification(self)
         _check_lora(self.model)
-        _check_tensor_parallel(self)
         if self.batch.prefill_chunk_size is not None and not self.batch.chunked_prefill:
             raise ConfigError(
                 "--prefill-chunk-size cuts prompts, which --no-chunked-prefill forbids: "
@@ -257,18 +256,6 @@ def _check_draft_model(speculation: SpeculationConfig) -> None:
     for flag, value in (("--draft-model", model), ("--draft-layers", layers)):
         if value is not None:
             raise ConfigError(f"{flag} is for --speculation draft only")
-
-
-def _check_tensor_parallel(config: EngineConfig) -> None:
-    if config.parallel.tensor_parallel == 1:
-        return
-    if config.speculation.speculation == "draft":
-        raise ConfigError(
-            "--tensor-parallel is not for draft models: use --speculation suffix or ngram, "
-            "or one device"
-        )
-    if config.model.lora or config.model.max_loras:
-        raise ConfigError("--tensor-parallel is not for LoRA adapters yet: leave one of them out")
 
 
 def _check_verification(config: EngineConfig) -> None:

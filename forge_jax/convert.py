@@ -22,11 +22,13 @@ from forge_jax.checkpoint import orbax
 from forge_jax.checkpoint.converted import WEIGHTS, Record, read_record, write_record
 from forge_jax.checkpoint.gguf import config_of, is_gguf, read_gguf
 from forge_jax.checkpoint.hub import resolve
-from forge_jax.checkpoint.load import check_weights, load_weights
+from forge_jax.checkpoint.load import check_weights, load_weights, read_shards
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
 from forge_jax.files import read_text
 from forge_jax.models import build_model, read_spec
+from forge_jax.models.decoder import Model
+from forge_jax.parallel.rules import check_shards
 from forge_jax.text.gguf import gguf_templates
 from forge_jax.text.load import load_text
 from forge_jax.text.tokenizer import Tokenizer
@@ -47,6 +49,7 @@ class Converted:
     dtype: str
     quantization: str
     packed: bool  # for the CPU kernels
+    shards: int = 1  # the weights are those of one
 
 
 def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> Converted:
@@ -55,7 +58,8 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
     The host holds the weights twice while they are written.
 
     Args:
-      config: `model`, `revision`, `dtype`, `quantization`, `kernels`, `backend` and `device` count.
+      config: `model`, `revision`, `dtype`, `quantization`, `kernels`, `backend` and `device` count,
+        and `tensor_parallel`: the devices that are to share it, which need not be here.
       out: does not exist, or is empty.
       progress: show a progress bar on a terminal.
 
@@ -70,11 +74,13 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
     if read_record(source) is not None:
         raise ConfigError(f"{config.model.model} is converted already: give the original model")
     spec = read_spec(source)
+    shards = config.parallel.tensor_parallel
+    check_shards(spec, shards)
     kernels = choose_kernels(config, spec, choose_device(config))
-    model = build_model(spec, config.model.dtype, kernels.forms)
+    model = build_model(spec, config.model.dtype, kernels.forms, shards)
     check_weights(model, source)
     load_text(source, None, spec.vocab_size)  # what cannot be served is not written
-    leaves = load_weights(model, source, device=jax.devices("cpu")[0], progress=progress)
+    arrays = _arrays(model, source, progress)
     partial = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
     record = Record(
         folder=partial,
@@ -82,11 +88,12 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
         quantization=config.model.quantization,
         forms=kernels.forms.packed if any(kernels.forms.packed.values()) else {},
         leaves=dict(zip(model.names, model.leaves, strict=True)),
+        shards=shards,
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
-        orbax.write_arrays(partial / WEIGHTS, dict(zip(model.names, leaves, strict=True)))
+        orbax.write_arrays(partial / WEIGHTS, arrays)
         _write_gguf_text(source, partial) if is_gguf(source) else _copy_text(source, partial)
         write_record(record)
         check_weights(model, partial)
@@ -102,7 +109,18 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
         dtype=record.dtype,
         quantization=record.quantization,
         packed=record.packed,
+        shards=shards,
     )
+
+
+def _arrays(model: Model, source: Path, progress: bool) -> dict[str, jax.Array]:
+    """What is written: the leaves, or the shards of each below each other."""
+    cpu = jax.devices("cpu")[0]
+    if model.shards == 1:
+        leaves = load_weights(model, source, device=cpu, progress=progress)
+        return dict(zip(model.names, leaves, strict=True))
+    shards = read_shards(model, source, progress=progress)
+    return {name: jax.device_put(each, cpu, may_alias=True) for name, each in shards.items()}
 
 
 def _check_target(target: Path) -> None:
@@ -159,4 +177,6 @@ def summary(converted: Converted) -> str:
     """One line for the person who asked for it."""
     kind = converted.dtype if converted.quantization == "none" else converted.quantization
     form = "packed for the CPU kernels" if converted.packed else "plain matrices"
-    return f"{converted.folder}: {converted.weight_bytes / 1e9:.2f} GB of weights, {kind}, {form}"
+    size = f"{converted.weight_bytes / 1e9:.2f} GB of weights"
+    of_each = "" if converted.shards == 1 else f" for each of {converted.shards} devices"
+    return f"{converted.folder}: {size}{of_each}, {kind}, {form}"

@@ -49,7 +49,7 @@ def read_text(file: Path, kind: str | None = None) -> str:
                 f"{file} has {size} bytes; at most {limit} are read of a file of its kind"
             )
         with file.open("rb") as stream:
-            return stream.read(limit).decode("utf-8")
+            return stream.read(size).decode("utf-8")
     except FileNotFoundError:
         raise
     except (OSError, UnicodeDecodeError) as error:

@@ -19,7 +19,7 @@ TESTS = (
     *("test_parity", "test_families", "test_gguf", "test_torch_bin", "test_converted"),
     *("test_quantized", "test_quantization", "test_lora_models"),
 )
-PARALLEL = "tests/parallel/test_tensor_parallel.py"
+PARALLEL = [f"tests/parallel/test_{name}.py" for name in ("tensor_parallel", "parallel_forms")]
 # By table: what a row is, and its columns.
 TABLES: dict[str, tuple[str, dict[str, str]]] = {
     "families": (
@@ -35,7 +35,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "adapters": "adapters",
         },
     ),
-    "forms": ("form", {"values": "values", "logits": "logits"}),
+    "forms": ("form", {"values": "values", "logits": "logits", "devices": "MLP on 4 devices"}),
     "rounded": ("weights", {"nats": "KL, nats", "same": "same likeliest token"}),
 }
 
@@ -82,7 +82,7 @@ def between(page: str, name: str) -> tuple[int, int]:
 
 def main() -> int:
     figures = Figures()
-    files = [f"tests/models/{name}.py" for name in TESTS] + [PARALLEL]
+    files = [f"tests/models/{name}.py" for name in TESTS] + PARALLEL
     status = pytest.main(["-q", "--rootdir", str(ROOT), *files], plugins=[figures])
     if status != pytest.ExitCode.OK:
         print("docs/models.md is left as it is: a test failed", file=sys.stderr)

@@ -28,6 +28,7 @@ FILE = "forge_jax.json"
 WEIGHTS = "weights"
 FORMAT, VERSION = "forge-jax-weights", 1
 MAX_LEAVES = 200_000
+MAX_SHARDS = 1024
 # Of weights and activations, and of packed leaves.
 _TYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -46,6 +47,7 @@ class Record:
     quantization: Rounding
     forms: Mapping[str, Format | None]  # the fields of `WeightForms`; empty: plain matrices
     leaves: Mapping[str, jax.ShapeDtypeStruct]  # as in `Model.names` and `Model.leaves`
+    shards: int = 1  # that share the model; `leaves` are those of one
 
     @property
     def packed(self) -> bool:
@@ -77,6 +79,22 @@ class Record:
                 f"or {_AGAIN} with it"
             )
 
+    def check_shards(self, shards: int) -> None:
+        """Whether so many devices can share the weights: those of one can be cut, if not packed.
+
+        Raises:
+          CheckpointError: they cannot.
+        """
+        if self.shards == shards or (self.shards == 1 and not self.packed):
+            return
+        what = f"{self.folder} was converted for {self.shards} devices"
+        if self.shards == 1:
+            what = f"{self.folder} was converted for the CPU kernels of one device"
+        raise CheckpointError(
+            f"--tensor-parallel {shards}: {what}: use --tensor-parallel {self.shards}, or {_AGAIN} "
+            f"with --tensor-parallel {shards}"
+        )
+
 
 def read_record(folder: Path) -> Record | None:
     """The record of a converted folder; None of any other folder or file.
@@ -106,12 +124,18 @@ def read_record(folder: Path) -> Record | None:
             f"{file}: quantization must be one of {', '.join(get_args(Rounding))}, not "
             f"{shown(quantization)}"
         )
+    shards = values.get("shards", 1)
+    if type(shards) is not int or not 1 <= shards <= MAX_SHARDS:
+        raise CheckpointError(
+            f"{file}: shards must be from 1 to {MAX_SHARDS}, not {shown(shards)}: {_AGAIN}"
+        )
     return Record(
         folder=folder,
         dtype=dtype,
         quantization=cast(Rounding, quantization),
         forms=_read_forms(file, values.get("packing")),
         leaves=_read_leaves(file, values.get("leaves")),
+        shards=shards,
     )
 
 
@@ -125,6 +149,7 @@ def write_record(record: Record) -> None:
         "dtype": record.dtype,
         "quantization": record.quantization,
         "packing": packing,
+        "shards": record.shards,
         "leaves": {
             name: {"shape": leaf.shape, "dtype": leaf.dtype.name}
             for name, leaf in record.leaves.items()

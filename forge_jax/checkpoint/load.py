@@ -5,8 +5,8 @@ A converted folder has the leaves as they are; any other has tensors, of which t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,14 @@ from forge_jax.checkpoint.stored import FLOATS, StoredTensor, TensorSource
 from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
 from forge_jax.files import shown
-from forge_jax.models.decoder import Leaves, Model
+from forge_jax.models.decoder import Leaves, Model, WeightForms
 from forge_jax.models.registry import build_model, find_architecture
-from forge_jax.parallel.rules import cut_of
+from forge_jax.parallel.rules import axis_of, cut_of, matrix_of
 from forge_jax.quant.forms import QuantizedForm, module_of
 from forge_jax.quant.rounding import round_matrix
+from forge_jax.quant.shards import shard_of
 from forge_jax.quant.tensors import MIDDLE, Matrix, check_matrix, read_matrices
-from forge_kernels.linear import Packing, pack, pack_experts, pack_int4, pack_values
+from forge_kernels.linear import Packing, pack, pack_experts, pack_int4, pack_values, unpack_int4
 from forge_kernels.linear.packed import GROUP as INT4_GROUP
 
 if TYPE_CHECKING:
@@ -45,9 +46,13 @@ class CheckedTensors:
 
 @dataclass(frozen=True, eq=False)
 class CheckedLeaves:
-    """The same of a converted folder."""
+    """The same of a converted folder.
+
+    `whole`: the model that it holds, where that is for one device, and the weights are for several.
+    """
 
     stored: Mapping[str, StoredTensor]  # by the name of the leaf
+    whole: Model | None = None
 
 
 def check_weights(model: Model, folder: Path) -> CheckedTensors | CheckedLeaves:
@@ -88,7 +93,12 @@ def check_weights(model: Model, folder: Path) -> CheckedTensors | CheckedLeaves:
 
 
 def _check_leaves(model: Model, folder: Path, record: Record) -> CheckedLeaves:
-    expected = dict(zip(model.names, model.leaves, strict=True))
+    record.check_shards(model.shards)
+    held, whole = model, None
+    if record.shards != model.shards:
+        forms = WeightForms(rounded=record.rounded)
+        held = whole = build_model(model.spec, str(model.dtype), forms)
+    expected = dict(zip(held.names, held.leaves, strict=True))
     leaves = {
         name: (_described(record.leaves.get(name)), _described(expected.get(name)))
         for name in sorted(expected.keys() | record.leaves.keys())
@@ -103,7 +113,17 @@ def _check_leaves(model: Model, folder: Path, record: Record) -> CheckedLeaves:
         raise CheckpointError(
             f"{folder / FILE} does not fit its config.json: " + "; ".join(faults[:5]) + more
         )
-    return CheckedLeaves(orbax.open_arrays(folder / WEIGHTS, expected))
+    stored = {
+        name: jax.ShapeDtypeStruct(stored_shape(held, name), leaf.dtype)
+        for name, leaf in expected.items()
+    }
+    return CheckedLeaves(orbax.open_arrays(folder / WEIGHTS, stored), whole)
+
+
+def stored_shape(model: Model, name: str) -> tuple[int, ...]:
+    """Of a leaf's array in a converted folder: shards lie one after the other."""
+    shape = model.leaves[model.names.index(name)].shape
+    return shape if axis_of(name, model.spec, model.shards) is None else (model.shards, *shape)
 
 
 def _described(leaf: jax.ShapeDtypeStruct | None) -> str:
@@ -127,7 +147,8 @@ def load_weights(
     Args:
       model: says which leaves, shapes and types; stored tensors are cast to the leaf's type.
       folder: of `model.safetensors`, else of `pytorch_model.bin`, or of an index and its shards; or
-        a GGUF file; or a converted folder, whose leaves are read as they are.
+        a GGUF file; or a converted folder, whose leaves are read as they are, of one that is for
+        as many shards each shard by itself.
       device: a `jax.Device` or a `Sharding`; JAX's default if None.
       mesh: of a model with shards, and instead of `device`: where they go.
       progress: show a progress bar on a terminal.
@@ -141,24 +162,51 @@ def load_weights(
     assert model.shards == (1 if mesh is None else mesh.shards)
     checked = check_weights(model, folder)
     leaves: dict[str, jax.Array] = {}
-    bar = tqdm(
+    with _bar(model, progress) as bar:
+        if mesh is None:
+            for name, host in _whole_leaves(model, checked):
+                leaves[name] = _put(host, device)
+                bar.update(host.nbytes)
+            return tuple(leaves[name] for name in model.names)
+        own = dict(mesh.own)
+        parts: dict[str, list[jax.Array]] = {}
+        for name, index, host in _host_shards(model, checked, list(own)):
+            placed = parts.setdefault(name, [])
+            placed.append(_put(host, own[index]))
+            if len(placed) == len(own):
+                leaves[name] = mesh.joined(model, name, parts.pop(name))
+                bar.update(host.nbytes)
+    return tuple(leaves[name] for name in model.names)
+
+
+def read_shards(model: Model, folder: Path, *, progress: bool = True) -> dict[str, np.ndarray]:
+    """The shards of every leaf of a model that is cut, on the host, as `stored_shape` says.
+
+    Raises:
+      CheckpointError: as `check_weights`.
+    """
+    arrays = {
+        name: np.empty(stored_shape(model, name), leaf.dtype)
+        for name, leaf in zip(model.names, model.leaves, strict=True)
+    }
+    with _bar(model, progress) as bar:
+        shards = _host_shards(model, check_weights(model, folder), range(model.shards))
+        for name, index, host in shards:
+            is_cut = arrays[name].ndim > host.ndim
+            if is_cut or index == 0:
+                arrays[name][index if is_cut else ...] = host
+            bar.update(host.nbytes / model.shards)
+    return arrays
+
+
+def _bar(model: Model, progress: bool) -> tqdm:
+    return tqdm(
         total=model.param_bytes,
         desc="loading weights",
         unit="B",
         unit_scale=True,
         disable=None if progress else True,  # None: only on a terminal
     )
-    with bar:
-        if mesh is not None:
-            assert isinstance(checked, CheckedTensors), "a converted folder, for one device"
-            for name, leaf in _sharded_leaves(model, mesh, checked):
-                leaves[name] = leaf
-                bar.update(leaf.addressable_shards[0].data.nbytes)
-            return tuple(leaves[name] for name in model.names)
-        for name, host in _whole_leaves(model, checked):
-            leaves[name] = _put(host, device)
-            bar.update(host.nbytes)
-    return tuple(leaves[name] for name in model.names)
 
 
 def _whole_leaves(
@@ -168,9 +216,8 @@ def _whole_leaves(
         for name, parts in checked.parts.items():
             yield from _host_leaves(model, name, parts, checked.stored)
         return
-    for name, stored in checked.stored.items():  # as they are
-        whole = StoredMatrix((Tensor(name, stored.shape),), checked.stored)
-        yield name, whole.read(stored.shape, stored.dtype)
+    for name in checked.stored:  # as they are
+        yield name, _read_leaf(name, checked.stored)
 
 
 def _put(host: np.ndarray, device: Any) -> jax.Array:
@@ -178,29 +225,85 @@ def _put(host: np.ndarray, device: Any) -> jax.Array:
     return jax.block_until_ready(jax.device_put(host, device, may_alias=True))
 
 
-def _sharded_leaves(
-    model: Model, mesh: TensorMesh, checked: CheckedTensors
-) -> Iterator[tuple[str, jax.Array]]:
-    """The leaves of a model that is cut: each is read whole, and its shards go to their devices."""
-    uncut = build_model(model.spec, str(model.dtype))
-    shapes = dict(zip(uncut.names, uncut.leaves, strict=True))
-    for name, parts in checked.parts.items():
-        leaf = shapes[name]
-        whole = StoredMatrix(parts, checked.stored).read(leaf.shape, leaf.dtype)
+def _host_shards(
+    model: Model, checked: CheckedTensors | CheckedLeaves, indices: Sequence[int]
+) -> Iterator[tuple[str, int, np.ndarray]]:
+    """(leaf, shard, its part) of a model that is cut, for each of its leaves and of `indices`.
+
+    Where shards are stored, each is read for itself. Else a matrix is read whole, with what goes
+    with it, and a part is made when the one before has been taken.
+    """
+    if isinstance(checked, CheckedLeaves) and checked.whole is None:
+        for name, stored in checked.stored.items():
+            leaf = model.leaves[model.names.index(name)]
+            if len(stored.shape) == leaf.ndim:  # every device has all of it
+                whole = _read_leaf(name, checked.stored)
+                yield from ((name, index, whole) for index in indices)
+                continue
+            for index in indices:
+                offset = stored.offset + index * leaf.size * leaf.dtype.itemsize
+                shard = replace(stored, shape=leaf.shape, offset=offset)
+                yield name, index, _read_leaf(name, {name: shard})
+        return
+    for name, whole in _whole_matrices(model, checked):
         cut = cut_of(name, model.spec, model.shards)
-        shards: dict[str, list[jax.Array]] = {}
-        for index, device in mesh.own:
-            part = whole if cut is None else cut.shard(whole, index)
-            for leaf_name, host in _in_form(model, name, part):
-                shards.setdefault(leaf_name, []).append(_put(host, device))
-        for leaf_name, arrays in shards.items():
-            described = mesh.leaf(model, leaf_name)
-            yield (
-                leaf_name,
-                jax.make_array_from_single_device_arrays(
-                    described.shape, described.sharding, arrays
-                ),
-            )
+        for index in indices:
+            if isinstance(whole, Matrix):
+                part = shard_of(whole, model.quantized[name], cut, index)
+                leaves = _matrix_leaves(model, name, part)
+            else:
+                leaves = _in_form(model, name, whole if cut is None else cut.shard(whole, index))
+            for leaf_name, host in leaves:
+                yield leaf_name, index, host
+        del whole  # before the next is read
+
+
+def _whole_matrices(
+    model: Model, checked: CheckedTensors | CheckedLeaves
+) -> Iterator[tuple[str, np.ndarray | Matrix]]:
+    """The leaves of the model before it is cut, quantised ones with what goes with them."""
+    if isinstance(checked, CheckedTensors):
+        uncut = build_model(model.spec, str(model.dtype))
+        shapes = dict(zip(uncut.names, uncut.leaves, strict=True))
+        for name, parts in checked.parts.items():
+            if name in model.quantized:
+                yield name, _read_quantized(model, name, parts, checked.stored)
+            else:
+                stored = StoredMatrix(parts, checked.stored)
+                yield name, stored.read(shapes[name].shape, shapes[name].dtype)
+        return
+    assert checked.whole is not None
+    for name in checked.stored:
+        if name in model.quantized:
+            yield name, _stored_quantized(checked.whole, name, checked.stored)
+        elif matrix_of(name) not in model.quantized:
+            yield name, _read_leaf(name, checked.stored)
+
+
+def _stored_quantized(whole: Model, name: str, stored: Mapping[str, StoredTensor]) -> Matrix:
+    """The matrix of a converted folder as it was read from its checkpoint."""
+    prefix, scheme = name.removesuffix("weight"), whole.quantized[name].scheme
+
+    def read(part: str) -> np.ndarray | None:
+        found = f"{prefix}{part}"
+        return _read_leaf(found, stored) if found in stored else None
+
+    values, scale, input_scale = _read_leaf(name, stored), read("scale"), read("input_scale")
+    assert scale is not None
+    if scheme.values == "int4":
+        values = unpack_int4(values, 2 * values.shape[1] // scale.shape[1])
+    return Matrix(
+        values=values,
+        scale=scale,
+        zero=read("zero"),
+        order=read("order"),
+        input_scale=None if input_scale is None else input_scale[0],
+    )
+
+
+def _read_leaf(name: str, stored: Mapping[str, StoredTensor]) -> np.ndarray:
+    shape, dtype = stored[name].shape, stored[name].dtype
+    return StoredMatrix((Tensor(name, shape),), stored).read(shape, dtype)
 
 
 def _in_form(model: Model, name: str, plain: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -220,7 +323,7 @@ def _host_leaves(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The leaf `name`, and those beside it: scales and the like, where its form has them."""
     if name in model.quantized:
-        yield from _quantized_leaves(model, name, parts, stored)
+        yield from _matrix_leaves(model, name, _read_quantized(model, name, parts, stored))
         return
     packing = model.packings.get(name)
     if packing is None:
@@ -238,19 +341,24 @@ def _host_leaves(
         yield _scale_name(name), scale
 
 
-def _quantized_leaves(
+def _read_quantized(
     model: Model, name: str, parts: tuple[Tensor, ...], stored: Mapping[str, TensorSource]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The values of the checkpoint in the form of the leaf, and what goes with them."""
+) -> Matrix:
+    """The values of the checkpoint, or its floats as they are rounded."""
+    form = model.quantized[name]
+    if form.rounded:
+        return round_matrix(StoredMatrix(parts, stored), form.scheme)
+    modules = {module_of(part.name): (part.shape[0], part.shape[1]) for part in parts}
+    matrix = read_matrices(form.scheme, modules, stored)
+    if f"{name.removesuffix('weight')}bias" not in model.names:
+        _check_no_bias(modules, stored)
+    return matrix
+
+
+def _matrix_leaves(model: Model, name: str, matrix: Matrix) -> Iterator[tuple[str, np.ndarray]]:
+    """The values in the form of the leaf, and what goes with them."""
     form, prefix = model.quantized[name], name.removesuffix("weight")
     scheme = form.scheme
-    modules = {module_of(part.name): (part.shape[0], part.shape[1]) for part in parts}
-    if form.rounded:
-        matrix = round_matrix(StoredMatrix(parts, stored), scheme)
-    else:
-        matrix = read_matrices(scheme, modules, stored)
-        if f"{prefix}bias" not in model.names:
-            _check_no_bias(modules, stored)
     if matrix.order is not None:
         yield f"{prefix}order", matrix.order
     packing = model.packings.get(name)
@@ -261,7 +369,7 @@ def _quantized_leaves(
         return
     values = matrix.values
     if scheme.values == "int4":
-        values = pack_int4(values, scheme.block[1] or values.shape[1])
+        values = pack_int4(values, form.group(values.shape[1]))
     elif scheme.values == "fp8":
         values = values.view(np.uint8)
     yield name, np.ascontiguousarray(values)

@@ -204,7 +204,7 @@ class Linear(nnx.Module):
             return self._adapted(x if norm is None else norm(x), lora, residual, **options)
         scaling = None
         if self.is_ordered:
-            x, norm = _columns(x if norm is None else norm(x), self.order[...]), None
+            x, norm = self._in_order(x if norm is None else norm(x)), None
         if norm is not None and norm.is_plain:
             scaling = (norm.weight[...], norm.eps)
         elif norm is not None:
@@ -224,13 +224,20 @@ class Linear(nnx.Module):
     ) -> jax.Array:
         """What adapters add stands beside the product, in plain XLA, whatever the matrix' form."""
         assert not options.get("swiglu"), "a model whose forms do not say lora"
-        assert self.axis is None, "adapters of a model that is cut"
-        ordered = _columns(x, self.order[...]) if self.is_ordered else x
-        y = linear(ordered, self.matrix, **options)
+        y = linear(self._in_order(x) if self.is_ordered else x, self.matrix, **options)
+        y = y + lora.delta(x, self.targets)
+        if self.axis is not None:
+            y = add_up(y, self.axis)
         if self.has_bias:
             y = y + self.bias[...]
-        y = y + lora.delta(x, self.targets)
         return y if residual is None else residual + y
+
+    def _in_order(self, x: jax.Array) -> jax.Array:
+        """The columns of x that the matrix' are for: of inputs that are cut, from all devices."""
+        if self.axis is not None:
+            with jax.named_scope("gather"):
+                x = lax.all_gather(x, self.axis, axis=1, tiled=True)
+        return _columns(x, self.order[...])
 
 
 def _param(shape: jax.ShapeDtypeStruct) -> nnx.Param:

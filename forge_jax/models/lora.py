@@ -80,6 +80,7 @@ class LoraShape:
         )
 
     def num_bytes(self, spec: ModelSpec, dtype: Any) -> int:
+        """Of the stacks; of what one device has, if the spec is its shard's."""
         stacks = self.stacks(spec, dtype)
         return sum(math.prod(stack.shape) * stack.dtype.itemsize for stack in stacks)
 

@@ -12,7 +12,7 @@ from forge_jax.files import read_json, shown
 from forge_jax.models.decoder import Decoder, Model, WeightForms
 from forge_jax.models.families import ARCHITECTURES, Architecture
 from forge_jax.models.spec import DTYPES, Config, ModelSpec
-from forge_jax.quant.forms import quantized_forms
+from forge_jax.quant.forms import cut_forms, quantized_forms
 from forge_jax.quant.rounding import rounded_forms
 
 
@@ -73,14 +73,17 @@ def build_model(
     Raises:
       ModelError: no such dtype.
       UnsupportedModelError: matrices are quantised in a way that is not implemented.
+      ConfigError: they are in groups that cannot be cut for so many shards.
     """
     forms = forms or WeightForms()
     if forms.rounded is not None:
-        quantized = rounded_forms(find_architecture(spec.architecture).weights(spec), forms.rounded)
+        weights = find_architecture(spec.architecture).weights(spec)
+        quantized = cut_forms(rounded_forms(weights, forms.rounded), spec, weights, shards)
         forms = dataclasses.replace(forms, quantized=quantized)
     elif spec.quantization is not None:
         weights = find_architecture(spec.architecture).weights(spec)
-        quantized = quantized_forms(spec, weights, kernels=forms.layers is not None)
+        kernels = forms.layers is not None
+        quantized = quantized_forms(spec, weights, kernels=kernels, shards=shards)
         forms = dataclasses.replace(forms, quantized=quantized)
     return Model.build(Decoder, spec, resolve_dtype(spec, dtype), forms, shards)
 

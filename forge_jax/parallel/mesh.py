@@ -21,12 +21,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from forge_jax.errors import ConfigError
-from forge_jax.parallel.rules import AXIS, cut_of
+from forge_jax.models.lora import LoraShape, lora_targets, set_adapter
+from forge_jax.parallel.rules import AXIS, Cut, axis_of, cut_of_adapter, matrix_of, shard_spec
 
 if TYPE_CHECKING:
     from forge_jax.cache.kv import KVShape
     from forge_jax.config import EngineConfig
     from forge_jax.models.decoder import Model
+    from forge_jax.models.spec import ModelSpec
 
 _WHOLE = PartitionSpec()
 _KV = PartitionSpec(None, None, AXIS)  # [N, 2, K, bs, D], and [N, 2, K, bs] of scales
@@ -62,15 +64,15 @@ class TensorMesh:
         """Of an array that every device has all of."""
         return NamedSharding(self.mesh, _WHOLE)
 
-    @property
-    def kv(self) -> NamedSharding:
-        """Of the KV cache: by key/value heads."""
-        return NamedSharding(self.mesh, _KV)
+    def kv(self, model: Model) -> NamedSharding:
+        """Of the model's KV cache: by key/value heads, or whole if the model is."""
+        return NamedSharding(self.mesh, _WHOLE if model.shards == 1 else _KV)
 
     def leaf(self, model: Model, name: str) -> jax.ShapeDtypeStruct:
         """The array of all shards of a leaf. Packed ones lie one after the other on axis 0."""
-        shard = model.leaves[model.names.index(name)]
-        spec = leaf_spec(model, name)
+        return self._of_all(model.leaves[model.names.index(name)], leaf_spec(model, name))
+
+    def _of_all(self, shard: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         shape = tuple(
             size * self.shards if axis == AXIS else size
             for size, axis in zip(shard.shape, _axes(spec, shard.ndim), strict=True)
@@ -80,16 +82,55 @@ class TensorMesh:
     def leaves(self, model: Model) -> tuple[jax.ShapeDtypeStruct, ...]:
         return tuple(self.leaf(model, name) for name in model.names)
 
+    def joined(self, model: Model, name: str, shards: Sequence[jax.Array]) -> jax.Array:
+        """A leaf of shards that lie on their devices."""
+        return _joined(self.leaf(model, name), shards)
+
     def kv_shape(self, shard: KVShape) -> KVShape:
-        """The cache of all shards: a head that several have is there as often."""
+        """The cache of all shards of a model: a head that several have is there as often."""
         return dataclasses.replace(shard, num_kv_heads=shard.num_kv_heads * self.shards)
 
-    def shard_step(self, model: Model, step: Callable[..., Any]) -> Callable[..., Any]:
+    def stacks(self, model: Model, lora: LoraShape) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The arrays of all adapters, see `LoraShape.stacks`, of all shards."""
+        shards = lora.stacks(shard_spec(model.spec, self.shards), model.dtype)
+        return tuple(map(self._of_all, shards, stack_specs(model)))
+
+    def cut_adapter(self, model: Model, arrays: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
+        """An adapter, see `LoraShape.adapter`, each part of it on its device."""
+        cuts, specs = _adapter_cuts(model.spec, self.shards), _adapter_specs(model)
+        placed = []
+        for whole, cut, spec in zip(arrays, cuts, specs, strict=True):
+            parts = [
+                jax.device_put(whole if cut is None else cut.shard(whole, index), device)
+                for index, device in self.own
+            ]
+            shard = jax.ShapeDtypeStruct(parts[0].shape, parts[0].dtype)
+            placed.append(_joined(self._of_all(shard, spec), parts))
+        return tuple(placed)
+
+    def adapter(self, model: Model, lora: LoraShape) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What `cut_adapter` gives."""
+        shards = lora.adapter(shard_spec(model.spec, self.shards), model.dtype)
+        return tuple(map(self._of_all, shards, _adapter_specs(model)))
+
+    def set_adapter(self, model: Model) -> Callable[..., tuple[jax.Array, ...]]:
+        """`forge_jax.models.lora.set_adapter`, by each device on its shards."""
+        stacks, adapter = stack_specs(model), _adapter_specs(model)
+        return jax.shard_map(
+            set_adapter, mesh=self.mesh, in_specs=(stacks, _WHOLE, adapter), out_specs=stacks
+        )
+
+    def shard_step(
+        self, model: Model, step: Callable[..., Any], *, lora: bool = False
+    ) -> Callable[..., Any]:
         """`step(leaves, kv, *rest) -> (kv, *results)`, computed by each device on its shards.
 
-        `rest` and `results` are whole, and the same, on every device.
+        `rest` and `results` are whole, and the same, on every device; so is everything of a model
+        that is not cut. With `lora` the adapters' arrays stand behind the weights in `leaves`.
         """
         leaves = tuple(leaf_spec(model, name) for name in model.names)
+        leaves += stack_specs(model) if lora else ()
+        kv_spec = self.kv(model).spec
 
         def of_shard(*args: Any) -> Any:
             kv, *results = step(*args)
@@ -100,8 +141,8 @@ class TensorMesh:
             sharded = jax.shard_map(
                 of_shard,
                 mesh=self.mesh,
-                in_specs=(leaves, _KV, *(_WHOLE,) * (len(args) - 2)),
-                out_specs=(_KV, _WHOLE),
+                in_specs=(leaves, kv_spec, *(_WHOLE,) * (len(args) - 2)),
+                out_specs=(kv_spec, _WHOLE),
                 check_vma=False,  # what is the same on all is so by construction
             )
             kv, results = sharded(*args)
@@ -116,21 +157,48 @@ def _axes(spec: PartitionSpec, ndim: int) -> tuple[Any, ...]:
 
 def leaf_spec(model: Model, name: str) -> PartitionSpec:
     """Which axis of the leaf's array goes over the devices."""
-    weight = name.removesuffix("scale") + "weight" if name.endswith("scale") else name
-    cut = cut_of(weight, model.spec, model.shards)
-    if cut is None:
+    axis = axis_of(name, model.spec, model.shards)
+    if axis is None:
         return _WHOLE
-    if weight in model.packings:
+    if matrix_of(name) in model.packings and not name.endswith(".order"):
         return PartitionSpec(AXIS)
     ndim = model.leaves[model.names.index(name)].ndim
-    return PartitionSpec(*(None,) * (ndim + cut.axis), AXIS)
+    return PartitionSpec(*(None,) * (ndim + axis), AXIS)
+
+
+def stack_specs(model: Model) -> tuple[PartitionSpec, ...]:
+    """The same of the adapters' arrays: a `[L, P, r, inputs]` by inputs, b `[L, rows, P, r]`."""
+    cuts = _adapter_cuts(model.spec, model.shards)
+    return tuple(_cut_at(cut, 1 if index % 2 else 3) for index, cut in enumerate(cuts))
+
+
+def _adapter_specs(model: Model) -> tuple[PartitionSpec, ...]:
+    """And of one adapter's, `[L, r, inputs]` and `[L, rows, r]`."""
+    cuts = _adapter_cuts(model.spec, model.shards)
+    return tuple(_cut_at(cut, 1 if index % 2 else 2) for index, cut in enumerate(cuts))
+
+
+def _cut_at(cut: Cut | None, axis: int) -> PartitionSpec:
+    return _WHOLE if cut is None else PartitionSpec(*(None,) * axis, AXIS)
+
+
+def _adapter_cuts(spec: ModelSpec, shards: int) -> list[Cut | None]:
+    return [
+        cut_of_adapter(name, part, spec, shards) for name in lora_targets(spec) for part in "ab"
+    ]
+
+
+def _joined(described: jax.ShapeDtypeStruct, shards: Sequence[jax.Array]) -> jax.Array:
+    shape, sharding = described.shape, described.sharding
+    assert sharding is not None
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
 
 
 def choose_mesh(config: EngineConfig, device: jax.Device) -> TensorMesh | None:
     """As many devices as `--tensor-parallel` says, from `device` on; None for one alone.
 
     Raises:
-      ConfigError: there are not as many, or something is asked for that is for one device only.
+      ConfigError: there are not as many.
     """
     count = config.parallel.tensor_parallel
     if count == 1:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 AXIS = "tensor"  # of the mesh
 
+BESIDE = ("scale", "zero", "input_scale", "order")  # leaves beside a matrix, of its form
+
 Range = tuple[int, int]  # from, to
 
 
@@ -62,11 +64,16 @@ def check_shards(spec: ModelSpec, shards: int) -> None:
     faults = _uneven(spec, shards)
     if not faults:
         return
-    fit = [str(n) for n in range(1, spec.num_attention_heads + 1) if not _uneven(spec, n)]
+    fit = map(str, possible_shards(spec))
     raise ConfigError(
         f"--tensor-parallel {shards} does not divide {' and '.join(faults)} of this model: use "
         f"--tensor-parallel {' or '.join(fit)}"
     )
+
+
+def possible_shards(spec: ModelSpec) -> list[int]:
+    """Each number of devices that divides the model's sizes."""
+    return [n for n in range(1, spec.num_attention_heads + 1) if not _uneven(spec, n)]
 
 
 def _uneven(spec: ModelSpec, shards: int) -> list[str]:
@@ -116,25 +123,40 @@ def shard_vocab(vocab_size: int, shards: int) -> int:
     return -(-vocab_size // shards)
 
 
+def matrix_of(name: str) -> str:
+    """The leaf of the matrix that a leaf belongs to: its own, or that of scales and the like."""
+    module, _, part = name.rpartition(".")
+    return f"{module}.weight" if part in BESIDE else name
+
+
+def axis_of(name: str, spec: ModelSpec, shards: int) -> int | None:
+    """Along which axis the leaf `name` is cut, from the last; None: every device has all of it.
+
+    Of matrices in 8 or 4 bits, whose scales and zeros are cut as they are; packed ones are not
+    meant. What says something of the inputs is cut where these are.
+    """
+    cut, part = cut_of(matrix_of(name), spec, shards), name.rpartition(".")[2]
+    if cut is None or part == "input_scale" or (part == "order" and cut.axis != -1):
+        return None
+    return cut.axis
+
+
 def cut_of(name: str, spec: ModelSpec, shards: int) -> Cut | None:
     """How the leaf `name` is cut; None: every device has all of it."""
+    if shards == 1:
+        return None
     H, K, D = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
 
     def split(size: int, index: int, start: int = 0) -> Range:
-        part = size // shards
-        return start + index * part, start + (index + 1) * part
+        return _split(size, shards, index, start)
 
     def keys(index: int, start: int = 0) -> Range:
-        count, first = max(1, K // shards), index * K // shards
-        return start + first * D, start + (first + count) * D
+        return _keys(spec, shards, index, start)
 
     def heads(index: int) -> tuple[Range, ...]:
         return split(H * D, index), keys(index, H * D), keys(index, (H + K) * D)
 
-    def cut(axis: int, parts: tuple[tuple[Range, ...], ...]) -> Cut:
-        return Cut(axis, parts, max(sum(end - begin for begin, end in each) for each in parts))
-
-    each = range(shards)
+    cut, each = _cut, range(shards)
     if name in ("head.weight", "embedding.weight"):
         V, rows = spec.vocab_size, shard_vocab(spec.vocab_size, shards)
         tokens = tuple(((min(i * rows, V), min((i + 1) * rows, V)),) for i in each)
@@ -160,3 +182,43 @@ def cut_of(name: str, spec: ModelSpec, shards: int) -> Cut | None:
         case "mlp.down.weight":
             return cut(-1, tuple((split(inner, i),) for i in each))
     return None
+
+
+def cut_of_adapter(target: str, part: str, spec: ModelSpec, shards: int) -> Cut | None:
+    """How an adapter's matrix a `[L, r, inputs]` or b `[L, rows, r]` of a target ("q") is cut.
+
+    As the matrix that it adds to: so a device needs nothing of the others for its part of it. None:
+    every device has all.
+    """
+    if shards == 1:
+        return None
+    H, D, each = spec.num_attention_heads, spec.head_dim, range(shards)
+    inner = spec.intermediate_size
+    match target, part:
+        case "q", "b":
+            return _cut(-2, tuple((_split(H * D, shards, i),) for i in each))
+        case (("k" | "v"), "b"):
+            return _cut(-2, tuple((_keys(spec, shards, i),) for i in each))
+        case (("gate" | "up"), "b"):
+            return _cut(-2, tuple((_split(inner, shards, i),) for i in each))
+        case "o", "a":
+            return _cut(-1, tuple((_split(H * D, shards, i),) for i in each))
+        case "down", "a":
+            return _cut(-1, tuple((_split(inner, shards, i),) for i in each))
+    return None
+
+
+def _cut(axis: int, parts: tuple[tuple[Range, ...], ...]) -> Cut:
+    return Cut(axis, parts, max(sum(end - begin for begin, end in each) for each in parts))
+
+
+def _split(size: int, shards: int, index: int, start: int = 0) -> Range:
+    part = size // shards
+    return start + index * part, start + (index + 1) * part
+
+
+def _keys(spec: ModelSpec, shards: int, index: int, start: int = 0) -> Range:
+    """Rows of the key heads of a shard, or of the value heads."""
+    K, D = spec.num_key_value_heads, spec.head_dim
+    count, first = max(1, K // shards), index * K // shards
+    return start + first * D, start + (first + count) * D

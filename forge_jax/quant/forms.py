@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from forge_jax.errors import UnsupportedModelError
+from forge_jax.errors import ConfigError, UnsupportedModelError
+from forge_jax.parallel.rules import AXIS, cut_of, possible_shards
 from forge_jax.quant.spec import Scheme
 from forge_kernels.linear import Format, Packing, Quantization
 
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from forge_jax.models.spec import ModelSpec
 
 GROUP = 32  # of the kernels' int4: larger groups are several with one scale
+LEAST_GROUP = 8  # columns of a group that is cut: a scale for less outweighs the values
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,39 @@ class QuantizedForm:
 
     `packed`: for the CPU kernels, which hold the values of some schemes exactly; else as stored.
     `rounded`: the checkpoint has floats, which become such values as they are read.
+    `parts`: so many devices share the inputs. What follows is then about one part.
     """
 
     scheme: Scheme
     packed: Format | None = None
     rounded: bool = False
+    parts: int = 1
+
+    def group(self, inputs: int) -> int:
+        """Columns that share a scale: where a cut divides a group, those of the pieces."""
+        size = self._size(inputs)
+        if size is None:
+            return inputs
+        return size if self.parts == 1 else math.gcd(size, inputs)
+
+    def _size(self, inputs: int) -> int | None:
+        """Columns of a group in the checkpoint; None: whole rows."""
+        size = self.scheme.block[1]
+        return None if size is None or size >= inputs * self.parts else size
+
+    def fault(self, inputs: int) -> str | None:
+        """Why a part cannot be of so many columns."""
+        size, is_int4 = self._size(inputs), self.scheme.values == "int4"
+        if self.parts == 1:
+            return None
+        if size is None:
+            return "they are stored in pairs" if is_int4 and inputs % 2 else None
+        group = self.group(inputs)
+        if self.scheme.activations is not None and group != size:
+            return f"each {size} are multiplied with activations that are rounded together"
+        if group < LEAST_GROUP or (is_int4 and group % 2):
+            return f"each {size} share a scale"
+        return None
 
     def packing(self, outputs: int, inputs: int, paired: bool) -> Packing | None:
         if self.packed is None:
@@ -35,28 +67,33 @@ class QuantizedForm:
 
     def quantization(self, outputs: int, inputs: int) -> Quantization:
         scheme = self.scheme
+        is_dynamic = scheme.activations is not None and not scheme.static
+        of_parts = self.parts > 1 and is_dynamic and self._size(inputs) is None
         return Quantization(
             values=scheme.values,
             outputs=outputs,
             inputs=inputs,
-            group=inputs if scheme.block[1] is None else scheme.block[1],
+            group=self.group(inputs),
             zeros=scheme.zeros,
             activations=scheme.activations,
             static=scheme.static,
+            axis=AXIS if of_parts else None,
         )
 
 
 def quantized_forms(
-    spec: ModelSpec, weights: WeightMap, *, kernels: bool
+    spec: ModelSpec, weights: WeightMap, *, kernels: bool, shards: int = 1
 ) -> dict[str, QuantizedForm]:
     """The leaves ("layers.0.mlp.down.weight") that are quantised, and their forms.
 
     Args:
       kernels: whether matrices may be packed for the CPU kernels.
+      shards: so many devices share the model.
 
     Raises:
       UnsupportedModelError: matrices that are one leaf are quantised in different ways, or are
         experts.
+      ConfigError: groups that cannot be cut for so many devices.
     """
     quantization = spec.quantization
     if quantization is None:
@@ -89,19 +126,60 @@ def quantized_forms(
                 f"{quantization.where}: {parts[0].name} is stored transposed, which is not "
                 "supported of quantised matrices"
             )
-        packed = _packed_format(scheme, parts[0].shape[1]) if kernels else None
-        forms[leaf] = QuantizedForm(scheme, packed)
-    return forms
+        forms[leaf] = QuantizedForm(scheme)
+    forms = cut_forms(forms, spec, weights, shards)
+    if not kernels:
+        return forms
+    return {
+        leaf: replace(form, packed=_packed_format(form, weights[leaf][0].shape[1] // form.parts))
+        for leaf, form in forms.items()
+    }
+
+
+def cut_forms(
+    forms: Mapping[str, QuantizedForm], spec: ModelSpec, weights: WeightMap, shards: int
+) -> dict[str, QuantizedForm]:
+    """The forms of matrices that so many devices share, made of those of whole ones.
+
+    Raises:
+      ConfigError: groups that cannot be cut so, with each number that goes.
+    """
+
+    def cut(leaf: str, count: int) -> tuple[QuantizedForm, int]:
+        """The form among `count` devices, and the columns of each."""
+        found = cut_of(leaf, spec, count)
+        parts = count if found is not None and found.axis == -1 else 1
+        return replace(forms[leaf], parts=parts), weights[leaf][0].shape[1] // parts
+
+    cut_all = {leaf: cut(leaf, shards) for leaf in forms}
+    for leaf, (form, inputs) in cut_all.items():
+        why = form.fault(inputs)
+        if why is None:
+            continue
+        fit = [
+            str(count)
+            for count in possible_shards(spec)
+            if all(each.fault(columns) is None for each, columns in (cut(n, count) for n in forms))
+        ]
+        raise ConfigError(
+            f"--tensor-parallel {shards} leaves a device {inputs} columns of "
+            f"{weights[leaf][0].name}, but {why}: use --tensor-parallel {' or '.join(fit)}"
+        )
+    return {leaf: form for leaf, (form, _) in cut_all.items()}
 
 
 def module_of(tensor: str) -> str:
     return tensor.removesuffix(".weight")
 
 
-def _packed_format(scheme: Scheme, inputs: int) -> Format | None:
-    """The packed format that holds such values exactly, and rounds rows of x as they are to be."""
+def _packed_format(form: QuantizedForm, inputs: int) -> Format | None:
+    """The packed format that holds such values exactly, and rounds rows of x as they are to be.
+
+    The kernels do not know what the other devices have of a row.
+    """
+    scheme = form.scheme
     if scheme.values == "int8":
-        return "int8" if scheme.activations == "int8" and not scheme.static else None
-    group = scheme.block[1] or inputs
-    fits = group % GROUP == 0 and not scheme.zeros
+        is_dynamic = scheme.activations == "int8" and not scheme.static
+        return "int8" if is_dynamic and form.parts == 1 else None
+    fits = form.group(inputs) % GROUP == 0 and not scheme.zeros
     return "int4" if scheme.values == "int4" and fits else None

@@ -39,6 +39,7 @@ from forge_kernels.embed import embed
 
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
+    from forge_jax.parallel.mesh import TensorMesh
     from forge_jax.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -415,6 +416,8 @@ class DraftModel:
       memory_limit: bytes of the device that weights, KV cache and a call may take; None: no matter
         how many.
       uniform: the deterministic tier.
+      mesh: the devices that share the target, of which `device` is one. A model that is not cut is
+        whole on each, and all compute the same; None: `device` is alone.
     """
 
     def __init__(
@@ -431,11 +434,13 @@ class DraftModel:
         uniform: bool = False,
         compiler_options: Mapping[str, str | bool | int] | None = None,
         memory_limit: int | None = None,
+        mesh: TensorMesh | None = None,
     ):
         self.max_draft_tokens = max_draft_tokens
         self.kv_shape = kv_shape
         self._model = model
-        self._sharding = jax.sharding.SingleDeviceSharding(device)
+        self._mesh = mesh
+        self._sharding = jax.sharding.SingleDeviceSharding(device) if mesh is None else mesh.whole
         self._shapes = shapes
         self._late = [*shapes.extend, *shapes.draft]
         self._ready: list[DraftShape] = []
@@ -480,19 +485,24 @@ class DraftModel:
 
     def compile(self) -> None:
         """Starts to lower and compile everything in threads."""
-        leaves = self._on_device(self._model.leaves)
+        mesh, model, kv_sharding = self._mesh, self._model, self._sharding
+        leaves = self._on_device(model.leaves) if mesh is None else mesh.leaves(model)
+        if mesh is not None:
+            kv_sharding = mesh.kv(model)
         layers = self.kv_shape.num_layers
-        kv = self._on_device((self.kv_shape.layer,) * layers)
+        kv = self._on_device((self._whole_kv.layer,) * layers, kv_sharding)
         block_size, add = self.kv_shape.block_size, self._executables.add
         options = {"implementation": self._implementation, "uniform": self._uniform}
-        add("new_kv", self._new_kv, out_shardings=self._sharding)
+        add("new_kv", self._new_kv, out_shardings=kv_sharding)
         self._executables.pause(PATIENCE_S)  # serving begins without any of these
         for shape in self._shapes.extend:
-            extend = make_extend(self._model, shape, block_size, **options)
+            extend = make_extend(model, shape, block_size, **options)
+            extend = extend if mesh is None else mesh.shard_step(model, extend)
             add(shape.name, extend, leaves, kv, self._i32(shape.width), donate_argnums=1)
         options |= {"sampler": self._sampler}
         for shape in self._shapes.draft:
-            draft = make_draft(self._model, shape, block_size, self.max_draft_tokens, **options)
+            draft = make_draft(model, shape, block_size, self.max_draft_tokens, **options)
+            draft = draft if mesh is None else mesh.shard_step(model, draft)
             inputs = [self._i32(shape.width), *self._on_device(self._latest(shape))]
             add(shape.name, draft, leaves, kv, *inputs, donate_argnums=1)
         self._executables.close()
@@ -607,13 +617,21 @@ class DraftModel:
         return (self._proposals.latest,)
 
     def _new_kv(self) -> tuple[jax.Array, ...]:
-        layer = self.kv_shape.layer
+        layer = self._whole_kv.layer
         return tuple(jnp.zeros(layer.shape, layer.dtype) for _ in range(self.kv_shape.num_layers))
+
+    @property
+    def _whole_kv(self) -> KVShape:
+        """Of all shards."""
+        if self._mesh is None or self._model.shards == 1:
+            return self.kv_shape
+        return self._mesh.kv_shape(self.kv_shape)
 
     def _i32(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._sharding)
 
-    def _on_device(self, tree: Any) -> Any:
+    def _on_device(self, tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+        sharding = sharding or self._sharding
         return jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding), tree
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree
         )

@@ -28,11 +28,19 @@ class Proposals:
 
     Args:
       max_drafts: k. vocab_size: K is that or `SUPPORT`, whichever is less.
+      device: where they lie; with several devices they are whole on each.
     """
 
     latest: Proposed
 
-    def __init__(self, *, num_slots: int, max_drafts: int, vocab_size: int, device: jax.Device):
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_drafts: int,
+        vocab_size: int,
+        device: jax.Device | jax.sharding.Sharding,
+    ):
         self._device = device
         self._shape = (num_slots, max_drafts, min(SUPPORT, vocab_size))
         self.reset()

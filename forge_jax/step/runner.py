@@ -25,6 +25,7 @@ from forge_jax.config import Verification
 from forge_jax.errors import EngineError
 from forge_jax.grammar.masks import mask_width
 from forge_jax.models.lora import LoraShape, set_adapter
+from forge_jax.parallel.rules import shard_spec
 from forge_jax.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from forge_jax.schedule.plan import (
     Admission,
@@ -175,8 +176,6 @@ class Runner:
         memory_limit: int | None = None,
         mesh: TensorMesh | None = None,
     ):
-        assert mesh is None or proposals is None, "no draft models beside a mesh"
-        assert mesh is None or lora is None, "no adapters beside a mesh"
         self._model = model
         self._kv_shape = kv_shape
         self._max_blocks = max_blocks
@@ -264,7 +263,7 @@ class Runner:
             add(shape.name, step, *inputs, donate_argnums=(1, 2))
 
         whole = {} if self._mesh is None else {"out_shardings": self._sharding}
-        kv_sharding = self._sharding if self._mesh is None else self._mesh.kv
+        kv_sharding = self._sharding if self._mesh is None else self._mesh.kv(self._model)
         add("new_state", self._new_state, out_shardings=(kv_sharding, self._sharding))
         self._new = self._executables.call("new_state")  # touching its pages takes long
         for shape in self._first:
@@ -275,9 +274,13 @@ class Runner:
         history = self._i32(1 + 2 * MAX_LOGIT_BIAS + self._model.spec.vocab_size)
         add("set_history", set_history, slots, history, donate_argnums=0, **whole)
         if self._lora is not None:
-            stacks = self._on_device(self._stacks_shape)
-            adapter = self._on_device(self._lora.adapter(self._model.spec, self._model.dtype))
-            add("set_adapter", set_adapter, stacks, self._i32(), adapter)
+            if self._mesh is None:
+                put = set_adapter
+                adapter = self._on_device(self._lora.adapter(self._model.spec, self._model.dtype))
+            else:
+                put = self._mesh.set_adapter(self._model)
+                adapter = self._mesh.adapter(self._model, self._lora)
+            add("set_adapter", put, self._stacks_shape, self._i32(), adapter)
         self._executables.pause(PATIENCE_S)
         for shape in self._late:
             add_step(shape)
@@ -342,8 +345,10 @@ class Runner:
     @property
     def resident_bytes(self) -> int:
         """What a device holds between two steps: weights, KV cache, slots, and masks."""
-        arrays = jax.tree.leaves((self._slots_shape, self._stacks_shape))
-        own = sum(s.size * s.dtype.itemsize for s in arrays)
+        own = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(self._slots_shape))
+        if self._lora is not None:
+            of_shard = shard_spec(self._model.spec, self._model.shards)
+            own += self._lora.num_bytes(of_shard, self._model.dtype)
         masks = sum(4 * math.prod(self._masks_shape(shape)) for shape in self._shapes)
         return self._model.param_bytes + self._kv_shape.total_bytes + own + masks
 
@@ -351,7 +356,9 @@ class Runner:
     def _stacks_shape(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         if self._lora is None:
             return ()
-        return self._lora.stacks(self._model.spec, self._model.dtype)
+        if self._mesh is not None:
+            return self._mesh.stacks(self._model, self._lora)
+        return self._on_device(self._lora.stacks(self._model.spec, self._model.dtype))
 
     def _make_step(self, shape: StepShape) -> Callable[..., Any]:
         step = make_step(
@@ -363,16 +370,20 @@ class Runner:
             verification=self._verification,
             uniform=self._deterministic,
         )
-        return step if self._mesh is None else self._mesh.shard_step(self._model, step)
+        if self._mesh is None:
+            return step
+        return self._mesh.shard_step(self._model, step, lora=self._lora is not None)
 
     def _step_inputs(self, shape: StepShape) -> list[Any]:
         """The shapes of a step's arguments, but for the sums of a shape that pools."""
         layer = self._whole_kv.layer
         if self._mesh is None:
-            leaves = self._on_device((*self._model.leaves, *self._stacks_shape))
-            layer = self._on_device(layer)
+            leaves, layer = self._on_device(self._model.leaves), self._on_device(layer)
         else:
-            leaves, layer = self._mesh.leaves(self._model), self._on_device(layer, self._mesh.kv)
+            kv_sharding = self._mesh.kv(self._model)
+            leaves = self._mesh.leaves(self._model)
+            layer = self._on_device(layer, kv_sharding)
+        leaves += self._stacks_shape
         kv = (layer,) * self._kv_shape.num_layers
         inputs = [leaves, kv, self._on_device(self._slots_shape)]
         inputs += [self._i32(shape.width), self._i32(*self._masks_shape(shape))]
@@ -388,8 +399,10 @@ class Runner:
 
     def start(self, leaves: tuple[jax.Array, ...]) -> None:
         """Takes the weights, and runs the first executables once each."""
-        empty = [np.zeros(stack.shape, stack.dtype) for stack in self._stacks_shape]
-        self._stacks = tuple(jax.device_put(empty, self._sharding))
+        self._stacks = tuple(
+            jax.device_put(np.zeros(stack.shape, stack.dtype), stack.sharding)
+            for stack in self._stacks_shape
+        )
         self._leaves = (*leaves, *self._stacks)
         self.allocate()
         for name in ("admit", "set_history", *(["set_adapter"] if self._stacks else [])):
@@ -421,7 +434,8 @@ class Runner:
         """
         assert self._lora is not None and 1 <= place <= self._lora.places
         weights = self._leaves[: len(self._model.leaves)]
-        new = self._compiled["set_adapter"](self._stacks, np.int32(place), arrays)
+        adapter = arrays if self._mesh is None else self._mesh.cut_adapter(self._model, arrays)
+        new = self._compiled["set_adapter"](self._stacks, np.int32(place), adapter)
         self._stacks = jax.block_until_ready(new)
         self._leaves = (*weights, *self._stacks)
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import test_quantized as quantised
 from gguf_writer import Q, write_gguf
+from lora_files import weights_of
 
 import forge_jax
 from forge_jax import LLM, SamplingParams, convert
@@ -30,6 +31,7 @@ from forge_jax.text.load import load_text
 from forge_kernels import cpu
 from forge_kernels.cpu import BuildError, library
 
+Q0 = "model.layers.0.self_attn.q_proj.weight"
 OPTIONS = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 256}
 
 
@@ -317,6 +319,8 @@ RECORDS = {
         lambda r: r.update(packing={"layout": "panels-of-32", "layers": "int2"}),
         "packing.layers must be",
     ),
+    "no devices": (lambda r: r.update(shards=0), "shards must be from 1 to 1024, not 0: convert"),
+    "devices of another type": (lambda r: r.update(shards=True), "shards must be"),
     "no leaves": (lambda r: r.update(leaves={}), "leaves must be"),
     "shape": (lambda r: r["leaves"]["norm.weight"].update(shape=[-1]), "norm.weight"),
     "shape of floats": (lambda r: r["leaves"]["norm.weight"].update(shape=[64.0]), "norm.weight"),
@@ -518,3 +522,24 @@ def test_the_command_says_what_it_has_written(goldens, tmp_path, capsys):
     assert "is not empty" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main([*arguments, "--port", "1"])
+
+
+def test_a_folder_for_several_devices_is_written_without_them_and_not_taken_by_one(
+    goldens, tmp_path, capsys
+):
+    from forge_serve import cli
+
+    out, model = tmp_path / "out", goldens / "llama2"
+    assert cli.main(["convert", str(model), str(out), "--tensor-parallel", "2"]) == 0
+    assert "GB of weights for each of 2 devices, float32" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="out was converted for 2 devices: use --tensor-par"):
+        load(out)
+    for device, q in enumerate(np.split(weights_of(model)[Q0], 2)):
+        stored = np.fromfile(out / WEIGHTS / "layers.0.attention.qkv.weight" / "0.0.0", np.float32)
+        assert np.array_equal(np.split(stored, 2)[device][: q.size], q.ravel())
+    with pytest.raises(ConfigError, match=r"--draft-model .* converted for 2 devices, and a"):
+        LLM(str(model), speculation="draft", draft_model=str(out))
+    other = tmp_path / "other"
+    assert cli.main(["convert", str(model), str(other), "--tensor-parallel", "3"]) == 1
+    assert "--tensor-parallel 3 does not divide" in capsys.readouterr().err
+    assert not other.exists()

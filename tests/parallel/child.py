@@ -8,6 +8,7 @@ import gc
 import json
 import re
 import sys
+import tempfile
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from lora_files import write_adapter
 
 from forge_jax import LLM, SamplingParams
 from forge_jax.cache.kv import element_dtype, kv_shape
@@ -54,13 +56,14 @@ def collectives(executable):
         kind = re.search(rf" ({KINDS})(?:-start)?\(", line)
         if kind is not None:
             scope = re.search(r'op_name="jit\(\w+\)/shard_map/([^"]*)/\w+"', line)
-            found.append(f"{kind[1]} {scope and scope[1].removesuffix('/add_up')}")
+            parts = (scope[1] if scope else "").removesuffix("/add_up").split("/")
+            found.append(f"{kind[1]} {'/'.join(part for part in parts if '(' not in part)}")
     return found
 
 
 def run(name, shards, *, forms=None, dtype="auto", kv_dtype="auto"):
     """(f32[T, V] of a prompt in two chunks, the collectives of a step)."""
-    folder = GOLDENS / name
+    folder = GOLDENS / name  # a golden's name, or any folder
     spec, mesh = read_spec(folder), mesh_of(shards)
     spec = replace(spec, num_hidden_layers=LAYERS.get(name, 1))
     model = build_model(spec, dtype, forms, shards)
@@ -87,7 +90,7 @@ def run(name, shards, *, forms=None, dtype="auto", kv_dtype="auto"):
     kv = shape.empty()
     if mesh is not None:
         step = mesh.shard_step(model, step)
-        kv = jax.device_put(mesh.kv_shape(shape).empty(), mesh.kv)
+        kv = jax.device_put(mesh.kv_shape(shape).empty(), mesh.kv(model))
         parts = {part.data.shape[2] for part in jax.tree.leaves(kv)[0].addressable_shards}
         assert parts == {max(1, spec.num_key_value_heads // shards)}
     tokens = np.random.default_rng(0).integers(3, spec.vocab_size, 24).astype(np.int32)
@@ -142,7 +145,19 @@ PROMPTS = [
     "The dog",
     "Lily and Tom went to the park, and there they saw a " * 2,
 ]
-SPECULATION = {1: "off", 2: "suffix", 4: "ngram"}
+STORIES = FIXTURES / "stories260k-hf"
+# None, a model of its own that is whole on each device, and one that they share as they do the
+# model. The texts' own drafts take the same steps.
+SPECULATION = {
+    1: {},
+    2: {"speculation": "draft", "max_draft_tokens": 2, "draft_model": str(STORIES)},
+    4: {
+        "speculation": "draft",
+        "max_draft_tokens": 2,
+        "draft_model": "self",
+        "draft_layers": 4,
+    },
+}
 REQUESTS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24),
     "drawn": SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=16),
@@ -157,36 +172,43 @@ REQUESTS = {
 
 def engine():
     """What an engine writes, what it has taken from its cache, and the collectives of its steps."""
-    return {shards: engine_on(shards) for shards in (1, 2, SHARDS)}
+    adapter = write_adapter(Path(tempfile.mkdtemp()) / "adapter", STORIES, seed=1)
+    return {shards: engine_on(shards, adapter) for shards in (1, 2, SHARDS)}
 
 
-def engine_on(shards):
+def engine_on(shards, adapter):
     llm = LLM(
-        str(FIXTURES / "stories260k-hf"),
+        str(STORIES),
         tensor_parallel=shards,
         max_model_len=128,
         max_num_seqs=8,
         max_num_batched_tokens=64,
         deterministic=True,
-        speculation=SPECULATION[shards],
+        max_loras=2,
+        max_lora_rank=4,
+        **SPECULATION[shards],
     )
     core = llm._core
     if shards > 1:
         drafts_always_pay(core.speculator.policy)
 
-    def tokens(prompts, params):
+    def tokens(prompts, params, lora=None):
         nonlocal outputs
-        outputs = llm.generate(prompts, params, progress=False)
+        outputs = llm.generate(prompts, params, lora=lora, progress=False)
         return [output.outputs[0].token_ids for output in outputs]
 
     outputs = []
     found = {name: tokens(PROMPTS, params) for name, params in REQUESTS.items() if name != "greedy"}
+    llm.load_lora("other", str(adapter))
+    llm.load_lora("adapter", str(adapter))
+    llm.unload_lora("other")  # the second place is taken, the first is not
+    found["adapted"] = tokens(PROMPTS, REQUESTS["greedy"], [None, "adapter", "adapter"])
     found["greedy"] = tokens(PROMPTS, REQUESTS["greedy"])
     accepted = [output.outputs[0].num_accepted_tokens for output in outputs]
     assert tokens(PROMPTS[2], REQUESTS["greedy"]) == found["greedy"][2:], "company changes a text"
     cached = outputs[0].num_cached_tokens
     runner = core._device
-    core._device = FailingDevice(runner, lambda plan, where: plan.step % 15 == 0)
+    core._device = FailingDevice(runner, lambda plan, where: plan.step % 10 == 0)
     assert tokens(PROMPTS, REQUESTS["greedy"]) == found["greedy"], "a step that raised changes it"
     core._device = runner
     steps = {name: each for name, each in runner._compiled.items() if "[" in name}
@@ -198,6 +220,7 @@ def engine_on(shards):
         "accepted": sum(accepted),
         "recoveries": core.num_recoveries,
         "collectives": {name: collectives(step) for name, step in steps.items()},
+        "drafting": draft_collectives(core.speculator),
         "layers": runner._model.spec.num_hidden_layers,
         "settings": runner.settings.get("shards"),
         "fingerprint": llm.system_fingerprint,
@@ -205,6 +228,15 @@ def engine_on(shards):
     }
     llm.close()
     return result
+
+
+def draft_collectives(speculator):
+    """Of the executables of a draft model; None without one."""
+    if speculator is None:
+        return None
+    model = speculator._drafter._model
+    assert model.complete and model.can_draft
+    return {name.split("[")[0]: collectives(each) for name, each in model._compiled.items()}
 
 
 def peak():

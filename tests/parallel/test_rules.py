@@ -115,5 +115,3 @@ def test_one_device_needs_no_mesh():
 def test_what_a_mesh_has_not_is_refused():
     with pytest.raises(ConfigError, match="--tensor-parallel must be at least 1, not 0"):
         config(tensor_parallel=0)
-    with pytest.raises(ConfigError, match="use --speculation suffix or ngram"):
-        config(tensor_parallel=2, speculation="draft", draft_model="self", draft_layers=1)

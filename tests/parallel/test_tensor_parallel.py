@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
-CHILD = Path(__file__).parent / "child.py"
+HERE = Path(__file__).parent
+TESTS = HERE.parent
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 
 
-def run_child(*parts):
+def run_child(*parts, child="child.py"):
     """What the child process finds, by part. The second flag is for the compiler to be quick."""
+    path = os.pathsep.join([str(TESTS), str(TESTS / "models"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, CHILD, *parts],
-        env=os.environ | {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"},
+        [sys.executable, HERE / child, *parts],
+        env=os.environ | {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=220,
@@ -90,7 +92,8 @@ def test_an_engine_writes_the_same_tokens_whatever_is_asked_for(engine):
     one, two, four = (engine[shards] for shards in ("1", "2", "4"))
     assert one["tokens"] == two["tokens"] == four["tokens"]
     texts = one["tokens"]
-    assert set(texts) == {"greedy", "drawn", "penalised", "structured"}
+    assert set(texts) == {"greedy", "drawn", "penalised", "structured", "adapted"}
+    assert texts["adapted"][0] == texts["greedy"][0] and texts["adapted"][1] != texts["greedy"][1]
     assert len({json.dumps([text[:16] for text in each]) for each in texts.values()}) == len(texts)
 
 
@@ -112,6 +115,17 @@ def test_the_steps_of_an_engine_have_these_collectives_and_on_one_device_none(en
         expected = [] if shards == "1" else expected_collectives(each["layers"])
         assert set(each["collectives"]) == {"mixed[64]"}
         assert each["collectives"]["mixed[64]"] == expected, shards
+
+
+def test_a_draft_model_of_its_own_needs_no_other_device(engine):
+    assert engine["1"]["drafting"] is None
+    assert engine["2"]["drafting"] == {"extend": [], "draft": []}
+
+
+def test_one_that_is_the_first_layers_is_shared_as_these_are(engine):
+    drafting, of_pass = engine["4"]["drafting"], expected_collectives(4)
+    assert drafting["extend"] == of_pass[:-3], "to the keys and values of the last layer"
+    assert drafting["draft"] == 2 * of_pass, "a pass for each of --max-draft-tokens"
 
 
 def test_the_fingerprint_tells_the_numbers_apart(engine):

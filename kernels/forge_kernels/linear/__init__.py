@@ -10,7 +10,12 @@ from forge_kernels.linear.packed import (
     pack_experts,
     pack_values,
 )
-from forge_kernels.linear.quantized import Quantization, QuantizedWeight, pack_int4
+from forge_kernels.linear.quantized import (
+    Quantization,
+    QuantizedWeight,
+    pack_int4,
+    unpack_int4,
+)
 
 __all__ = [
     "FORMATS",
@@ -25,4 +30,5 @@ __all__ = [
     "pack_experts",
     "pack_int4",
     "pack_values",
+    "unpack_int4",
 ]

@@ -37,6 +37,8 @@ class Quantization:
       zeros: whether each group has a zero of its own; without, that of int4 is 8.
       activations: the rows of x are rounded to that type, to the scale of each row, or with several
         groups, of each group of each row; `static`: to one scale that is given.
+      axis: of a mesh whose devices have parts of the inputs, so that the scale of a row of x is
+        that of its parts on all of them; None: the rows are here, or their groups are.
     """
 
     values: Values
@@ -46,6 +48,7 @@ class Quantization:
     zeros: bool = False
     activations: Literal["int8", "fp8"] | None = None
     static: bool = False
+    axis: str | None = None
 
     @property
     def groups(self) -> int:
@@ -94,6 +97,12 @@ def pack_int4(values: np.ndarray, group: int) -> np.ndarray:
     """uint8[N, K], from 0 to 15 -> uint8[N, K / 2], as `Quantization.values` says."""
     halves = values.reshape(len(values), -1, 2, group // 2)
     return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(len(values), -1)
+
+
+def unpack_int4(packed: np.ndarray, group: int) -> np.ndarray:
+    """What `pack_int4` was given."""
+    halves = packed.reshape(len(packed), -1, 1, group // 2)
+    return np.concatenate([halves & 15, halves >> 4], axis=2).reshape(len(packed), -1)
 
 
 # Traced and lowered once for all the layers of a model.
@@ -182,7 +191,7 @@ def _round_rows(x: jax.Array, w: QuantizedWeight) -> tuple[jax.Array, jax.Array 
         scale = _row_scale(blocks, most)
         blocks = round_to_fp8(blocks / scale) * scale
         return blocks.reshape(len(x), -1)[:, : quantization.inputs].astype(x.dtype), None
-    scale = _row_scale(x32, most)
+    scale = _row_scale(x32, most, quantization.axis)
     if w.input_scale is not None:
         # What is not finite stays so, instead of being cut to the largest value.
         scale = jnp.where(jnp.isfinite(scale), w.input_scale, jnp.nan)
@@ -195,9 +204,13 @@ def _round_rows(x: jax.Array, w: QuantizedWeight) -> tuple[jax.Array, jax.Array 
 _TO_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
 
 
-def _row_scale(x: jax.Array, most: float) -> jax.Array:
+def _row_scale(x: jax.Array, most: float, axis: str | None = None) -> jax.Array:
     """f32[..., K] -> f32[..., 1]: what makes `most` of the largest value; NaN if there is one."""
     top = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    if axis is not None:
+        with jax.named_scope("row_scale"):
+            # Some libraries leave NaN out of a maximum: whose own it is keeps it.
+            top = jnp.where(jnp.isnan(top), top, lax.pmax(top, axis))
     return jnp.where(top == 0, 1.0, top / most)
 
 

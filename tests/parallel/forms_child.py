@@ -1,0 +1,279 @@
+"""The same of quantised, rounded and converted models, and of drafts verified by rejection.
+
+Run by `test_parallel_forms.py`, as `child.py` is.
+"""
+
+import dataclasses
+import gc
+import json
+import os
+import sys
+import tempfile
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import quant_writer as writer
+import test_quantized as quantised
+from child import GOLDENS, PROMPTS, REQUESTS, SHARDS, STORIES, collectives, compare, mesh_of
+from flax import nnx
+
+from forge_jax import LLM
+from forge_jax.assemble import choose_device, choose_kernels, read_converted
+from forge_jax.checkpoint.hub import resolve
+from forge_jax.checkpoint.load import load_weights
+from forge_jax.config import EngineConfig
+from forge_jax.convert import convert
+from forge_jax.errors import ForgeError
+from forge_jax.models import build_model, read_spec
+from forge_jax.models.decoder import WeightForms
+from forge_jax.parallel.mesh import leaf_spec
+from forge_jax.testing import drafts_always_pay
+from forge_kernels import cpu
+
+CASES = quantised.CASES | {
+    # Blocks of rows that no cut meets, and of columns that each does.
+    "fp8_small_blocks": quantised.Case(
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 16]},
+        lambda w, rng: writer.fp8(w, rows=24, columns=16, name="weight_scale_inv"),
+    ),
+}
+WHOLE = jax.sharding.PartitionSpec()
+FAULT = "int8_rows with a fault"
+
+
+def write(name):
+    folder = Path(tempfile.mkdtemp()) / name
+    folder.mkdir()
+    quantised.write(CASES[name], folder)
+    return folder
+
+
+def without_the_others(decoder):
+    """The fault: devices do not ask each other how large a row is."""
+    for _, node in nnx.iter_graph(decoder):
+        quantization = getattr(node, "quantization", None)
+        if quantization is not None:
+            node.quantization = dataclasses.replace(quantization, axis=None)
+
+
+def mlps(shards, sources, dtype="float32"):
+    """(f32[T, d] of the first MLP of each, the collectives of each, what is refused).
+
+    `sources`: by name the folder, and the forms of the matrices.
+    """
+    mesh, models, weights, refused = mesh_of(shards), {}, {}, {}
+    for name, (folder, forms) in sources.items():
+        try:
+            models[name] = model = build_model(read_spec(folder), dtype, forms, shards)
+        except ForgeError as error:
+            refused[name] = str(error)
+        else:
+            weights[name] = load_weights(model, folder, mesh=mesh, progress=False)
+
+    def all_of(weights, x):
+        ys = []
+        for number, (name, model) in enumerate(models.items()):
+            decoder = nnx.merge(model.graphdef, jax.tree.unflatten(model.treedef, weights[name]))
+            if name == FAULT:
+                without_the_others(decoder)
+            with jax.named_scope(f"model_{number}"):
+                ys.append(decoder.layers[0].mlp(x, SimpleNamespace(num_tokens=None, lora=None)))
+            # One after the other, or XLA would make one sum of those of all.
+            x, ys[-1] = jax.lax.optimization_barrier((x, ys[-1]))
+        return ys
+
+    if mesh is not None:
+        specs = {n: tuple(leaf_spec(m, leaf) for leaf in m.names) for n, m in models.items()}
+        all_of = jax.shard_map(
+            all_of, mesh=mesh.mesh, in_specs=(specs, WHOLE), out_specs=WHOLE, check_vma=False
+        )
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((6, 64)), dtype)
+    compiled = jax.jit(all_of).lower(weights, x).compile()
+    ys = [np.asarray(y, np.float32) for y in compiled(weights, x)]
+    found = {name: [] for name in models}
+    for each in collectives(compiled):
+        kind, scope = each.split(" ")
+        number, scope = scope.split("/", 1)
+        found[list(models)[int(number.removeprefix("model_"))]].append(f"{kind} {scope}")
+    return dict(zip(models, ys, strict=True)), found, refused
+
+
+def products():
+    sources = {name: (write(name), WeightForms()) for name in CASES}
+    for values in ("int8", "fp8", "int4"):
+        sources[f"rounded {values}"] = GOLDENS / "llama31", WeightForms(rounded=values)
+    sources[FAULT] = sources["int8_rows"]
+    one = mlps(1, sources)[0]
+    result = {}
+    for shards in (2, SHARDS):
+        several, found, refused = mlps(shards, sources)
+        result[shards] = {
+            "refused": refused,
+            "forms": {
+                name: {
+                    "difference": float(np.abs(ys - one[name]).max()),
+                    "scale": float(np.abs(one[name]).max()),
+                    "collectives": found[name],
+                }
+                for name, ys in several.items()
+            },
+        }
+    return result
+
+
+def kernels():
+    """How far 4 bits that are packed for the CPU kernels are from plain float32."""
+    if not cpu.available():
+        return None
+    cpu.load()
+    folder = write("w4a16")
+    sources = {"packed": (folder, WeightForms(layers="bf16", head="bf16"))}
+    model = build_model(read_spec(folder), "bfloat16", sources["packed"][1], 2)
+    assert model.packings["layers.0.mlp.down.weight"].format == "int4"
+    exact = mlps(1, {"packed": (folder, WeightForms())})[0]["packed"]
+    far = [mlps(n, sources, "bfloat16")[0]["packed"] - exact for n in (1, 2)]
+    return [float(np.sqrt((each**2).mean())) for each in (*far, exact)]
+
+
+def models():
+    """Whole models, one with another cache."""
+    return {
+        "int8_rows": compare(write("int8_rows"), 2),
+        "gptq_ordered": compare(write("gptq_ordered"), SHARDS, kv_dtype="fp8"),
+    }
+
+
+def as_served(folder, shards, **options):
+    """(model, leaves) as an engine has them."""
+    config = EngineConfig.from_options(model=str(folder), **options)
+    spec = read_spec(folder)
+    chosen = choose_kernels(config, spec, choose_device(config), read_converted(config, folder))
+    model = build_model(spec, config.model.dtype, chosen.forms, shards)
+    return model, load_weights(model, folder, mesh=mesh_of(shards), progress=False)
+
+
+def bits(array):
+    return np.asarray(array).view(np.uint8)
+
+
+def converted():
+    """Whether folders for one device and for four give the bits of the model on four, or why not.
+
+    And what folders for four say on another number.
+    """
+    sources = {
+        "plain": (GOLDENS / "llama31", {}),
+        "experts": (GOLDENS / "qwen3_moe", {}),
+        "rounded": (GOLDENS / "llama31", {"quantization": "fp8"}),
+        "gptq_ordered": (write("gptq_ordered"), {}),
+        "w4a16": (write("w4a16"), {}),
+    }
+    if cpu.available():
+        packed = {"dtype": "bfloat16", "quantization": "int8"}
+        sources["packed"] = GOLDENS / "qwen2", packed
+    found = {}
+    for name, (source, options) in sources.items():
+        model, leaves = as_served(source, SHARDS, **options)
+        out = Path(tempfile.mkdtemp())
+        for shards in (1, SHARDS):
+            config = EngineConfig.from_options(model=str(source), tensor_parallel=shards, **options)
+            folder = convert(config, out / str(shards), progress=False).folder
+            try:
+                again, ours = as_served(folder, SHARDS)
+            except ForgeError as error:
+                found[f"{name} of {shards}"] = str(error).replace(str(folder), "OUT")
+                continue
+            found[f"{name} of {shards}"] = again.names == model.names and all(
+                a.sharding == b.sharding and np.array_equal(bits(a), bits(b))
+                for a, b in zip(ours, leaves, strict=True)
+            )
+        if name == "plain":
+            for other in (1, 2):
+                try:
+                    as_served(folder, other)
+                except ForgeError as error:
+                    found[f"on {other}"] = str(error).replace(str(folder), "OUT")
+    return found
+
+
+def peaks():
+    """Bytes of host memory at the most while weights are read, how many there are, the largest.
+
+    And how many are read of a folder that was converted for as many devices, and are in it.
+    """
+    options = {"dtype": "float32", "kernels": "xla"}
+    source, out = resolve("forge-tiny"), Path(tempfile.mkdtemp()) / "out"
+    config = EngineConfig.from_options(model=str(source), tensor_parallel=SHARDS, **options)
+    folder = convert(config, out, progress=False).folder
+    as_served(folder, SHARDS, **options)  # what is imported is not to be counted
+    preadv, num_read = os.preadv, 0
+
+    def count(*args):
+        nonlocal num_read
+        done = preadv(*args)
+        num_read += done
+        return done
+
+    os.preadv = count
+    found = {}
+    for name, where, more in (
+        ("rounded", source, {"quantization": "int8"}),
+        ("converted", folder, {}),
+    ):
+        num_read = 0
+        gc.collect()
+        tracemalloc.start()
+        model, _ = as_served(where, SHARDS, **options, **more)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        whole = build_model(model.spec, "float32").leaves
+        found[name] = {
+            "peak": peak,
+            "total": sum(leaf.size * leaf.dtype.itemsize for leaf in mesh_of(4).leaves(model)),
+            "largest": max(leaf.size * leaf.dtype.itemsize for leaf in whole),
+            "read": num_read,
+        }
+    arrays = (file for file in (folder / "weights").rglob("*") if not file.name.startswith("."))
+    found["stored"] = sum(f.stat().st_size for f in arrays if set(f.name) <= set("0."))
+    return found
+
+
+def rejection():
+    """What engines write whose drafts are verified by rejection; and the first, without any."""
+    drafted = {
+        "speculation": "draft",
+        "draft_model": "self",
+        "draft_layers": 5,
+        "max_draft_tokens": 2,
+        "draft_verification": "rejection",
+    }
+    found = {}
+    for shards, options in ((1, {}), (SHARDS, drafted)):
+        llm = LLM(
+            str(STORIES),
+            tensor_parallel=shards,
+            max_model_len=64,
+            max_num_seqs=2,
+            max_num_batched_tokens=8,
+            **options,
+        )
+        if options:
+            drafts_always_pay(llm._core.speculator.policy)
+        each = found[shards] = {}
+        for name in ("greedy", "drawn"):
+            outputs = llm.generate(PROMPTS[:2], REQUESTS[name], progress=False)
+            each[name] = [output.outputs[0].token_ids for output in outputs]
+            each[f"{name}, drafts"] = sum(o.outputs[0].num_accepted_tokens for o in outputs)
+        llm.close()
+    return found
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    assert len(jax.devices()) == SHARDS
+    parts = {p.__name__: p for p in (products, kernels, models, converted, peaks, rejection)}
+    print(json.dumps({name: parts[name]() for name in sys.argv[1:]}))

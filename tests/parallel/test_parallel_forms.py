@@ -1,0 +1,118 @@
+"""Every form of weights on several devices against one, and where it cannot be cut."""
+
+import pytest
+from test_tensor_parallel import expected_collectives, run_child
+
+ROW_SCALE = ("fp8_matrix_dynamic", "fp8_rows", "int8_rows")  # of the parts of a row on all devices
+ORDERED = ("gptq_ordered", "gptq_ordered_symmetric", "w4a16_ordered")
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_child("products", "kernels", "models", child="forms_child.py")
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return run_child("converted", "peaks", "rejection", child="forms_child.py")
+
+
+FAULT = "int8_rows with a fault"
+
+
+def test_an_mlp_of_every_form_is_that_of_one_device(found, figure):
+    for shards, count in (("2", 21), ("4", 20)):
+        forms = {n: f for n, f in found["products"][shards]["forms"].items() if n != FAULT}
+        assert len(forms) == count
+        for name, each in forms.items():
+            assert each["scale"] > 1.0 and each["difference"] < 1e-5, (shards, name, each)
+            if shards == "4" and not name.startswith(("rounded", "fp8_small")):
+                figure("forms", name, "devices", each["difference"])
+
+
+def test_of_each_row_the_largest_value_on_any_device_counts(found):
+    fault = found["products"]["4"]["forms"][FAULT]
+    assert fault["collectives"] == ["all-reduce down"] and fault["difference"] > 1e-3
+
+
+def test_devices_add_up_once_and_ask_for_what_a_form_needs(found):
+    for each in found["products"].values():
+        for name, form in each["forms"].items():
+            expected = ["all-reduce down"]
+            if name in ROW_SCALE:
+                expected.insert(0, "all-reduce down/product/row_scale")
+            if name in ORDERED:
+                expected.insert(0, "all-gather down/gather")
+            if name != FAULT:
+                assert form["collectives"] == expected, name
+
+
+def test_groups_that_cannot_be_cut_name_the_numbers_that_go(found):
+    matrix = "columns of model.layers.0.mlp.down_proj.weight, but each"
+    assert found["products"]["4"]["refused"] == {
+        "fp8_blocks": f"--tensor-parallel 4 leaves a device 48 {matrix} 128 are multiplied with "
+        "activations that are rounded together: use --tensor-parallel 1",
+        "rounded int4": f"--tensor-parallel 4 leaves a device 44 {matrix} 16 share a scale: use "
+        "--tensor-parallel 1 or 2",
+    }
+    assert set(found["products"]["2"]["refused"]) == {"fp8_blocks"}
+
+
+def test_4_bits_that_are_packed_shard_by_shard_are_as_near_as_those_packed_whole(found):
+    if found["kernels"] is None:
+        pytest.skip("no CPU kernels on this machine")
+    far_on_one, far_on_several, scale = found["kernels"]
+    assert 0.0 < far_on_one < 0.1 * scale and far_on_several < 1.15 * far_on_one
+
+
+def test_logits_of_quantised_models_are_those_of_one_device(found):
+    for name, each in found["models"].items():
+        assert each["difference"] < 2e-4 and each["scale"] > 1.0, (name, each)
+        assert each["same_choice"] == 1.0, name
+
+
+def test_a_step_of_a_quantised_model_has_these_collectives_and_no_others(found):
+    for name, kind, scope in (
+        ("int8_rows", "all-reduce", "product/row_scale"),
+        ("gptq_ordered", "all-gather", "gather"),
+    ):
+        embed, out, down, logits = expected_collectives(1)
+        first, second = (f"{kind} {each.split(' ')[1]}/{scope}" for each in (out, down))
+        expected = [embed, first, out, second, down, logits]
+        assert found["models"][name]["collectives"] == expected
+
+
+def test_converted_folders_have_the_bits_of_the_model_on_each_device(loaded):
+    folders = dict(loaded["converted"])
+    assert folders.pop("on 1") == (
+        "--tensor-parallel 1: OUT was converted for 4 devices: use --tensor-parallel 4, or convert "
+        "the original model again with --tensor-parallel 1"
+    )
+    assert folders.pop("on 2").startswith("--tensor-parallel 2: OUT was converted for 4 devices")
+    packed = folders.pop("packed of 1", None)
+    if packed is not None:
+        assert packed.startswith(
+            "--tensor-parallel 4: OUT was converted for the CPU kernels of one"
+        )
+    assert len(folders) == 10 + (packed is not None)
+    assert folders == dict.fromkeys(folders, True)
+
+
+def test_the_host_holds_one_matrix_more_than_the_weights(loaded):
+    rounded, converted = loaded["peaks"]["rounded"], loaded["peaks"]["converted"]
+    # A matrix that is rounded is there whole, in 8 bits, and a shard of it.
+    assert rounded["total"] <= rounded["peak"] < rounded["total"] + 1.3 * rounded["largest"]
+    assert 1.3 * rounded["largest"] < 0.2 * converted["total"]  # of all floats
+    assert converted["total"] <= converted["peak"] < converted["total"] + converted["largest"] / 4
+
+
+def test_each_byte_of_a_folder_for_as_many_devices_is_read_once(loaded):
+    assert loaded["peaks"]["converted"]["read"] == loaded["peaks"]["stored"]
+
+
+def test_drafts_verified_by_rejection_are_taken_by_all_devices_alike(loaded):
+    one, four = loaded["rejection"]["1"], loaded["rejection"]["4"]
+    assert four["greedy"] == one["greedy"]
+    # The draft model is the model: what it draws is always taken.
+    assert four["greedy, drafts"] >= 20 and four["drawn, drafts"] >= 12
+    assert one["greedy, drafts"] == 0 and len({tuple(ids) for ids in four["drawn"]}) == 2
