@@ -76,6 +76,8 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     pooled: bytes | None = None
+    queue_s: float | None = None
+    num_preemptions: int = 0
 
     @classmethod
     def of(cls, delta: Delta) -> WireDelta:
@@ -92,6 +94,8 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
             delta.num_draft_tokens,
             delta.num_accepted_tokens,
             delta.pooled,
+            delta.queue_s,
+            delta.num_preemptions,
         )
 
     def delta(self) -> Delta:
@@ -108,6 +112,8 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
             self.num_draft_tokens,
             self.num_accepted_tokens,
             self.pooled,
+            self.queue_s,
+            self.num_preemptions,
         )
 
 

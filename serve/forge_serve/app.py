@@ -60,7 +60,7 @@ from forge_serve.validate import check, decode_form
 
 if TYPE_CHECKING:
     from forge_jax.adapters import LoadedAdapter
-    from forge_jax.streams import EngineStats, StreamingEngine
+    from forge_jax.streams import StreamingEngine
 
 BODY_S = 60.0  # for the body of a request to arrive
 WRITE_STALL_S = 30.0
@@ -92,7 +92,7 @@ class Service:
         self.engine: StreamingEngine | None = None
         self.stopping = False
         self.created_s = int(time.time())
-        self.metrics = Metrics(lambda: self.model_name, self.stats)
+        self.metrics = Metrics(lambda: self.model_name, lambda: self.engine, lambda: self.state)
         self.memory = MemoryGuard(config.memory_watermark, self._shed)
         self.profiles = Profiles(config.profile_dir)
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
@@ -119,9 +119,6 @@ class Service:
 
     def _shed(self) -> bool:
         return self.engine is not None and self.engine.shed()
-
-    def stats(self) -> EngineStats | None:
-        return None if self.engine is None else self.engine.stats()
 
     def ready_engine(self) -> StreamingEngine:
         """Raises `NotReadyError` while the server is starting or stopping."""

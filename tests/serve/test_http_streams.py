@@ -344,5 +344,5 @@ async def _statuses(server: Any, num_requests: int = 1) -> dict[str, float]:
 
 
 def _aborted(server: Any) -> float | None:
-    labels = {"model_name": server.model, "finished_reason": "abort"}
-    return server.service.metrics.registry.get_sample_value("forge:request_success_total", labels)
+    labels = {"model_name": server.model, "engine": "0", "finished_reason": "abort"}
+    return server.service.metrics.registry.get_sample_value("vllm:request_success_total", labels)
