@@ -519,7 +519,7 @@ class _Endpoints:
         resource = http.match_info.route.resource
         path = resource.canonical if resource is not None else "none"
         method = http.method if http.method in hdrs.METH_ALL else "other"
-        self._service.metrics.http(path, method, status)
+        self._service.metrics.http(path, method, status, seconds)
         if not self._service.config.request_log or method != hdrs.METH_POST:
             return
         generation = http.get(_GENERATION)

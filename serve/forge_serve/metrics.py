@@ -14,7 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -57,6 +63,7 @@ _INTER_TOKEN_S = (
 )
 _TOKENS = tuple(m * 10**e for e in range(8) for m in (1, 2, 5))  # shown up to the context's length
 _SAMPLES = (1, 2, 5, 10, 20)
+_HTTP_S = (0.1, 0.5, 1)  # as prometheus_fastapi_instrumentator, which vLLM uses
 _PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
 
@@ -101,8 +108,15 @@ class Metrics:
         self._http = Counter(
             "http_requests",
             "HTTP requests answered",
-            ("handler", "method", "status"),
+            ("handler", "method", "status", "code"),
             registry=self.registry,
+        )
+        self._http_s = Histogram(
+            "http_request_duration_seconds",
+            "From a request's headers to the end of its answer",
+            ("handler", "method"),
+            registry=self.registry,
+            buckets=_HTTP_S,
         )
         self._success = Counter(
             "vllm:request_success",
@@ -148,8 +162,10 @@ class Metrics:
         )
         self._finished: dict[str, Counter] = {}  # by reason, once there is a model to name
 
-    def http(self, handler: str, method: str, status: int) -> None:
-        self._http.labels(handler, method, str(status)).inc()
+    def http(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """A request was answered: `status` is its class there, and `code` its number."""
+        self._http.labels(handler, method, f"{status // 100}xx", str(status)).inc()
+        self._http_s.labels(handler, method).observe(seconds)
 
     def finished(self, reason: str, count: int = 1) -> None:
         if not self._finished:
@@ -191,8 +207,7 @@ class Metrics:
         self._prefill.observe(max(first_s - times.queue_s, 0.0))
         self._decode.observe(last_s - first_s)
         self._inference.observe(max(last_s - times.queue_s, 0.0))
-        if times.longest_output > 1:
-            self._per_token.observe((last_s - first_s) / (times.longest_output - 1))
+        self._per_token.observe((last_s - first_s) / max(times.longest_output - 1, 1))
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -319,6 +334,13 @@ def _of_vllm(
             ("local_compute",): stats.computed_prompt_tokens,
             ("local_cache_hit",): stats.cached_prompt_tokens,
         },
+        "source",
+    )
+    yield _counter(
+        "vllm:prompt_tokens_cached_by_source",
+        "Prompt tokens of admitted requests that were in the prefix cache, by where that is",
+        labels,
+        {("device",): stats.cached_prompt_tokens},
         "source",
     )
     yield _counter(

@@ -30,13 +30,15 @@ class Exposition:
         return {family.name: family for family in text_string_to_metric_families(self.text)}
 
     @property
-    def labels(self) -> dict[str, set[str]]:
-        """The labels of each series, by its name as it stands in the text."""
-        labels: dict[str, set[str]] = {}
+    def labels(self) -> dict[str, dict[str, set[str]]]:
+        """The labels of each series, by its name as it stands in the text, and their values."""
+        found: dict[str, dict[str, set[str]]] = {}
         for family in self.families.values():
             for sample in family.samples:
-                labels.setdefault(sample.name, set()).update(sample.labels)
-        return labels
+                labels = found.setdefault(sample.name, {})
+                for label, value in sample.labels.items():
+                    labels.setdefault(label, set()).add(value)
+        return found
 
 
 @pytest.fixture(scope="session")

@@ -112,18 +112,22 @@ def test_every_series_of_vllms_names_its_model_and_engine(after_one_request):
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS)
 def test_a_dashboard_of_vllms_finds_what_it_queries(after_one_request, dashboard):
+    found = after_one_request.labels
     for series, labels in DASHBOARDS[dashboard].items():
         wanted = set(labels) - OF_THE_TARGET
-        found = after_one_request.labels
-        having = found.get(series, set()) if series else set.union(*found.values())
+        having = found.get(series, {}) if series else {l for has in found.values() for l in has}
         assert not series or series in found, f"there is no {series}"
-        assert wanted <= having, f"{series} has no label {wanted - having}"
+        assert wanted <= set(having), f"{series} has no label {wanted - set(having)}"
+        if isinstance(labels, dict):
+            for label, values in labels.items():
+                assert set(values) <= found[series][label], (series, label)
 
 
 def test_a_missing_series_or_label_would_be_noticed(after_one_request):
     found = after_one_request.labels
     assert "vllm:gpu_cache_usage_perc" not in found  # which vLLM had, and has not any more
     assert "lora_name" not in found["vllm:num_requests_running"]
+    assert "0.42" not in found["vllm:time_to_first_token_seconds_bucket"]["le"]
 
 
 @pytest.mark.parametrize(

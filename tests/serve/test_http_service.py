@@ -109,7 +109,7 @@ async def test_metrics_count_what_happened(start):
     finished = [samples["vllm:request_success_total", ("finished_reason", r), model]
                 for r in ("stop", "length")]  # fmt: skip
     assert sum(finished) == 6
-    http = {key[1][1:] + key[3][1:]: value for key, value in samples.items()
+    http = {key[2][1:] + key[1][1:]: value for key, value in samples.items()
             if key[0] == "http_requests_total"}  # fmt: skip
     assert http["/v1/completions", "200"] == 4
     assert http["/v1/completions", "400"] == 1

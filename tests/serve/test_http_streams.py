@@ -332,7 +332,7 @@ async def _statuses(server: Any, num_requests: int = 1) -> dict[str, float]:
     async with asyncio.timeout(60):
         while True:
             counts = {
-                sample.labels["status"]: sample.value
+                sample.labels["code"]: sample.value
                 for metric in server.service.metrics.registry.collect()
                 for sample in metric.samples
                 if sample.name == "http_requests_total"
