@@ -16,6 +16,7 @@ from forge_jax import errors
 from forge_jax.adapters import LoadedAdapter
 from forge_jax.config import EngineConfig
 from forge_jax.core import Limits, Outputs
+from forge_jax.observe.log import LogFormat
 from forge_jax.outputs import Delta
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.schedule.request import FinishReason, LoraRef, Request
@@ -124,6 +125,7 @@ class Start(msgspec.Struct, tag="start"):
     fake: bool = False
     fake_step_time_s: float = 0.0
     fake_max_model_len: int = 4096
+    log_format: LogFormat = "text"
     # Of an engine that goes on after another: its adapters, at their places, as they were.
     adapters: list[LoadedAdapter] = []
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from forge_jax.config import option
 from forge_jax.errors import ConfigError
+from forge_jax.observe.log import LogFormat
 from forge_serve.limits import Limits
 
 ToolCallParserName = Literal[
@@ -36,6 +37,7 @@ class ServerConfig:
         "auto", "how the model marks its reasoning; auto: as its chat template shows"
     )
     request_log: bool = option(True, "do not log a line per request", flag="--no-request-log")
+    log_format: LogFormat = option("text", "form of the log; json: an object in each line")
     drain_timeout_s: float = option(
         30.0, "seconds that running requests get to finish on SIGTERM", flag="--drain-timeout"
     )

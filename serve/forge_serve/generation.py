@@ -252,7 +252,9 @@ class Generation:
         self._metrics = metrics
         self._submitted_s = time.monotonic()
         self._progress = [_Progress(len(prompt.token_ids), params.n) for prompt in prompts]
-        self._num_drafted = self._num_accepted = 0
+        self.num_drafted = self.num_accepted = 0
+        self.finish_reasons: dict[str, None] = {}  # of its samples, in the order of their first
+        self.params = params
         self._reasoning = reasoning
         self._streams: list[Stream] = []
         self._receive: Callable[[News], None] | None = None
@@ -287,6 +289,23 @@ class Generation:
         return sum(progress.cached for progress in self._progress)
 
     @property
+    def num_preemptions(self) -> int:
+        """Of the samples that have finished."""
+        return sum(progress.preemptions for progress in self._progress)
+
+    @property
+    def queue_s(self) -> float | None:
+        """How long the first prompt waited for its first step; None: none has begun."""
+        waits = [each.queue_s for each in self._progress if each.queue_s is not None]
+        return min(waits, default=None)
+
+    @property
+    def first_token_at_s(self) -> float | None:
+        """When the first token came, on `time.monotonic`'s clock; None: there is none yet."""
+        firsts = [each.first_s for each in self._progress if each.first_s is not None]
+        return self._submitted_s + min(firsts) if firsts else None
+
+    @property
     def over(self) -> bool:
         """Whether no more news will come: every sample has finished, or there is a `failure`."""
         return not self.unfinished or self.failure is not None
@@ -299,8 +318,8 @@ class Generation:
             total_tokens=self.num_prompt_tokens + self.num_output_tokens,
             prompt_tokens_details={"cached_tokens": self.num_cached_tokens},
             completion_tokens_details={
-                "accepted_prediction_tokens": self._num_accepted,
-                "rejected_prediction_tokens": self._num_drafted - self._num_accepted,
+                "accepted_prediction_tokens": self.num_accepted,
+                "rejected_prediction_tokens": self.num_drafted - self.num_accepted,
                 "reasoning_tokens": sum(counter.number for counter in self._reasoning),
             },
         )
@@ -327,6 +346,7 @@ class Generation:
             self._deadline.cancel()
         if self.unfinished:
             self._metrics.finished("abort", self.unfinished)
+            self.finish_reasons["abort"] = None
             self.unfinished = 0
         self._abort()
         self._streams.clear()  # which hold on to this object
@@ -391,9 +411,10 @@ class Generation:
                 self.unfinished -= 1
                 progress.unfinished -= 1
                 progress.preemptions += delta.num_preemptions
-                self._num_drafted += delta.num_draft_tokens
-                self._num_accepted += delta.num_accepted_tokens
+                self.num_drafted += delta.num_draft_tokens
+                self.num_accepted += delta.num_accepted_tokens
                 self._metrics.finished(delta.finish_reason)
+                self.finish_reasons[delta.finish_reason] = None
                 if delta.finish_reason == "error":
                     self.failure = delta.error or EngineError("the engine gave no reason")
                     continue

@@ -31,6 +31,7 @@ from aiohttp.http import HttpProcessingError
 
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
+from forge_jax.observe.log import configure
 from forge_serve.app import Service, make_app
 from forge_serve.config import ServerConfig
 from forge_serve.tls import ssl_context
@@ -61,7 +62,7 @@ def serve(
         read, or the configuration does not fit.
       ModelError: the model cannot be served.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    configure(server_config.log_format)
     logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of every absent backend
     logging.getLogger("aiohttp.server").addFilter(_without_traceback)
     raise_file_limit()
@@ -150,9 +151,12 @@ def load_engine(
 
         if server_config.fake:
             return EngineProcess.fake(
-                step_time_s=fake_step_s, config=engine_config, queue_limits=limits
+                step_time_s=fake_step_s,
+                config=engine_config,
+                queue_limits=limits,
+                log_format=server_config.log_format,
             )
-        return EngineProcess.load(engine_config, limits)
+        return EngineProcess.load(engine_config, limits, server_config.log_format)
     from forge_jax.engine import Engine
 
     if server_config.fake:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from forge_jax.config import BatchConfig, EngineConfig
 from forge_jax.engine import Engine
+from forge_jax.sampling_params import SamplingParams
 from forge_jax.streams import QueueLimits
 
 PATH = "/v1/completions"
@@ -32,6 +35,26 @@ def one_at_a_time(step_time_s: float = 0.005, **kwargs: Any) -> Engine:
     return Engine.fake(step_time_s=step_time_s, config=EngineConfig(batch=batch), **kwargs)
 
 
+async def seen(server: Any, *conditions: tuple[str, ...]) -> dict[tuple[str, ...], float]:
+    """What a scrape shows as soon as all of these are more than 0."""
+    async with asyncio.timeout(30):
+        found = await scrape(server)
+        while not all(found[key] for key in conditions):
+            await asyncio.sleep(0.001)
+            found = await scrape(server)
+    return found
+
+
+@contextlib.asynccontextmanager
+async def long_request(server: Any) -> AsyncIterator[None]:
+    """One that runs meanwhile."""
+    params = SamplingParams(max_tokens=4000, ignore_eos=True)
+    stream = server.engine.submit(list(range(60)), params, request_id="long")
+    await anext(stream)
+    yield
+    stream.abort()
+
+
 async def test_the_stages_of_a_request_add_up(start):
     server = await start(one_at_a_time())
     await asyncio.gather(*(server.post(PATH, LONG) for _ in range(3)))
@@ -40,8 +63,7 @@ async def test_the_stages_of_a_request_add_up(start):
             for stage in ("queue", "prefill", "decode", "inference")}  # fmt: skip
     for stage in sums:
         assert found[f"vllm:request_{stage}_time_seconds_count",] == 3
-    assert sums["queue"] > 8 * 0.005, "two of them wait for another"
-    assert sums["decode"] >= 3 * 7 * 0.005
+    assert min(sums.values()) > 0, "two of them wait for another"
     assert abs(sums["prefill"] + sums["decode"] - sums["inference"]) < 1e-6
     assert sums["queue"] + sums["inference"] <= found["vllm:e2e_request_latency_seconds_sum",]
     per_token = found["vllm:request_time_per_output_token_seconds_sum",]
@@ -49,17 +71,15 @@ async def test_the_stages_of_a_request_add_up(start):
 
 
 async def test_a_stage_that_was_not_reached_does_not_count(start):
-    server = await start(one_at_a_time(0.02))
-    first = asyncio.ensure_future(server.post(PATH, {**LONG, "max_tokens": 40}))
-    while not server.engine.stats().num_running:
-        await asyncio.sleep(0.001)
-    status, answer = await server.post(PATH, {**LONG, "timeout": 0.05})
+    server = await start(one_at_a_time())
+    async with long_request(server):
+        status, answer = await server.post(PATH, {**LONG, "timeout": 0.05})
     assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
-    await first
     found = await scrape(server)
-    assert found["vllm:e2e_request_latency_seconds_count",] == 2
+    assert found["vllm:e2e_request_latency_seconds_count",] == 1
+    assert found["vllm:request_success_total", "abort"] == 1
     for stage in ("queue", "prefill", "decode", "inference"):
-        assert found[f"vllm:request_{stage}_time_seconds_count",] == 1
+        assert found[f"vllm:request_{stage}_time_seconds_count",] == 0
 
 
 async def test_prompt_tokens_are_counted_by_where_they_came_from(start):
@@ -84,12 +104,10 @@ async def test_prompt_tokens_are_counted_by_where_they_came_from(start):
 async def test_blocks_are_counted_by_state(start):
     server = await start(Engine.fake(step_time_s=0.005))
     stats = server.engine.stats()
-    running = asyncio.ensure_future(server.post(PATH, {**LONG, "max_tokens": 60}))
-    while not (found := await scrape(server))["forge:kv_blocks", "used"]:
-        await asyncio.sleep(0.001)
+    async with long_request(server):
+        found = await seen(server, ("forge:kv_blocks", "used"))
     states = [found["forge:kv_blocks", state] for state in ("used", "cached", "free")]
     assert sum(states) == stats.num_blocks
-    await running
     await server.idle()
     found = await scrape(server)
     assert found["forge:kv_blocks", "used"] == 0 < found["forge:kv_blocks", "cached"]
@@ -108,24 +126,25 @@ async def test_steps_are_counted_with_their_tokens(start):
 
 
 async def test_who_waits_for_another_sample_is_told_from_who_waits_for_room(start):
-    server = await start(one_at_a_time(0.02))
-    ask = asyncio.ensure_future(server.post(PATH, {**LONG, "n": 3}))
-    other = asyncio.ensure_future(server.post(PATH, {**LONG, "prompt": "b"}))
+    server = await start(one_at_a_time())
     name = "vllm:num_requests_waiting_by_reason"
-    while not ((found := await scrape(server))[name, "capacity"] and found[name, "deferred"]):
-        await asyncio.sleep(0.001)
-    assert found[name, "capacity"] + found[name, "deferred"] == found["vllm:num_requests_waiting",]
-    await asyncio.gather(ask, other)
+    async with long_request(server):
+        ask = asyncio.ensure_future(server.post(PATH, {**LONG, "n": 3}))
+        found = await seen(server, (name, "capacity"), (name, "deferred"))
+    assert (found[name, "capacity"], found[name, "deferred"]) == (1, 2)
+    assert found["vllm:num_requests_waiting",] == 3
+    await ask
     found = await scrape(server)
     assert found[name, "capacity"] == found[name, "deferred"] == 0
 
 
 async def test_refusals_are_counted_by_their_limit(start):
     limits = QueueLimits(samples=2, prompt_tokens=1000)
-    server = await start(one_at_a_time(0.02, queue_limits=limits))
-    asks = [asyncio.ensure_future(server.post(PATH, {**LONG, "n": 1})) for _ in range(5)]
+    server = await start(one_at_a_time(queue_limits=limits))
+    async with long_request(server):
+        asks = [asyncio.ensure_future(server.post(PATH, LONG)) for _ in range(5)]
+        await seen(server, ("vllm:admission_rejections_total", "max_num_queued_reqs"))
     refused = [answer for status, answer in await asyncio.gather(*asks) if status == 503]
-    assert refused
     found = await scrape(server)
     name = "vllm:admission_rejections_total"
     assert found[name, "max_num_queued_reqs"] == len(refused)
