@@ -57,6 +57,7 @@ from forge_serve.responses_http import (
     whole_number,
 )
 from forge_serve.responses_store import ResponseStore
+from forge_serve.tracing import Tracing
 from forge_serve.validate import check, decode_form
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Service:
     """The server's state: an engine as soon as there is one, and whether it takes requests.
 
-    Raises `ConfigError` if its API keys cannot be read.
+    Raises `ConfigError` if its API keys cannot be read, or OpenTelemetry is not there.
     """
 
     def __init__(self, config: ServerConfig):
@@ -94,6 +95,7 @@ class Service:
         self.stopping = False
         self.created_s = int(time.time())
         self.metrics = Metrics(lambda: self.model_name, lambda: self.engine, lambda: self.state)
+        self.tracing = Tracing.of(config)
         self.memory = MemoryGuard(config.memory_watermark, self._shed)
         self.profiles = Profiles(config.profile_dir)
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
@@ -126,7 +128,8 @@ class Service:
             method=http.method if http.method in hdrs.METH_ALL else "other",
             path="none" if resource is None else resource.canonical,
             logs=self.config.request_log,
-            trace=None,
+            tracing=self.tracing,
+            headers=None if self.tracing is None else self.tracing.carried(http.headers),
         )
 
     def _shed(self) -> bool:

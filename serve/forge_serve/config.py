@@ -38,6 +38,11 @@ class ServerConfig:
     )
     request_log: bool = option(True, "do not log a line per request", flag="--no-request-log")
     log_format: LogFormat = option("text", "form of the log; json: an object in each line")
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL that takes OpenTelemetry's traces, such as http://localhost:4318/v1/traces: send it a "
+        "span for each request",
+    )
     drain_timeout_s: float = option(
         30.0, "seconds that running requests get to finish on SIGTERM", flag="--drain-timeout"
     )
@@ -125,6 +130,12 @@ class ServerConfig:
                 raise ConfigError(f"{flag} must not be negative, not {value}")
         if self.profile_dir is not None and not self.profile_dir:
             raise ConfigError("--profile-dir must not be empty: leave it out for no profiles")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not re.match(r"https?://[^/]", endpoint):
+            raise ConfigError(
+                f"--otlp-traces-endpoint must be a URL such as http://localhost:4318/v1/traces, "
+                f"not {endpoint!r}"
+            )
         self._check_exposure()
 
     def _check_exposure(self) -> None:

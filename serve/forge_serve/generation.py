@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
@@ -298,6 +298,21 @@ class Generation:
         """How long the first prompt waited for its first step; None: none has begun."""
         waits = [each.queue_s for each in self._progress if each.queue_s is not None]
         return min(waits, default=None)
+
+    def stages(self) -> Iterator[tuple[str, float, float]]:
+        """What the first prompt went through: (queue, prefill or decode, its begin, its end), on
+        `time.monotonic`'s clock, as far as it came.
+        """
+        began = [each for each in self._progress if each.queue_s is not None]
+        if not began:
+            return
+        first = min(began, key=lambda each: each.queue_s or 0.0)
+        scheduled_s = self._submitted_s + (first.queue_s or 0.0)
+        yield "queue", self._submitted_s, scheduled_s
+        if first.first_s is not None and first.last_s is not None:
+            token_s = self._submitted_s + first.first_s
+            yield "prefill", min(scheduled_s, token_s), token_s
+            yield "decode", token_s, self._submitted_s + first.last_s
 
     @property
     def first_token_at_s(self) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from forge_jax.observe.log import Event
 
 if TYPE_CHECKING:
     from forge_serve.generation import Generation
+    from forge_serve.tracing import Tracing
 
 log = logging.getLogger("forge_serve.requests")
 
@@ -53,15 +54,13 @@ class RequestRecord:
     ttft_s: float | None
     e2e_s: float
     finish: str | None  # its samples' reasons, each once, with commas between
-    trace: str | None = None  # the id of its trace
 
 
 class Trail:
     """A request that is being answered. `end` is called once.
 
     Args:
-      trace: is given the record before it is logged, with the time of the arrival in nanoseconds
-        since 1970; returns the id of the trace.
+      headers: of the trace that it belongs to.
     """
 
     def __init__(
@@ -71,8 +70,8 @@ class Trail:
         method: str,
         path: str,
         logs: bool,
-        trace: Callable[[RequestRecord, Trail], str | None] | None,
-        headers: dict[str, str] | None = None,
+        tracing: Tracing | None = None,
+        headers: Mapping[str, str] | None = None,
     ):
         self.request_id = request_id
         self.method = method
@@ -83,25 +82,27 @@ class Trail:
         self.error: str | None = None  # what its answer calls the error that ended it
         self.generation: Generation | None = None
         self.goes_on = False  # after its answer: whoever set it calls `end`
-        self.headers = headers or {}  # of the trace that it belongs to
-        self.begin_ns = time.time_ns() if trace is not None else 0
+        self.headers = headers or {}
+        self.begin_ns = time.time_ns()  # since 1970
         self._begin_s = time.monotonic()
         self._logs = logs
-        self._trace = trace
+        self._tracing = tracing
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._begin_s
 
+    def at_ns(self, monotonic_s: float) -> int:
+        """A time of `time.monotonic`'s clock in nanoseconds since 1970."""
+        return self.begin_ns + round((monotonic_s - self._begin_s) * 1e9)
+
     def end(self, status: int) -> None:
-        if self.path in QUIET_PATHS or not (self._logs or self._trace):
+        if self.path in QUIET_PATHS or not (self._logs or self._tracing):
             return
         record = self._record(status)
-        fields = asdict(record)
-        if self._trace is not None:
-            fields["trace"] = self._trace(record, self)
+        trace = None if self._tracing is None else self._tracing.record(record, self)
         if self._logs:
-            log.info(Event("request", fields))
+            log.info(Event("request", {**asdict(record), "trace": trace}))
 
     def _record(self, status: int) -> RequestRecord:
         generation = self.generation

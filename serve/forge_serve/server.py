@@ -46,6 +46,7 @@ BACKLOG = 1024
 MAX_REASON_CHARS = 200  # of what a client got wrong, in the log
 _QUOTED_BYTES = re.compile(r"""\bb['"]""")
 LAST_BYTES_S = 1.0  # for answers to leave after the engine has stopped
+LAST_SPANS_S = 3.0  # for the spans of the last requests, likewise
 HURRY_S = 3.0  # from the second signal to the end, however busy the device is
 
 
@@ -196,6 +197,8 @@ async def _serve(
     finally:
         service.stopping = True
         await runner.cleanup()
+        if service.tracing is not None:  # a collector may not answer
+            await asyncio.wait([_in_daemon_thread(service.tracing.close)], timeout=LAST_SPANS_S)
         for timer in last_timers:
             timer.cancel()
     return ready
