@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from promql import Read, label_values, reads
 from prometheus_client import Metric
+from promql import Read, label_values, reads
 
 HERE = Path(__file__).parent
 ACCEPTED = [
@@ -115,7 +115,9 @@ def test_a_dashboard_of_vllms_finds_what_it_queries(after_one_request, dashboard
     found = after_one_request.labels
     for series, labels in DASHBOARDS[dashboard].items():
         wanted = set(labels) - OF_THE_TARGET
-        having = found.get(series, {}) if series else {l for has in found.values() for l in has}
+        having = (
+            found.get(series, {}) if series else {label for has in found.values() for label in has}
+        )
         assert not series or series in found, f"there is no {series}"
         assert wanted <= set(having), f"{series} has no label {wanted - set(having)}"
         if isinstance(labels, dict):
