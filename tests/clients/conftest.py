@@ -26,7 +26,10 @@ ROOT = HERE.parent.parent
 START_S = 90.0
 KEY = "the-key-of-the-tests"
 
-CLIENTS = ("anthropic", "instructor", "langchain_openai", "litellm", "pydantic_ai", "schemathesis", "smg")
+CLIENTS = (
+    *("anthropic", "instructor", "langchain_openai", "litellm", "pydantic_ai"),
+    *("ray", "schemathesis", "smg"),
+)
 if any(importlib.util.find_spec(name) is None for name in CLIENTS):
     collect_ignore_glob = ["test_*.py"]
 
