@@ -16,12 +16,15 @@ BATCH_SIZE = 256  # rows that an engine gets at once; it runs as many of them to
 
 
 class Generate:
-    """An engine, and what it makes of a batch of rows: Ray makes one of these in each actor."""
+    """An engine, and what it makes of a batch of rows: Ray makes one of these in each actor.
 
-    def __init__(self, model: str = "forge-tiny", max_tokens: int = MAX_TOKENS):
+    `options` are those of `LLM`.
+    """
+
+    def __init__(self, model: str = "forge-tiny", max_tokens: int = MAX_TOKENS, **options: Any):
         from forge_jax import LLM, SamplingParams
 
-        self._llm = LLM(model)
+        self._llm = LLM(model, **options)
         self._params = SamplingParams(temperature=0, max_tokens=max_tokens)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -35,7 +38,7 @@ class Generate:
 
 
 def main(source: str, out: str, model: str = "forge-tiny", actors: str = "1") -> None:
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]
 
     ray.init(ignore_reinit_error=True)
     num_gpus = 1 if ray.cluster_resources().get("GPU") else 0

@@ -33,7 +33,7 @@ TOPICS = [
 
 def flags_in_the_documents() -> list[str]:
     """What docs/operations.md says to give `smg launch`, but for the workers and the ports."""
-    block = re.search(r"\n(smg launch(?:[^\n]*\\\n)*[^\n]*)", OPERATIONS.read_text())
+    block = re.search(r"\n *(smg launch(?:[^\n]*\\\n)*[^\n]*)", OPERATIONS.read_text())
     assert block is not None
     words = shlex.split(block[1].replace("\\\n", " "))[2:]
     kept: list[str] = []
