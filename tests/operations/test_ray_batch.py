@@ -1,4 +1,4 @@
-"""What the recipe for Ray Data has Ray make in each actor; Ray itself runs in `make test-clients`."""
+"""What the recipe for Ray Data has Ray make in each actor; with Ray itself: `make test-clients`."""
 
 from __future__ import annotations
 
