@@ -34,6 +34,7 @@ from forge_jax.errors import ConfigError
 from forge_jax.observe.log import configure
 from forge_serve.app import Service, make_app
 from forge_serve.config import ServerConfig
+from forge_serve.record import TENANT_CHARS
 from forge_serve.tls import ssl_context
 
 if TYPE_CHECKING:
@@ -172,6 +173,8 @@ async def _serve(
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     service, tls = Service(config), ssl_context(config)
+    for number, tenant in enumerate(service.api_keys.tenants, start=1):
+        log.info("API key %d is tenant %s in the log", number, tenant[:TENANT_CHARS])
     last_timers: list[asyncio.TimerHandle] = []  # that end the process, if nothing else does
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, stop, service, last_timers, number)

@@ -7,6 +7,7 @@ programs take has been tried with them: docs/operations.md says how.
 from __future__ import annotations
 
 import configparser
+import dataclasses
 import importlib.util
 import json
 import re
@@ -26,8 +27,9 @@ from promql import label_values, reads
 
 from forge_serve.app import Service, make_app
 from forge_serve.auth import HEALTH_PATHS
-from forge_serve.cli import make_parser
+from forge_serve.cli import SECTIONS, flags, make_parser
 from forge_serve.config import ServerConfig
+from forge_serve.record import RequestRecord
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -275,6 +277,36 @@ def test_the_parts_of_the_manifest_find_each_other():
     (port,) = KUBERNETES["Service"]["spec"]["ports"]
     assert port["targetPort"] in [p["name"] for p in CONTAINER["ports"]]
     assert port["port"] == ServerConfig.port
+
+
+# ---- the document --------------------------------------------------------------------------------
+
+
+def test_commands_in_the_document_are_ones_that_there_are():
+    text = (ROOT / "docs/operations.md").read_text().replace("\\\n", "")
+    commands = re.findall(r"^    (forge-jax .*)$", text, re.MULTILINE)
+    assert commands
+    for command in commands:
+        options(shlex.split(command))
+    mentioned = set(re.findall(r"`(--[a-z-]+)", text))
+    known = {flag for section in SECTIONS.values() for flag in (f.flag for f in flags(section))}
+    assert mentioned - known == {"--build-arg", "--api-key"} - known
+
+
+def test_the_document_names_series_and_files_that_there_are(after_one_request):
+    text = (ROOT / "docs/operations.md").read_text()
+    for name in re.findall(r"`((?:vllm|forge):\w+)`", text):
+        assert name in after_one_request.labels, name
+    for name in re.findall(r"^\| `([\w./-]+)` \|", text, re.MULTILINE):
+        if "/" in name or "." in name:
+            assert (DEPLOY / name).exists(), name
+
+
+def test_the_document_has_the_fields_of_a_line_in_the_log():
+    text = (ROOT / "docs/operations.md").read_text().partition("## Logs")[2].partition("## ")[0]
+    names = {name for row in re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)
+             for name in re.findall(r"`(\w+)`", row)}  # fmt: skip
+    assert names == {field.name for field in dataclasses.fields(RequestRecord)} | {"trace"}
 
 
 # ---- systemd, Modal ------------------------------------------------------------------------------

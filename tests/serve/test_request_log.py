@@ -254,7 +254,10 @@ def test_who_has_configured_logging_before_keeps_it():
         root.removeHandler(mine)
 
 
-@pytest.mark.parametrize("flags", [(), ("--engine-process",)])
+KEYS = ("--api-key", "a-long-key", "--api-key", "another-key")
+
+
+@pytest.mark.parametrize("flags", [KEYS, (*KEYS, "--engine-process")])
 def test_a_server_whose_log_is_json_writes_nothing_else_to_stderr(flags, tmp_path):
     errors = tmp_path / "stderr"
     with errors.open("wb") as stderr:
@@ -265,7 +268,9 @@ def test_a_server_whose_log_is_json_writes_nothing_else_to_stderr(flags, tmp_pat
                 assert server.stdout is not None
                 url = next(word for word in server.stdout.readline().split() if "://" in word)
                 body = json.dumps(LONG).encode()
-                request = urllib.request.Request(f"{url.rstrip(';')}/v1/completions", body)
+                headers = {"Authorization": "Bearer another-key"}
+                url = f"{url.rstrip(';')}/v1/completions"
+                request = urllib.request.Request(url, body, headers)
                 with urllib.request.urlopen(request) as response:
                     response.read()
             finally:
@@ -274,4 +279,6 @@ def test_a_server_whose_log_is_json_writes_nothing_else_to_stderr(flags, tmp_pat
     found = [json.loads(line) for line in errors.read_text().splitlines()]
     (line,) = [each for each in found if each["message"] == "request"]
     assert line["output_tokens"] == 8
-    assert {each.get("process") for each in found} == ({None, "engine"} if flags else {None})
+    assert f"API key 2 is tenant {line['tenant']} in the log" in {m["message"] for m in found}
+    processes = {None, "engine"} if "--engine-process" in flags else {None}
+    assert {each.get("process") for each in found} == processes

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import subprocess
 import sys
 from typing import Any
 
+import aiohttp
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -206,6 +208,25 @@ async def test_spans_arrive_at_a_collector(aiohttp_collector):
     names = {a.key: a.value.string_value for a in resource.resource.attributes}
     assert names["service.name"] == "forge-jax"
     assert [span.name for span in resource.scope_spans[0].spans] == ["a"]
+
+
+async def test_a_server_that_ends_sends_its_last_spans(aiohttp_collector):
+    url, received = aiohttp_collector
+    command = [sys.executable, "-m", "forge_serve", "serve", "--fake", "--port", "0",
+               "--no-request-log", "--otlp-traces-endpoint", url]  # fmt: skip
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    try:
+        line = (await process.stdout.readline()).decode()
+        server = re.search(r"http://[^;]+", line)[0]
+        async with aiohttp.request("POST", server + PATH, json=BODY) as response:
+            assert response.status == 200
+    finally:
+        process.terminate()
+        assert await process.wait() == 0
+    spans = [span.name for body in received
+             for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+             for scope in resource.scope_spans for span in scope.spans]  # fmt: skip
+    assert "text_completion forge-fake" in spans
 
 
 @pytest.fixture
