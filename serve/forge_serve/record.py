@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from forge_jax.observe.log import Event
@@ -54,6 +54,9 @@ class RequestRecord:
     ttft_s: float | None
     e2e_s: float
     finish: str | None  # its samples' reasons, each once, with commas between
+
+
+_FIELDS = tuple(field.name for field in fields(RequestRecord))
 
 
 class Trail:
@@ -102,7 +105,7 @@ class Trail:
         record = self._record(status)
         trace = None if self._tracing is None else self._tracing.record(record, self)
         if self._logs:
-            log.info(Event("request", {**asdict(record), "trace": trace}))
+            log.info(Event("request", {**{n: getattr(record, n) for n in _FIELDS}, "trace": trace}))
 
     def _record(self, status: int) -> RequestRecord:
         generation = self.generation

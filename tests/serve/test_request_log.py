@@ -279,6 +279,7 @@ def test_a_server_whose_log_is_json_writes_nothing_else_to_stderr(flags, tmp_pat
     found = [json.loads(line) for line in errors.read_text().splitlines()]
     (line,) = [each for each in found if each["message"] == "request"]
     assert line["output_tokens"] == 8
+    assert 0 <= line["queue_s"] <= line["ttft_s"] <= line["e2e_s"]
     assert f"API key 2 is tenant {line['tenant']} in the log" in {m["message"] for m in found}
     processes = {None, "engine"} if "--engine-process" in flags else {None}
     assert {each.get("process") for each in found} == processes
