@@ -153,6 +153,15 @@ def test_prometheus_finds_the_labels_of_kubernetes_that_vllms_dashboards_filter_
     assert kept["regex"] == KUBERNETES["Service"]["metadata"]["labels"]["app"]
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus' promtool")
+@pytest.mark.parametrize(
+    "command",
+    ["check config prometheus.yml", "check rules alerts.yml", "test rules alerts_test.yml"],
+)
+def test_prometheus_takes_its_files_and_the_alerts_do_what_they_should(command):
+    subprocess.run(["promtool", *command.split()], check=True, cwd=DEPLOY / "prometheus")
+
+
 # ---- Docker --------------------------------------------------------------------------------------
 
 
