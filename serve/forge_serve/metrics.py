@@ -168,10 +168,7 @@ class Metrics:
         self._http_s.labels(handler, method).observe(seconds)
 
     def finished(self, reason: str, count: int = 1) -> None:
-        if not self._finished:
-            name = self._model_name()
-            self._finished = {r: self._success.labels(name, ENGINE, r) for r in FINISH_REASONS}
-        self._finished[reason].inc(count)
+        self._by_reason()[reason].inc(count)
 
     def submitted(self, n: int, max_tokens: int | None) -> None:
         """A request was accepted that asks for that."""
@@ -211,7 +208,15 @@ class Metrics:
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
+        if self._engine() is not None:
+            self._by_reason()  # so that the first of a reason is an increase
         return generate_latest(self.registry)
+
+    def _by_reason(self) -> dict[str, Counter]:
+        if not self._finished:
+            name = self._model_name()
+            self._finished = {r: self._success.labels(name, ENGINE, r) for r in FINISH_REASONS}
+        return self._finished
 
     def _latency(self, name: str, doc: str) -> ModelHistogram:
         return self._histogram(f"{name}_seconds", doc, _REQUEST_LATENCY_S)

@@ -22,6 +22,7 @@ from forge_serve.server import make_runner
 class Exposition:
     """The text of /metrics."""
 
+    before: str  # as it was before the request
     text: str
     model: str
 
@@ -61,10 +62,12 @@ async def _exposition() -> Exposition:
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         body = {"prompt": "Hello, my name is", "max_tokens": 5, "ignore_eos": True}
         async with aiohttp.ClientSession(url) as http:
+            async with http.get("/metrics") as response:
+                before = await response.text()
             async with http.post("/v1/completions", json=body) as response:
                 assert response.status == 200
             async with http.get("/metrics") as response:
                 text = await response.text()
         await runner.cleanup()
     await service.engine.stop()
-    return Exposition(text, service.model_name)
+    return Exposition(before, text, service.model_name)

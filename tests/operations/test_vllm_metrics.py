@@ -61,6 +61,11 @@ def test_a_name_of_vllms_acceptance_list_is_there_after_one_request(after_one_re
     assert name in after_one_request.text
 
 
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_it_is_there_before_the_first_request_so_that_this_is_an_increase(after_one_request, name):
+    assert name in after_one_request.before
+
+
 def test_the_acceptance_list_is_whole():
     assert len(ACCEPTED) == len(set(ACCEPTED)) == 49
 
