@@ -2,7 +2,7 @@
 # make test    runs the tests, in two processes; ARGS="-n 0" for one
 # make fuzz    sends the server 50,000 odd requests; ARGS="--fuzz-seed N" for others
 # make test-cuda-compile   compiles the GPU kernels and a step for an H200; needs no GPU
-# make test-clients   drives a server with the clients of others: SDKs, agents, evaluations, schemathesis
+# make test-clients   drives a server with the clients of others: SDKs, agents, evaluations, a router, Ray
 # make site    builds the documents into a site, in ./site
 # make figures   writes the tables of docs/models.md from the tests
 # They make .venv and install what they need the first time, and not again until the pins change.

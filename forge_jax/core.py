@@ -27,7 +27,7 @@ from forge_jax.errors import (
     StepError,
 )
 from forge_jax.grammar.spec import refused
-from forge_jax.observe.phases import PhaseTimes
+from forge_jax.observe.phases import PhaseTimes, StepTokens
 from forge_jax.observe.spans import span, step_span
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
@@ -259,6 +259,7 @@ class EngineCore:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.phases = PhaseTimes()
+        self.step_tokens = StepTokens()
         self._device = device
         self._one_step_ahead = one_step_ahead
         self.speculator = speculator
@@ -440,6 +441,7 @@ class EngineCore:
                 return self._recover(plan, error)
             dispatched = _InFlight(plan, pending, self._in_flight is None)
             self.num_steps += 1
+            self.step_tokens.observe(plan.num_tokens)
             phases.end("dispatch")
             if read is not None:
                 gains = self._commit(*read)
@@ -614,8 +616,9 @@ class EngineCore:
                     token_ids = got.token_ids
                     num_plain += len(token_ids)
                     delta = Delta(seq.index, push(token_ids), token_ids)
-                    if seq.num_cached:
-                        delta.num_cached_tokens = seq.num_cached
+                    if not seq.told:
+                        seq.told = True
+                        delta.num_cached_tokens, delta.queue_s = seq.num_cached, seq.queue_s
                 else:
                     delta = self._delta(seq, got)
             except (KeyboardInterrupt, SystemExit):
@@ -678,6 +681,8 @@ class EngineCore:
             seq.num_drafted,
             seq.num_accepted,
             got.pooled,
+            seq.queue_s,
+            seq.num_preemptions,
         )
 
     def _text_to_an_end(

@@ -17,7 +17,9 @@ class Delta:
     `text` is whole characters and never a part of a stop string; it may lag behind `token_ids`.
     The last delta of a sample has a `finish_reason`; with "error" it has an `error`.
     `prompt_logprobs` comes once; entry i is of prompt token i + 1. How many drafts were verified,
-    and how many of them were right, comes with the last delta.
+    and how many of them were right, comes with the last delta, and so does how often the sample was
+    preempted. The first delta says how many prompt tokens were cached and how long the sample
+    waited for its first step.
     """
 
     index: int
@@ -32,6 +34,8 @@ class Delta:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     pooled: bytes | None = None  # f32[d], of a request with `pooling`; not normalised
+    queue_s: float | None = None
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

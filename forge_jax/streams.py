@@ -14,7 +14,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from forge_jax.config import Pooling
 from forge_jax.core import Limits, Outputs, check_request, token_ids
 from forge_jax.errors import EngineError, OverloadedError, RequestError
-from forge_jax.observe.phases import Phase, PhaseTotals
+from forge_jax.observe.phases import Phase, PhaseTotals, TokenTotals
 from forge_jax.outputs import Delta
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import LoraRef, Request
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 # "serving" takes requests, as "ready" does, while some executables are still being compiled.
 # "recovering" takes them too, and computes nothing until there is a new process.
 State = Literal["starting", "serving", "ready", "recovering", "stopping", "stopped", "failed"]
+QueueLimit = Literal["samples", "prompt_tokens"]  # of `QueueLimits`
 TAKES_REQUESTS = ("serving", "ready", "recovering")
 
 
@@ -49,12 +50,18 @@ class EngineStats:
     healthy: bool
     num_running: int
     num_waiting: int
+    num_deferred: int  # of them: they wait for another sequence, and not for room
     num_slots: int  # how many can run
     num_blocks: int
     num_free_blocks: int  # free, or cached and evictable
     num_used_blocks: int  # held by live sequences
+    num_cached_blocks: int  # of the free ones: kept by the prefix cache until they are evicted
+    evictions: int  # of such blocks
     steps: int
+    step_tokens: TokenTotals  # tokens that a step computes
     prompt_tokens: int
+    cached_prompt_tokens: int  # of admitted requests; the others were computed
+    computed_prompt_tokens: int
     generation_tokens: int
     preemptions: int
     recoveries: int  # after steps that raised
@@ -244,6 +251,23 @@ class StreamingEngine(ABC):
         """
         self._adapters().unload(name, self._num_requests_with)
 
+    def loras_in_use(self) -> tuple[set[str], set[str]]:
+        """The names of the adapters that requests take: of those that wait for their first token,
+        and of the others.
+        """
+        waiting: set[str] = set()
+        running: set[str] = set()
+        for stream in self._streams.values():
+            if stream.lora is not None:
+                waits = stream.request_id in self._queue.waiting
+                (waiting if waits else running).add(stream.lora.name)
+        return waiting, running
+
+    @property
+    def num_lora_places(self) -> int:
+        """How many adapters there may be."""
+        return 0 if self.adapters is None else self.adapters.places
+
     def _num_requests_with(self, lora: LoraRef) -> int:
         return sum(stream.lora == lora for stream in self._streams.values())
 
@@ -253,6 +277,11 @@ class StreamingEngine(ABC):
         return self.adapters
 
     # ---- requests ------------------------------------------------------------------------------
+
+    @property
+    def refusals(self) -> Mapping[QueueLimit, int]:
+        """How many requests were refused because too much waited, by the limit."""
+        return self._queue.refusals
 
     def check(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> None:
         """Refuses what `submit` would refuse for what it asks, and queues nothing.
@@ -462,6 +491,7 @@ class _Queue:
 
     def __init__(self, limits: QueueLimits, clock: Callable[[], float]):
         self.waiting: dict[str, tuple[int, int]] = {}  # samples, tokens
+        self.refusals: dict[QueueLimit, int] = {"samples": 0, "prompt_tokens": 0}
         self._limits = limits
         self._clock = clock
         self._samples = 0
@@ -473,9 +503,11 @@ class _Queue:
         limits = self._limits
         if self.waiting:
             if limits.samples is not None and self._samples + samples > limits.samples:
+                self.refusals["samples"] += 1
                 raise self._overloaded(f"{self._samples} samples")
             most = limits.prompt_tokens
             if most is not None and self._tokens + prompt_tokens > most:
+                self.refusals["prompt_tokens"] += 1
                 raise self._overloaded(f"{self._tokens} prompt tokens")
         self.waiting[request_id] = samples, prompt_tokens
         self._samples += samples

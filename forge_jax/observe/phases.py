@@ -15,6 +15,8 @@ BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )
 
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTotals:
@@ -27,6 +29,36 @@ class PhaseTotals:
     count: int
     total_s: float
     buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTotals:
+    """How many steps there were, and how many tokens they computed; `buckets` as of `PhaseTotals`,
+    with the bounds `STEP_TOKENS`.
+    """
+
+    count: int
+    total: int
+    buckets: tuple[int, ...]
+
+
+class StepTokens:
+    """A histogram of how many tokens a step computes: prompts' and outputs' together.
+
+    One thread observes; any thread may read `totals`, which may then be a step apart.
+    """
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._buckets = [0] * (len(STEP_TOKENS) + 1)
+
+    def observe(self, num_tokens: int) -> None:
+        self._total += num_tokens
+        self._buckets[bisect_left(STEP_TOKENS, num_tokens)] += 1
+
+    def totals(self) -> TokenTotals:
+        buckets = tuple(self._buckets)
+        return TokenTotals(count=sum(buckets), total=self._total, buckets=buckets)
 
 
 class PhaseTimes:

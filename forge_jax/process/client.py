@@ -35,6 +35,7 @@ from forge_jax.errors import EngineError, ForgeError, LostAdapterError, Overload
 from forge_jax.fake import fake_chat_template, fake_tokenizer
 from forge_jax.garbage import short_pauses
 from forge_jax.grammar import GrammarCompiler
+from forge_jax.observe.log import LogFormat
 from forge_jax.outputs import Delta
 from forge_jax.process.messages import (
     Abort,
@@ -156,15 +157,23 @@ class EngineProcess(StreamingEngine):
             self._again = start.config
 
     @classmethod
-    def load(cls, config: EngineConfig, queue_limits: QueueLimits | None = None) -> EngineProcess:
+    def load(
+        cls,
+        config: EngineConfig,
+        queue_limits: QueueLimits | None = None,
+        log_format: LogFormat = "text",
+    ) -> EngineProcess:
         """Starts the process and has it load the model; blocks until it can serve.
+
+        Args:
+          log_format: of the process's log, which goes to the same stderr.
 
         Raises:
           ModelError: the model cannot be served; the message says why.
           ConfigError: the configuration does not fit the model or the machine.
           EngineError: the process could not be started, or ended.
         """
-        start = Start(config)
+        start = Start(config, log_format=log_format)
         return cls(start, _launch(start), queue_limits=queue_limits)
 
     @classmethod
@@ -175,9 +184,11 @@ class EngineProcess(StreamingEngine):
         max_model_len: int = 4096,
         config: EngineConfig | None = None,
         queue_limits: QueueLimits | None = None,
+        log_format: LogFormat = "text",
     ) -> EngineProcess:
         """The same on a fake device, as `Engine.fake`."""
-        start = Start(config or EngineConfig(), True, step_time_s, max_model_len)
+        config = config or EngineConfig()
+        start = Start(config, True, step_time_s, max_model_len, log_format=log_format)
         return cls(start, _launch(start), queue_limits=queue_limits)
 
     @property

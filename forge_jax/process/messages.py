@@ -16,6 +16,7 @@ from forge_jax import errors
 from forge_jax.adapters import LoadedAdapter
 from forge_jax.config import EngineConfig
 from forge_jax.core import Limits, Outputs
+from forge_jax.observe.log import LogFormat
 from forge_jax.outputs import Delta
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.schedule.request import FinishReason, LoraRef, Request
@@ -76,6 +77,8 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     pooled: bytes | None = None
+    queue_s: float | None = None
+    num_preemptions: int = 0
 
     @classmethod
     def of(cls, delta: Delta) -> WireDelta:
@@ -92,6 +95,8 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
             delta.num_draft_tokens,
             delta.num_accepted_tokens,
             delta.pooled,
+            delta.queue_s,
+            delta.num_preemptions,
         )
 
     def delta(self) -> Delta:
@@ -108,6 +113,8 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
             self.num_draft_tokens,
             self.num_accepted_tokens,
             self.pooled,
+            self.queue_s,
+            self.num_preemptions,
         )
 
 
@@ -118,6 +125,7 @@ class Start(msgspec.Struct, tag="start"):
     fake: bool = False
     fake_step_time_s: float = 0.0
     fake_max_model_len: int = 4096
+    log_format: LogFormat = "text"
     # Of an engine that goes on after another: its adapters, at their places, as they were.
     adapters: list[LoadedAdapter] = []
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from forge_jax.core import Outputs
 from forge_jax.engine import Engine
 from forge_jax.errors import EngineError, ForgeError, RequestError
+from forge_jax.observe.log import configure
 from forge_jax.outputs import Delta
 from forge_jax.process.messages import (
     Abort,
@@ -85,7 +86,8 @@ class _Worker(asyncio.Protocol):
     def _receive(self, message: ToEngine) -> None:
         engine = self._engine
         match message:
-            case Start():
+            case Start(log_format=log_format):
+                configure(log_format, process="engine")
                 threading.Thread(target=self._load, args=(message,), daemon=True).start()
             case Submit(request) if engine is not None:
                 try:
@@ -226,7 +228,6 @@ async def _serve(sock: socket.socket) -> None:
 def main() -> None:
     gc.disable()  # until the engine is ready
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to everybody
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
     logging.getLogger("jax").setLevel(logging.WARNING)
     asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
 

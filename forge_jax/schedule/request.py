@@ -138,6 +138,8 @@ class Sequence:
     num_drafted: int = 0  # drafts that have been verified, and how many of them were right
     num_accepted: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    queue_s: float = 0.0  # from arrival to first admission
+    told: bool = False  # whether these two have been told
     num_scored: int = 0  # prompt tokens whose logprobs have been read
     num_registered: int = 0  # leading blocks that are in the prefix cache, or need not be
     num_preemptions: int = 0

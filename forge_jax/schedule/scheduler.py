@@ -142,6 +142,8 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.num_preemptions = 0
+        self.cached_prompt_tokens = 0  # of admitted requests: found in the prefix cache, or not
+        self.computed_prompt_tokens = 0
         self._clock = clock
         self._rng = rng
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -269,6 +271,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting) + self._num_followers + len(self._held)
+
+    @property
+    def num_deferred(self) -> int:
+        """Those of `num_waiting` that wait for another sequence, and not for room."""
+        return self._num_followers + len(self._held)
 
     @property
     def num_running(self) -> int:
@@ -556,6 +563,11 @@ class Scheduler:
         assert blocks is not None
         if seq.epoch == 0:
             seq.num_cached = start
+            seq.queue_s = max(self._clock() - seq.queued_s, 0.0)
+            if self._requests[seq.request_id][0] is seq:  # a prompt counts once, whatever n is
+                cached = min(start, seq.prompt_len)
+                self.cached_prompt_tokens += cached
+                self.computed_prompt_tokens += seq.prompt_len - cached
         seq.blocks = hit + blocks
         seq.num_computed = start
         seq.num_registered = len(hit)

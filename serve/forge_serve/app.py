@@ -21,7 +21,7 @@ from aiohttp import hdrs, web
 from forge_jax import __version__
 from forge_jax.errors import RequestError
 from forge_serve import answering, info, loras, messages, openapi, tokens
-from forge_serve.auth import ApiKeys, tenant_salt
+from forge_serve.auth import TENANT, ApiKeys, tenant_salt
 from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
 from forge_serve.cors import Cors
@@ -44,6 +44,7 @@ from forge_serve.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
+from forge_serve.record import Trail
 from forge_serve.request_schemas import About
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
 from forge_serve.responses_api import PATH as RESPONSES_PATH
@@ -56,21 +57,22 @@ from forge_serve.responses_http import (
     whole_number,
 )
 from forge_serve.responses_store import ResponseStore
+from forge_serve.tracing import Tracing
 from forge_serve.validate import check, decode_form
 
 if TYPE_CHECKING:
     from forge_jax.adapters import LoadedAdapter
-    from forge_jax.streams import EngineStats, StreamingEngine
+    from forge_jax.streams import StreamingEngine
 
 BODY_S = 60.0  # for the body of a request to arrive
 WRITE_STALL_S = 30.0
 SERVES = ("serving", "ready")  # states; "ready" is when nothing is left to be compiled
 CLIENT_CLOSED = 499  # what the log and the metrics call an answer that nobody waited for
 
-log = logging.getLogger("forge_serve.requests")
+log = logging.getLogger(__name__)
 
 _ids = random.Random()
-_GENERATION = web.RequestKey("generation", Generation)
+_TRAIL = web.RequestKey("trail", Trail)
 _LORA = web.RequestKey("lora", str)  # the adapter that the model's name means, if it does
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 _CLIENTS_ID = web.RequestKey("clients_id", bool)  # whether a header of the client's has it
@@ -83,7 +85,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Service:
     """The server's state: an engine as soon as there is one, and whether it takes requests.
 
-    Raises `ConfigError` if its API keys cannot be read.
+    Raises `ConfigError` if its API keys cannot be read, or OpenTelemetry is not there.
     """
 
     def __init__(self, config: ServerConfig):
@@ -92,7 +94,8 @@ class Service:
         self.engine: StreamingEngine | None = None
         self.stopping = False
         self.created_s = int(time.time())
-        self.metrics = Metrics(lambda: self.model_name, self.stats)
+        self.metrics = Metrics(lambda: self.model_name, lambda: self.engine, lambda: self.state)
+        self.tracing = Tracing.of(config)
         self.memory = MemoryGuard(config.memory_watermark, self._shed)
         self.profiles = Profiles(config.profile_dir)
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
@@ -117,11 +120,20 @@ class Service:
             return "failed"
         return "stalled" if stats.stalled_s > self.config.stall_timeout_s else stats.state
 
+    def trail(self, http: web.Request) -> Trail:
+        """Of a request that has just arrived."""
+        resource = http.match_info.route.resource
+        return Trail(
+            request_id=http[_REQUEST_ID_KEY],
+            method=http.method if http.method in hdrs.METH_ALL else "other",
+            path="none" if resource is None else resource.canonical,
+            logs=self.config.request_log,
+            tracing=self.tracing,
+            headers=None if self.tracing is None else self.tracing.carried(http.headers),
+        )
+
     def _shed(self) -> bool:
         return self.engine is not None and self.engine.shed()
-
-    def stats(self) -> EngineStats | None:
-        return None if self.engine is None else self.engine.stats()
 
     def ready_engine(self) -> StreamingEngine:
         """Raises `NotReadyError` while the server is starting or stopping."""
@@ -260,7 +272,15 @@ class _Endpoints:
         generation, form = await self._begin(http, ResponsesRequest, ResponsesForm)
         response = self.stored.begin(http, form)
         if response is not None and response.background:
-            self.stored.run_in_background(response, generation, form)
+            trail = http[_TRAIL]
+            trail.goes_on, trail.tenant = True, http.get(TENANT)
+            trail.request_id = http[_REQUEST_ID_KEY]
+
+            def ended(error: str | None) -> None:
+                trail.error = error
+                trail.end(200)
+
+            self.stored.run_in_background(response, generation, form, ended)
             if response.log is not None:
                 return await _send(http, Replay(http, response.log, 0, stall_s=WRITE_STALL_S))
             return json_response(response.body())
@@ -423,6 +443,7 @@ class _Endpoints:
     async def _answer(
         self, http: web.Request, generation: Generation, form: ResponseForm
     ) -> web.StreamResponse:
+        http[_TRAIL].stream = form.streams
         if not form.streams:
             return _json(await answering.whole(generation, form))
         keep_alive_s = self._service.config.sse_keep_alive_s
@@ -442,7 +463,7 @@ class _Endpoints:
             cache_salt=tenant_salt(http, request.cache_salt),
             lora=http.get(_LORA),
         )
-        http[_GENERATION] = generation
+        http[_TRAIL].generation = generation
         try:
             return _json(await answering.pooled(self._service, request, generation))
         finally:
@@ -468,7 +489,7 @@ class _Endpoints:
             cache_salt=tenant_salt(http, request.cache_salt),
             lora=http.get(_LORA),
         )
-        http[_GENERATION] = generation
+        http[_TRAIL].generation = generation
         return generation, form
 
     async def _read(
@@ -491,6 +512,7 @@ class _Endpoints:
         lora = self._service.lora_of(request.model)
         if lora is not None:
             http[_LORA] = lora
+        http[_TRAIL].model = lora or self._service.model_name
         return request
 
     @web.middleware
@@ -499,12 +521,14 @@ class _Endpoints:
         given = request.headers.get("X-Request-Id", "")
         request[_CLIENTS_ID] = REQUEST_ID.fullmatch(given) is not None
         request[_REQUEST_ID_KEY] = given if request[_CLIENTS_ID] else _new_id()
-        begin_s, status = time.monotonic(), CLIENT_CLOSED
+        status = CLIENT_CLOSED
+        trail = request[_TRAIL] = self._service.trail(request)
         try:
             response = await handler(request)
             status = CLIENT_CLOSED if request.get(_CLIENT_LEFT) else response.status
         except Exception as error:
             reply = error_reply(error)
+            trail.error = reply.name
             anthropic = request.path.startswith(messages.PATH)
             response = reply.response(messages.error_body(reply) if anthropic else None)
             if isinstance(error, web.HTTPMethodNotAllowed):
@@ -513,30 +537,17 @@ class _Endpoints:
                 response.force_close()  # where this body ends, and the next request begins?
             status = response.status
         finally:
-            self._count(request, status, time.monotonic() - begin_s)
+            self._count(request, status)
         if self._service.stopping:
             response.force_close()  # a client that stays would meet nobody here
         return response
 
-    def _count(self, http: web.Request, status: int, seconds: float) -> None:
-        resource = http.match_info.route.resource
-        path = resource.canonical if resource is not None else "none"
-        method = http.method if http.method in hdrs.METH_ALL else "other"
-        self._service.metrics.http(path, method, status)
-        if not self._service.config.request_log or method != hdrs.METH_POST:
-            return
-        generation = http.get(_GENERATION)
-        log.info(
-            "request id=%s response=%s path=%s status=%d prompt_tokens=%d output_tokens=%d "
-            "seconds=%.3f",
-            http[_REQUEST_ID_KEY],
-            generation.request_id if generation else "none",
-            path,
-            status,
-            generation.num_prompt_tokens if generation else 0,
-            generation.num_output_tokens if generation else 0,
-            seconds,
-        )
+    def _count(self, http: web.Request, status: int) -> None:
+        trail = http[_TRAIL]
+        self._service.metrics.http(trail.path, trail.method, status, trail.seconds)
+        if not trail.goes_on:
+            trail.request_id, trail.tenant = http[_REQUEST_ID_KEY], http.get(TENANT)
+            trail.end(status)
 
 
 def _json_response(answer: Any) -> web.Response:
@@ -578,6 +589,8 @@ async def _add_headers(http: web.Request, response: web.StreamResponse) -> None:
 async def _send(http: web.Request, stream: EventStream | Replay) -> web.StreamResponse:
     try:
         await stream.run()
+        if isinstance(stream, EventStream):
+            http[_TRAIL].error = stream.error
     except TimeoutError:
         http[_CLIENT_LEFT] = True
         log.warning("gave up a client that read nothing for %.0f s", WRITE_STALL_S)

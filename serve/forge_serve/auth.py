@@ -49,6 +49,11 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._known)
 
+    @property
+    def tenants(self) -> list[str]:
+        """Whose they are, in the order in which they were given."""
+        return [tenant for _, tenant in self._known]
+
     def tenant(self, key: str) -> str | None:
         """Whose key it is: 32 hex digits; None for a key that is not known.
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from forge_jax.config import option
 from forge_jax.errors import ConfigError
+from forge_jax.observe.log import LogFormat
 from forge_serve.limits import Limits
 
 ToolCallParserName = Literal[
@@ -36,6 +37,12 @@ class ServerConfig:
         "auto", "how the model marks its reasoning; auto: as its chat template shows"
     )
     request_log: bool = option(True, "do not log a line per request", flag="--no-request-log")
+    log_format: LogFormat = option("text", "form of the log; json: an object in each line")
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL that takes OpenTelemetry's traces, such as http://localhost:4318/v1/traces: send it a "
+        "span for each request",
+    )
     drain_timeout_s: float = option(
         30.0, "seconds that running requests get to finish on SIGTERM", flag="--drain-timeout"
     )
@@ -123,6 +130,12 @@ class ServerConfig:
                 raise ConfigError(f"{flag} must not be negative, not {value}")
         if self.profile_dir is not None and not self.profile_dir:
             raise ConfigError("--profile-dir must not be empty: leave it out for no profiles")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not re.match(r"https?://[^/]", endpoint):
+            raise ConfigError(
+                f"--otlp-traces-endpoint must be a URL such as http://localhost:4318/v1/traces, "
+                f"not {endpoint!r}"
+            )
         self._check_exposure()
 
     def _check_exposure(self) -> None:

@@ -83,6 +83,11 @@ class ErrorReply(msgspec.Struct, frozen=True):
     def text(self) -> str:
         return self.message[:MAX_MESSAGE_CHARS]
 
+    @property
+    def name(self) -> str:
+        """The error in one word, for the log."""
+        return self.code or self.type
+
     def body(self) -> bytes:
         """`{"error": {...}}`, as JSON."""
         error = {

@@ -66,6 +66,7 @@ class EventStream:
         self._alarm: asyncio.TimerHandle | None = None
         self._held: deque[tuple[int, Delta]] = deque()  # the last step's, or a slow client's
         self._attention = asyncio.Event()  # the handler has something to do
+        self.error: str | None = None  # what the stream calls the failure that it ended with
 
     async def run(self) -> None:
         """Sends headers, events and ending.
@@ -89,7 +90,9 @@ class EventStream:
         except (ConnectionError, TimeoutError):
             raise
         except Exception as error:
-            last = self._form.error_event(error_reply(error))
+            reply = error_reply(error)
+            self.error = reply.name
+            last = self._form.error_event(reply)
         finally:
             if self._alarm is not None:
                 self._alarm.cancel()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ import msgspec
 from forge_jax.errors import ContextLengthError, EngineError, RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.errors import DeadlineError, StoppingError
-from forge_serve.metrics import Metrics
+from forge_serve.metrics import Metrics, PromptTimes
 from forge_serve.parsers.reasoning import ReasoningTokens
 from forge_serve.protocol import (
     ChatRequest,
@@ -184,6 +184,39 @@ class Usage(msgspec.Struct):
     completion_tokens_details: dict[str, int]
 
 
+@dataclass(slots=True)
+class _Progress:
+    """How far the samples of one prompt are; times since the submission, in seconds."""
+
+    prompt_tokens: int
+    unfinished: int
+    queue_s: float | None = None
+    first_s: float | None = None  # its first token
+    last_s: float | None = None  # its last one, so far
+    end_s: float | None = None
+    cached: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)  # tokens by sample; only if n > 1
+
+    @property
+    def longest_output(self) -> int:
+        return max(self.lengths.values(), default=self.output_tokens)
+
+    def times(self, now_s: float) -> PromptTimes:
+        return PromptTimes(
+            e2e_s=now_s if self.end_s is None else self.end_s,
+            queue_s=self.queue_s,
+            first_token_s=self.first_s,
+            last_token_s=self.last_s,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached,
+            generation_tokens=self.output_tokens,
+            longest_output=self.longest_output,
+            preemptions=self.preemptions,
+        )
+
+
 type News = list[tuple[int, Delta]]  # (choice, delta) pairs of one step, or of several
 
 
@@ -218,9 +251,10 @@ class Generation:
         self._n = params.n
         self._metrics = metrics
         self._submitted_s = time.monotonic()
-        self._last_s: list[float | None] = [None] * len(prompts)  # of its last tokens, by prompt
-        self._cached = [0] * len(prompts)
-        self._num_drafted = self._num_accepted = 0
+        self._progress = [_Progress(len(prompt.token_ids), params.n) for prompt in prompts]
+        self.num_drafted = self.num_accepted = 0
+        self.finish_reasons: dict[str, None] = {}  # of its samples, in the order of their first
+        self.params = params
         self._reasoning = reasoning
         self._streams: list[Stream] = []
         self._receive: Callable[[News], None] | None = None
@@ -247,6 +281,44 @@ class Generation:
         except BaseException:
             self._abort()
             raise
+        for _ in prompts:
+            metrics.submitted(params.n, None if pooling else params.max_tokens)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(progress.cached for progress in self._progress)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Of the samples that have finished."""
+        return sum(progress.preemptions for progress in self._progress)
+
+    @property
+    def queue_s(self) -> float | None:
+        """How long the first prompt waited for its first step; None: none has begun."""
+        waits = [each.queue_s for each in self._progress if each.queue_s is not None]
+        return min(waits, default=None)
+
+    def stages(self) -> Iterator[tuple[str, float, float]]:
+        """What the first prompt went through: (queue, prefill or decode, its begin, its end), on
+        `time.monotonic`'s clock, as far as it came.
+        """
+        began = [each for each in self._progress if each.queue_s is not None]
+        if not began:
+            return
+        first = min(began, key=lambda each: each.queue_s or 0.0)
+        scheduled_s = self._submitted_s + (first.queue_s or 0.0)
+        yield "queue", self._submitted_s, scheduled_s
+        if first.first_s is not None and first.last_s is not None:
+            token_s = self._submitted_s + first.first_s
+            yield "prefill", min(scheduled_s, token_s), token_s
+            yield "decode", token_s, self._submitted_s + first.last_s
+
+    @property
+    def first_token_at_s(self) -> float | None:
+        """When the first token came, on `time.monotonic`'s clock; None: there is none yet."""
+        firsts = [each.first_s for each in self._progress if each.first_s is not None]
+        return self._submitted_s + min(firsts) if firsts else None
 
     @property
     def over(self) -> bool:
@@ -259,10 +331,10 @@ class Generation:
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=self.num_output_tokens,
             total_tokens=self.num_prompt_tokens + self.num_output_tokens,
-            prompt_tokens_details={"cached_tokens": sum(self._cached)},
+            prompt_tokens_details={"cached_tokens": self.num_cached_tokens},
             completion_tokens_details={
-                "accepted_prediction_tokens": self._num_accepted,
-                "rejected_prediction_tokens": self._num_drafted - self._num_accepted,
+                "accepted_prediction_tokens": self.num_accepted,
+                "rejected_prediction_tokens": self.num_drafted - self.num_accepted,
                 "reasoning_tokens": sum(counter.number for counter in self._reasoning),
             },
         )
@@ -289,11 +361,13 @@ class Generation:
             self._deadline.cancel()
         if self.unfinished:
             self._metrics.finished("abort", self.unfinished)
+            self.finish_reasons["abort"] = None
             self.unfinished = 0
         self._abort()
         self._streams.clear()  # which hold on to this object
-        e2e_s = time.monotonic() - self._submitted_s
-        self._metrics.request(self.num_prompt_tokens, self.num_output_tokens, e2e_s)
+        now_s = time.monotonic() - self._submitted_s
+        for progress in self._progress:
+            self._metrics.prompt(progress.times(now_s))
 
     def _abort(self) -> None:
         for stream in self._streams:
@@ -334,20 +408,28 @@ class Generation:
             receive([])
 
     def _account(self, prompt: int, deltas: list[Delta]) -> News:
-        first_choice = prompt * self._n
+        first_choice, progress = prompt * self._n, self._progress[prompt]
         num_tokens = 0
         news = []
         for delta in deltas:
             num_tokens += len(delta.token_ids)
+            if self._n > 1:
+                lengths = progress.lengths
+                lengths[delta.index] = lengths.get(delta.index, 0) + len(delta.token_ids)
             if self._reasoning:
                 self._reasoning[first_choice + delta.index].push(delta.token_ids)
             if delta.num_cached_tokens:
-                self._cached[prompt] = max(self._cached[prompt], delta.num_cached_tokens)
+                progress.cached = max(progress.cached, delta.num_cached_tokens)
+            if delta.queue_s is not None and progress.queue_s is None:
+                progress.queue_s = delta.queue_s
             if delta.finish_reason is not None:
                 self.unfinished -= 1
-                self._num_drafted += delta.num_draft_tokens
-                self._num_accepted += delta.num_accepted_tokens
+                progress.unfinished -= 1
+                progress.preemptions += delta.num_preemptions
+                self.num_drafted += delta.num_draft_tokens
+                self.num_accepted += delta.num_accepted_tokens
                 self._metrics.finished(delta.finish_reason)
+                self.finish_reasons[delta.finish_reason] = None
                 if delta.finish_reason == "error":
                     self.failure = delta.error or EngineError("the engine gave no reason")
                     continue
@@ -357,11 +439,14 @@ class Generation:
             news.append((first_choice + delta.index, delta))
         if num_tokens:
             self.num_output_tokens += num_tokens
-            now_s = time.monotonic()
-            last_s = self._last_s[prompt]
-            if last_s is None:
-                self._metrics.first_token(now_s - self._submitted_s)
+            progress.output_tokens += num_tokens
+            now_s = time.monotonic() - self._submitted_s
+            if progress.last_s is None:
+                progress.first_s = now_s
+                self._metrics.first_token(now_s)
             else:
-                self._metrics.later_tokens(now_s - last_s, deltas)
-            self._last_s[prompt] = now_s
+                self._metrics.later_tokens(now_s - progress.last_s, deltas)
+            progress.last_s = now_s
+        if not progress.unfinished:
+            progress.end_s = time.monotonic() - self._submitted_s
         return news

@@ -17,15 +17,27 @@ from prometheus_client.utils import floatToGoString
 
 
 class ModelHistogram(Collector):
-    """One histogram with the label `model_name`; there is none as long as the name is empty."""
+    """One histogram with the labels of a model; there is none as long as there are no labels.
 
-    def __init__(self, name: str, doc: str, bounds: Sequence[float], model_name: Callable[[], str]):
+    Args:
+      last_bound: buckets with a larger bound are not shown; what is larger is in the last, +Inf.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        doc: str,
+        bounds: Sequence[float],
+        labels: Callable[[], dict[str, str]],
+        last_bound: Callable[[], float] = lambda: math.inf,
+    ):
         self._name = name
         self._doc = doc
         self._bounds = [float(bound) for bound in bounds]
         self._counts = [0] * (len(bounds) + 1)  # the last: above all bounds
         self._sum = 0.0
-        self._model_name = model_name
+        self._labels = labels
+        self._last_bound = last_bound
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
@@ -35,11 +47,12 @@ class ModelHistogram(Collector):
         return [HistogramMetricFamily(self._name, self._doc)]
 
     def collect(self) -> Iterator[Metric]:
-        model_name = self._model_name()
-        if not model_name:
+        labels, last = self._labels(), self._last_bound()
+        if not labels:
             return
-        bounds = map(floatToGoString, (*self._bounds, math.inf))
-        buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
-        family = HistogramMetricFamily(self._name, self._doc, labels=["model_name"])
-        family.add_metric([model_name], buckets, self._sum)
+        bounds = (*self._bounds, math.inf)
+        counts = zip(bounds, itertools.accumulate(self._counts), strict=True)
+        buckets = [(floatToGoString(b), n) for b, n in counts if b <= last or b == math.inf]
+        family = HistogramMetricFamily(self._name, self._doc, labels=list(labels))
+        family.add_metric(list(labels.values()), buckets, self._sum)
         yield family

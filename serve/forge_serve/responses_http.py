@@ -4,7 +4,7 @@ background, which go on whether or not somebody waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -97,9 +97,14 @@ class StoredResponses:
         self._store.finish(response, form.head, form.output)
 
     def run_in_background(
-        self, response: StoredResponse, generation: Generation, form: ResponsesForm
+        self,
+        response: StoredResponse,
+        generation: Generation,
+        form: ResponsesForm,
+        ended: Callable[[str | None], None],
     ) -> None:
-        _Background(self._store, response, generation, form)
+        """Calls `ended` when it is over, with what its failure is called, if it failed."""
+        _Background(self._store, response, generation, form, ended)
 
     def get(self, http: web.Request) -> StoredResponse:
         """The response of the path.
@@ -167,7 +172,9 @@ class _Background:
         response: StoredResponse,
         generation: Generation,
         form: ResponsesForm,
+        ended: Callable[[str | None], None],
     ):
+        self._ended = ended
         self._store = store
         self._response = response
         self._generation = generation
@@ -190,13 +197,15 @@ class _Background:
         if failure is None:
             self._finish(self._form.end_events(self._generation.usage))
         else:
-            self._finish(self._form.error_events(error_reply(failure)))
+            reply = error_reply(failure)
+            self._finish(self._form.error_events(reply), reply.name)
 
     def _cancel(self) -> None:
         self._finish(self._form.cancel_events(self._generation.usage))
 
-    def _finish(self, events: Sequence[bytes]) -> None:
+    def _finish(self, events: Sequence[bytes], error: str | None = None) -> None:
         self._generation.close()
+        self._ended(error)
         if self._response.log is not None:
             self._response.log.add(events, last=True)
         self._store.finish(self._response, self._form.head, self._form.output)

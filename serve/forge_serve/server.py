@@ -31,8 +31,10 @@ from aiohttp.http import HttpProcessingError
 
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
+from forge_jax.observe.log import configure
 from forge_serve.app import Service, make_app
 from forge_serve.config import ServerConfig
+from forge_serve.record import TENANT_CHARS
 from forge_serve.tls import ssl_context
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ BACKLOG = 1024
 MAX_REASON_CHARS = 200  # of what a client got wrong, in the log
 _QUOTED_BYTES = re.compile(r"""\bb['"]""")
 LAST_BYTES_S = 1.0  # for answers to leave after the engine has stopped
+LAST_SPANS_S = 3.0  # for the spans of the last requests, likewise
 HURRY_S = 3.0  # from the second signal to the end, however busy the device is
 
 
@@ -61,7 +64,7 @@ def serve(
         read, or the configuration does not fit.
       ModelError: the model cannot be served.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    configure(server_config.log_format)
     logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of every absent backend
     logging.getLogger("aiohttp.server").addFilter(_without_traceback)
     raise_file_limit()
@@ -150,9 +153,12 @@ def load_engine(
 
         if server_config.fake:
             return EngineProcess.fake(
-                step_time_s=fake_step_s, config=engine_config, queue_limits=limits
+                step_time_s=fake_step_s,
+                config=engine_config,
+                queue_limits=limits,
+                log_format=server_config.log_format,
             )
-        return EngineProcess.load(engine_config, limits)
+        return EngineProcess.load(engine_config, limits, server_config.log_format)
     from forge_jax.engine import Engine
 
     if server_config.fake:
@@ -167,6 +173,8 @@ async def _serve(
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     service, tls = Service(config), ssl_context(config)
+    for number, tenant in enumerate(service.api_keys.tenants, start=1):
+        log.info("API key %d is tenant %s in the log", number, tenant[:TENANT_CHARS])
     last_timers: list[asyncio.TimerHandle] = []  # that end the process, if nothing else does
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, stop, service, last_timers, number)
@@ -192,6 +200,8 @@ async def _serve(
     finally:
         service.stopping = True
         await runner.cleanup()
+        if service.tracing is not None:  # a collector may not answer
+            await asyncio.wait([_in_daemon_thread(service.tracing.close)], timeout=LAST_SPANS_S)
         for timer in last_timers:
             timer.cancel()
     return ready

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,10 @@ ROOT = HERE.parent.parent
 START_S = 90.0
 KEY = "the-key-of-the-tests"
 
-CLIENTS = ("anthropic", "instructor", "langchain_openai", "litellm", "pydantic_ai", "schemathesis")
+CLIENTS = (
+    *("anthropic", "instructor", "langchain_openai", "litellm", "pydantic_ai"),
+    *("ray", "schemathesis", "smg"),
+)
 if any(importlib.util.find_spec(name) is None for name in CLIENTS):
     collect_ignore_glob = ["test_*.py"]
 
@@ -44,6 +48,7 @@ class Server:
 
     url: str
     model: str
+    process: subprocess.Popen[str] | None = None
 
     @property
     def v1(self) -> str:
@@ -55,15 +60,29 @@ class Server:
         with urllib.request.urlopen(request) as response:
             return json.load(response)
 
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path) as response:
+            return json.load(response)
+
+    def lines(self, path: str, body: dict[str, Any]) -> list[str]:
+        """The lines of a stream that are not empty."""
+        with self._posted(path, body) as response:
+            return [line for raw in response if (line := raw.strip().decode())]
+
     def post(self, path: str, body: dict[str, Any]) -> Any:
+        with self._posted(path, body) as response:
+            return json.load(response)
+
+    def _posted(self, path: str, body: dict[str, Any]) -> Any:
         data = json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, data=data, headers=headers)
-        with urllib.request.urlopen(request) as response:
-            return json.load(response)
+        return urllib.request.urlopen(request)
 
 
-def _serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
+@contextmanager
+def serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
+    """A server with these flags, on a free port."""
     python = request.config.getoption("--server-python")
     command = [python, "-m", "forge_serve", "serve", "--port", "0", "--no-request-log", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -72,7 +91,7 @@ def _serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
         line = process.stdout.readline()  # the first one: it serves
         found = re.match(r"forge-jax serves (\S+) at (http://\S+);", line)
         assert found, f"the server did not start: {line!r}"
-        yield Server(url=found[2], model=found[1])
+        yield Server(url=found[2], model=found[1], process=process)
     finally:
         process.terminate()
         try:
@@ -85,13 +104,15 @@ def _serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """The bundled model, with a chat template that has a place for tools."""
-    yield from _serving(request, "--chat-template", str(HERE / "tools.jinja"))
+    with serving(request, "--chat-template", str(HERE / "tools.jinja")) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def closed_server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Asks for `KEY`; its model does not matter."""
-    yield from _serving(request, "--fake", "--api-key", KEY)
+    with serving(request, "--fake", "--api-key", KEY) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

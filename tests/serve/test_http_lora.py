@@ -1,6 +1,7 @@
 """LoRA adapters over HTTP, in vLLM's words: loaded, listed, named as the model, unloaded."""
 
 import asyncio
+import re
 
 import pytest
 from conftest import running
@@ -8,6 +9,7 @@ from lora_files import write_adapter
 
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
+from forge_jax.sampling_params import SamplingParams
 from forge_serve.config import ServerConfig
 
 OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 32}
@@ -43,6 +45,13 @@ async def server(stories, tmp_path):
         yield server
 
 
+def text_of(server) -> str:
+    """The adapters in use, as /metrics has them, by name of the label."""
+    text = server.service.metrics.text().decode()
+    (labels,) = re.findall(r"^vllm:lora_requests_info\{(.*)\} \S+$", text, re.MULTILINE)
+    return ",".join(sorted(labels.split(",")))
+
+
 async def change(server, verb, **body) -> tuple[int, str]:
     async with server.http.post(f"{server.url}/v1/{verb}_lora_adapter", json=body) as response:
         return response.status, await response.text()
@@ -65,6 +74,13 @@ async def test_adapters_are_loaded_listed_named_and_unloaded(server):
     assert len({answer["choices"][0]["text"] for _, answer in answers}) == 3
     completion = await server.openai.completions.create(model="second", **BODY)
     assert completion.choices[0].text == answers[2][1]["choices"][0]["text"]
+    stream = server.engine.submit(
+        [1, 2], SamplingParams(max_tokens=64, ignore_eos=True), request_id="x", lora="first"
+    )
+    assert 'max_lora="2",running_lora_adapters="",waiting_lora_adapters="first"' in text_of(server)
+    await anext(stream)
+    assert 'max_lora="2",running_lora_adapters="first",waiting_lora_adapters=""' in text_of(server)
+    stream.abort()
     _, vectors = await server.post("/v1/embeddings", {"input": "a", "model": "first"})
     _, plain = await server.post("/v1/embeddings", {"input": "a"})
     assert vectors["model"] == "first" and vectors["data"] != plain["data"]

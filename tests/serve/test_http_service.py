@@ -74,25 +74,27 @@ async def test_metrics_count_what_happened(start):
         assert response.content_type == "text/plain"
         families = list(text_string_to_metric_families(await response.text()))
     samples = {
-        (s.name, *sorted(s.labels.items())): s.value for family in families for s in family.samples
+        (s.name, *sorted((k, v) for k, v in s.labels.items() if k != "engine")): s.value
+        for family in families
+        for s in family.samples
     }
     model = ("model_name", server.model)
     num_prompt = len(server.engine.tokenizer.encode(prompt))
     stats = server.engine.stats()
-    assert samples["forge:num_requests_running", model] == 0
-    assert samples["forge:num_requests_waiting", model] == 0
-    assert samples["forge:kv_cache_usage_perc", model] == 0
-    assert samples["forge:prompt_tokens_total", model] == stats.prompt_tokens > 2 * num_prompt
-    assert samples["forge:generation_tokens_total", model] == stats.generation_tokens
-    assert samples["forge:prefix_cache_queries_total", model] > 0
-    assert samples["forge:prefix_cache_hits_total", model] > 0
-    assert samples["forge:num_preemptions_total", model] == 0
+    assert samples["vllm:num_requests_running", model] == 0
+    assert samples["vllm:num_requests_waiting", model] == 0
+    assert samples["vllm:kv_cache_usage_perc", model] == 0
+    assert samples["vllm:prompt_tokens_total", model] == stats.prompt_tokens > 2 * num_prompt
+    assert samples["vllm:generation_tokens_total", model] == stats.generation_tokens
+    assert samples["vllm:prefix_cache_queries_total", model] > 0
+    assert samples["vllm:prefix_cache_hits_total", model] > 0
+    assert samples["vllm:num_preemptions_total", model] == 0
     assert samples["forge:compilations_after_ready_total", model] == 0
-    assert samples["forge:time_to_first_token_seconds_count", model] == 4
-    assert samples["forge:e2e_request_latency_seconds_count", model] == 4
-    assert samples["forge:inter_token_latency_seconds_count", model] > 0
-    assert samples["forge:request_prompt_tokens_sum", model] >= 2 * num_prompt
-    assert samples["forge:request_generation_tokens_sum", model] >= 40
+    assert samples["vllm:time_to_first_token_seconds_count", model] == 4
+    assert samples["vllm:e2e_request_latency_seconds_count", model] == 4
+    assert samples["vllm:inter_token_latency_seconds_count", model] > 0
+    assert samples["vllm:request_prompt_tokens_sum", model] >= 2 * num_prompt
+    assert samples["vllm:request_generation_tokens_sum", model] >= 40
     phases = {family.name: family for family in families}["forge:step_phase_seconds"]
     assert phases.type == "histogram"
     without = {"draft", "mask"}  # neither drafts nor grammars
@@ -104,10 +106,10 @@ async def test_metrics_count_what_happened(start):
         assert count == samples["forge:step_phase_seconds_bucket", ("le", "+Inf"), *labels] > 0
         assert count == stats.step_phases[phase].count
         assert samples["forge:step_phase_seconds_sum", *labels] > 0
-    finished = [samples["forge:request_success_total", ("finished_reason", r), model]
+    finished = [samples["vllm:request_success_total", ("finished_reason", r), model]
                 for r in ("stop", "length")]  # fmt: skip
     assert sum(finished) == 6
-    http = {key[1][1:] + key[3][1:]: value for key, value in samples.items()
+    http = {key[2][1:] + key[1][1:]: value for key, value in samples.items()
             if key[0] == "http_requests_total"}  # fmt: skip
     assert http["/v1/completions", "200"] == 4
     assert http["/v1/completions", "400"] == 1

@@ -53,10 +53,10 @@ async def test_the_metrics_count_drafts_by_position(start):
             return {f.name: [s.value for s in f.samples] for f in families if "spec" in f.name}
 
     found = await counters()
-    (drafts,) = found["forge:spec_decode_num_drafts"]
-    (tokens,) = found["forge:spec_decode_num_draft_tokens"]
-    (accepted,) = found["forge:spec_decode_num_accepted_tokens"]
-    by_position = found["forge:spec_decode_num_accepted_tokens_per_pos"]
+    (drafts,) = found["vllm:spec_decode_num_drafts"]
+    (tokens,) = found["vllm:spec_decode_num_draft_tokens"]
+    (accepted,) = found["vllm:spec_decode_num_accepted_tokens"]
+    by_position = found["vllm:spec_decode_num_accepted_tokens_per_pos"]
     assert 0 < drafts <= tokens <= 5 * drafts and 20 < accepted <= tokens
     assert len(by_position) == 5 and sum(by_position) == accepted
     assert by_position == sorted(by_position, reverse=True)

@@ -332,7 +332,7 @@ async def _statuses(server: Any, num_requests: int = 1) -> dict[str, float]:
     async with asyncio.timeout(60):
         while True:
             counts = {
-                sample.labels["status"]: sample.value
+                sample.labels["code"]: sample.value
                 for metric in server.service.metrics.registry.collect()
                 for sample in metric.samples
                 if sample.name == "http_requests_total"
@@ -344,5 +344,5 @@ async def _statuses(server: Any, num_requests: int = 1) -> dict[str, float]:
 
 
 def _aborted(server: Any) -> float | None:
-    labels = {"model_name": server.model, "finished_reason": "abort"}
-    return server.service.metrics.registry.get_sample_value("forge:request_success_total", labels)
+    labels = {"model_name": server.model, "engine": "0", "finished_reason": "abort"}
+    return server.service.metrics.registry.get_sample_value("vllm:request_success_total", labels)

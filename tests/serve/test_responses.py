@@ -75,7 +75,7 @@ def test_usage_is_in_every_event_that_shall_have_it():
 def test_the_cheap_histogram_counts_as_the_librarys_does():
     bounds = (0.001, 0.01, 0.25, 1, 10)
     registry, expected = CollectorRegistry(), CollectorRegistry()
-    cheap = ModelHistogram("h", "doc", bounds, lambda: "m")
+    cheap = ModelHistogram("h", "doc", bounds, lambda: {"model_name": "m"})
     registry.register(cheap)
     library = Histogram("h", "doc", ("model_name",), buckets=bounds, registry=expected).labels("m")
     rng = random.Random(0)
@@ -90,7 +90,20 @@ def test_the_cheap_histogram_counts_as_the_librarys_does():
     assert samples(registry) == samples(expected)
 
 
+def test_a_histogram_shows_no_bounds_that_nothing_can_reach():
+    registry = CollectorRegistry()
+    labels = {"model_name": "m", "engine": "0"}
+    histogram = ModelHistogram("h", "doc", (1, 10, 100, 1000), lambda: labels, lambda: 100)
+    registry.register(histogram)
+    for value in (1, 50, 200):
+        histogram.observe(value)
+    (family,) = registry.collect()
+    buckets = {s.labels["le"]: s.value for s in family.samples if s.name == "h_bucket"}
+    assert buckets == {"1.0": 1, "10.0": 1, "100.0": 2, "+Inf": 3}
+    assert all(labels.items() <= sample.labels.items() for sample in family.samples)
+
+
 def test_a_histogram_without_a_model_to_name_is_not_shown():
     registry = CollectorRegistry()
-    registry.register(ModelHistogram("h", "doc", (1,), lambda: ""))
+    registry.register(ModelHistogram("h", "doc", (1,), dict))
     assert not list(registry.collect())

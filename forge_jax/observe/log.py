@@ -1,0 +1,70 @@
+"""The form of the log: lines to be read, or one JSON object a line."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import msgspec
+
+LogFormat = Literal["text", "json"]
+
+
+def configure(form: LogFormat, *, process: str = "", level: int = logging.INFO) -> None:
+    """Sends this process's log to stderr, unless somebody has configured it before.
+
+    Args:
+      process: what tells its lines from those of another process on the same stream.
+    """
+    handler = logging.StreamHandler()
+    if form == "json":
+        handler.setFormatter(JsonFormatter(process))
+    else:
+        name = f"{process}: " if process else ""
+        handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}%(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+class Event:
+    """A message that is data: `log.info(Event("request", {...}))`.
+
+    As text its fields are `name=value`, with `none` for None; as JSON they are members of the
+    line's object.
+    """
+
+    __slots__ = ("fields", "name")
+
+    def __init__(self, name: str, fields: dict[str, Any]):
+        self.name = name
+        self.fields = fields
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"{k}={_text(v)}" for k, v in self.fields.items())])
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: `time` (UTC), `level`, `logger`, `message`, and an event's fields."""
+
+    def __init__(self, process: str = ""):
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, Any] = {"time": time, "level": record.levelname, "logger": record.name}
+        if self._process:
+            line["process"] = self._process
+        if isinstance(record.msg, Event):
+            line |= {"message": record.msg.name, **record.msg.fields}
+        else:
+            line["message"] = record.getMessage()
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()

@@ -1,0 +1,46 @@
+"""The recipe for Ray Data runs as it stands in docs/operations.md, with the bundled model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+ROWS = [
+    {"id": 1, "prompt": "Once upon a time"},
+    {"id": 2, "prompt": "The capital of France is"},
+    {"id": 3, "prompt": "A cat"},
+]
+
+
+def environment(python: str) -> dict[str, str]:
+    """That of the Python with forge-jax, and behind its packages Ray's, which are here.
+
+    Ray starts the processes of its actors with the same path.
+    """
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    theirs = subprocess.check_output([python, "-c", code], text=True).strip()
+    ours = sysconfig.get_path("purelib")
+    path = [os.environ.get("PYTHONPATH", ""), theirs, ours]
+    more = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "RAY_USAGE_STATS_ENABLED": "0"}
+    return {**os.environ, **more}
+
+
+@pytest.mark.timeout(300)
+def test_a_data_set_goes_through_an_engine_in_an_actor(request, tmp_path):
+    python = request.config.getoption("--server-python")
+    source, out = tmp_path / "in.jsonl", tmp_path / "out"
+    source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    command = [python, str(ROOT / "examples/ray_batch.py"), str(source), str(out), "forge-tiny"]
+    done = subprocess.run(command, env=environment(python), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for file in Path(out).iterdir() for line in file.read_text().splitlines()]
+    found = {row["id"]: row for row in map(json.loads, lines)}
+    assert {i: row["prompt"] for i, row in found.items()} == {r["id"]: r["prompt"] for r in ROWS}
+    for row in found.values():
+        assert row["output"].strip() and row["finish_reason"] in ("stop", "length")

@@ -1,0 +1,73 @@
+"""A server that has answered one request, and what it says of itself."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+import aiohttp
+import pytest
+from aiohttp import web
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from forge_jax.config import EngineConfig, SpeculationConfig
+from forge_jax.engine import Engine
+from forge_serve.app import Service
+from forge_serve.config import ServerConfig
+from forge_serve.server import make_runner
+
+
+@dataclass(frozen=True)
+class Exposition:
+    """The text of /metrics."""
+
+    before: str  # as it was before the request
+    text: str
+    model: str
+
+    @property
+    def families(self) -> dict[str, Metric]:
+        return {family.name: family for family in text_string_to_metric_families(self.text)}
+
+    @property
+    def labels(self) -> dict[str, dict[str, set[str]]]:
+        """The labels of each series, by its name as it stands in the text, and their values."""
+        found: dict[str, dict[str, set[str]]] = {}
+        for family in self.families.values():
+            for sample in family.samples:
+                labels = found.setdefault(sample.name, {})
+                for label, value in sample.labels.items():
+                    labels.setdefault(label, set()).add(value)
+        return found
+
+
+@pytest.fixture(scope="session")
+def after_one_request() -> Exposition:
+    import asyncio
+
+    return asyncio.run(_exposition())
+
+
+async def _exposition() -> Exposition:
+    # With speculation: its series are there only then.
+    config = EngineConfig(speculation=SpeculationConfig(speculation="suffix"))
+    service = Service(ServerConfig())
+    service.engine = Engine.fake(max_model_len=1024, config=config)
+    service.engine.start()
+    runner = make_runner(service, last_bytes_s=0.1)
+    await runner.setup()
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        await web.SockSite(runner, sock).start()
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        body = {"prompt": "Hello, my name is", "max_tokens": 5, "ignore_eos": True}
+        async with aiohttp.ClientSession(url) as http:
+            async with http.get("/metrics") as response:
+                before = await response.text()
+            async with http.post("/v1/completions", json=body) as response:
+                assert response.status == 200
+            async with http.get("/metrics") as response:
+                text = await response.text()
+        await runner.cleanup()
+    await service.engine.stop()
+    return Exposition(before, text, service.model_name)

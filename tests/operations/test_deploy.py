@@ -1,0 +1,387 @@
+"""What lies in deploy/ fits the server: its flags, its paths, its port and its metrics.
+
+None of Docker, Kubernetes, Grafana and Prometheus is needed for it. That the files are what those
+programs take has been tried with them: docs/operations.md says how.
+"""
+
+from __future__ import annotations
+
+import configparser
+import dataclasses
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import types
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from promql import label_values, reads
+
+from forge_serve.app import Service, make_app
+from forge_serve.auth import HEALTH_PATHS
+from forge_serve.cli import SECTIONS, flags, make_parser
+from forge_serve.config import ServerConfig
+from forge_serve.record import RequestRecord
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/forge-jax.json").read_text())
+ALERTS = [
+    rule
+    for group in yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+# What Prometheus makes of a target; those of Kubernetes by deploy/prometheus/kubernetes.yml.
+OF_THE_TARGET = {"job", "instance", "namespace", "pod", "service"}
+OF_PROMETHEUS = {"up"}
+KUBERNETES = {
+    part["kind"]: part
+    for part in yaml.safe_load_all((DEPLOY / "kubernetes/forge-jax.yaml").read_text())
+}
+POD = KUBERNETES["Deployment"]["spec"]["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+
+
+def options(command: list[str]) -> dict[str, Any]:
+    """The values of a command line's flags; it must be one that forge-jax takes."""
+    assert Path(command[0]).name == "forge-jax"
+    return vars(make_parser().parse_args(command[1:]))
+
+
+def routes() -> set[str]:
+    app = make_app(Service(ServerConfig()))
+    return {r.resource.canonical for r in app.router.routes() if r.resource is not None}
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def dockerfile(word: str) -> list[str]:
+    return re.findall(rf"^{word} +(.*)$", DOCKERFILE, re.MULTILINE)
+
+
+def entrypoint() -> list[str]:
+    (command,) = dockerfile("ENTRYPOINT")
+    return json.loads(command)
+
+
+def check_query(after_one_request: Any, query: str) -> None:
+    for series, labels in reads(query):
+        if series not in OF_PROMETHEUS:
+            assert series in after_one_request.labels, f"there is no {series}: {query}"
+            missing = labels - OF_THE_TARGET - set(after_one_request.labels[series])
+            assert not missing, f"{series} has no label {missing}: {query}"
+
+
+# ---- Grafana and Prometheus ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
+def test_a_panel_queries_what_there_is(after_one_request, panel):
+    assert panel["targets"]
+    for target in panel["targets"]:
+        check_query(after_one_request, target["expr"])
+
+
+def test_the_dashboards_variables_are_labels_that_there_are(after_one_request):
+    for variable in DASHBOARD["templating"]["list"]:
+        if variable["type"] == "query":
+            for series, labels in label_values(variable["definition"]):
+                assert labels - OF_THE_TARGET <= set(after_one_request.labels[series])
+
+
+def test_the_dashboard_shows_what_only_this_server_has(after_one_request):
+    own = {name for name in after_one_request.families if name.startswith("forge:")}
+    queries = [target["expr"] for panel in panels() for target in panel["targets"]]
+    shown = {series for query in queries for series, _ in reads(query)}
+    assert own <= {re.sub(r"_(total|sum|count|bucket)$", "", name) for name in shown} | shown
+
+
+def test_the_panels_stand_beside_each_other():
+    taken: dict[tuple[int, int], str] = {}
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert taken.setdefault((x, y), panel["title"]) == panel["title"]
+    numbers = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_an_alert_looks_at_what_there_is_and_is_explained(after_one_request, rule):
+    check_query(after_one_request, rule["expr"])
+    assert rule["labels"]["severity"] in ("page", "ticket")
+    assert f"| `{rule['alert']}` |" in (ROOT / "docs/operations.md").read_text()
+    of_the_alert = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+    assert of_the_alert <= OF_THE_TARGET | {"model_name"}
+
+
+def test_an_alert_for_each_state_in_which_nothing_is_answered(after_one_request):
+    (rule,) = (rule for rule in ALERTS if rule["alert"] == "ServerNotServing")
+    states = set(re.search(r'state=~"([a-z|]+)"', rule["expr"])[1].split("|"))
+    assert states < after_one_request.labels["forge:server_state"]["state"]
+
+
+@pytest.mark.parametrize("name", ["prometheus.yml", "kubernetes.yml"])
+def test_prometheus_scrapes_the_server_and_has_the_rules(name):
+    config = yaml.safe_load((DEPLOY / "prometheus" / name).read_text())
+    assert [(DEPLOY / "prometheus" / rules).is_file() for rules in config["rule_files"]] == [True]
+    (job,) = config["scrape_configs"]
+    assert f'job="{job["job_name"]}"' in "".join(rule["expr"] for rule in ALERTS)
+    assert "metrics_path" not in job and "/metrics" in routes()
+
+
+def test_prometheus_finds_the_labels_of_kubernetes_that_vllms_dashboards_filter_by():
+    config = yaml.safe_load((DEPLOY / "prometheus/kubernetes.yml").read_text())
+    rules = config["scrape_configs"][0]["relabel_configs"]
+    targets = {rule["target_label"] for rule in rules if "target_label" in rule}
+    assert targets == {"namespace", "pod", "service"}
+    (kept,) = (rule for rule in rules if rule.get("action") == "keep")
+    assert kept["regex"] == KUBERNETES["Service"]["metadata"]["labels"]["app"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus' promtool")
+@pytest.mark.parametrize(
+    "command",
+    ["check config prometheus.yml", "check rules alerts.yml", "test rules alerts_test.yml"],
+)
+def test_prometheus_takes_its_files_and_the_alerts_do_what_they_should(command):
+    subprocess.run(["promtool", *command.split()], check=True, cwd=DEPLOY / "prometheus")
+
+
+# ---- Docker --------------------------------------------------------------------------------------
+
+
+def test_what_the_image_copies_is_there_and_not_left_out():
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    for line in dockerfile("COPY"):
+        if "--from" in line:
+            continue
+        for source in line.split()[:-1]:
+            assert (ROOT / source).exists(), source
+            left_out = False
+            for pattern in ignored:
+                if pattern and not pattern.startswith("#") and fnmatch(source, pattern.lstrip("!")):
+                    left_out = not pattern.startswith("!")
+            assert not left_out, f"{source} is in .dockerignore"
+
+
+def test_the_image_has_the_packages_that_the_wheel_is_made_of():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    copied = {word for line in dockerfile("COPY") for word in line.split()}
+    for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
+        assert package.split("/")[0] in copied
+    assert {project["project"]["readme"], *project["project"]["license-files"]} <= copied
+    extras = project["project"]["optional-dependencies"]
+    for extra in re.findall(r"EXTRA=(\w+)", DOCKERFILE):
+        assert extra in extras
+    assert "otel" in extras and '".[otel' in DOCKERFILE
+
+
+def test_the_image_runs_a_command_that_there_is_on_the_port_that_it_exposes():
+    (model,) = json.loads(dockerfile("CMD")[-1])
+    found = options([*entrypoint(), model])
+    assert (found["command"], found["model"], found["host"]) == ("serve", "forge-tiny", "0.0.0.0")
+    assert dockerfile("EXPOSE") == [str(found["port"])]
+
+
+def test_the_images_health_check_asks_for_health():
+    (check,) = re.findall(r"HEALTHCHECK .*?CMD +(\[.*\])", DOCKERFILE)
+    url = re.search(r"http://127\.0\.0\.1:(\d+)(/\w+)", json.loads(check)[-1])
+    assert (int(url[1]), url[2] in HEALTH_PATHS) == (ServerConfig.port, True)
+
+
+def test_what_compose_mounts_is_there():
+    for name, service in COMPOSE["services"].items():
+        for mount in service.get("volumes", ()):
+            source = mount.split(":")[0]
+            if source.startswith("."):
+                assert (DEPLOY / source).exists(), f"{name}: {source}"
+            else:
+                assert source in COMPOSE["volumes"]
+    build = COMPOSE["services"]["forge-jax"]["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
+
+
+def test_compose_gives_each_program_the_address_of_the_next():
+    port = ServerConfig.port
+    assert COMPOSE["services"]["forge-jax"]["ports"] == [f"127.0.0.1:{port}:{port}"]
+    prometheus = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    targets = prometheus["scrape_configs"][0]["static_configs"][0]["targets"]
+    assert targets == [f"forge-jax:{port}"] and "forge-jax" in COMPOSE["services"]
+    sources = DEPLOY / "grafana/provisioning/datasources/prometheus.yml"
+    (source,) = yaml.safe_load(sources.read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090" and "prometheus" in COMPOSE["services"]
+
+
+def test_grafana_is_given_the_dashboard_where_it_looks_for_it():
+    mounts = dict(m.split(":")[:2] for m in COMPOSE["services"]["grafana"]["volumes"])
+    providers = DEPLOY / "grafana/provisioning/dashboards/forge-jax.yml"
+    (provider,) = yaml.safe_load(providers.read_text())["providers"]
+    assert mounts["./grafana/dashboards"] == provider["options"]["path"]
+    environment = COMPOSE["services"]["grafana"]["environment"]
+    home = environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home.startswith(provider["options"]["path"] + "/")
+    assert (DEPLOY / "grafana/dashboards" / Path(home).name).is_file()
+
+
+def test_each_way_to_stop_leaves_time_to_drain():
+    drain_s = ServerConfig.drain_timeout_s
+    assert int(COMPOSE["services"]["forge-jax"]["stop_grace_period"].rstrip("s")) > drain_s
+    assert float(unit()["Service"]["TimeoutStopSec"]) > drain_s
+    pre_stop_s = float(CONTAINER["lifecycle"]["preStop"]["exec"]["command"][1])
+    drain_s = options([*entrypoint(), *CONTAINER["args"]])["drain_timeout_s"]
+    assert POD["terminationGracePeriodSeconds"] > pre_stop_s + drain_s
+
+
+# ---- Kubernetes ----------------------------------------------------------------------------------
+
+
+def test_the_pods_command_is_one_that_there_is():
+    found = options([*entrypoint(), *CONTAINER["args"]])
+    (port,) = CONTAINER["ports"]
+    assert found["port"] == port["containerPort"] and found["engine_process"]
+    (mount,) = (m for m in CONTAINER["volumeMounts"] if m["name"] == "api-keys")
+    assert Path(found["api_key_file"]).parent == Path(mount["mountPath"])
+
+
+@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
+def test_a_probe_asks_what_is_open_and_says_whether_requests_are_taken(probe):
+    asked = CONTAINER[probe]["httpGet"]
+    assert asked["path"] in HEALTH_PATHS & routes()
+    assert asked["port"] in [port["name"] for port in CONTAINER["ports"]]
+
+
+def test_a_pod_is_killed_later_than_it_is_left_out_and_than_the_server_calls_itself_stalled():
+    def seconds(probe: str) -> float:
+        return CONTAINER[probe]["periodSeconds"] * CONTAINER[probe]["failureThreshold"]
+
+    assert seconds("readinessProbe") < ServerConfig.stall_timeout_s < seconds("livenessProbe")
+    assert seconds("startupProbe") > 600
+
+
+def test_the_parts_of_the_manifest_find_each_other():
+    labels = KUBERNETES["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    for selector in (
+        KUBERNETES["Deployment"]["spec"]["selector"]["matchLabels"],
+        KUBERNETES["Service"]["spec"]["selector"],
+        KUBERNETES["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+    ):
+        assert selector.items() <= labels.items()
+    volumes = {volume["name"] for volume in POD["volumes"]}
+    assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == volumes
+    (port,) = KUBERNETES["Service"]["spec"]["ports"]
+    assert port["targetPort"] in [p["name"] for p in CONTAINER["ports"]]
+    assert port["port"] == ServerConfig.port
+
+
+# ---- the document --------------------------------------------------------------------------------
+
+
+def test_commands_in_the_document_are_ones_that_there_are():
+    text = (ROOT / "docs/operations.md").read_text().replace("\\\n", "")
+    commands = re.findall(r"^    (forge-jax .*)$", text, re.MULTILINE)
+    assert commands
+    for command in commands:
+        options(shlex.split(command))
+    mentioned = set(re.findall(r"`(--[a-z-]+)", text))
+    known = {flag for section in SECTIONS.values() for flag in (f.flag for f in flags(section))}
+    assert mentioned - known == {"--build-arg", "--api-key"} - known
+
+
+def test_the_document_names_series_and_files_that_there_are(after_one_request):
+    text = (ROOT / "docs/operations.md").read_text()
+    for name in re.findall(r"`((?:vllm|forge):\w+)`", text):
+        assert name in after_one_request.labels, name
+    for name in re.findall(r"^\| `([\w./-]+)` \|", text, re.MULTILINE):
+        if "/" in name or "." in name:
+            assert (DEPLOY / name).exists(), name
+
+
+def test_the_document_has_the_fields_of_a_line_in_the_log():
+    text = (ROOT / "docs/operations.md").read_text().partition("## Logs")[2].partition("## ")[0]
+    names = {name for row in re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)
+             for name in re.findall(r"`(\w+)`", row)}  # fmt: skip
+    assert names == {field.name for field in dataclasses.fields(RequestRecord)} | {"trace"}
+
+
+# ---- systemd, Modal ------------------------------------------------------------------------------
+
+
+def unit() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment]
+    parser.read_string((DEPLOY / "systemd/forge-jax.service").read_text().replace("\\\n", ""))
+    return parser
+
+
+def test_the_units_command_is_one_that_there_is():
+    found = options(shlex.split(unit()["Service"]["ExecStart"]))
+    assert (found["host"], found["port"]) == ("127.0.0.1", ServerConfig.port)
+    assert found["api_key_file"] == "${CREDENTIALS_DIRECTORY}/api-keys"
+    assert unit()["Service"]["LoadCredential"].startswith("api-keys:")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_understands_the_unit(tmp_path):
+    text = (DEPLOY / "systemd/forge-jax.service").read_text()
+    copy = tmp_path / "forge-jax.service"
+    copy.write_text(text.replace("/opt/forge-jax/bin/forge-jax", sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", copy], capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if "forge-jax" in line]
+    assert (done.returncode, said) == (0, [])
+    copy.write_text(copy.read_text().replace("Restart=", "Restrat="))
+    done = subprocess.run(["systemd-analyze", "verify", copy], capture_output=True, text=True)
+    assert "Restrat" in done.stderr, "a mistake would be noticed"
+
+
+def test_modals_command_is_one_that_there_is_and_on_the_port_that_is_opened(monkeypatch):
+    monkeypatch.setitem(sys.modules, "modal", Anything("modal"))
+    path = DEPLOY / "modal/forge_jax_modal.py"
+    spec = importlib.util.spec_from_file_location("forge_jax_modal", path)
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    found = options(recipe.COMMAND)
+    assert (found["host"], found["port"], found["model"]) == ("0.0.0.0", recipe.PORT, recipe.MODEL)
+    assert found["api_key_file"] == recipe.KEYS
+    assert recipe.ROOT == ROOT
+
+
+class Anything(types.ModuleType):
+    """Stands for Modal: whatever is asked of it is there, and decorates nothing."""
+
+    def __getattr__(self, name: str) -> Anything:
+        return Anything(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        decorated = args[0] if len(args) == 1 and isinstance(args[0], types.FunctionType) else self
+        return decorated
+
+
+# ---- that the checks would notice ----------------------------------------------------------------
+
+
+def test_a_flag_that_is_not_there_would_be_noticed(capsys):
+    with pytest.raises(SystemExit):
+        options([*entrypoint(), "forge-tiny", "--no-such-flag"])
+    assert "--no-such-flag" in capsys.readouterr().err
+
+
+def test_a_series_or_label_that_is_not_there_would_be_noticed(after_one_request):
+    with pytest.raises(AssertionError, match="there is no forge:made_up"):
+        check_query(after_one_request, "rate(forge:made_up[5m])")
+    with pytest.raises(AssertionError, match="has no label"):
+        check_query(after_one_request, "sum by (colour) (forge:kv_blocks)")
