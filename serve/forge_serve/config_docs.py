@@ -72,8 +72,8 @@ A model's text goes to files and pipes as it is. On a terminal the control chara
 shown as pictures (`␛` for escape), so that nothing a model writes can drive the terminal; so are
 those in a server's messages.
 
-In `chat`, Ctrl-C stops an answer, which stays in the conversation as far as it came; Ctrl-D ends the
-chat. Reasoning is shown dimmed, and is no part of what is sent again. What was typed can be called
+In `chat`, Ctrl-C stops an answer, which stays in the conversation as far as it came; Ctrl-D ends
+the chat. Reasoning is shown dimmed, and no part of what is sent again. What was typed can be called
 back with the arrow keys until the chat ends; nothing of it is written to a file. `--url` talks to
 any server of OpenAI's protocol; its key comes from `--api-key-file`, never from the environment.
 """
