@@ -4,7 +4,7 @@ Nothing here imports jax but `probe`, which runs in processes of its own, with a
 very thing that is wrong may be that it does not come back.
 """
 
-from forge_jax.doctor.examine import Report, examine
+from forge_jax.doctor.examination import Report, examine
 from forge_jax.doctor.finding import Finding
 
 __all__ = ["Finding", "Report", "examine"]

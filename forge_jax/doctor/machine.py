@@ -88,7 +88,7 @@ def nvidia(proc_driver: Path = PROC_DRIVER) -> Nvidia:
     except OSError:
         pass  # no such driver
     else:
-        found = re.search(r"Kernel Module\D*?\s(\d+(?:\.\d+)+)", text)
+        found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)*)\s", text)
         driver = found[1] if found else "of an unknown version"
     gpus, fault = _smi()
     return Nvidia(driver, gpus, fault)

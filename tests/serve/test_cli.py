@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from forge_jax.config import EngineConfig
+from forge_jax.errors import ConfigError
 from forge_serve import cli, config_docs
 from forge_serve.config import ServerConfig
 
@@ -131,6 +132,45 @@ def test_help_lists_every_flag_with_its_default(capsys):
     for flag in REQUIRED:
         assert f" {flag} " in text
     assert "(default: 256)" in text and "(default: 8000)" in text
+
+
+@pytest.mark.parametrize(
+    ("raised", "line", "status"),
+    [
+        (ConfigError("two\nlines \x1b[2J"), "error: two lines ␛[2J", 1),
+        (FileNotFoundError(2, "No such file", "x.json"), "error: x.json: No such file", 1),
+        (MemoryError(), "error: out of memory: a smaller model, --quantization int8", 1),
+        (RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"), "error: the device is out of memory: lower", 1),
+        (TypeError("no len()"), "error: TypeError: no len() (unexpected: --debug shows where", 1),
+        (KeyboardInterrupt(), "interrupted", 130),
+    ],
+)
+def test_whatever_goes_wrong_is_one_line_and_debug_shows_where(
+    raised, line, status, capsys, monkeypatch
+):
+    def serve(*_: object) -> int:
+        raise raised
+
+    monkeypatch.setattr("forge_serve.server.serve", serve)
+    assert cli.main(["serve"]) == status
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith(f"forge-jax: {line}") and error.count("\n") == 1
+    assert cli.main(["serve", "--debug"]) == status
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback") and "in serve" in error
+    assert error.splitlines()[-1].startswith(f"forge-jax: {line}")
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "profile diff"])
+def test_every_command_takes_debug_and_says_what_it_does(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*name.split(), "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    usage, description, *_ = text.split("\n\n")
+    assert usage.startswith(f"usage: forge-jax {name} ") and len(usage) < 120
+    assert description.endswith(".") or name == "batch"
+    assert "  --debug " in text
 
 
 @pytest.mark.parametrize("name", config_docs.PAGES)

@@ -25,7 +25,8 @@ from forge_serve import cli
 from forge_serve.terminal import Answer, harmless, one_line
 
 FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli"]
-SMALL = "--kernels xla --max-num-seqs 2 --max-num-batched-tokens 64 --temperature 0".split()
+SMALL = "--kernels xla --deterministic --max-num-seqs 1 --max-num-batched-tokens 32".split()
+SMALL += ["--temperature", "0"]
 WAIT_S = 60.0
 CTRL_C, CTRL_D = "\x03", "\x04"
 DIMMED = "\x1b[2m"
@@ -174,7 +175,11 @@ def test_a_conversation_with_a_server(server, tmp_path):
     key = tmp_path / "key"
     key.write_text("# mine\nsk-of-the-test\n")
     server.script = [
-        [{"reasoning_content": "Let me think."}, {"content": "\n\nFour"}, {"content": ", \x1b[2J."}],
+        [
+            {"reasoning_content": "Let me think."},
+            {"content": "\n\nFour"},
+            {"content": ", \x1b[2J."},
+        ],
         [{"content": "One, two, "}, {"content": "three", "waits": True}, {"content": " never"}],
         [{"content": "Go on."}],
         "the context is \x1b]0;full\x07",
