@@ -226,6 +226,18 @@ def test_a_conversation_with_a_server(server, tmp_path):
     assert messages(fifth) == [("system", "Be long."), ("user", "A line \nand another")]
 
 
+def test_an_answer_of_this_process_is_stopped_and_the_chat_goes_on():
+    with Terminal("chat", "x", "--fake", "--fake-step-time-ms", "20", "--seed", "1") as chat:
+        chat.say("Tell me a story.", " ")
+        chat.type(CTRL_C)
+        chat.expect("(stopped)")
+        chat.say("/reset", "(forgotten)")
+        chat.say("Another.", " ")
+        chat.type(CTRL_C)
+        chat.expect("(stopped)")
+        assert chat.end(CTRL_D) == 0
+
+
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [*FORGE, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, **options)

@@ -159,24 +159,22 @@ def _converse(runner: asyncio.Runner, chat: Chat) -> None:
     out = Answer()
     out.write(f"{chat.source.model}: /help tells what there is, Ctrl-D ends\n", dim=True)
     while True:
+        text = None
         try:
             text = read_message()
+            if not text.startswith("/"):
+                if text.strip():
+                    runner.run(chat.answer(text, out))
+            elif not _obey(text, chat, out):
+                return
         except EOFError:
             out.write("\n")
             return
         except KeyboardInterrupt:
-            out.write("\n(Ctrl-D or /quit ends the chat)\n", dim=True)
-            continue
-        if text.startswith("/"):
-            if not _obey(text, chat, out):
-                return
-        elif text.strip():
-            try:
-                runner.run(chat.answer(text, out))
-            except KeyboardInterrupt:
-                out.write("(stopped)\n", dim=True)
-            except ForgeError as error:
-                say_error(error)
+            stopped = "\n(Ctrl-D or /quit ends the chat)\n" if text is None else "(stopped)\n"
+            out.write(stopped, dim=True)
+        except ForgeError as error:
+            say_error(error)
 
 
 def _obey(text: str, chat: Chat, out: Answer) -> bool:
