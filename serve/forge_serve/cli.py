@@ -109,9 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:2] == ["profile", profile_cli.DIFF]:
         return profile_cli.diff(argv[2:])
     options = vars(make_parser().parse_args(argv))
+    run, debug, _ = options.pop("run"), options.pop("debug"), options.pop("command")
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
-    options.pop("command")
-    run, debug = options.pop("run"), options.pop("debug")
     if run is _serve:
         return guarded(lambda: _serve(options, startup), debug=debug)
     return guarded(lambda: run(options), debug=debug)

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, Literal, Protocol
 
 import aiohttp
@@ -47,7 +47,7 @@ class Source(Protocol):
 
     model: str  # its name
 
-    def events(self, kind: Kind, body: dict[str, Any]) -> AsyncIterator[Any]:
+    def events(self, kind: Kind, body: dict[str, Any]) -> AsyncGenerator[Any]:
         """The events of a streamed answer, with the usage at the end. Closing it aborts.
 
         Raises:
@@ -80,7 +80,7 @@ class LocalSource:
         service.engine = load_engine(engine, server)
         return cls(service)
 
-    async def events(self, kind: Kind, body: dict[str, Any]) -> AsyncIterator[Any]:
+    async def events(self, kind: Kind, body: dict[str, Any]) -> AsyncGenerator[Any]:
         generation, form = await self._begin(kind, {**body, **_STREAMED})
         steps: asyncio.Queue[tuple[News, bool]] = asyncio.Queue()
         try:
@@ -151,7 +151,7 @@ class HttpSource:
             raise
         return cls(session, url, card["id"])
 
-    async def events(self, kind: Kind, body: dict[str, Any]) -> AsyncIterator[Any]:
+    async def events(self, kind: Kind, body: dict[str, Any]) -> AsyncGenerator[Any]:
         data = msgspec.json.encode({"model": self.model, **body, **_STREAMED})
         try:
             async with self._session.post(self._url + _PATHS[kind], data=data) as response:
