@@ -33,7 +33,7 @@ from forge_serve.flags import (
     taken,
 )
 from forge_serve.limits import Limits
-from forge_serve.outcome import guarded
+from forge_serve.outcome import INTERRUPTED, guarded, leave
 
 SECTIONS: dict[str, type] = {
     **ENGINE_SECTIONS,
@@ -104,8 +104,25 @@ def subparsers(parser: Parser) -> Mapping[str, Parser]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command. Returns the exit status.
+
+    Args:
+      argv: the words after `forge-jax`; default: those of this process, which is then the command's
+        own.
+
+    Raises:
+      SystemExit: for `--help`, `--version`, and words that cannot be read.
+    """
+    if argv is not None:
+        return _run(list(argv))
+    status = _run(sys.argv[1:])
+    if status == INTERRUPTED:  # maybe while executables were compiled
+        leave(status)
+    return status
+
+
+def _run(argv: list[str]) -> int:
     startup = StartupTimes()
-    argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:2] == ["profile", profile_cli.DIFF]:
         return profile_cli.diff(argv[2:])
     options = vars(make_parser().parse_args(argv))

@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from forge_jax.errors import ForgeError
 from forge_serve.terminal import one_line
@@ -36,6 +37,15 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
             traceback.print_exc()
         say_error(error)
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process at once: there may be threads that compile, which cannot be ended, for an
+    engine that nobody needs any more.
+    """
+    for file in filter(None, (sys.stdout, sys.stderr)):
+        file.flush()
+    os._exit(status)
 
 
 def say_error(error: BaseException) -> None:

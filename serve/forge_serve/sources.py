@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import sys
 from collections.abc import AsyncGenerator
 from typing import Any, Literal, Protocol
 
@@ -31,6 +29,7 @@ from forge_serve.http_client import (
     read_events,
     told,
 )
+from forge_serve.outcome import leave
 from forge_serve.protocol import ChatRequest, CompletionRequest
 from forge_serve.responses import ChatForm, CompletionForm, ResponseForm
 from forge_serve.server import load_engine
@@ -171,11 +170,7 @@ class HttpSource:
 
 
 def end_with(status: int, source: LocalSource | HttpSource | None) -> int:
-    """The exit status; ends the process at once if threads still compile for an engine that
-    nobody needs any more.
-    """
+    """The exit status; ends the process at once if threads still compile."""
     if isinstance(source, LocalSource) and source.compiling:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        leave(status)
     return status
