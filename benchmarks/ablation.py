@@ -26,15 +26,17 @@ from tqdm import tqdm
 
 from benchmarks import report as reports
 from benchmarks import workloads
-from benchmarks.client import Run, run, run_async
-from benchmarks.errors import BenchmarkError
-from benchmarks.in_process import Submitter, why_not
-from benchmarks.metrics import latencies, median
+from benchmarks.in_process import why_not
 from benchmarks.report import number
-from benchmarks.workloads import ALL, WARM_UP, Maker, Sizes, Vocabulary, Workload
+from benchmarks.workloads import Maker
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
 from forge_jax.errors import ConfigError, ForgeError
+from forge_serve.bench.client import Run, run, run_async
+from forge_serve.bench.errors import BenchmarkError
+from forge_serve.bench.in_process import Submitter
+from forge_serve.bench.metrics import latencies, median
+from forge_serve.bench.workload import ALL, WARM_UP, Sizes, Vocabulary, Workload
 
 Options = Mapping[str, Any]
 Better = Literal["higher", "lower"]

@@ -23,11 +23,9 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import report as reports
-from benchmarks.errors import BenchmarkError
-from benchmarks.metrics import median
 from benchmarks.report import number
 from benchmarks.throughput import SMALLEST_BLOCK, seconds
-from benchmarks.workloads import WARM_UP, Request, Sizes, Vocabulary, mixed
+from benchmarks.workloads import mixed
 from forge_jax import LLM
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
@@ -37,6 +35,9 @@ from forge_serve.batch.config import BatchRunConfig
 from forge_serve.batch.files import Input, Output
 from forge_serve.batch.progress import Counts
 from forge_serve.batch.run import answer
+from forge_serve.bench.errors import BenchmarkError
+from forge_serve.bench.metrics import median
+from forge_serve.bench.workload import WARM_UP, Request, Sizes, Vocabulary
 from forge_serve.config import ServerConfig
 from forge_serve.server import loop_factory
 

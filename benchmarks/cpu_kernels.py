@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from benchmarks import machine
 from benchmarks.interleaved import median_seconds
 from benchmarks.peers.proc import read_bandwidth_bytes_per_s
 from benchmarks.random_model import SHAPES, Shape
@@ -35,6 +34,7 @@ from forge_kernels import cpu
 from forge_kernels.attention import ragged_paged_attention
 from forge_kernels.cpu.library import num_threads
 from forge_kernels.linear import FORMATS, PackedWeight, Packing, Weight, linear, pack
+from forge_serve.bench import machine
 
 ROWS = (1, 8, 16, 32, 512)
 CONTEXTS = (128, 1024, 4096)

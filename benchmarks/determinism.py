@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
 from forge_jax import Engine, EngineConfig, SamplingParams
+from forge_serve.bench import machine
 
 WORDS = "the dog saw a small red house by the river and ran to tell his old friend".split()
 WORKLOADS = {  # name -> (requests at once, words of a prompt, output tokens)

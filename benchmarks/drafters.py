@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from benchmarks import report as reports
-from benchmarks.client import percentile
 from forge_jax.checkpoint.hub import BUNDLED, resolve
 from forge_jax.speculate.drafter import TextDrafter
 from forge_jax.speculate.ngram import NgramDrafter
 from forge_jax.speculate.suffix import SuffixDrafter
+from forge_serve.bench.metrics import percentile
 from training.forge_tiny.corpus import extraction, stories
 
 DRAFTERS: dict[str, Callable[[int], TextDrafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}

@@ -32,7 +32,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import machine
 from benchmarks.epoll_client import (
     BadAnswerError,
     Body,
@@ -44,6 +43,7 @@ from benchmarks.epoll_client import (
     text_and_tokens,
 )
 from benchmarks.serving_process import serving
+from forge_serve.bench import machine
 
 PROMPT_TOKENS = 32
 CHAT_MARKS = 18  # tokens that the fake chat template adds around a user's message

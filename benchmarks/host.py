@@ -25,8 +25,6 @@ from typing import Any
 import aiohttp
 import psutil
 
-from benchmarks import machine
-from benchmarks.client import percentile
 from benchmarks.serving_process import serving
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import EngineConfig, Policy
@@ -42,6 +40,8 @@ from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.step.meta import SlotFlags
 from forge_jax.step.runner import step_shapes
 from forge_jax.testing import FakeDevice
+from forge_serve.bench import machine
+from forge_serve.bench.metrics import percentile
 
 SEQUENCES = (1, 64, 256)
 STEP_TIME_S = 0.01  # of the fake device: the event loop has its turn meanwhile

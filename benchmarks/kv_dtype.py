@@ -20,11 +20,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks import report as reports
-from benchmarks.metrics import median
 from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import KVDType
 from forge_jax.errors import ForgeError
+from forge_serve.bench.metrics import median
 from training.forge_tiny.corpus import documents
 from training.forge_tiny.tokenizer import encode
 

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report as reports
-from benchmarks.errors import BenchmarkError
 from benchmarks.random_model import SHAPES, write_model
+from forge_serve.bench.errors import BenchmarkError
 
 FLOOR = "safetensors.numpy"
 BLOCK = 16 << 20

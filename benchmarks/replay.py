@@ -23,8 +23,6 @@ from typing import Any, get_args
 from tqdm import tqdm
 
 from benchmarks import report as reports
-from benchmarks.errors import BenchmarkError
-from benchmarks.metrics import Measured, Slo, latencies, percentile, spread_ms
 from benchmarks.report import number
 from benchmarks.virtual import DEVICES, StepCost, VirtualClock, VirtualDevice
 from benchmarks.workloads import TRACE_BLOCK, TraceEntry, fitted, read_trace
@@ -35,6 +33,8 @@ from forge_jax.garbage import short_pauses
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule import request as schedule
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
+from forge_serve.bench.errors import BenchmarkError
+from forge_serve.bench.metrics import Measured, Slo, latencies, percentile, spread_ms
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 URGENT, ORDINARY = "urgent", "ordinary"  # groups, and the two classes of `priority`

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
+from forge_serve.bench import machine
 
 
 def new(benchmark: str, **body: Any) -> dict[str, Any]:

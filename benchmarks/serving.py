@@ -22,12 +22,14 @@ from typing import Any
 
 from benchmarks import report as reports
 from benchmarks import workloads
-from benchmarks.client import Server, run, run_async
-from benchmarks.errors import BenchmarkError
-from benchmarks.metrics import Slo, refusal, summarise
 from benchmarks.report import number
 from benchmarks.serving_process import serving
-from benchmarks.workloads import WARM_UP, Sizes, TraceEntry, Vocabulary, Workload
+from benchmarks.workloads import TraceEntry
+from forge_jax.errors import ForgeError
+from forge_serve.bench.client import Server, run, run_async
+from forge_serve.bench.errors import BenchmarkError
+from forge_serve.bench.metrics import Slo, refusal, summarise
+from forge_serve.bench.workload import WARM_UP, Sizes, Vocabulary, Workload
 
 Make = Callable[[int], Workload]  # of a round
 Traces = Mapping[Path, Sequence[TraceEntry]]
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = _report(args)
         if args.output is not None:
             reports.write(report, args.output)
-    except (BenchmarkError, OSError) as error:
+    except (ForgeError, OSError) as error:
         print(f"serving: {error}", file=sys.stderr)
         return 1
     print(markdown(report))

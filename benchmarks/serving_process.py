@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
 
-from benchmarks.errors import BenchmarkError
+from forge_serve.bench.errors import BenchmarkError
 
 POLL_S = 0.02
 

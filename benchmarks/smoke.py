@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report as reports
-from benchmarks.client import run_all
-from benchmarks.errors import BenchmarkError
-from benchmarks.metrics import summarise
 from benchmarks.serving_process import serving
+from forge_serve.bench.client import run_all
+from forge_serve.bench.errors import BenchmarkError
+from forge_serve.bench.metrics import summarise
 
 PROMPTS = (
     "Tell me a story about a dog.",

@@ -44,7 +44,6 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks import report as reports
-from benchmarks.errors import BenchmarkError
 from benchmarks.report import number
 from forge_jax.assemble import assemble
 from forge_jax.config import EngineConfig, Verification
@@ -53,6 +52,7 @@ from forge_jax.errors import ForgeError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request, sequence_seed
 from forge_jax.step import step as step_file
+from forge_serve.bench.errors import BenchmarkError
 from training.forge_tiny.corpus import documents
 
 PARTS = ("usual", "questions", "replay", "load")

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report as reports
-from benchmarks.errors import BenchmarkError
 from benchmarks.serving_process import started
+from forge_serve.bench.errors import BenchmarkError
 
 # What the server imports of others, and JAX's backend, which it cannot do without either.
 IMPORTS = (

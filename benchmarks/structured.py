@@ -23,8 +23,6 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from benchmarks import report as reports
-from benchmarks.errors import BenchmarkError
-from benchmarks.metrics import median
 from benchmarks.report import number
 from forge_jax import LLM, SamplingParams
 from forge_jax.errors import ForgeError, GrammarError
@@ -32,6 +30,8 @@ from forge_jax.grammar import GrammarCompiler, GrammarSpec
 from forge_jax.grammar.build import build
 from forge_jax.grammar.masks import mask_width
 from forge_jax.text import Tokenizer
+from forge_serve.bench.errors import BenchmarkError
+from forge_serve.bench.metrics import median
 
 END = "<|end|>"
 WALK = 60  # tokens of one output whose masks are timed

@@ -19,13 +19,15 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import report as reports
-from benchmarks.errors import BenchmarkError
-from benchmarks.in_process import sampling_params, why_not
-from benchmarks.metrics import median
+from benchmarks.in_process import why_not
 from benchmarks.report import number
-from benchmarks.workloads import WARM_UP, Request, Sizes, Vocabulary, mixed
+from benchmarks.workloads import mixed
 from forge_jax import LLM
 from forge_jax.errors import ForgeError
+from forge_serve.bench.errors import BenchmarkError
+from forge_serve.bench.in_process import sampling_params
+from forge_serve.bench.metrics import median
+from forge_serve.bench.workload import WARM_UP, Request, Sizes, Vocabulary
 
 SMALLEST_BLOCK = 16  # tokens; of the automatic block sizes
 

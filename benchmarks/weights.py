@@ -28,10 +28,10 @@ from benchmarks.kv_dtype import (
     own_texts,
     tokens_per_s,
 )
-from benchmarks.metrics import median
 from forge_jax import LLM
 from forge_jax.config import Rounding
 from forge_jax.errors import ForgeError
+from forge_serve.bench.metrics import median
 
 PLAIN = "none"
 

@@ -15,183 +15,33 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer as Backend
+from forge_serve.bench.errors import BenchmarkError
+from forge_serve.bench.workload import (
+    ALL,
+    Request,
+    Sizes,
+    Vocabulary,
+    Workload,
+    baseline,
+    content_of,
+    rng_of,
+)
 
-from benchmarks.errors import BenchmarkError
-from forge_jax.checkpoint.hub import BUNDLED, resolve
-
-ALL = "all"  # the group of requests that belong to no special one
-WARM_UP = -1  # the round that is not measured
 TRACE_BLOCK = 512  # tokens of one hash id in Mooncake's traces
 TEMPLATE_TOKENS = 32  # room that is left for a BOS, or what a chat template adds
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One request: a prompt of token ids, or the text of a user's message."""
-
-    max_tokens: int
-    prompt: tuple[int, ...] = ()
-    text: str | None = None
-    arrival_s: float = 0.0  # since the start of the run; not earlier
-    after: int | None = None  # index of a request that must have been answered before
-    group: str = ALL  # figures are given for each group too
-    json_schema: Mapping[str, Any] | None = None  # what the answer must be
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    name: str
-    requests: tuple[Request, ...]
-    concurrency: Mapping[str, int] = field(default_factory=dict)  # group -> at once; see `limit_of`
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what the report says of it
-    endpoint: str | None = None  # the only one that it can be sent to
-
-    def limit_of(self, group: str) -> str | None:
-        """Which entry of `concurrency` limits this group: its own, or the one of all others."""
-        return next((name for name in (group, ALL) if name in self.concurrency), None)
-
-    @property
-    def load(self) -> str:
-        """How the requests arrive, in words."""
-        limits = ", ".join(
-            f"{n} at once" + ("" if group == ALL else f" ({group})")
-            for group, n in self.concurrency.items()
-        )
-        span = max((r.arrival_s for r in self.requests), default=0.0)
-        arrival = f"arriving over {span:.1f} s" if span else "" if limits else "all at once"
-        return ", ".join(filter(None, (arrival, limits)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What a workload is cut to."""
-
-    context: int  # tokens that a sequence may have, prompt and output
-    num_requests: int = 64
-    input_len: int | None = None  # of baseline
-    output_len: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.context < 64:
-            raise BenchmarkError(f"a context of {self.context} tokens is too short: at least 64")
-        if self.num_requests < 1:
-            raise BenchmarkError(f"--requests must be at least 1, not {self.num_requests}")
-        for flag, value in (("--input-len", self.input_len), ("--output-len", self.output_len)):
-            if value is not None and value < 1:
-                raise BenchmarkError(f"{flag} must be at least 1, not {value}")
-        if (self.input_len or 1) + (self.output_len or 1) > self.context:
-            raise BenchmarkError(
-                f"--input-len and --output-len are more than the context of {self.context} tokens"
-            )
-
-
-class Vocabulary:
-    """The token ids that prompts are made of: ordinary words, no special tokens.
-
-    With a tokenizer, `text` spells any sequence of them so that it becomes the same tokens again.
-    """
-
-    MAX_WORDS = 2048
-    MIN_WORDS = 8
-
-    def __init__(self, ids: Sequence[int], backend: Backend | None = None):
-        self.ids = tuple(ids)
-        self._backend = backend
-
-    @classmethod
-    def plain(cls) -> Vocabulary:
-        """Ids that every vocabulary has; without text."""
-        return cls(range(10, 250))
-
-    @classmethod
-    def of(cls, backend: Backend) -> Vocabulary:
-        """Whole words with the space before them; letters where a tokenizer has no such words.
-
-        Raises:
-          BenchmarkError: neither survives a round trip through text.
-        """
-        special = {i for i, t in backend.get_added_tokens_decoder().items() if t.special}
-        pieces = sorted((i, piece) for piece, i in backend.get_vocab().items() if i not in special)
-        words = (i for i, p in pieces if p[:1] in "Ġ▁" and p[1:].isascii() and p[1:].isalpha())
-        letters = (i for i, p in pieces if len(p) == 1 and p.isascii() and p.isalpha())
-        for candidates in (words, letters):
-            stable = (i for i in candidates if _ids_again(backend, [i, i, i]) == [i, i, i])
-            ids = list(itertools.islice(stable, cls.MAX_WORDS))
-            if len(ids) >= cls.MIN_WORDS and _ids_again(backend, ids) == ids:
-                return cls(ids, backend)
-        raise BenchmarkError("this tokenizer gives no text of an exact length: send token ids")
-
-    @classmethod
-    def from_file(cls, path: Path) -> Vocabulary:
-        """Of a tokenizer.json, or of the folder that it is in."""
-        file = path / "tokenizer.json" if path.is_dir() else path
-        try:
-            backend = Backend.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception for whatever is wrong
-            raise BenchmarkError(f"--tokenizer {path}: no usable tokenizer.json there") from error
-        backend.no_truncation()
-        backend.no_padding()
-        return cls.of(backend)
-
-    @classmethod
-    def of_model(cls, *names: str | None) -> Vocabulary:
-        """Of the first that is the bundled model or a folder with a tokenizer; else plain."""
-        for name in names:
-            if name and (name == BUNDLED or Path(name).is_dir()):
-                folder = resolve(name)
-                if (folder / "tokenizer.json").is_file():
-                    return cls.from_file(folder)
-        return cls.plain()
-
-    @property
-    def has_text(self) -> bool:
-        return self._backend is not None
-
-    def sample(self, rng: random.Random, count: int) -> tuple[int, ...]:
-        return tuple(rng.choices(self.ids, k=count))
-
-    def text(self, ids: Sequence[int]) -> str:
-        """A text of exactly these tokens (a server may put a BOS or a template around it).
-
-        Raises:
-          BenchmarkError: there is no tokenizer, or it breaks the text otherwise.
-        """
-        if self._backend is None:
-            raise BenchmarkError("text prompts need the model's tokenizer: pass --tokenizer FOLDER")
-        if _ids_again(self._backend, ids) != list(ids):
-            raise BenchmarkError("this tokenizer gives no text of an exact length: send token ids")
-        return self._backend.decode(list(ids), skip_special_tokens=False)
-
-
-def _ids_again(backend: Backend, ids: Sequence[int]) -> list[int]:
-    text = backend.decode(list(ids), skip_special_tokens=False)
-    return backend.encode(text, add_special_tokens=False).ids
 
 
 # --- the workloads -----------------------------------------------------------------------------
 
 
-def baseline(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
-    """Equal requests: the plain figure that others are compared with."""
-    input_len = sizes.input_len or min(128, sizes.context // 4)
-    output_len = sizes.output_len or min(64, sizes.context - input_len)
-    content = _content("baseline", seed, round_)
-    requests = [
-        Request(prompt=vocabulary.sample(content, input_len), max_tokens=output_len)
-        for _ in range(sizes.num_requests)
-    ]
-    return Workload(name="baseline", requests=tuple(requests), concurrency={ALL: 16})
-
-
 def continuous_batching(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
     """Outputs of very different lengths that arrive over time: a static batch waits for its
     longest, and everybody who comes later waits for the batch."""
-    rng, content = _lengths(seed), _content("continuous_batching", seed, round_)
+    rng, content = _lengths(seed), content_of("continuous_batching", seed, round_)
     most = sizes.context // 4
     requests = [
         Request(
@@ -207,7 +57,7 @@ def continuous_batching(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_:
 def paged_attention(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
     """Many sequences of lengths between 16 tokens and the context, all at once: a contiguous
     cache would reserve the whole context for each."""
-    rng, content = _lengths(seed), _content("paged_attention", seed, round_)
+    rng, content = _lengths(seed), content_of("paged_attention", seed, round_)
     requests = [
         Request(
             prompt=vocabulary.sample(content, _log_uniform(rng, 8, sizes.context // 2)),
@@ -225,7 +75,7 @@ def paged_attention(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int
 def chunked_prefill(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
     """Prompts as long as the context come in, one after the other, while short ones decode. The
     figure is the ITL of the group "decoder"."""
-    content = _content("chunked_prefill", seed, round_)
+    content = content_of("chunked_prefill", seed, round_)
     num_long = max(sizes.num_requests // 2, 1)
     decoder_len, long_output = sizes.context // 4, 8
     decoders = [
@@ -256,7 +106,7 @@ def prefix_caching(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int)
     to the one before; the history it repeats holds made-up answers, so that the prompts are the
     same for every server. Groups are the turns."""
     turns, systems = 4, 2
-    content = _content("prefix_caching", seed, round_)
+    content = content_of("prefix_caching", seed, round_)
     shared = [vocabulary.sample(content, sizes.context // 4) for _ in range(systems)]
     piece = max(sizes.context // 32, 2)
     requests: list[Request] = []
@@ -281,7 +131,7 @@ def prefix_caching(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int)
 
 def mixed(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
     """For offline runs: outputs of 16 to 256 tokens; every second prompt has a shared beginning."""
-    rng, content = _lengths(seed), _content("mixed", seed, round_)
+    rng, content = _lengths(seed), content_of("mixed", seed, round_)
     quarter = sizes.context // 4
     shared = vocabulary.sample(content, quarter)
     requests = []
@@ -303,7 +153,7 @@ _NAMES = ("John", "Mary", "Tom", "Anna", "Sam", "Lily", "Ben", "Sue")
 
 def structured(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
     """Answers that must follow a JSON schema. The figure besides speed is how many do."""
-    content = _content("structured", seed, round_)
+    content = content_of("structured", seed, round_)
     requests = [
         Request(
             text=f"Extract the name and age: {content.choice(_NAMES)} is "
@@ -409,11 +259,11 @@ def trace(
         input_len, output_len = fitted(entry, sizes.context)
         clipped += (input_len, output_len) < (entry.input_len, entry.output_len)
         blocks = [
-            vocabulary.sample(_rng(seed, round_, "block", hash_id), TRACE_BLOCK)
+            vocabulary.sample(rng_of(seed, round_, "block", hash_id), TRACE_BLOCK)
             for hash_id in entry.hash_ids[: -(-input_len // TRACE_BLOCK)]
         ]
         prompt = tuple(itertools.chain.from_iterable(blocks))[:input_len]
-        prompt += vocabulary.sample(_rng(seed, round_, "own", index), input_len - len(prompt))
+        prompt += vocabulary.sample(rng_of(seed, round_, "own", index), input_len - len(prompt))
         requests.append(
             Request(prompt=prompt, max_tokens=output_len, arrival_s=entry.arrival_s * time_scale)
         )
@@ -479,7 +329,7 @@ def poisson(count: int, rate: float, burstiness: float, seed: int) -> list[float
         raise BenchmarkError(f"--burstiness must be greater than 0, not {burstiness}")
     if math.isinf(rate):
         return [0.0] * count
-    rng = _rng(seed, "arrivals")
+    rng = rng_of(seed, "arrivals")
     gaps = (rng.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count - 1))
     return list(itertools.accumulate(gaps, initial=0.0))[:count]
 
@@ -514,17 +364,8 @@ def _arriving(requests: Sequence[Request], times: Sequence[float]) -> list[Reque
 # --- random sources ----------------------------------------------------------------------------
 
 
-def _rng(*key: Any) -> random.Random:
-    return random.Random(":".join(map(str, key)))
-
-
 def _lengths(seed: int) -> random.Random:
-    return _rng(seed, "lengths")
-
-
-def _content(workload: str, seed: int, round_: int) -> random.Random:
-    """Another one for each workload: none may find another's prompts in a cache."""
-    return _rng(workload, seed, round_)
+    return rng_of(seed, "lengths")
 
 
 def _log_uniform(rng: random.Random, low: int, high: int) -> int:

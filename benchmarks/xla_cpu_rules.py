@@ -24,9 +24,9 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from benchmarks import machine
 from benchmarks.interleaved import median_seconds
 from forge_kernels.sampling import filter_threshold
+from forge_serve.bench import machine
 
 HOLDS = 1.5
 RNG = np.random.default_rng(0)

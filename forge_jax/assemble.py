@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from forge_jax.cache.kv import (
     fit_num_blocks,
     kv_shape,
 )
+from forge_jax.cache_folder import default_cache_folder, private_folder_fault
 from forge_jax.checkpoint.adapter import check_adapter, read_adapter
 from forge_jax.checkpoint.converted import Record, read_record
 from forge_jax.checkpoint.hub import resolve
@@ -563,8 +563,8 @@ def use_compilation_cache(config: EngineConfig) -> None:
     named, from_jax = parallel.compile_cache_dir, jax.config.jax_compilation_cache_dir
     enabled = parallel.compile_cache
     if enabled and (named is not None or from_jax is None):
-        folder = Path(named) if named is not None else _default_cache_folder()
-        fault = _private_folder_fault(folder)
+        folder = Path(named) if named is not None else default_cache_folder()
+        fault = private_folder_fault(folder)
         if fault and named is not None:
             raise ConfigError(f"--compile-cache {named}: {fault}")
         if fault:
@@ -578,25 +578,6 @@ def use_compilation_cache(config: EngineConfig) -> None:
         compilation_cache.reset_cache()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _default_cache_folder() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "forge-jax" / "xla"
-
-
-def _private_folder_fault(folder: Path) -> str | None:
-    """Makes the folder if there is none; what is wrong with it, and what to do."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-    except OSError as error:
-        return error.strerror or str(error)
-    if status.st_uid != os.getuid():
-        return "belongs to another user: name a folder of your own"
-    if status.st_mode & 0o022:
-        return "others can write to it: chmod 700 it, or name another"
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,7 @@ def test_the_check_sees_imports_wherever_they_stand():
         "forge_jax.text",
         "forge_jax.engine",
         "forge_jax.fake",
+        "forge_jax.doctor",
         "forge_serve.cli",
     ],
 )

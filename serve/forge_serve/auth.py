@@ -43,7 +43,7 @@ class ApiKeys:
         """
         keys = list(config.api_key)
         if config.api_key_file is not None:
-            keys += _read_keys(config.api_key_file)
+            keys += read_keys(config.api_key_file)
         return cls(keys)
 
     def __bool__(self) -> bool:
@@ -106,7 +106,7 @@ def _tenant(key: str) -> str:
     return hashlib.blake2b(key.encode(), digest_size=16, person=b"forge-tenant").hexdigest()
 
 
-def _read_keys(path: str) -> list[str]:
+def read_keys(path: str) -> list[str]:
     """A file's keys: one in each line that is neither empty nor begins with "#"."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()

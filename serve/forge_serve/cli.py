@@ -1,45 +1,40 @@
-"""The command `forge-jax`. Its flags, their help and their defaults are the configuration's fields.
+"""The command `forge-jax`: which commands there are, and how they end.
 
-Nothing heavy is imported before the flags have been read.
+Nothing heavy is imported before the flags have been read. `commands/` has those that are more than
+a call.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import gc
 import sys
-import types
-import typing
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import forge_jax
-from forge_jax.config import (
-    BatchConfig,
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    SpeculationConfig,
-)
-from forge_jax.errors import ForgeError
+from forge_jax.config import EngineConfig, ModelConfig, ParallelConfig
+from forge_jax.errors import ConfigError
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.profile.config import Workload
 from forge_serve import profile_cli
 from forge_serve.batch.config import SERVER_FLAGS, BatchRunConfig
+from forge_serve.commands import bench, chat, doctor, generate
 from forge_serve.config import ServerConfig
+from forge_serve.flags import (
+    ENGINE_SECTIONS,
+    MODEL,
+    Commands,
+    Parser,
+    add_debug,
+    add_model,
+    add_sections,
+    chosen,
+    taken,
+)
 from forge_serve.limits import Limits
+from forge_serve.outcome import INTERRUPTED, guarded, leave
 
-ENGINE_SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "KV cache": CacheConfig,
-    "batch": BatchConfig,
-    "speculation": SpeculationConfig,
-    "device": ParallelConfig,
-}
 SECTIONS: dict[str, type] = {
     **ENGINE_SECTIONS,
     "server": ServerConfig,
@@ -49,6 +44,24 @@ BATCH_SECTIONS: dict[str, type] = {
     "files": BatchRunConfig,
     **{name: section for name, section in SECTIONS.items() if section is not ServerConfig},
 }
+# What decides the weights that `convert` writes.
+CONVERT = ("revision", "dtype", "quantization", "kernels", "backend", "tensor_parallel")
+_HELP = "An LLM inference engine compiled by JAX/XLA, and a server on it in OpenAI's protocol."
+_EPILOG = """\
+MODEL is a folder, a .gguf file, a Hugging Face id, or forge-tiny, which is bundled.
+
+  forge-jax serve                                 serve forge-tiny on 127.0.0.1:8000
+  forge-jax chat Qwen/Qwen3-0.6B                  talk to a model, without a server
+  forge-jax generate forge-tiny "Once upon a"     continue a text
+  forge-jax doctor                                what a bug report needs, and what is wrong
+
+forge-jax COMMAND --help says what a command takes."""
+_SERVE_HELP = """\
+Serve a model over HTTP, in OpenAI's protocol, until SIGTERM or Ctrl-C; then running requests
+finish. The first line on stdout says where, and gives a curl command to try."""
+_CONVERT_HELP = """\
+Write a model's weights as they are served, fused, cast and packed, to a folder that can be served
+like any other, and is read faster."""
 _BATCH_HELP = """\
 Answer a file of requests without a server, each line as the server would have answered it.
 
@@ -58,128 +71,86 @@ A line of IN is a line of OpenAI's batch files, or a plain request:
   {"prompt": "Once upon a time", "max_tokens": 32}
   {"id": 7, "messages": [{"role": "user", "content": "What is 2+2?"}], "temperature": 0}
 OUT has one line for each, in the order in which they are done; what cannot be answered has
-its error there. A run that was ended goes on where it was: give the same command again.
-"""
+its error there. A run that was ended goes on where it was: give the same command again."""
 
 
-_MODEL = {field.name: field for field in dataclasses.fields(ModelConfig)}["model"]
-# What decides the weights that `convert` writes.
-CONVERT = ("revision", "dtype", "quantization", "kernels", "backend", "tensor_parallel")
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One field of the configuration as the command line knows it."""
-
-    name: str  # of the field
-    flag: str
-    doc: str
-    default: Any
-    type: Callable[[str], Any]
-    choices: tuple[str, ...] | None
-    switch: bool  # takes no value and inverts the default
-    repeated: bool  # may be given several times
-
-    @property
-    def metavar(self) -> str | None:
-        if self.switch or self.choices is not None:
-            return None
-        return {int: "N", float: "X"}.get(self.type, "TEXT")  # type: ignore[call-overload]
-
-    @property
-    def automatic(self) -> bool:
-        """Whether it takes "auto": a number that is found at start unless it is given."""
-        return self.default is None and self.type is not str
-
-    @property
-    def default_text(self) -> str:
-        if self.switch:
-            return "off"
-        if self.default is None:
-            return "auto" if self.automatic else "not set"
-        if self.repeated:
-            return "none"
-        return str(self.default)
-
-
-def flags(section: type) -> Iterator[Flag]:
-    """The flags of one section's fields, in their order."""
-    hints = typing.get_type_hints(section)
-    for field in dataclasses.fields(section):
-        flag = field.metadata.get("flag", "--" + field.name.replace("_", "-"))
-        if flag is None:
-            continue
-        kind, choices, repeated = _value_type(hints[field.name])
-        yield Flag(
-            name=field.name,
-            flag=flag,
-            doc=field.metadata["doc"],
-            default=field.default,
-            type=kind,
-            choices=choices,
-            switch=kind is bool,
-            repeated=repeated,
-        )
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="forge-jax", description="An LLM inference engine compiled by JAX/XLA."
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="forge-jax", usage="forge-jax COMMAND ...", description=_HELP, epilog=_EPILOG
     )
     parser.add_argument("--version", action="version", version=f"forge-jax {forge_jax.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser(
-        "serve",
-        help="serve a model over HTTP",
-        description="Serve a model over HTTP, in OpenAI's protocol.",
+    commands: Commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands", prog="forge-jax"
     )
-    _add_sections(serve, SECTIONS)
-    profile = commands.add_parser(
-        "profile",
-        help="trace a model's steps, or compare two traces",
-        description=profile_cli.DESCRIPTION,
-    )
-    profile.add_argument(
-        "--logdir", default="profile", metavar="DIR", help="where to (default: profile)"
-    )
-    _add_sections(profile, {"workload": Workload, **ENGINE_SECTIONS})
-    convert = commands.add_parser(
-        "convert",
-        help="write a model's weights as they are served, so that they are read faster",
-        description="Write a model's weights as they are served, fused, cast and packed, to a "
-        "folder that can be served like any other.",
-    )
-    convert.add_argument("model", metavar="MODEL", help=_MODEL.metadata["doc"])
-    convert.add_argument("out", metavar="OUT", help="a folder that is not there yet, or is empty")
-    for section in (ModelConfig, ParallelConfig):
-        for flag in flags(section):
-            if flag.name in CONVERT:
-                _add(convert, flag)
+    _add_serve(commands)
+    chat.add_to(commands)
+    generate.add_to(commands)
     _add_batch(commands)
+    bench.add_to(commands)
+    _add_profile(commands)
+    _add_convert(commands)
+    doctor.add_to(commands)
+    for command in subparsers(parser).values():
+        add_debug(command)
     return parser
 
 
-def _add_sections(parser: argparse.ArgumentParser, sections: dict[str, type]) -> None:
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=_MODEL.default,
-        metavar="MODEL",
-        help=f"{_MODEL.metadata['doc']} (default: {_MODEL.default})",
+def subparsers(parser: Parser) -> Mapping[str, Parser]:
+    """The parsers of the commands, by name."""
+    assert parser._subparsers is not None
+    [commands] = parser._subparsers._group_actions
+    assert isinstance(commands.choices, Mapping)
+    return commands.choices
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command. Returns the exit status.
+
+    Args:
+      argv: the words after `forge-jax`; default: those of this process, which is then the command's
+        own.
+
+    Raises:
+      SystemExit: for `--help`, `--version`, and words that cannot be read.
+    """
+    if argv is not None:
+        return _run(list(argv))
+    status = _run(sys.argv[1:])
+    if status == INTERRUPTED:  # maybe while executables were compiled
+        leave(status)
+    return status
+
+
+def _run(argv: list[str]) -> int:
+    startup = StartupTimes()
+    if argv[:2] == ["profile", profile_cli.DIFF]:
+        return profile_cli.diff(argv[2:])
+    options = vars(make_parser().parse_args(argv))
+    run, debug, _ = options.pop("run"), options.pop("debug"), options.pop("command")
+    options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
+    if run is _serve:
+        return guarded(lambda: _serve(options, startup), debug=debug)
+    return guarded(lambda: run(options), debug=debug)
+
+
+def _add_serve(commands: Commands) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        usage="forge-jax serve [MODEL] [options]",
+        description=_SERVE_HELP,
     )
-    for title, section in sections.items():
-        group = parser.add_argument_group(title)
-        for flag in flags(section):
-            _add(group, flag)
+    add_model(serve)
+    add_sections(serve, SECTIONS)
+    serve.set_defaults(run=_serve)
 
 
-def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_batch(commands: Commands) -> None:
     batch = commands.add_parser(
         "batch",
         help="answer a file of requests",
         usage="forge-jax batch IN OUT [MODEL | --model MODEL] [options]",
         description=_BATCH_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     batch.add_argument("input", type=Path, metavar="IN", help="requests, one in each line")
     batch.add_argument(
@@ -189,145 +160,88 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "model_at_end",
         nargs="?",
         metavar="MODEL",
-        help=f"{_MODEL.metadata['doc']} (default: {_MODEL.default})",
+        help=f"{MODEL.metadata['doc']} (default: {MODEL.default})",
     )
     batch.add_argument("--model", metavar="MODEL", help="the same as a flag")
-    for title, section in BATCH_SECTIONS.items():
-        group = batch.add_argument_group(title)
-        for flag in flags(section):
-            _add(group, flag)
+    add_sections(batch, BATCH_SECTIONS)
     group = batch.add_argument_group("as of the server")
-    for flag in flags(ServerConfig):
-        if flag.name in SERVER_FLAGS:
-            _add(group, flag)
+    for flag in chosen(ServerConfig, SERVER_FLAGS):
+        flag.add_to(group)
+    batch.set_defaults(run=_batch)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    startup = StartupTimes()
-    argv = sys.argv[1:] if argv is None else argv
-    if list(argv[:2]) == ["profile", profile_cli.DIFF]:
-        return _or_error(lambda: profile_cli.diff(argv[2:]))
-    parser = make_parser()
-    options = vars(parser.parse_args(argv))
-    command = options.pop("command")
-    if command == "convert":
-        return _convert(options.pop("out"), options)
-    if command == "batch":
-        at_end = options.pop("model_at_end")
-        if at_end is not None and options["model"] is not None:
-            parser.error("MODEL and --model: give one of them")
-        options["model"] = at_end or options["model"] or ModelConfig.model
-        return _batch(options)
-    options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
-    if command == "profile":
-        return _or_error(lambda: profile_cli.record(options))
+def _add_profile(commands: Commands) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="trace a model's steps, or compare two traces",
+        usage="forge-jax profile [MODEL] [options]\n       forge-jax profile diff A B [options]",
+        description=profile_cli.DESCRIPTION,
+    )
+    add_model(profile)
+    profile.add_argument(
+        "--logdir", default="profile", metavar="DIR", help="where to (default: profile)"
+    )
+    add_sections(profile, {"workload": Workload, **ENGINE_SECTIONS})
+    profile.set_defaults(run=profile_cli.record)
+
+
+def _add_convert(commands: Commands) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="write a model's weights as they are served, so that they are read faster",
+        usage="forge-jax convert MODEL OUT [options]",
+        description=_CONVERT_HELP,
+    )
+    convert.add_argument("model", metavar="MODEL", help=MODEL.metadata["doc"])
+    convert.add_argument("out", metavar="OUT", help="a folder that is not there yet, or is empty")
+    for section in (ModelConfig, ParallelConfig):
+        for flag in chosen(section, CONVERT):
+            flag.add_to(convert)
+    convert.set_defaults(run=_convert)
+
+
+def _serve(options: dict[str, Any], startup: StartupTimes) -> int:
     gc.disable()  # until the engine is ready: looking for garbage takes a tenth of a start
     try:
-        return _or_error(lambda: _serve(options, startup))
+        limits = Limits(**taken(options, Limits))
+        server = ServerConfig(**taken(options, ServerConfig), limits=limits)
+        engine = EngineConfig.from_options(**options)
+        from forge_serve.server import serve
+
+        return serve(engine, server, startup)
     finally:
         gc.enable()
 
 
-def _serve(options: dict[str, Any], startup: StartupTimes) -> int:
-    limits = Limits(**_taken(options, Limits))
-    server = ServerConfig(**_taken(options, ServerConfig), limits=limits)
-    engine = EngineConfig.from_options(**options)
-    from forge_serve.server import serve
+def _convert(options: dict[str, Any]) -> int:
+    out = options.pop("out")
+    config = EngineConfig.from_options(**options)
+    from forge_jax.convert import convert, summary
 
-    return serve(engine, server, startup)
-
-
-def _or_error(command: Callable[[], int]) -> int:
-    """The exit status of a command, or what is wrong and 1."""
-    try:
-        return command()
-    except ForgeError as error:
-        print(f"forge-jax: {error}", file=sys.stderr)
-        return 1
-
-
-def _convert(out: str, options: dict[str, Any]) -> int:
-    try:
-        config = EngineConfig.from_options(**options)
-        from forge_jax.convert import convert, summary
-
-        print(summary(convert(config, out)))
-        return 0
-    except ForgeError as error:
-        print(f"forge-jax: {error}", file=sys.stderr)
-        return 1
+    print(summary(convert(config, out)))
+    return 0
 
 
 def _batch(options: dict[str, Any]) -> int:
+    at_end = options.pop("model_at_end")
+    if at_end is not None and options["model"] is not None:
+        raise ConfigError("MODEL and --model: give one of them")
+    options["model"] = at_end or options["model"] or MODEL.default
     gc.disable()  # until the engine is ready, as `serve` has it
     try:
         config = BatchRunConfig(
             input=options.pop("input"),
             output=options.pop("output"),
-            **_taken(options, BatchRunConfig),
+            **taken(options, BatchRunConfig),
         )
-        limits = Limits(**_taken(options, Limits))
+        limits = Limits(**taken(options, Limits))
         server = ServerConfig(**{n: options.pop(n) for n in SERVER_FLAGS}, limits=limits)
         engine = EngineConfig.from_options(**options)
         from forge_serve.batch.run import batch
 
         return batch(engine, server, config)
-    except ForgeError as error:
-        print(f"forge-jax: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # while the model was loaded
-        return 130
     finally:
         gc.enable()
-
-
-def _taken(options: dict[str, Any], section: type) -> dict[str, Any]:
-    """Takes the values of a section's flags out of the options."""
-    return {flag.name: options.pop(flag.name) for flag in flags(section)}
-
-
-def _add(group: argparse._ActionsContainer, flag: Flag) -> None:
-    doc = flag.doc.replace("%", "%%")
-    if flag.switch:
-        action = "store_false" if flag.default else "store_true"
-        group.add_argument(flag.flag, dest=flag.name, action=action, help=doc)
-        return
-    if flag.repeated:
-        group.add_argument(
-            flag.flag, dest=flag.name, default=[], action="append", metavar=flag.metavar, help=doc
-        )
-        return
-    group.add_argument(
-        flag.flag,
-        dest=flag.name,
-        default=flag.default,
-        type=_or_auto(flag.type) if flag.automatic else flag.type,
-        choices=flag.choices,
-        metavar=flag.metavar,
-        help=doc if flag.default is None else f"{doc} (default: {flag.default})",
-    )
-
-
-def _or_auto(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        return None if text == "auto" else kind(text)
-
-    parse.__name__ = getattr(kind, "__name__", "value")  # argparse names it in its message
-    return parse
-
-
-def _value_type(hint: Any) -> tuple[Callable[[str], Any], tuple[str, ...] | None, bool]:
-    """How the text of a flag becomes a value of this type, which values there are, and whether
-    there may be several.
-    """
-    if hint == tuple[str, ...]:
-        return str, None, True
-    if typing.get_origin(hint) is types.UnionType:
-        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
-    if typing.get_origin(hint) is Literal:
-        return str, typing.get_args(hint), False
-    assert hint in (bool, int, float, str), f"no flag can hold a {hint}"
-    return hint, None, False
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""Writes docs/configuration.md: `python -m forge_serve.config_docs [FILE]`."""
+"""Writes the pages of flags and of commands: `python -m forge_serve.config_docs [ROOT]`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from forge_jax.profile.config import Workload
+from forge_serve import profile_cli
 from forge_serve.batch.config import SERVER_FLAGS, BatchRunConfig
-from forge_serve.cli import SECTIONS, Flag, flags
+from forge_serve.cli import SECTIONS, make_parser, subparsers
 from forge_serve.config import ServerConfig
+from forge_serve.flags import Flag, HelpFormatter, Parser, flags
 from forge_serve.limits import Limits, rows
 
-DEFAULT_FILE = "docs/configuration.md"
+HELP_WIDTH = 96
 
 _HEAD = """\
 # Configuration
@@ -46,9 +50,49 @@ cache, the batch, speculation, the device and the limits; of the server,
 
 """
 
+_CLI_HEAD = """\
+# The command line
+
+`forge-jax COMMAND --help` says all of this, too; the page is generated from it by
+`python -m forge_serve.config_docs`. [configuration.md](configuration.md) has the flags as tables.
+
+What is wrong is one line on stderr that begins with `forge-jax: error:` and says what to do; where
+it comes from, `--debug` shows, which every command takes. What was asked for is on stdout,
+everything else on stderr.
+
+| exit status | means |
+|---|---|
+| 0 | done |
+| 1 | an error, a problem that `doctor` has found, or a failed request of `bench` |
+| 2 | the command line cannot be read |
+| 130 | ended by Ctrl-C (`serve` drains, and ends with 0) |
+| 141 | nobody reads the output any more, as in a pipe to `head`; without a line |
+
+A model's text goes to files and pipes as it is. On a terminal the control characters in it are
+shown as pictures (`␛` for escape), so that nothing a model writes can drive the terminal; so are
+those in a server's messages.
+
+In `chat`, Ctrl-C stops an answer, which stays in the conversation as far as it came; Ctrl-D ends
+the chat. Reasoning is shown dimmed, and no part of what is sent again. What was typed can be called
+back with the arrow keys until the chat ends; nothing of it is written to a file. `--url` talks to
+any server of OpenAI's protocol; its key comes from `--api-key-file`, never from the environment.
+"""
+
+
+def cli_page() -> str:
+    """The help of every command, as Markdown."""
+    parser = make_parser()
+    parsers = [parser, *subparsers(parser).values(), profile_cli.make_diff_parser()]
+    return "".join([_CLI_HEAD, *map(_help, parsers)])
+
+
+def _help(parser: Parser) -> str:
+    parser.formatter_class = partial(HelpFormatter, width=HELP_WIDTH)  # type: ignore[assignment]
+    return f"\n## {parser.prog}\n\n```text\n{parser.format_help()}```\n"
+
 
 def page() -> str:
-    """The page as Markdown: one table per section."""
+    """The flags as Markdown: one table per section."""
     parts = [_HEAD]
     for title, section in SECTIONS.items():
         parts.append(f"\n## {title[0].upper()}{title[1:]}\n\n")
@@ -92,5 +136,12 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+PAGES: Mapping[str, Callable[[], str]] = {
+    "docs/configuration.md": page,
+    "docs/cli.md": cli_page,
+}
+
 if __name__ == "__main__":
-    Path(sys.argv[1] if len(sys.argv) > 1 else DEFAULT_FILE).write_text(page(), encoding="utf-8")
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+    for file, text in PAGES.items():
+        (root / file).write_text(text(), encoding="utf-8")

@@ -11,6 +11,8 @@ from typing import Any
 
 from forge_jax.config import EngineConfig
 from forge_jax.profile.config import Workload
+from forge_serve.flags import Parser, add_debug
+from forge_serve.outcome import guarded
 
 DIFF = "diff"
 DESCRIPTION = """\
@@ -18,9 +20,10 @@ Trace a model's steps: decodes only into DIR/decode, prompts only into DIR/prefi
 its profile plugin opens DIR. `forge-jax profile diff A B` compares two such folders."""
 
 
-def make_diff_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_diff_parser() -> Parser:
+    parser = Parser(
         prog="forge-jax profile diff",
+        usage="forge-jax profile diff A B [options]",
         description="What got slower or faster from one profile to another, appeared or vanished.",
     )
     parser.add_argument("before", metavar="A", help="a folder with traces, or a .xplane.pb file")
@@ -38,16 +41,17 @@ def make_diff_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--logdir", metavar="DIR", help="write it for TensorBoard (the extra `profile`)"
     )
+    add_debug(parser)
     return parser
 
 
 def diff(argv: Sequence[str]) -> int:
-    """Prints the difference and writes what the flags ask for. Returns the exit status.
-
-    Raises:
-      ConfigError: a trace cannot be read, or what is asked for cannot be written.
-    """
+    """Prints the difference and writes what the flags ask for. Returns the exit status."""
     options = make_diff_parser().parse_args(argv)
+    return guarded(lambda: _diff(options), debug=options.debug)
+
+
+def _diff(options: argparse.Namespace) -> int:
     from forge_jax.profile.files import compare_files
 
     found = compare_files(

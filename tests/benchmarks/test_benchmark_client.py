@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmarks.client import Server, parse_counters, run, run_all
-from benchmarks.errors import BenchmarkError
-from benchmarks.metrics import Measured
-from benchmarks.workloads import ALL, PERSON, Request, Workload
+from benchmarks.workloads import PERSON
+from forge_serve.bench.client import Server, parse_counters, run, run_all
+from forge_serve.bench.errors import BenchmarkError
+from forge_serve.bench.metrics import Measured
+from forge_serve.bench.workload import ALL, Request, Workload
+from forge_serve.http_client import ServerError
 
 USAGE = {
     "choices": [],
@@ -206,7 +208,7 @@ async def test_the_context_is_what_the_server_says(script):
 )
 async def test_a_model_that_is_not_there_is_one_line(script, models, model, message):
     script.models = models
-    with pytest.raises(BenchmarkError, match=message):
+    with pytest.raises(ServerError, match=message):
         async with Server.connect(script.url, model=model):
             pass
 

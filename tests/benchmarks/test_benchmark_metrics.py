@@ -8,7 +8,7 @@ import math
 import pytest
 
 from benchmarks import report as reports
-from benchmarks.metrics import Measured, Slo, percentile, refusal, summarise
+from forge_serve.bench.metrics import Measured, Slo, percentile, refusal, summarise
 
 
 def measured(

@@ -14,13 +14,13 @@ import pytest
 
 from benchmarks import ablation, throughput
 from benchmarks.ablation import Switch
-from benchmarks.errors import BenchmarkError
 from benchmarks.in_process import why_not
-from benchmarks.workloads import Request, baseline
 from forge_jax import LLM
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
 from forge_jax.fake import assemble_fake
+from forge_serve.bench.errors import BenchmarkError
+from forge_serve.bench.workload import Request, baseline
 
 SMALL = ["--model", "fake", "--requests", "8", "--rounds", "2", "--context", "128"]
 STEP_TIME_S = 1e-3

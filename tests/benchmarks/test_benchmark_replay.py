@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from benchmarks import replay
-from benchmarks.metrics import Slo
 from benchmarks.replay import Arrival, EngineSizes, Prompt, Served, arrivals, fairness, play
 from benchmarks.virtual import DEVICES, StepCost, VirtualClock, VirtualDevice, pairs_of
 from benchmarks.workloads import TRACE_BLOCK, read_trace
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.core import EngineCore, max_rows
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
+from forge_serve.bench.metrics import Slo
 
 TRACES = Path(__file__).parent.parent / "fixtures" / "traces"
 NAMES = ("azure2023_conv", "azure2023_code", "mooncake_conversation")

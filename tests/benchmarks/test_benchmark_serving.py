@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks import serving, workloads
-from benchmarks.client import Server
 from benchmarks.serving_process import serving as served
 from forge_jax.fake import fake_tokenizer
+from forge_serve.bench.client import Server
 
 TRACES = Path(__file__).parent.parent / "fixtures" / "traces"
 
@@ -126,7 +126,7 @@ def test_completions_take_text_too(url, capsys, tmp_path):
         (["--url", "URL", "--rate", "0"], "--rate must be greater than 0"),
         (["--url", "URL", "--input-len", "8"], "--workload baseline alone"),
         (["--url", "URL", "--context", "8"], "too short"),
-        (["--model", "nowhere/at/all"], "the server did not start: forge-jax: no model"),
+        (["--model", "nowhere/at/all"], "the server did not start: forge-jax: error: no model"),
         (["--serve-args=--no-such-flag"], "unrecognized arguments: --no-such-flag"),
     ],
 )

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import startup
-from benchmarks.errors import BenchmarkError
+from forge_serve.bench.errors import BenchmarkError
 
 
 def test_a_round_times_imports_and_both_starts(tmp_path, capsys):

@@ -10,15 +10,9 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from benchmarks import workloads
-from benchmarks.errors import BenchmarkError
 from benchmarks.workloads import (
-    ALL,
     WORKLOADS,
-    Request,
-    Sizes,
     TraceEntry,
-    Vocabulary,
-    Workload,
     make,
     mixed,
     poisson,
@@ -28,6 +22,8 @@ from benchmarks.workloads import (
 )
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.fake import fake_tokenizer
+from forge_serve.bench.errors import BenchmarkError
+from forge_serve.bench.workload import ALL, Request, Sizes, Vocabulary, Workload
 
 TRACES = Path(__file__).parent.parent / "fixtures" / "traces"
 AZURE, MOONCAKE = TRACES / "azure2023_conv.csv", TRACES / "mooncake_conversation.jsonl"

@@ -8,10 +8,18 @@ its `src/guidellm/backends/openai/request_handlers.py` (version 0.8).
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
+import subprocess
+import sys
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).parent.parent.parent
 
 CONTEXT = "Once upon a time"
 
@@ -73,6 +81,40 @@ def test_lm_eval_generates_in_chats(server):
     body = {"messages": messages, "max_tokens": 24, "temperature": 0, "stop": ["."]}
     answer = server.post("/v1/chat/completions", body)
     assert text == answer["choices"][0]["message"]["content"] != ""
+
+
+def shown_commands() -> dict[str, list[str]]:
+    """The commands of docs/evaluation.md, by the model class of the harness."""
+    text = (ROOT / "docs/evaluation.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    commands = [shlex.split(block.replace("\\\n", "")) for block in blocks]
+    return {command[command.index("--model") + 1]: command for command in commands}
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "least"),
+    [
+        ("local-completions", "forge_capitals", 0.99),
+        ("local-chat-completions", "forge_questions", 0.5),
+    ],
+)
+def test_lm_eval_runs_as_the_documents_show_it(server, tmp_path, model, task, least):
+    pytest.importorskip("lm_eval")
+    program, *arguments = shown_commands()[model]
+    assert program == "lm_eval" and len(shown_commands()) == 2
+    arguments = [argument.replace("http://127.0.0.1:8000", server.url) for argument in arguments]
+    offline = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", program, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **offline},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    [row] = [line for line in done.stdout.splitlines() if line.startswith(f"|{task}")]
+    score = float(row.split("|")[7])
+    assert least <= score <= 1, done.stdout
 
 
 def guidellm_lines(url: str, body: dict[str, Any]) -> list[str]:

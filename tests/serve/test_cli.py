@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from forge_jax.config import EngineConfig
+from forge_jax.errors import ConfigError
 from forge_serve import cli, config_docs
 from forge_serve.config import ServerConfig
 
 FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli"]
+COMMANDS = ("serve", "chat", "generate", "batch", "bench", "profile", "convert", "doctor")
 REQUIRED = (
     "--host --port --dtype --max-model-len --max-num-seqs --max-num-batched-tokens --block-size "
     "--num-blocks --memory-fraction --kv-cache --prefill-chunk-size --scheduling-policy --eviction "
@@ -94,7 +96,9 @@ def test_flags_that_cannot_be_read_end_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
-    assert "usage: forge-jax" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("forge-jax: error: ") and error.count("\n") == 1
+    assert re.search(r"\(see: forge-jax (serve )?--help\)$", error)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ def test_flags_that_cannot_be_read_end_with_2(arguments, capsys):
 def test_values_that_cannot_be_are_one_line_and_end_with_1(arguments, named, capsys, configs):
     assert cli.main(["serve", *arguments]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("forge-jax: ") and named in error
+    assert error.startswith("forge-jax: error: ") and named in error
     assert error.count("\n") == 1
     assert configs == []
 
@@ -130,12 +134,52 @@ def test_help_lists_every_flag_with_its_default(capsys):
     assert "(default: 256)" in text and "(default: 8000)" in text
 
 
-def test_the_page_of_flags_is_current():
-    file = Path(__file__).parents[2] / config_docs.DEFAULT_FILE
-    message = "run python -m forge_serve.config_docs"
-    assert file.read_text(encoding="utf-8") == config_docs.page(), message
+@pytest.mark.parametrize(
+    ("raised", "line", "status"),
+    [
+        (ConfigError("two\nlines \x1b[2J"), "error: two lines ␛[2J", 1),
+        (FileNotFoundError(2, "No such file", "x.json"), "error: x.json: No such file", 1),
+        (MemoryError(), "error: out of memory: a smaller model, --quantization int8", 1),
+        (RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"), "error: the device is out of memory: lower", 1),
+        (TypeError("no len()"), "error: TypeError: no len() (unexpected: --debug shows where", 1),
+        (KeyboardInterrupt(), "interrupted", 130),
+    ],
+)
+def test_whatever_goes_wrong_is_one_line_and_debug_shows_where(
+    raised, line, status, capsys, monkeypatch
+):
+    def serve(*_: object) -> int:
+        raise raised
+
+    monkeypatch.setattr("forge_serve.server.serve", serve)
+    assert cli.main(["serve"]) == status
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith(f"forge-jax: {line}") and error.count("\n") == 1
+    assert cli.main(["serve", "--debug"]) == status
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback") and "in serve" in error
+    assert error.splitlines()[-1].startswith(f"forge-jax: {line}")
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "profile diff"])
+def test_every_command_takes_debug_and_says_what_it_does(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*name.split(), "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    usage, description, *_ = text.split("\n\n")
+    assert usage.startswith(f"usage: forge-jax {name} ") and len(usage) < 120
+    assert description.endswith(".") or name == "batch"
+    assert "  --debug " in text
+
+
+@pytest.mark.parametrize("name", config_docs.PAGES)
+def test_the_pages_of_flags_and_commands_are_current(name):
+    file = Path(__file__).parents[2] / name
+    text = file.read_text(encoding="utf-8")
+    assert text == config_docs.PAGES[name](), "run python -m forge_serve.config_docs"
     for flag in REQUIRED:
-        assert f"`{flag}" in config_docs.page()
+        assert flag in text
 
 
 def test_help_and_version_import_nothing_heavy():
@@ -147,7 +191,8 @@ def test_help_and_version_import_nothing_heavy():
         "heavy = {'jax', 'jaxlib', 'flax', 'aiohttp', 'forge_jax.engine'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    for arguments in (["--help"], ["serve", "--help"], ["batch", "--help"], ["--version"]):
+    helps = (["--help"], *([name, "--help"] for name in COMMANDS))
+    for arguments in (*helps, ["--version"]):
         done = subprocess.run(
             [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60
         )
@@ -167,7 +212,7 @@ def test_a_taken_port_is_one_line_and_ends_with_1():
             [*FORGE, "serve", "--port", str(port)], capture_output=True, text=True, timeout=60
         )
     assert done.returncode == 1
-    assert done.stderr == f"forge-jax: port {port} is already in use: pass --port\n"
+    assert done.stderr == f"forge-jax: error: port {port} is already in use: pass --port\n"
 
 
 def test_a_model_that_is_not_there_is_one_line_and_ends_with_1(tmp_path):
@@ -179,7 +224,7 @@ def test_a_model_that_is_not_there_is_one_line_and_ends_with_1(tmp_path):
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("forge-jax: ")
+    assert done.stderr.splitlines()[-1].startswith("forge-jax: error: ")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +243,7 @@ def test_a_file_that_is_not_there_is_one_line_and_ends_with_1(flags, message):
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"forge-jax: {message}")
+    assert done.stderr.splitlines()[-1].startswith(f"forge-jax: error: {message}")
 
 
 def test_a_server_starts_serves_and_drains():

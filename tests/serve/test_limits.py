@@ -311,7 +311,9 @@ def test_a_limit_has_its_own_range(row, capsys, monkeypatch):
     monkeypatch.setattr("forge_serve.server.serve", lambda *_: pytest.fail("it must not start"))
     assert cli.main(["serve", row.flag, str(row.high + 1)]) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"forge-jax: {row.flag} must be between") and error.count("\n") == 1
+    assert (
+        error.startswith(f"forge-jax: error: {row.flag} must be between") and error.count("\n") == 1
+    )
 
 
 def test_flags_of_limits_arrive(monkeypatch):

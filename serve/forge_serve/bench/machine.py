@@ -6,8 +6,9 @@ import datetime
 import importlib.metadata
 import os
 import platform
-from pathlib import Path
 from typing import Any
+
+from forge_jax.doctor.machine import cpu_model
 
 PACKAGES = ("forge-jax", "jax", "jaxlib", "flax", "aiohttp", "numpy")
 
@@ -22,18 +23,8 @@ def describe() -> dict[str, Any]:
             continue
     return {
         "date": datetime.date.today().isoformat(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": versions,
     }
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

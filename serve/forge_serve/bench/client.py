@@ -18,25 +18,20 @@ import aiohttp
 import msgspec
 from tqdm import tqdm
 
-from benchmarks.errors import BenchmarkError
-from benchmarks.metrics import Measured, percentile
-from benchmarks.workloads import Request, Vocabulary, Workload
-
-__all__ = [
-    "Measured",
-    "Server",
-    "Submit",
-    "percentile",
-    "run",
-    "run_all",
-    "run_async",
-    "stream",
-    "stream_chat",
-]
+from forge_serve.bench.metrics import Measured
+from forge_serve.bench.workload import Request, Vocabulary, Workload
+from forge_serve.http_client import (
+    MAX_ERROR_CHARS,
+    EventsError,
+    base_url,
+    model_card,
+    new_session,
+    read_events,
+    told,
+)
 
 REFUSED = frozenset({400, 404, 405, 422, 501})  # the request is not for this server
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-MAX_ERROR_CHARS = 300
 
 Endpoint = Literal["completions", "chat"]
 Prompts = Literal["ids", "text"]
@@ -56,43 +51,27 @@ async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any])
     try:
         async with session.post(url, data=msgspec.json.encode(body)) as response:
             if response.status != 200:
-                result.error = f"HTTP {response.status}: {_message(await response.text())}"
+                result.error = f"HTTP {response.status}: {told(await response.text())}"
                 result.refused = response.status in REFUSED
                 return result
-            await _read(response.content, result, start)
+            async for event in read_events(response.content):
+                _take(event, result, time.perf_counter() - start)
+                if result.error is not None:
+                    break
+            if not result.tokens_known:
+                result.completion_tokens = result.events
     except (aiohttp.ClientError, TimeoutError) as error:
         result.error = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
-    except msgspec.DecodeError as error:
-        result.error = f"an event is not JSON: {error}"
+    except EventsError as error:
+        result.error = str(error)
     result.end_s = time.perf_counter() - start
     return result
-
-
-async def _read(content: aiohttp.StreamReader, result: Measured, start: float) -> None:
-    done, rest = False, b""
-    async for chunk in content.iter_any():
-        now = time.perf_counter() - start
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                done = True
-                continue
-            _take(_decode(data), result, now)
-            if result.error is not None:
-                return
-    if not done:
-        result.error = "the stream ended without [DONE]"
-    if not result.tokens_known:
-        result.completion_tokens = result.events
 
 
 def _take(event: Any, result: Measured, now: float) -> None:
     """Adds one event that arrived `now` seconds after the request was sent."""
     if event.get("error"):
-        result.error = _message(event["error"])
+        result.error = told(event["error"])
         return
     usage = event.get("usage")
     if usage:
@@ -116,16 +95,6 @@ def _take(event: Any, result: Measured, now: float) -> None:
         else:
             result.gaps_s.append(now - result.last_s)
         result.last_s = now
-
-
-def _message(error: Any) -> str:
-    """The message in an error's body, in whichever of the usual forms it comes."""
-    if isinstance(error, str):
-        with suppress(msgspec.DecodeError):
-            error = _decode(error)
-    while isinstance(error, dict) and ("error" in error or "message" in error):
-        error = error.get("error") or error.get("message")
-    return " ".join(str(error).split())[:MAX_ERROR_CHARS]
 
 
 async def stream_chat(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Measured:
@@ -170,11 +139,11 @@ class Server:
         The vocabulary is that of the model if it is on this machine, else a plain one.
 
         Raises:
-          BenchmarkError: nobody answers, or it does not have the model.
+          ServerError: nobody answers, or it does not have the model.
         """
-        url = url.rstrip("/").removesuffix("/v1")
+        url = base_url(url)
         async with new_session(api_key) as session:
-            card = await _model_card(session, url, model)
+            card = await model_card(session, url, model)
             meta = card.get("meta") or {}
             yield cls(
                 session=session,
@@ -326,38 +295,6 @@ def run_async[T](main: Coroutine[Any, Any, T]) -> T:
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(main)
-
-
-def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
-    """A session without limits on connections or time."""
-    headers = {"Content-Type": "application/json"}
-    if api_key is not None:
-        headers["Authorization"] = f"Bearer {api_key}"
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
-        headers=headers,
-    )
-
-
-async def _model_card(
-    session: aiohttp.ClientSession, url: str, model: str | None
-) -> dict[str, Any]:
-    try:
-        async with session.get(f"{url}/v1/models") as response:
-            text = await response.text()
-            if response.status != 200:
-                raise BenchmarkError(f"{url}/v1/models: HTTP {response.status}: {_message(text)}")
-        cards = _decode(text)["data"]
-        names = [card["id"] for card in cards]
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise BenchmarkError(f"no server answers at {url}: {error}") from error
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-        raise BenchmarkError(f"{url}/v1/models is not a list of models") from error
-    if not names or (model is not None and model not in names):
-        asked = f"no model {model!r} at {url}" if model else f"no model at {url}"
-        raise BenchmarkError(f"{asked}: it has {', '.join(map(repr, names)) or 'none'}")
-    return cards[0 if model is None else names.index(model)]
 
 
 async def _get_or_none(session: aiohttp.ClientSession, url: str) -> bytes | None:

@@ -1,0 +1,74 @@
+"""An engine in this process behind the same clock as the HTTP client."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from forge_jax.errors import EngineError
+from forge_jax.sampling_params import SamplingParams
+from forge_serve.bench.metrics import Measured
+from forge_serve.bench.workload import Request
+
+if TYPE_CHECKING:
+    from forge_jax.streams import StreamingEngine
+
+READY_POLL_S = 0.05
+
+
+def sampling_params(request: Request) -> SamplingParams:
+    """Greedy, of exactly the length asked for."""
+    return SamplingParams(max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
+
+
+async def ready(engine: StreamingEngine) -> None:
+    """Until nothing is left to be compiled, which would take the time of what is measured.
+
+    Raises:
+      EngineError: it has failed.
+    """
+    while (state := engine.stats().state) != "ready":
+        if state in ("failed", "stopped"):
+            raise EngineError(f"the engine is {state}")
+        await asyncio.sleep(READY_POLL_S)
+
+
+class Submitter:
+    """Answers a workload's requests on an engine; also notes how many sequences ran at once."""
+
+    def __init__(self, engine: StreamingEngine):
+        self.engine = engine
+        self.most_running = 0  # seen when news came; whoever starts a run sets it to 0
+        self._count = 0
+
+    async def submit(self, request: Request) -> Measured:
+        self._count += 1
+        result = Measured(tokens_known=True, prompt_tokens=len(request.prompt))
+        start = time.perf_counter()
+        stream = self.engine.submit(
+            request.prompt, sampling_params(request), request_id=f"bench-{self._count}"
+        )
+        async for deltas in stream:
+            now = time.perf_counter() - start
+            self.most_running = max(self.most_running, self.engine.stats().num_running)
+            for delta in deltas:
+                self._take(delta, result, now)
+        result.end_s = time.perf_counter() - start
+        return result
+
+    @staticmethod
+    def _take(delta: Any, result: Measured, now: float) -> None:
+        if delta.error is not None:
+            result.error = str(delta.error)
+        result.finish_reason = delta.finish_reason or result.finish_reason
+        result.cached_tokens = max(result.cached_tokens, delta.num_cached_tokens)
+        if not delta.token_ids:
+            return
+        result.completion_tokens += len(delta.token_ids)
+        result.events += 1
+        if result.last_s is None:
+            result.ttft_s = now
+        else:
+            result.gaps_s.append(now - result.last_s)
+        result.last_s = now

@@ -1,0 +1,186 @@
+"""What is sent: requests with exact lengths in tokens, the same ones for the same seed.
+
+Lengths depend on `seed`, token ids on `seed` and `round_`: rounds are equal work, and none finds
+the prompts of another in a prefix cache. Nothing here knows of HTTP or of an engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from forge_jax.checkpoint.hub import BUNDLED, resolve
+from forge_serve.bench.errors import BenchmarkError
+
+ALL = "all"  # the group of requests that belong to no special one
+WARM_UP = -1  # the round that is not measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request: a prompt of token ids, or the text of a user's message."""
+
+    max_tokens: int
+    prompt: tuple[int, ...] = ()
+    text: str | None = None
+    arrival_s: float = 0.0  # since the start of the run; not earlier
+    after: int | None = None  # index of a request that must have been answered before
+    group: str = ALL  # figures are given for each group too
+    json_schema: Mapping[str, Any] | None = None  # what the answer must be
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    name: str
+    requests: tuple[Request, ...]
+    concurrency: Mapping[str, int] = field(default_factory=dict)  # group -> at once; see `limit_of`
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what the report says of it
+    endpoint: str | None = None  # the only one that it can be sent to
+
+    def limit_of(self, group: str) -> str | None:
+        """Which entry of `concurrency` limits this group: its own, or the one of all others."""
+        return next((name for name in (group, ALL) if name in self.concurrency), None)
+
+    @property
+    def load(self) -> str:
+        """How the requests arrive, in words."""
+        limits = ", ".join(
+            f"{n} at once" + ("" if group == ALL else f" ({group})")
+            for group, n in self.concurrency.items()
+        )
+        span = max((r.arrival_s for r in self.requests), default=0.0)
+        arrival = f"arriving over {span:.1f} s" if span else "" if limits else "all at once"
+        return ", ".join(filter(None, (arrival, limits)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a workload is cut to."""
+
+    context: int  # tokens that a sequence may have, prompt and output
+    num_requests: int = 64
+    input_len: int | None = None  # of baseline
+    output_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.context < 64:
+            raise BenchmarkError(f"a context of {self.context} tokens is too short: at least 64")
+        if self.num_requests < 1:
+            raise BenchmarkError(f"--requests must be at least 1, not {self.num_requests}")
+        for flag, value in (("--input-len", self.input_len), ("--output-len", self.output_len)):
+            if value is not None and value < 1:
+                raise BenchmarkError(f"{flag} must be at least 1, not {value}")
+        if (self.input_len or 1) + (self.output_len or 1) > self.context:
+            raise BenchmarkError(
+                f"--input-len and --output-len are more than the context of {self.context} tokens"
+            )
+
+
+class Vocabulary:
+    """The token ids that prompts are made of: ordinary words, no special tokens.
+
+    With a tokenizer, `text` spells any sequence of them so that it becomes the same tokens again.
+    """
+
+    MAX_WORDS = 2048
+    MIN_WORDS = 8
+
+    def __init__(self, ids: Sequence[int], backend: Backend | None = None):
+        self.ids = tuple(ids)
+        self._backend = backend
+
+    @classmethod
+    def plain(cls) -> Vocabulary:
+        """Ids that every vocabulary has; without text."""
+        return cls(range(10, 250))
+
+    @classmethod
+    def of(cls, backend: Backend) -> Vocabulary:
+        """Whole words with the space before them; letters where a tokenizer has no such words.
+
+        Raises:
+          BenchmarkError: neither survives a round trip through text.
+        """
+        special = {i for i, t in backend.get_added_tokens_decoder().items() if t.special}
+        pieces = sorted((i, piece) for piece, i in backend.get_vocab().items() if i not in special)
+        words = (i for i, p in pieces if p[:1] in "Ġ▁" and p[1:].isascii() and p[1:].isalpha())
+        letters = (i for i, p in pieces if len(p) == 1 and p.isascii() and p.isalpha())
+        for candidates in (words, letters):
+            stable = (i for i in candidates if _ids_again(backend, [i, i, i]) == [i, i, i])
+            ids = list(itertools.islice(stable, cls.MAX_WORDS))
+            if len(ids) >= cls.MIN_WORDS and _ids_again(backend, ids) == ids:
+                return cls(ids, backend)
+        raise BenchmarkError("this tokenizer gives no text of an exact length: send token ids")
+
+    @classmethod
+    def from_file(cls, path: Path) -> Vocabulary:
+        """Of a tokenizer.json, or of the folder that it is in."""
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for whatever is wrong
+            raise BenchmarkError(f"--tokenizer {path}: no usable tokenizer.json there") from error
+        backend.no_truncation()
+        backend.no_padding()
+        return cls.of(backend)
+
+    @classmethod
+    def of_model(cls, *names: str | None) -> Vocabulary:
+        """Of the first that is the bundled model or a folder with a tokenizer; else plain."""
+        for name in names:
+            if name and (name == BUNDLED or Path(name).is_dir()):
+                folder = resolve(name)
+                if (folder / "tokenizer.json").is_file():
+                    return cls.from_file(folder)
+        return cls.plain()
+
+    @property
+    def has_text(self) -> bool:
+        return self._backend is not None
+
+    def sample(self, rng: random.Random, count: int) -> tuple[int, ...]:
+        return tuple(rng.choices(self.ids, k=count))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """A text of exactly these tokens (a server may put a BOS or a template around it).
+
+        Raises:
+          BenchmarkError: there is no tokenizer, or it breaks the text otherwise.
+        """
+        if self._backend is None:
+            raise BenchmarkError("text prompts need the model's tokenizer: pass --tokenizer FOLDER")
+        if _ids_again(self._backend, ids) != list(ids):
+            raise BenchmarkError("this tokenizer gives no text of an exact length: send token ids")
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+
+def _ids_again(backend: Backend, ids: Sequence[int]) -> list[int]:
+    text = backend.decode(list(ids), skip_special_tokens=False)
+    return backend.encode(text, add_special_tokens=False).ids
+
+
+def baseline(sizes: Sizes, vocabulary: Vocabulary, seed: int, round_: int) -> Workload:
+    """Equal requests: the plain figure that others are compared with."""
+    input_len = sizes.input_len or min(128, sizes.context // 4)
+    output_len = sizes.output_len or min(64, sizes.context - input_len)
+    content = content_of("baseline", seed, round_)
+    requests = [
+        Request(prompt=vocabulary.sample(content, input_len), max_tokens=output_len)
+        for _ in range(sizes.num_requests)
+    ]
+    return Workload(name="baseline", requests=tuple(requests), concurrency={ALL: 16})
+
+
+def rng_of(*key: Any) -> random.Random:
+    return random.Random(":".join(map(str, key)))
+
+
+def content_of(workload: str, seed: int, round_: int) -> random.Random:
+    """Another one for each workload: none may find another's prompts in a cache."""
+    return rng_of(workload, seed, round_)

@@ -1,0 +1,224 @@
+"""`forge-jax doctor`: what it says of a sound installation, and the faults that it finds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_jax.cache_folder import private_folder_fault
+from forge_jax.doctor import examination, machine, packages
+from forge_jax.doctor.examination import _device_faults, _Probed
+from forge_jax.doctor.finding import Finding
+from forge_serve import cli
+
+FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli", "doctor"]
+JAX = importlib.metadata.version("jax")
+PACKAGES = {"forge-jax": "0", "jax": JAX, "jaxlib": JAX}
+GPU = machine.Nvidia(driver="580.65.06", gpus=[{"name": "NVIDIA H200"}])
+DRIVER_LINE = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (builder)\n"
+    "GCC version:  gcc version 13.3.0\n"
+)
+
+
+def doctor(*arguments: str, **variables: str) -> tuple[int, dict[str, Any], str]:
+    """Exit status, report and stderr of a real process."""
+    done = subprocess.run(
+        [*FORGE, "--json", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **variables},
+    )
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def found(report: dict[str, Any], *parts: str) -> dict[str, str]:
+    """The one finding that says all of this."""
+    [finding] = [f for f in report["findings"] if all(part in f["what"] for part in parts)]
+    return finding
+
+
+def planted(folder: Path, name: str, version: str) -> None:
+    """Makes a package of that version look installed, to whoever has the folder in its path."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def on_path(folder: Path) -> str:
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def test_a_sound_installation_and_a_model_that_fits(monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    monkeypatch.setenv("CXX", "no-such-compiler")  # to build none; that is no problem
+    report = examination.examine("forge-tiny")
+    problems = [f for f in report.findings if f.level == "problem"]
+    if packages.cuda_plugins(packages.installed()) or machine.nvidia().present:
+        pytest.skip("there is something about GPUs here, whose faults are not ours")
+    assert problems == [] and report.sound
+    facts = report.as_json()
+    assert facts["packages"]["jax"] == JAX and facts["packages"]["forge-jax"]
+    assert facts["devices"][0]["platform"] == "cpu"
+    assert facts["model"]["architecture"] == "LlamaForCausalLM"
+    assert 0 < facts["model"]["weights_bytes"] < 50e6
+    assert facts["environment"]["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+    assert facts["environment"]["HF_TOKEN"] == "(set)"
+    assert "hf_secret" not in json.dumps(facts)
+
+    # The same facts, as a person reads them; and a machine that is too small for the model.
+    monkeypatch.setattr("forge_jax.doctor.examine", lambda *_, **__: report)
+    assert cli.main(["doctor", "forge-tiny"]) == 0
+    text = capsys.readouterr().out
+    assert "model: forge-tiny, LlamaForCausalLM, bfloat16" in text
+    assert text.endswith("no problem found\n")
+    little = {**facts, "memory_available_bytes": 1_000_000}
+    [fault] = examination._model_faults("forge-tiny", _Probed(facts["model"]), little)
+    assert fault.level == "problem" and "this machine has free 0.00 GB" in fault.what
+
+
+def test_planted_faults_are_found_in_a_real_process(tmp_path):
+    blocked = tmp_path / "a-file"
+    blocked.write_text("")
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    smi = commands / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.65.06, 143771 MiB, 4 MiB, 9.0'\n")
+    smi.chmod(0o755)
+    planted(tmp_path, "jax-cuda13-plugin", "0.11.1")
+    planted(tmp_path, "jax-cuda12-plugin", JAX)
+    planted(tmp_path, "jax-cuda12-pjrt", "0.10.0")
+    planted(tmp_path, "aiohttp", "3.1.0")
+    status, report, _ = doctor(
+        "nowhere/at-all",
+        PYTHONPATH=on_path(tmp_path),
+        PATH=os.pathsep.join([str(commands), os.environ["PATH"]]),
+        XDG_CACHE_HOME=str(blocked),
+        HF_HOME=str(blocked / "hub"),
+        CXX="no-such-compiler",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert status == 1
+    assert report["nvidia"]["gpus"][0]["name"] == "NVIDIA H200"
+    for parts in (
+        ("jax-cuda13-plugin is 0.11.1 and jaxlib", "they are a pair"),
+        ("jax-cuda13-pjrt not installed",),
+        ("jax-cuda12-pjrt 0.10.0",),
+        ("plugins for CUDA 12 and 13 are both installed",),
+        ("aiohttp is 3.1.0, and forge-jax needs >=3.14.1",),
+        ("there is an NVIDIA GPU, and JAX does not see it", "CUDA_VISIBLE_DEVICES is ''"),
+        ("the cache of compiled executables", "Not a directory"),
+        ("the cache of CPU kernels", "Not a directory"),
+        ("the cache of Hugging Face models", "Not a directory"),
+    ):
+        finding = found(report, *parts)
+        assert finding["level"] == "problem" and finding["remedy"]
+    assert found(report, "no C++ kernels", "no C++ compiler")["level"] == "note"
+    assert found(report, "nowhere/at-all: ", "could not be downloaded")["level"] == "problem"
+
+
+def test_a_model_that_is_not_here_is_not_downloaded():
+    probed = examination._probe(60.0, "model", "nowhere/at-all", HF_HUB_OFFLINE="1")
+    [note] = examination._model_faults("nowhere/at-all", probed, {})
+    assert note.level == "note" and "has not been downloaded yet" in note.what
+
+
+def test_what_does_not_come_back_is_given_up(tmp_path):
+    """A plugin that hangs while JAX looks for devices; what was said before is not lost."""
+    plugin = tmp_path / "jax_plugins" / "hangs"
+    plugin.mkdir(parents=True)
+    (plugin / "__init__.py").write_text(
+        'import time\ndef initialize():\n    print(\'{"driver_cuda": "13.0"}\', flush=True)\n'
+        "    time.sleep(1000)\n"
+    )
+    probed = examination._probe(5.0, "devices", PYTHONPATH=on_path(tmp_path))
+    assert probed.fault == "looking at JAX was not done in 5 s"
+    assert probed.facts == {"driver_cuda": "13.0"}
+    [fault] = _device_faults(machine.Nvidia(), PACKAGES, probed)
+    assert fault.level == "problem" and fault.what.startswith(probed.fault)
+
+
+def test_a_jax_that_cannot_be_imported_is_quoted(tmp_path):
+    (tmp_path / "jaxlib").mkdir()
+    (tmp_path / "jaxlib" / "__init__.py").write_text("raise ImportError('GLIBC_2.99 not found')")
+    status, report, _ = doctor(PYTHONPATH=on_path(tmp_path))
+    assert status == 1
+    finding = found(report, "looking at JAX ended with status 1", "GLIBC_2.99 not found")
+    assert finding["level"] == "problem"
+
+
+def test_a_gpu_without_a_plugin_and_a_driver_that_is_too_old(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cpu = _Probed({"devices": [{"platform": "cpu"}]})
+    [fault] = _device_faults(GPU, PACKAGES, cpu)
+    assert "plugin for it is not installed" in fault.what and "cuda13" in fault.remedy
+
+    cuda = {**PACKAGES, "jax-cuda13-plugin": JAX, "jax-cuda13-pjrt": JAX}
+    assert list(packages.faults({**packages.installed(), **cuda})) == []
+    old = _Probed({"driver_cuda": "12.4", "devices": [{"platform": "cpu"}]})
+    too_old, unseen = _device_faults(GPU, cuda, old)
+    assert "driver is for CUDA 12.4, and jax-cuda13-plugin needs CUDA 13" in too_old.what
+    assert "JAX does not see it" in unseen.what
+    seen = _Probed({"driver_cuda": "13.0", "devices": [{"platform": "gpu"}]})
+    assert list(_device_faults(GPU, cuda, seen)) == []
+
+
+def test_packages_that_are_missing_or_no_pair():
+    versions = packages.installed()
+    assert list(packages.faults(versions)) == []
+    without = {name: v for name, v in versions.items() if name != "msgspec"}
+    assert [f.what for f in packages.faults(without)] == ["msgspec is not installed"]
+    other = [f.what for f in packages.faults({**versions, "jaxlib": "0.11.99"})]
+    assert other == [f"jax is {versions['jax']} and jaxlib 0.11.99: they are a pair"]
+
+
+def test_the_driver_is_read_from_the_kernel(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.nvidia(tmp_path / "none") == machine.Nvidia()
+    (tmp_path / "version").write_text(DRIVER_LINE)
+    assert machine.nvidia(tmp_path) == machine.Nvidia(driver="580.65.06")
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'Driver/library version mismatch'\nexit 18\n")
+    smi.chmod(0o755)
+    failed = machine.nvidia(tmp_path)
+    assert failed.smi_fault == "nvidia-smi failed: Driver/library version mismatch"
+    [fault, *_] = _device_faults(failed, PACKAGES, _Probed({"devices": []}))
+    assert fault.what == failed.smi_fault
+
+
+def test_a_folder_that_others_can_write_to_is_no_cache(tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert "others can write to it" in str(private_folder_fault(folder))
+    cache = machine._cache("compiled executables", folder, private=True)
+    [fault] = machine.cache_faults([cache])
+    assert fault.level == "problem" and "--compile-cache" in fault.remedy
+    folder.chmod(0o700)
+    (folder / "one").write_bytes(b"x" * 1000)
+    sound = machine._cache("compiled executables", folder, private=True)
+    assert sound.fault is None and sound.num_bytes == 1000
+    assert list(folder.iterdir()) == [folder / "one"], "nothing is left behind"
+    assert not [f for f in machine.cache_faults([sound]) if f.level == "problem"]
+
+
+def test_few_open_files_are_noted():
+    few = {"open_files": 256, "open_files_at_most": 1024}
+    [note] = machine.limit_faults(few)
+    assert isinstance(note, Finding) and note.level == "note" and "1024 files" in note.what
+
+
+def test_a_timeout_that_cannot_be_is_one_line(capsys):
+    assert cli.main(["doctor", "--timeout", "0"]) == 1
+    assert capsys.readouterr().err == (
+        "forge-jax: error: --timeout must be greater than 0, not 0.0\n"
+    )
