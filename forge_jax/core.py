@@ -27,6 +27,7 @@ from forge_jax.errors import (
     StepError,
 )
 from forge_jax.grammar.spec import refused
+from forge_jax.observe.engine_state import Watcher
 from forge_jax.observe.phases import PhaseTimes
 from forge_jax.observe.spans import span, step_span
 from forge_jax.observe.startup import StartupTimes
@@ -259,6 +260,7 @@ class EngineCore:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.phases = PhaseTimes()
+        self.watcher = Watcher(scheduler, clock)
         self._device = device
         self._one_step_ahead = one_step_ahead
         self.speculator = speculator
@@ -530,7 +532,10 @@ class EngineCore:
         return gains
 
     def _take_result(self, step: _InFlight, result: StepResult) -> list[Gain]:
-        self._progress_s = self._clock()
+        now_s = self._clock()
+        if self.watcher.watches:
+            self.watcher.record(step.plan, result, self._progress_s, now_s)
+        self._progress_s = now_s
         if self.speculator is not None:
             self.speculator.read(step.plan, alone=step.alone)
         gains = self.scheduler.commit(step.plan, result)
