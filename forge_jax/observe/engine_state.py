@@ -1,8 +1,8 @@
-"""What an engine holds and does at one moment: its sequences, who owns which blocks, its last steps.
+"""What an engine holds and does at one moment: its sequences, who owns which block; last steps.
 
 Taken in two parts. `Watcher.capture` runs between two steps, in the thread that ticks, and only
-copies; `Capture.state` makes the rest of it, elsewhere. Steps are recorded only while somebody looks.
-Nothing here has a prompt, an output or a token.
+copies; `Capture.state` makes the rest of it, elsewhere. Steps are recorded only while somebody
+looks. Nothing here has a prompt, an output or a token.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def _with_shared(seq: SequenceState, shared_blocks: int) -> SequenceState:
 
 
 def _cells(what: np.ndarray, per_cell: int) -> np.ndarray:
-    """i32[cells] of i32[blocks]: what most of the held blocks of each are, else cached, else free."""
+    """i32[cells] of i32[blocks]: what most held blocks of each are, else cached, else free."""
     if per_cell == 1:
         return what
     num_cells, kinds = -(-len(what) // per_cell), int(what.max()) + 1
@@ -251,5 +251,3 @@ def _runs(cells: np.ndarray) -> list[tuple[int, Holder]]:
         (length, _STATES[kind] if kind < len(_STATES) else kind - len(_STATES))
         for length, kind in zip(lengths.tolist(), cells[starts].tolist(), strict=True)
     ]
-
-

@@ -1,7 +1,8 @@
 """`GET /engine_state`: what the engine holds and does, for those who look at it while it runs.
 
-Looks cost the engine little, however many clients look how often: one look serves all who ask within
-`LEAST_S`, or within longer if it took long. Of other tenants a client learns how much, not whose.
+Looks cost the engine little, however many clients look how often: one look serves all who ask
+within `LEAST_S`, or within longer if it took long. Of other tenants a client learns how much they
+have, and of which requests not.
 """
 
 from __future__ import annotations
@@ -31,9 +32,7 @@ class EngineView:
         self._look: asyncio.Task[EngineState] | None = None  # that is under way, or the last
         self._next_s = 0.0  # from when on the last is too old
 
-    async def answer(
-        self, engine: StreamingEngine, tenant: str, after_step: int
-    ) -> dict[str, Any]:
+    async def answer(self, engine: StreamingEngine, tenant: str, after_step: int) -> dict[str, Any]:
         """The state for a tenant ("" where there are no keys), with the steps behind that number.
 
         Raises:

@@ -1,7 +1,8 @@
 """The page at `/`: a chat, and a live view of the engine. Plain files of this package.
 
-They hold nothing of this server's, and so need no API key: what the page shows it asks for with the
-key that its user enters. The policy lets it run its own scripts, ask its own server, and nothing else.
+They hold nothing of this server's, and so need no API key: what the page shows it asks for with
+the key that its user enters. The policy lets it run its own scripts, ask its own server, and
+nothing else.
 """
 
 from __future__ import annotations
