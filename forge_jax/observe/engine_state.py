@@ -1,4 +1,4 @@
-"""What an engine holds and does at one moment: its sequences, who owns which block; last steps.
+"""What an engine holds and does at one moment: sequences, the blocks they hold, its last steps.
 
 Taken in two parts. `Watcher.capture` runs between two steps, in the thread that ticks, and only
 copies; `Capture.state` makes the rest of it, elsewhere. Steps are recorded only while somebody

@@ -124,6 +124,8 @@ const milliseconds = (seconds) => {
   return `${ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms`;
 };
 
+const count = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;
+
 export class StepChart extends Chart {
   static HEIGHT = 96;
   static LANE = 16; // for the drafts
@@ -189,12 +191,13 @@ export class StepChart extends Chart {
   }
 
   describe(i) {
-    return this._words(this._steps[i]);
+    const { step, seconds, rows, tokens, draft_tokens, accepted_tokens } = this._steps[i];
+    const drafts = draft_tokens ? `, ${accepted_tokens}/${draft_tokens} drafts` : "";
+    return `${step}: ${milliseconds(seconds)}, ${count(rows, "row")}, ${count(tokens, "token")}${drafts}`;
   }
 
   _words(step) {
     const drafts = step.draft_tokens ? `, ${step.accepted_tokens} of ${step.draft_tokens} drafts accepted` : "";
-    const count = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;
     return (
       `Step ${step.step}: ${milliseconds(step.seconds)}, ${count(step.sequences, "sequence")}, ` +
       `${count(step.tokens, "token")}, ${count(step.rows, "row")}${drafts}`

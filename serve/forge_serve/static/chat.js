@@ -65,7 +65,7 @@ async function send() {
     if (error.name === "AbortError") answer.end("stopped");
     else {
       answer.fail(error);
-      if (error.status === 401) say("needs-key");
+      if (error.status === 401) say("needs-key", error.message);
     }
   }
   if (answer.failed && !answer.text.text) {
@@ -136,7 +136,7 @@ class Answer {
     const cached = this._usage?.prompt_tokens_details.cached_tokens;
     if (cached) told.push(`${cached} of ${this._usage.prompt_tokens} prompt tokens cached`);
     const accepted = this._usage?.completion_tokens_details.accepted_prediction_tokens;
-    if (accepted) told.push(`${accepted} drafted`);
+    if (accepted) told.push(`${accepted} from drafts`);
     if (reason === "length") told.push("cut: the longest it may be");
     if (reason === "stopped") told.push("stopped");
     line(this.article, "meta", told.join(" · "));
@@ -146,8 +146,8 @@ class Answer {
   fail(error) {
     this.failed = true;
     if (!this.text.text) this._element.remove();
-    const what = error.param ? `${error.message} (${error.param})` : error.message;
-    line(this.article, "error", what).setAttribute("role", "alert");
+    const named = !error.param || error.message.includes(error.param);
+    line(this.article, "error", named ? error.message : `${error.message} (${error.param})`).setAttribute("role", "alert");
     this.article.setAttribute("aria-busy", "false");
   }
 }

@@ -139,6 +139,7 @@ function table(sequences, names, tints) {
 
 function drafts(speculation) {
   const list = by("positions");
+  by("engine").classList.toggle("no-drafts", !speculation);
   if (!speculation) {
     by("acceptance").textContent = "speculation is off";
     list.replaceChildren();

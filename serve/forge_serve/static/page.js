@@ -11,14 +11,22 @@ const RETRY_MS = 1500;
 const by = (id) => document.getElementById(id);
 const say = (name, detail) => document.dispatchEvent(new CustomEvent(name, { detail }));
 const dialog = by("key-dialog");
+const besides = matchMedia("(min-width: 761px)"); // as in page.css
 let retry = null;
 
 function showPanel(name) {
   document.body.dataset.view = name;
-  for (const button of document.querySelectorAll("[data-shows]")) {
-    button.setAttribute("aria-pressed", String(button.dataset.shows === name));
-  }
+  press();
   say("panel-shown", name);
+}
+
+/** Says which panels are shown: beside the chat there is the engine, unless it is the settings. */
+function press() {
+  const view = document.body.dataset.view;
+  const shown = view === "chat" && besides.matches ? "engine" : view;
+  for (const button of document.querySelectorAll("[data-shows]")) {
+    button.setAttribute("aria-pressed", String(button.dataset.shows === shown));
+  }
 }
 
 function state(text, kind) {
@@ -38,7 +46,7 @@ async function connect() {
   } catch (error) {
     if (error.status === 401) {
       state("needs a key", "locked");
-      openKey();
+      openKey(error.message);
       return;
     }
     state(error.status === 503 ? "starting" : "not reachable", "starting");
@@ -46,8 +54,10 @@ async function connect() {
   }
 }
 
-function openKey() {
+/** `why`: the server's words, if it is the server that asks. */
+function openKey(why) {
   if (dialog.open) return;
+  by("key-why").textContent = why;
   by("key").value = apiKey.get();
   dialog.showModal();
   by("key").focus();
@@ -61,7 +71,7 @@ function useKey(key) {
   by("prompt").focus();
 }
 
-by("key-open").addEventListener("click", openKey);
+by("key-open").addEventListener("click", () => openKey(""));
 by("key-cancel").addEventListener("click", () => dialog.close());
 by("key-forget").addEventListener("click", () => useKey(""));
 by("key-form").addEventListener("submit", (event) => {
@@ -72,7 +82,10 @@ for (const button of document.querySelectorAll("[data-shows]")) {
   button.addEventListener("click", () => showPanel(button.dataset.shows));
 }
 document.addEventListener("show-panel", (event) => showPanel(event.detail));
-document.addEventListener("needs-key", openKey);
+document.addEventListener("needs-key", (event) => openKey(event.detail));
+
+besides.addEventListener("change", press);
+press();
 
 beginSettings();
 beginTips(by("log"));
