@@ -1,7 +1,7 @@
 """A server process with the bundled model, and a real browser that looks at its page.
 
-These tests have an environment of their own, which `make test-browser` makes. Where the driver is not
-installed, nothing here is collected.
+These tests have an environment of their own, which `make test-browser` makes. Where the driver is
+not installed, nothing here is collected.
 """
 
 from __future__ import annotations
