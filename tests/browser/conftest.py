@@ -92,8 +92,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def slow_server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Ten tokens a second, so that there is time to look; drafts from what was said before."""
-    flags = ("--fake", "--fake-step-time-ms", "100", "--num-blocks", "256")
+    """Twenty tokens a second, so that there is time to look; drafts from what was said before."""
+    flags = ("--fake", "--fake-step-time-ms", "50", "--num-blocks", "256")
     yield from _serving(request, *flags, "--speculation", "suffix", "--engine-process")
 
 

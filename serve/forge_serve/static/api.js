@@ -51,14 +51,19 @@ async function refusal(response) {
   return new ServerError(message, response.status, error?.param);
 }
 
+function broken(error) {
+  if (error?.name === "AbortError") throw error;
+  throw new ServerError("The connection broke off before the answer was complete.", 0);
+}
+
 /** The JSON of each event of a stream. Throws `ServerError` for an event that is an error. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
-      if (done) return;
+      const { done, value } = await reader.read().catch(broken);
+      if (done) broken();
       held += value;
       const lines = held.split("\n");
       held = lines.pop();

@@ -8,7 +8,7 @@ const by = (id) => document.getElementById(id);
 const log = by("log");
 const prompt = by("prompt");
 
-let conversation = []; // messages that the model is told
+let conversation = []; // messages that the model is told; a new chat is a new array
 let running = null; // AbortController of the answer that comes
 
 const say = (name, detail) => document.dispatchEvent(new CustomEvent(name, { detail }));
@@ -44,7 +44,8 @@ async function send() {
   const question = turn("user", "You");
   question.text.textContent = content;
   const system = by("system").value;
-  const messages = [...conversation, { role: "user", content }];
+  const told = conversation;
+  const messages = [...told, { role: "user", content }];
   if (system.trim()) messages.unshift({ role: "system", content: system });
   prompt.value = "";
   grow();
@@ -73,7 +74,7 @@ async function send() {
     if (!prompt.value) prompt.value = content;
     grow();
   } else {
-    conversation.push({ role: "user", content }, { role: "assistant", content: answer.text.text });
+    told.push({ role: "user", content }, { role: "assistant", content: answer.text.text });
   }
   setRunning(null);
   toEnd();

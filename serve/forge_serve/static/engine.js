@@ -40,8 +40,10 @@ async function look() {
     const after = steps.at(-1)?.step ?? -1;
     const response = await request(after < 0 ? "engine_state" : `engine_state?after_step=${after}`);
     const state = await response.json();
-    if (before && state.generation_tokens < before.generation_tokens) steps = []; // another engine
-    else show(state);
+    if (before && state.generation_tokens < before.generation_tokens) {
+      steps = []; // another engine, whose steps are counted anew
+      before = null;
+    } else show(state);
     const busy = answering || state.num_running + state.num_waiting > 0;
     wait = busy && !calm.matches ? BUSY_MS : IDLE_MS;
     note("");
