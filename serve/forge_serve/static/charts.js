@@ -119,6 +119,8 @@ export class BlockChart extends Chart {
   }
 }
 
+const CUT = 4; // medians: one slow step must not flatten all others
+
 const milliseconds = (seconds) => {
   const ms = 1000 * seconds;
   return `${ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms`;
@@ -152,14 +154,16 @@ export class StepChart extends Chart {
     if (!width) return;
     this._steps = this._all.slice(-Math.floor(width / PITCH));
     this._left = width - this._steps.length * PITCH;
-    const longest = Math.max(0.001, ...this._steps.map((step) => step.seconds));
+    const times = this._steps.map((step) => step.seconds).sort((one, other) => one - other);
+    const longest = times.at(-1) ?? 0;
+    const top = Math.max(0.001, Math.min(longest, CUT * times[times.length >> 1])); // of the picture
     const mostDrafts = Math.max(1, ...this._steps.map((step) => step.draft_tokens));
     const base = HEIGHT - LANE - 2;
     context.fillStyle = colour("line");
     context.fillRect(0, base, width, 1);
     for (const [i, step] of this._steps.entries()) {
       const x = this._left + i * PITCH;
-      const height = Math.max(1, ((base - 14) * step.seconds) / longest);
+      const height = Math.max(1, ((base - 14) * Math.min(step.seconds, top)) / top);
       context.fillStyle = colour(i === this._marked ? "ink" : step.tokens > step.rows ? "prompt" : "decode");
       context.fillRect(x, base - height, PITCH - 1, height);
       const drafts = (LANE * step.draft_tokens) / mostDrafts;
@@ -173,7 +177,7 @@ export class StepChart extends Chart {
       context.fillStyle = colour("muted");
       context.font = "11px system-ui, sans-serif";
       context.textBaseline = "top";
-      context.fillText(milliseconds(longest), 0, 0);
+      context.fillText(milliseconds(top), 0, 0);
     }
     const last = this._steps.at(-1);
     this.canvas.setAttribute(
