@@ -3,11 +3,13 @@
 # make fuzz    sends the server 50,000 odd requests; ARGS="--fuzz-seed N" for others
 # make test-cuda-compile   compiles the GPU kernels and a step for an H200; needs no GPU
 # make test-clients   drives a server with the clients of others: SDKs, agents, evaluations, a router, Ray
+# make test-browser   opens the page in headless Chromium, and uses it
 # make site    builds the documents into a site, in ./site
 # make figures   writes the tables of docs/models.md from the tests
 # They make .venv and install what they need the first time, and not again until the pins change.
 # The compilers for the GPU (300 MB) have an environment of their own, .venv-aot; so have the clients
-# of others (.venv-clients), and what builds the site (.venv-docs).
+# of others (.venv-clients), what builds the site (.venv-docs), and what drives the browser
+# (.venv-browser), which is the system's: where there is none, and this is root's Debian, it is installed.
 
 PYTHON := $(shell for p in python3.12 python3 python3.13 python3.14 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
@@ -16,7 +18,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-clients test-cuda-compile soak fuzz lint format docs site figures train-forge-tiny clean
+.PHONY: serve test test-clients test-browser test-cuda-compile soak fuzz lint format docs site figures train-forge-tiny clean
 
 serve: .venv/.serve
 	@exec $(BIN)/forge-jax serve $(MODEL) $(ARGS)
@@ -26,6 +28,9 @@ test: .venv/.dev
 
 test-clients: .venv/.serve .venv-clients/.clients
 	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini tests/clients $(ARGS)
+
+test-browser: .venv/.serve .venv-browser/.driver
+	.venv-browser/bin/python -m pytest -c tests/browser/pytest.ini tests/browser $(ARGS)
 
 test-cuda-compile: .venv-aot/.aot
 	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/cuda_compile.py $(ARGS)
@@ -59,7 +64,7 @@ train-forge-tiny: .venv/.dev
 	$(BIN)/python -m training.forge_tiny
 
 clean:
-	rm -rf .venv .venv-aot .venv-clients .venv-docs site
+	rm -rf .venv .venv-aot .venv-clients .venv-browser .venv-docs site
 
 .venv/.python:
 	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer, and none was found: install it (your distribution's python3.12 and python3.12-venv, or: uv python install 3.12), then run make again." >&2; exit 1; }
@@ -89,6 +94,18 @@ clean:
 	@echo "installing the clients of others into .venv-clients"
 	@$(PYTHON) -m venv .venv-clients
 	@.venv-clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	@touch $@
+
+.venv-browser/.driver: tests/browser/requirements.txt
+	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer" >&2; exit 1; }
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+		echo "installing chromium (300 MB)" && apt-get update -qq >/dev/null && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || { \
+		echo "ERROR: there is no chromium, and it cannot be installed from here: install it (on Debian, as root: apt-get install chromium)" >&2; exit 1; }
+	@echo "installing what drives the browser into .venv-browser"
+	@$(PYTHON) -m venv .venv-browser
+	@.venv-browser/bin/pip install --quiet --disable-pip-version-check -r tests/browser/requirements.txt
 	@touch $@
 
 .venv-docs/.docs: docs/site/requirements.txt

@@ -27,6 +27,7 @@ from forge_jax.errors import (
     StepError,
 )
 from forge_jax.grammar.spec import refused
+from forge_jax.observe.engine_state import Watcher
 from forge_jax.observe.phases import PhaseTimes, StepTokens
 from forge_jax.observe.spans import span, step_span
 from forge_jax.observe.startup import StartupTimes
@@ -260,6 +261,7 @@ class EngineCore:
         self.generation_tokens = 0
         self.phases = PhaseTimes()
         self.step_tokens = StepTokens()
+        self.watcher = Watcher(scheduler, clock)
         self._device = device
         self._one_step_ahead = one_step_ahead
         self.speculator = speculator
@@ -532,7 +534,10 @@ class EngineCore:
         return gains
 
     def _take_result(self, step: _InFlight, result: StepResult) -> list[Gain]:
-        self._progress_s = self._clock()
+        now_s = self._clock()
+        if self.watcher.watches:
+            self.watcher.record(step.plan, result, self._progress_s, now_s)
+        self._progress_s = now_s
         if self.speculator is not None:
             self.speculator.read(step.plan, alone=step.alone)
         gains = self.scheduler.commit(step.plan, result)

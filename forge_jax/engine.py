@@ -22,6 +22,7 @@ from forge_jax.config import EngineConfig
 from forge_jax.core import EngineCore, EngineParts, Late, Limits, Pooler
 from forge_jax.errors import EngineError, ForgeError
 from forge_jax.garbage import short_pauses
+from forge_jax.observe.engine_state import Capture, EngineState
 from forge_jax.observe.spans import span
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
@@ -227,6 +228,15 @@ class Engine(StreamingEngine):
     def _check_alive(self) -> None:
         if self._thread is None or not self._thread.is_alive():
             raise EngineError("the engine takes no requests: its thread has ended")
+
+    async def look(self) -> EngineState:
+        return await asyncio.to_thread(self._look)
+
+    def _look(self) -> EngineState:
+        """Blocks until the engine thread is between two steps."""
+        captures: list[Capture] = []
+        self._between_steps(lambda: captures.append(self._core.watcher.capture()))
+        return captures[0].state()
 
     async def start_profile(self, folder: Path) -> None:
         await asyncio.to_thread(self._profiles().start, folder)

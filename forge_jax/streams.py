@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from forge_jax.config import Pooling
 from forge_jax.core import Limits, Outputs, check_request, token_ids
 from forge_jax.errors import EngineError, OverloadedError, RequestError
+from forge_jax.observe.engine_state import EngineState
 from forge_jax.observe.phases import Phase, PhaseTotals, TokenTotals
 from forge_jax.outputs import Delta
 from forge_jax.sampling_params import SamplingParams
@@ -192,6 +193,14 @@ class StreamingEngine(ABC):
 
     @abstractmethod
     def stats(self) -> EngineStats: ...
+
+    @abstractmethod
+    async def look(self) -> EngineState:
+        """What the engine holds between two steps, and the steps that it has made since a look.
+
+        Raises:
+          EngineError: the engine is not there.
+        """
 
     @abstractmethod
     async def start_profile(self, folder: Path) -> None:

@@ -78,6 +78,10 @@ class BlockPool:
         """Unreferenced blocks that the prefix cache keeps until they are evicted."""
         return len(self._cached)
 
+    def references(self) -> tuple[list[int], list[int]]:
+        """Copies: the references to each block, and which blocks are cached."""
+        return self._refs.copy(), list(self._cached)
+
     def ref_count(self, block: int) -> int:
         return self._refs[block]
 

@@ -35,6 +35,7 @@ from forge_jax.errors import EngineError, ForgeError, LostAdapterError, Overload
 from forge_jax.fake import fake_chat_template, fake_tokenizer
 from forge_jax.garbage import short_pauses
 from forge_jax.grammar import GrammarCompiler
+from forge_jax.observe.engine_state import EngineState
 from forge_jax.observe.log import LogFormat
 from forge_jax.outputs import Delta
 from forge_jax.process.messages import (
@@ -43,6 +44,8 @@ from forge_jax.process.messages import (
     FromEngine,
     Hello,
     LoadLora,
+    Look,
+    Looked,
     LoraLoaded,
     News,
     Profile,
@@ -136,6 +139,7 @@ class EngineProcess(StreamingEngine):
         self._heard_s = clock()  # when the process last said something
         self._recovery: asyncio.Task[None] | None = None
         self._profiling: deque[asyncio.Future[None]] = deque()  # until the process answers
+        self._looking: deque[asyncio.Future[EngineState]] = deque()  # likewise
         self._introduce(process.hello)
         self.pooling = start.config.model.pooling
         if start.fake:
@@ -314,6 +318,14 @@ class EngineProcess(StreamingEngine):
             restarts=self.num_restarts,
         )
 
+    async def look(self) -> EngineState:
+        if self._transport is None:
+            raise EngineError("there is no engine process at the moment")
+        answer: asyncio.Future[EngineState] = asyncio.get_running_loop().create_future()
+        self._looking.append(answer)
+        self._send(Look())
+        return await answer
+
     async def start_profile(self, folder: Path) -> None:
         await self._profile(str(folder.absolute()))
 
@@ -328,12 +340,13 @@ class EngineProcess(StreamingEngine):
         self._send(Profile(folder))
         await answer
 
-    def _end_profiling(self) -> None:
-        """Whoever waits for a profile of a process that has ended waits in vain."""
-        while self._profiling:
-            answer = self._profiling.popleft()
-            if not answer.done():
-                answer.set_exception(EngineError("the engine process has ended"))
+    def _end_asking(self) -> None:
+        """Whoever waits for an answer of a process that has ended waits in vain."""
+        for answers in (self._profiling, self._looking):
+            while answers:
+                answer = answers.popleft()
+                if not answer.done():
+                    answer.set_exception(EngineError("the engine process has ended"))
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -429,11 +442,21 @@ class EngineProcess(StreamingEngine):
                 else:
                     answer.set_exception(error.error())
 
+            case Looked(state, error) if self._looking:
+                looking = self._looking.popleft()
+                if looking.done():
+                    return
+                if state is not None:
+                    looking.set_result(state)
+                else:
+                    assert error is not None
+                    looking.set_exception(error.error())
+
     def _lost(self, process: _Process) -> None:
         """The process has ended, or says what nobody understands."""
         self._transport = None
         self._give_up_loading()
-        self._end_profiling()
+        self._end_asking()
         if self._state not in ("serving", "ready"):
             return
         self._state = "recovering"

@@ -16,6 +16,7 @@ from forge_jax import errors
 from forge_jax.adapters import LoadedAdapter
 from forge_jax.config import EngineConfig
 from forge_jax.core import Limits, Outputs
+from forge_jax.observe.engine_state import EngineState
 from forge_jax.observe.log import LogFormat
 from forge_jax.outputs import Delta
 from forge_jax.schedule.plan import TokenLogprobs
@@ -157,7 +158,11 @@ class Profile(msgspec.Struct, tag="profile"):
     folder: str | None  # None: it ends
 
 
-ToEngine = Start | Submit | Abort | LoadLora | UnloadLora | Profile
+class Look(msgspec.Struct, tag="look"):
+    """Asks what the engine holds."""
+
+
+ToEngine = Start | Submit | Abort | LoadLora | UnloadLora | Profile | Look
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -208,7 +213,14 @@ class Profiled(msgspec.Struct, tag="profiled"):
     error: WireError | None = None
 
 
-FromEngine = Hello | Refused | News | Stats | LoraLoaded | Profiled
+class Looked(msgspec.Struct, tag="looked"):
+    """The answer to each `Look`, in their order."""
+
+    state: EngineState | None = None
+    error: WireError | None = None
+
+
+FromEngine = Hello | Refused | News | Stats | LoraLoaded | Profiled | Looked
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

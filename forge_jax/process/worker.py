@@ -32,6 +32,8 @@ from forge_jax.process.messages import (
     FromEngine,
     Hello,
     LoadLora,
+    Look,
+    Looked,
     LoraLoaded,
     News,
     Profile,
@@ -64,6 +66,8 @@ class _Worker(asyncio.Protocol):
         self._news: Outputs = {}  # of this turn of the event loop
         self._profiling: set[asyncio.Task[None]] = set()
         self._one_profile = asyncio.Lock()
+        self._looking: set[asyncio.Task[None]] = set()
+        self._one_look = asyncio.Lock()
         self._sent: EngineStats | None = None
         self._sent_s = 0.0
 
@@ -111,6 +115,18 @@ class _Worker(asyncio.Protocol):
                 task = self._loop.create_task(self._profile(engine, folder))
                 self._profiling.add(task)
                 task.add_done_callback(self._profiling.discard)
+
+            case Look() if engine is not None:
+                task = self._loop.create_task(self._look(engine))
+                self._looking.add(task)
+                task.add_done_callback(self._looking.discard)
+
+    async def _look(self, engine: Engine) -> None:
+        async with self._one_look:
+            try:
+                self._send(Looked(await engine.look()))
+            except ForgeError as error:
+                self._send(Looked(error=WireError.of(error)))
 
     def _load_lora(self, engine: Engine, ref: LoraRef, path: str) -> None:
         answer = LoraLoaded(ref.identity)

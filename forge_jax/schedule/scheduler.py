@@ -286,6 +286,13 @@ class Scheduler:
         """Who has a slot, by rank; not to be changed."""
         return self._running
 
+    def waiting(self) -> Iterator[Sequence]:
+        """Who has no slot and is not finished, by arrival."""
+        for seqs in self._requests.values():
+            for seq in seqs:
+                if seq.status is Status.WAITING:
+                    yield seq
+
     @property
     def num_in_flight(self) -> int:
         """Steps that have been scheduled and not committed."""

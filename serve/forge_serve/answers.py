@@ -748,6 +748,79 @@ class Loads(Answer):
     loads: list[ReplicaLoad]
 
 
+class SequenceAnswer(Answer):
+    """A sample that runs or waits. `request_id` is null where it is another tenant's."""
+
+    request_id: str | None
+    prompt: int
+    sample: int
+    status: Literal["running", "waiting"]
+    prompt_tokens: int
+    output_tokens: int
+    computed_tokens: int
+    cached_tokens: int
+    blocks: int
+    shared_blocks: int
+    preemptions: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
+class BlocksAnswer(Answer):
+    """The KV blocks: how many there are of each kind, and runs of cells that show where.
+
+    A run is the number of its cells and what they are: a number is a place in `sequences`.
+    """
+
+    block_size: int
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    num_shared: int
+    num_owned: int
+    blocks_per_cell: int
+    runs: list[tuple[int, int | Literal["free", "cached", "shared", "other"]]]
+
+
+class StepAnswer(Answer):
+    """A step whose result has been read."""
+
+    step: int
+    end_s: float
+    seconds: float
+    sequences: int
+    tokens: int
+    rows: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
+class SpeculationAnswer(Answer):
+    """Drafts since the start."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    accepted_per_position: list[int]
+
+
+class EngineStateAnswer(Answer):
+    """What the engine holds and does. Times are of a clock without a date."""
+
+    time_s: float
+    num_running: int
+    num_waiting: int
+    num_slots: int
+    prompt_tokens: int
+    generation_tokens: int
+    preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    speculation: SpeculationAnswer | None
+    sequences: list[SequenceAnswer]
+    blocks: BlocksAnswer
+    steps: list[StepAnswer]
+
+
 class ModelInfo(Answer):
     """The model, in SGLang's words."""
 

@@ -26,6 +26,7 @@ from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
 from forge_serve.cors import Cors
 from forge_serve.embeddings import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
+from forge_serve.engine_view import EngineView
 from forge_serve.errors import BodyTimeoutError, NotReadyError, UnknownModelError, error_reply
 from forge_serve.event_stream import EventStream, Replay
 from forge_serve.generation import Generation, encode_prompts, truncated
@@ -33,6 +34,7 @@ from forge_serve.loras import LoadLoraRequest, UnloadLoraRequest
 from forge_serve.memory import MemoryGuard
 from forge_serve.messages import MessagesForm, MessagesRequest
 from forge_serve.metrics import CONTENT_TYPE, Metrics
+from forge_serve.page import Page
 from forge_serve.parsers.families import families
 from forge_serve.profiles import Profiles
 from forge_serve.protocol import (
@@ -197,6 +199,7 @@ def make_app(service: Service) -> web.Application:
             web.post(f"{RESPONSES_PATH}/input_tokens", endpoints.count_input_tokens),
             web.get(RESPONSE_PATH, endpoints.response),
             *endpoints.stored.routes(),
+            *Page().routes(),
             web.post("/v1/load_lora_adapter", endpoints.load_lora_adapter),
             web.post("/v1/unload_lora_adapter", endpoints.unload_lora_adapter),
             web.post("/v1/embeddings", endpoints.embeddings),
@@ -223,6 +226,7 @@ def make_app(service: Service) -> web.Application:
             web.get("/healthz", endpoints.health),
             web.get("/forge/v1/health", endpoints.detailed_health),
             web.get("/stats", endpoints.stats),
+            web.get("/engine_state", endpoints.engine_state),
             web.get("/metrics", endpoints.metrics),
             web.get("/openapi.json", endpoints.openapi),
             web.post("/start_profile", endpoints.start_profile),
@@ -237,6 +241,7 @@ class _Endpoints:
         self._service = service
         self._document: bytes | None = None  # of /openapi.json, once somebody has asked
         self.stored = StoredResponses(service.responses)
+        self._view = EngineView()
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, CompletionRequest, CompletionForm)
@@ -394,6 +399,12 @@ class _Endpoints:
     async def stats(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
         return web.json_response(dataclasses.asdict(engine.stats()))
+
+    async def engine_state(self, http: web.Request) -> web.StreamResponse:
+        engine, after_step = self._service.ready_engine(), whole_number(http, "after_step", -1)
+        response = _json_response(await self._view.answer(engine, http.get(TENANT, ""), after_step))
+        response.headers[hdrs.CACHE_CONTROL] = "no-store"
+        return response
 
     async def metrics(self, http: web.Request) -> web.StreamResponse:
         text = self._service.metrics.text()

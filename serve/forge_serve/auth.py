@@ -18,7 +18,15 @@ from forge_serve.config import ServerConfig, check_api_key
 from forge_serve.errors import UnauthorizedError
 
 HEALTH_PATHS = frozenset(("/health", "/healthz"))
-PAGE_PATHS: frozenset[str] = frozenset()  # the static files of a web page
+PAGE_SCRIPTS = ("page", "api", "chat", "tokens", "settings", "engine", "charts")
+PAGE_PATHS = frozenset(  # the static files of a web page
+    (
+        "/",
+        "/static/page.css",
+        "/static/icon.svg",
+        *(f"/static/{name}.js" for name in PAGE_SCRIPTS),
+    )
+)
 OPEN_PATHS = HEALTH_PATHS | PAGE_PATHS  # of routes, as they are registered
 
 ANTHROPIC_PATH = "/v1/messages"

@@ -217,6 +217,12 @@ class _Progress:
         )
 
 
+def answer_id(engine_id: str) -> tuple[str, int]:
+    """The id of the answer, and which prompt of its request it is, of an engine's request id."""
+    name, _, prompt = engine_id.rpartition("-")
+    return name.rpartition("-")[0], int(prompt)
+
+
 type News = list[tuple[int, Delta]]  # (choice, delta) pairs of one step, or of several
 
 

@@ -16,7 +16,7 @@ from aiohttp import hdrs, web
 
 from forge_jax import __version__
 from forge_serve import answers, messages
-from forge_serve.auth import API_KEY_HEADER, HEALTH_PATHS, OPEN_PATHS
+from forge_serve.auth import API_KEY_HEADER, OPEN_PATHS
 from forge_serve.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from forge_serve.limits import rows
 from forge_serve.loras import LoadLoraRequest, UnloadLoraRequest
@@ -277,6 +277,12 @@ OPERATIONS = {
         summary="The same with the size of the queue", answer=answers.DetailedHealth, also=(503,)
     ),
     "stats": Operation(summary="The engine's counters", answer="EngineStats", errors=NOT_READY),
+    "engine_state": Operation(
+        summary="The sequences, the KV blocks and the last steps of the engine",
+        answer=answers.EngineStateAnswer,
+        errors=(400, *NOT_READY),
+        parameters=(Parameter("after_step", "query", _WHOLE, "only the steps after that one"),),
+    ),
     "metrics": Operation(summary="Prometheus metrics", content_type=METRICS_TYPE),
     "start_profile": Operation(
         summary="Begin a profile", answer=answers.Profile, errors=(400, 404, *NOT_READY)
@@ -286,6 +292,10 @@ OPERATIONS = {
         answer=answers.Profile,
         errors=(400, 404, *NOT_READY),
     ),
+    "page": Operation(summary="The page: a chat and the live engine", content_type="text/html"),
+    "page_style": Operation(summary="A style sheet of the page", content_type="text/css"),
+    "page_script": Operation(summary="A script of the page", content_type="text/javascript"),
+    "page_icon": Operation(summary="The page's icon", content_type="image/svg+xml"),
     "openapi": Operation(summary="This document", answer=dict[str, Any], errors=NOT_READY),
 }
 
@@ -399,7 +409,7 @@ def _described(
         described["parameters"] = [
             _parameter(parameter, about) for parameter in operation.parameters
         ]
-    if about.api_keys and path in HEALTH_PATHS:
+    if about.api_keys and path in OPEN_PATHS:
         described["security"] = []
     elif about.api_keys and path.startswith(messages.PATH):
         described["security"] = [{"bearer": []}, {"key": []}]

@@ -1,0 +1,253 @@
+"""What an engine holds and does at one moment: sequences, the blocks they hold, its last steps.
+
+Taken in two parts. `Watcher.capture` runs between two steps, in the thread that ticks, and only
+copies; `Capture.state` makes the rest of it, elsewhere. Steps are recorded only while somebody
+looks. Nothing here has a prompt, an output or a token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+import numpy as np
+
+from forge_jax.schedule.plan import StepPlan, StepResult
+from forge_jax.schedule.request import Sequence as ScheduledSequence
+from forge_jax.schedule.scheduler import Scheduler
+
+MAX_RUNNING, MAX_WAITING = 128, 64  # sequences that are told one by one
+MAX_CELLS = 2048  # of the map of blocks
+MAX_STEPS = 512
+WATCHED_S = 30.0  # for so long after a look steps are still recorded
+
+# What a block is, or the sequence that alone holds it: its index among those that are told.
+# "other": held by a sequence that is not told.
+Holder = int | Literal["free", "cached", "shared", "other"]
+_STATES = ("free", "cached", "shared", "other")
+_FREE, _CACHED, _SHARED, _OTHER = range(len(_STATES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceState:
+    """A sequence; `cache_salt` tells whose it is."""
+
+    request_id: str
+    index: int  # of the samples
+    cache_salt: str
+    status: Literal["running", "waiting"]
+    prompt_tokens: int
+    output_tokens: int
+    computed_tokens: int  # whose KV is written, or in flight
+    cached_tokens: int  # of the prompt, found in the prefix cache
+    blocks: int
+    shared_blocks: int  # of those, how many others hold, too
+    preemptions: int
+    draft_tokens: int  # verified
+    accepted_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockMap:
+    """The KV blocks in the order of their numbers, as runs of cells.
+
+    A cell is `blocks_per_cell` neighbours, the last perhaps fewer. It shows what most of its held
+    blocks are, and if none is held whether one is cached. The numbers of blocks are exact.
+    """
+
+    block_size: int  # tokens
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    num_shared: int  # held by several sequences
+    num_owned: int  # held by one
+    blocks_per_cell: int
+    runs: list[tuple[int, Holder]]  # (cells, what they are)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """A step whose result has been read.
+
+    `seconds` is the time since the one before was read, or since there was work.
+    """
+
+    step: int
+    end_s: float  # by the clock of `EngineState.time_s`
+    seconds: float
+    sequences: int
+    tokens: int
+    rows: int  # tokens whose logits were computed
+    draft_tokens: int
+    accepted_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineState:
+    """At most `MAX_RUNNING` + `MAX_WAITING` sequences, `MAX_CELLS` runs and `MAX_STEPS` steps."""
+
+    time_s: float  # of a clock without a date
+    cost_s: float  # what this look took, in all threads
+    num_running: int
+    num_waiting: int
+    sequences: list[SequenceState]  # those that run by rank, then those that wait by arrival
+    blocks: BlockMap
+    steps: list[StepRecord]  # since somebody looks, oldest first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """Copies of what the engine thread owns."""
+
+    time_s: float
+    cost_s: float
+    num_running: int
+    num_waiting: int
+    block_size: int
+    refs: list[int]  # of each block
+    cached: list[int]
+    sequences: list[tuple[SequenceState, list[int]]]  # with the blocks of each
+    steps: list[StepRecord]
+
+    def state(self) -> EngineState:
+        """In any thread: milliseconds for a hundred thousand blocks."""
+        begin_s = time.perf_counter()
+        refs = np.array(self.refs, np.int32)
+        shared = refs > 1
+        what = np.full(len(refs), _FREE, np.int32)
+        what[np.array(self.cached, np.int32)] = _CACHED
+        what[refs > 0] = _OTHER
+        sequences = []
+        for i, (seq, blocks) in enumerate(self.sequences):
+            own = np.array(blocks, np.int32)
+            what[own] = len(_STATES) + i
+            sequences.append(_with_shared(seq, int(shared[own].sum())))
+        what[shared] = _SHARED
+        num_free, num_cached, num_shared = (
+            int(n) for n in np.bincount(what, minlength=len(_STATES))[:_OTHER]
+        )
+        per_cell = -(-len(refs) // MAX_CELLS)
+        return EngineState(
+            time_s=self.time_s,
+            cost_s=self.cost_s + time.perf_counter() - begin_s,
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            sequences=sequences,
+            blocks=BlockMap(
+                block_size=self.block_size,
+                num_blocks=len(refs),
+                num_free=num_free,
+                num_cached=num_cached,
+                num_shared=num_shared,
+                num_owned=len(refs) - num_free - num_cached - num_shared,
+                blocks_per_cell=per_cell,
+                runs=_runs(_cells(what, per_cell)),
+            ),
+            steps=self.steps,
+        )
+
+
+class Watcher:
+    """Looks at a scheduler and what it owns, and keeps the last steps while somebody looks.
+
+    All of it in the thread that ticks.
+    """
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float]):
+        self.watches = False  # `record` is to be called after each step
+        self._scheduler = scheduler
+        self._clock = clock
+        self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
+        self._looked_s = 0.0
+
+    def record(self, plan: StepPlan, result: StepResult, begin_s: float, end_s: float) -> None:
+        """A step of `plan` has been read, and its result not been committed yet."""
+        if end_s - self._looked_s > WATCHED_S:
+            self.watches = False
+            self._steps.clear()
+            return
+        of_chunks = result.sequences[len(plan.decodes) :]
+        accepted = sum(
+            max(len(got.token_ids) - 1, 0)
+            for row, got in zip(plan.chunks, of_chunks, strict=True)
+            if row.num_drafts and not got.fault
+        )
+        record = StepRecord(
+            step=plan.step,
+            end_s=end_s,
+            seconds=end_s - begin_s,
+            sequences=plan.num_sequences,
+            tokens=plan.num_tokens,
+            rows=plan.num_rows,
+            draft_tokens=plan.num_drafts,
+            accepted_tokens=accepted,
+        )
+        self._steps.append(record)
+
+    def capture(self) -> Capture:
+        """Copies what there is; from now on steps are recorded."""
+        begin_s = time.perf_counter()
+        scheduler = self._scheduler
+        self._looked_s, self.watches = self._clock(), True
+        running = [(_state_of(seq), list(seq.blocks)) for seq in scheduler.running[:MAX_RUNNING]]
+        waiting = [(_state_of(seq), []) for seq in islice(scheduler.waiting(), MAX_WAITING)]
+        refs, cached = scheduler.pool.references()
+        return Capture(
+            time_s=self._looked_s,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            block_size=scheduler.pool.block_size,
+            refs=refs,
+            cached=cached,
+            sequences=running + waiting,
+            steps=list(self._steps),
+            cost_s=time.perf_counter() - begin_s,
+        )
+
+
+def _state_of(seq: ScheduledSequence) -> SequenceState:
+    return SequenceState(
+        request_id=seq.request_id,
+        index=seq.index,
+        cache_salt=seq.request.cache_salt,
+        status="waiting" if seq.slot is None else "running",
+        prompt_tokens=seq.prompt_len,
+        output_tokens=seq.num_output,
+        computed_tokens=seq.num_computed,
+        cached_tokens=seq.num_cached,
+        blocks=len(seq.blocks),
+        shared_blocks=0,  # is counted later
+        preemptions=seq.num_preemptions,
+        draft_tokens=seq.num_drafted,
+        accepted_tokens=seq.num_accepted,
+    )
+
+
+def _with_shared(seq: SequenceState, shared_blocks: int) -> SequenceState:
+    """`dataclasses.replace` would take three times as long."""
+    return SequenceState(**{**vars(seq), "shared_blocks": shared_blocks})
+
+
+def _cells(what: np.ndarray, per_cell: int) -> np.ndarray:
+    """i32[cells] of i32[blocks]: what most held blocks of each are, else cached, else free."""
+    if per_cell == 1:
+        return what
+    num_cells, kinds = -(-len(what) // per_cell), int(what.max()) + 1
+    places = np.arange(len(what), dtype=np.int32) // per_cell * kinds + what
+    counts = 4 * np.bincount(places, minlength=num_cells * kinds).reshape(num_cells, kinds)
+    counts[:, _FREE] = counts[:, _FREE] > 0
+    counts[:, _CACHED : _CACHED + 1] = 2 * (counts[:, _CACHED : _CACHED + 1] > 0)
+    return counts.argmax(1)
+
+
+def _runs(cells: np.ndarray) -> list[tuple[int, Holder]]:
+    starts = np.flatnonzero(np.diff(cells, prepend=-1))
+    lengths = np.diff(starts, append=len(cells))
+    return [
+        (length, _STATES[kind] if kind < len(_STATES) else kind - len(_STATES))
+        for length, kind in zip(lengths.tolist(), cells[starts].tolist(), strict=True)
+    ]

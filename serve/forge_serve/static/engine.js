@@ -1,0 +1,190 @@
+// The live view: asks for /engine_state again and again, as long as somebody can see it.
+
+import { request } from "./api.js";
+import { BlockChart, StepChart } from "./charts.js";
+
+const BUSY_MS = 200;
+const IDLE_MS = 1000;
+const WRONG_MS = 2000;
+const MOST_STEPS = 512;
+const MOST_ROWS = 40; // of the table
+const COLOURS = 8;
+
+const by = (id) => document.getElementById(id);
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+
+let steps = [];
+let before = null; // the last state
+let rate = 0; // tokens per second, smoothed
+let answering = false;
+let ownId = null; // of this page's last answer
+let paused = false;
+let locked = false; // the key is wrong or missing: nobody asks until there is another
+let timer = null;
+let asking = false;
+let blockChart;
+let stepChart;
+
+const colours = new Map(); // sequence -> number of its colour, as long as it is there
+
+function visible() {
+  return document.visibilityState === "visible" && by("engine").checkVisibility();
+}
+
+async function look() {
+  clearTimeout(timer);
+  if (asking || paused || locked || !visible()) return;
+  asking = true;
+  let wait = WRONG_MS;
+  try {
+    const after = steps.at(-1)?.step ?? -1;
+    const response = await request(after < 0 ? "engine_state" : `engine_state?after_step=${after}`);
+    const state = await response.json();
+    if (before && state.generation_tokens < before.generation_tokens) {
+      steps = []; // another engine, whose steps are counted anew
+      before = null;
+    } else show(state);
+    const busy = answering || state.num_running + state.num_waiting > 0;
+    wait = busy && !calm.matches ? BUSY_MS : IDLE_MS;
+    note("");
+  } catch (error) {
+    locked = error.status === 401;
+    note(locked ? "An API key is needed." : error.message);
+  }
+  asking = false;
+  timer = setTimeout(look, wait);
+}
+
+function note(text) {
+  if (by("engine-note").textContent !== text) by("engine-note").textContent = text;
+}
+
+function show(state) {
+  steps = [...steps, ...state.steps].slice(-MOST_STEPS);
+  const { blocks, sequences } = state;
+  const text = (id, value) => (by(id).textContent = value);
+  text("running", `${state.num_running}/${state.num_slots}`);
+  text("waiting", state.num_waiting);
+  text("rate", tokensPerSecond(state));
+  text("held", percent(blocks.num_owned + blocks.num_shared, blocks.num_blocks));
+  text("hits", percent(state.prefix_cache_hits, state.prefix_cache_queries));
+  text("preemptions", state.preemptions);
+  for (const kind of ["owned", "shared", "cached", "free"]) text(`num-${kind}`, blocks[`num_${kind}`]);
+  const names = sequences.map(nameOf);
+  const tints = paint(sequences);
+  table(sequences, names, tints);
+  blockChart.show(blocks, tints, (place) => `owned by ${names[place]}`);
+  stepChart.show(steps);
+  drafts(state.speculation);
+  before = state;
+}
+
+function tokensPerSecond(state) {
+  if (before && state.time_s > before.time_s) {
+    const now = (state.generation_tokens - before.generation_tokens) / (state.time_s - before.time_s);
+    rate = now === 0 ? 0 : rate === 0 ? now : 0.6 * rate + 0.4 * now;
+  }
+  return rate < 10 ? rate.toFixed(rate ? 1 : 0) : Math.round(rate);
+}
+
+const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
+
+function nameOf(seq) {
+  if (seq.request_id === null) return "another key’s";
+  const short = seq.request_id.replace(/^[a-z]+[-_]/, "").slice(0, 8);
+  const place = seq.prompt + seq.sample ? ` ${seq.prompt}.${seq.sample}` : "";
+  return `${seq.request_id === ownId ? "this chat" : short}${place}`;
+}
+
+/** A colour for each sequence that stays while it is there. */
+function paint(sequences) {
+  const keys = sequences.map((seq, i) =>
+    seq.request_id === null ? `? ${i}` : `${seq.request_id} ${seq.prompt} ${seq.sample}`,
+  );
+  for (const key of colours.keys()) if (!keys.includes(key)) colours.delete(key);
+  return keys.map((key) => {
+    if (!colours.has(key)) {
+      const used = [...colours.values()];
+      const free = Array.from({ length: COLOURS }, (_, i) => i).find((i) => !used.includes(i));
+      colours.set(key, free ?? colours.size % COLOURS);
+    }
+    return `s${colours.get(key)}`;
+  });
+}
+
+function table(sequences, names, tints) {
+  const rows = sequences.slice(0, MOST_ROWS).map((seq, i) => {
+    const row = document.createElement("tr");
+    if (seq.request_id !== null && seq.request_id === ownId) row.className = "own";
+    const cells = [
+      names[i],
+      `${seq.prompt_tokens} + ${seq.output_tokens}`,
+      seq.shared_blocks ? `${seq.blocks} (${seq.shared_blocks} shared)` : seq.blocks,
+      seq.draft_tokens ? `${seq.accepted_tokens}/${seq.draft_tokens}` : "–",
+    ].map((value) => {
+      const cell = document.createElement("td");
+      cell.textContent = seq.status === "waiting" && value === seq.blocks ? "waits" : value;
+      return cell;
+    });
+    if (seq.request_id !== null) cells[0].title = seq.request_id;
+    const swatch = document.createElement("i");
+    swatch.className = `swatch ${seq.status === "waiting" ? "free" : tints[i]}`;
+    cells[0].prepend(swatch);
+    row.append(...cells);
+    return row;
+  });
+  by("sequences").replaceChildren(...rows);
+  const more = sequences.length - rows.length;
+  by("no-sequences").textContent = more > 0 ? `and ${more} more` : "Nothing runs.";
+  by("no-sequences").hidden = rows.length > 0 && more <= 0;
+}
+
+function drafts(speculation) {
+  const list = by("positions");
+  by("engine").classList.toggle("no-drafts", !speculation);
+  if (!speculation) {
+    by("acceptance").textContent = "speculation is off";
+    list.replaceChildren();
+    return;
+  }
+  const { num_drafts, num_draft_tokens, accepted_per_position } = speculation;
+  const accepted = accepted_per_position.reduce((sum, each) => sum + each, 0);
+  by("acceptance").textContent = num_draft_tokens
+    ? `${accepted} of ${num_draft_tokens} tokens, ${percent(accepted, num_draft_tokens)}`
+    : "none proposed yet";
+  const reached = accepted_per_position.filter((each) => each > 0);
+  const rows = reached.map((each) => {
+    const row = document.createElement("li");
+    const bar = document.createElement("i");
+    bar.className = "bar";
+    bar.style.width = `${(100 * each) / num_drafts}%`;
+    const label = document.createElement("span");
+    label.textContent = percent(each, num_drafts);
+    row.append(bar, label);
+    return row;
+  });
+  list.replaceChildren(...rows);
+}
+
+export function beginEngine() {
+  blockChart = new BlockChart(by("blocks"), by("blocks-probe"));
+  stepChart = new StepChart(by("steps"), by("steps-probe"));
+  document.addEventListener("answering", (event) => {
+    answering = event.detail;
+    look();
+  });
+  document.addEventListener("answer-id", (event) => (ownId = event.detail));
+  document.addEventListener("key-changed", () => {
+    locked = false;
+    look();
+  });
+  document.addEventListener("panel-shown", look);
+  document.addEventListener("visibilitychange", look);
+  addEventListener("resize", () => look());
+  by("pause").addEventListener("click", () => {
+    paused = !paused;
+    by("pause").setAttribute("aria-pressed", String(paused));
+    look();
+  });
+  look();
+}

@@ -1,0 +1,176 @@
+"""A server process with the bundled model, and a real browser that looks at its page.
+
+These tests have an environment of their own, which `make test-browser` makes. Where the driver is
+not installed, nothing here is collected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+
+if importlib.util.find_spec("playwright") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page
+
+ROOT = Path(__file__).parent.parent.parent
+KEY = "the-key-of-the-tests"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--server-python",
+        default=str(ROOT / ".venv/bin/python"),
+        help="the Python that has forge-jax",
+    )
+    parser.addoption(
+        "--chromium",
+        default=shutil.which("chromium") or shutil.which("chromium-browser"),
+        help="the browser",
+    )
+
+
+@dataclass(frozen=True)
+class Server:
+    """A process that serves."""
+
+    url: str
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path) as response:
+            return json.load(response)
+
+    def until(self, holds: Callable[[dict[str, Any]], bool], timeout_s: float = 20.0) -> None:
+        """Waits for something to hold of the engine's counters."""
+        end_s = time.monotonic() + timeout_s
+        while not holds(stats := self.get("/stats")):
+            assert time.monotonic() < end_s, f"it never held: {stats}"
+            time.sleep(0.01)
+
+
+def _serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
+    python = request.config.getoption("--server-python")
+    command = [python, "-m", "forge_serve", "serve", "--port", "0", "--no-request-log", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()  # the first one: it serves
+        found = re.match(r"forge-jax serves \S+ at (http://\S+);", line)
+        assert found, f"the server did not start: {line!r}"
+        yield Server(url=found[1])
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """The bundled model."""
+    flags = ("--num-blocks", "512", "--max-num-seqs", "8")
+    yield from _serving(request, *flags)
+
+
+@pytest.fixture(scope="session")
+def slow_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Twenty tokens a second, so that there is time to look; drafts from what was said before."""
+    flags = ("--fake", "--fake-step-time-ms", "50", "--num-blocks", "256")
+    yield from _serving(request, *flags, "--speculation", "suffix", "--engine-process")
+
+
+@pytest.fixture(scope="session")
+def closed_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Asks for `KEY`; its model does not matter."""
+    yield from _serving(request, "--fake", "--api-key", KEY)
+
+
+@pytest.fixture(scope="session")
+def browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    chromium = request.config.getoption("--chromium")
+    assert chromium, "there is no chromium: install it (on Debian: apt-get install chromium)"
+    with sync_playwright() as driver:
+        # Who runs the tests may be root, for whom the browser has no sandbox.
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Visit:
+    """A page, and what went on in it; `check` at the end of each test."""
+
+    page: Page
+    origin: str
+    requested: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # what the console and the scripts complained of
+    refusals: int = 0  # answers of 400 and more that a test expects
+
+    def check(self) -> None:
+        """No script failed, no policy was violated, no request left for another origin."""
+        refused = [text for text in self.wrong if text.startswith("Failed to load resource")]
+        assert len(refused) <= self.refusals, refused
+        assert not [text for text in self.wrong if text not in refused]
+        assert self.requested, "nothing was recorded"
+        for url in self.requested:
+            scheme, host, *_ = urlsplit(url)
+            assert f"{scheme}://{host}" == self.origin, f"a request to {url}"
+
+    def ask(self, text: str) -> None:
+        self.page.get_by_label("Message", exact=True).fill(text)
+        self.page.keyboard.press("Enter")
+
+    def answered(self, number: int = 1) -> str:
+        """Waits for the end of so many answers; the text of the last."""
+        turns = self.page.locator(".turn.assistant")
+        turns.nth(number - 1).locator(".meta").wait_for()
+        return turns.nth(number - 1).locator(".text").inner_text()
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Callable[..., Visit]]:
+    """Opens a server's page in a profile of its own; options are those of a browser context."""
+    with contextlib.ExitStack() as stack:
+        visits: list[Visit] = []
+
+        def visit(server: Server, **options: Any) -> Visit:
+            options = {"viewport": {"width": 1280, "height": 800}, **options}
+            context: BrowserContext = browser.new_context(**options)
+            stack.callback(context.close)
+            context.set_default_timeout(20_000)
+            visit = Visit(context.new_page(), server.url)
+            visits.append(visit)
+
+            def said(message: ConsoleMessage) -> None:
+                if message.type in ("error", "warning"):
+                    visit.wrong.append(message.text)
+
+            visit.page.on("console", said)
+            visit.page.on("pageerror", lambda error: visit.wrong.append(str(error)))
+            context.on("request", lambda request: visit.requested.append(request.url))
+            visit.page.goto(server.url)
+            return visit
+
+        yield visit
+        for each in visits:
+            each.check()

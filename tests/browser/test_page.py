@@ -1,0 +1,670 @@
+"""The page in a real browser: what a person sees and can do, and what it must never do."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+from conftest import KEY
+from playwright.sync_api import Page, Route, expect
+
+STORY = "Tell me a story about a dog."
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Rex", "Bello"]}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def set_options(page: Page, **values: str) -> None:
+    for name, value in values.items():
+        page.locator(f"#{name}").fill(value)
+
+
+def bodies(page: Page) -> list[dict[str, Any]]:
+    """Those of the chats that the page asks for from now on."""
+    found: list[dict[str, Any]] = []
+    page.on("request", lambda r: found.append(r.post_data_json) if r.method == "POST" else None)
+    return found
+
+
+# ---- the chat ----------------------------------------------------------------------------------
+
+
+def test_an_answer_streams_in_and_the_conversation_goes_on(server, visit):
+    visit = visit(server)
+    asked = bodies(visit.page)
+    set_options(visit.page, system="Be kind.", temperature="0", seed="12345678901234567890")
+    visit.ask(STORY)
+    first = visit.answered()
+    assert len(first.split()) > 20 and first != STORY
+    expect(visit.page.locator(".meta")).to_contain_text(re.compile(r"\d+ tokens"))
+    visit.ask("What happened then?")
+    visit.answered(2)
+    system, question = {"role": "system", "content": "Be kind."}, {"role": "user", "content": STORY}
+    assert asked[0]["messages"] == [system, question] and asked[0]["stream"] is True
+    assert (asked[0]["temperature"], asked[0]["seed"]) == (0, "12345678901234567890")
+    assert [message["content"] for message in asked[1]["messages"]][:3] == [
+        "Be kind.", STORY, asked[1]["messages"][2]["content"]
+    ]  # fmt: skip
+    assert asked[1]["messages"][2]["content"].strip() == first.strip()
+    visit.page.get_by_role("button", name="New chat").click()
+    expect(visit.page.locator(".turn")).to_have_count(0)
+    visit.ask(STORY)
+    visit.answered()
+    assert asked[2]["messages"] == [system, question]
+
+
+def test_text_appears_before_the_answer_is_complete(slow_server, visit):
+    visit = visit(slow_server)
+    set_options(visit.page, max_tokens="60")
+    visit.ask(STORY)
+    answer = visit.page.locator(".turn.assistant")
+    expect(answer.locator(".token").nth(3)).to_be_visible()
+    assert answer.get_attribute("aria-busy") == "true"
+    visit.page.keyboard.press("Escape")
+    visit.answered()
+    assert answer.get_attribute("aria-busy") == "false"
+    slow_server.until(lambda stats: not stats["num_running"])
+
+
+@pytest.mark.parametrize("how", ["button", "Escape", "New chat", "leaving"])
+def test_stopping_ends_the_request_on_the_server(slow_server, visit, how):
+    visit = visit(slow_server)
+    before = slow_server.get("/stats")["generation_tokens"]
+    set_options(visit.page, max_tokens="3000")
+    visit.ask(STORY)
+    visit.page.locator(".turn.assistant .token").nth(2).wait_for()
+    slow_server.until(lambda stats: stats["num_running"] == 1)
+    match how:
+        case "button":
+            visit.page.get_by_role("button", name="Stop", exact=True).click()
+        case "Escape":
+            visit.page.keyboard.press("Escape")
+        case "New chat":
+            visit.page.get_by_role("button", name="New chat").click()
+        case "leaving":
+            visit.page.goto("about:blank")
+    slow_server.until(lambda stats: not stats["num_running"] and not stats["num_used_blocks"])
+    assert slow_server.get("/stats")["generation_tokens"] - before < 3000
+    if how in ("button", "Escape"):
+        expect(visit.page.locator(".meta")).to_contain_text("stopped")
+        expect(visit.page.get_by_label("Message", exact=True)).to_be_focused()
+        expect(visit.page.get_by_role("button", name="Send")).to_be_visible()
+
+
+def test_the_answer_to_a_schema_is_json_of_it(server, visit):
+    visit = visit(server)
+    set_options(visit.page, schema=json.dumps(SCHEMA), max_tokens="200")
+    expect(visit.page.locator("#schema-note")).to_contain_text("will follow")
+    visit.ask("Name a dog, and its age.")
+    answer = json.loads(visit.answered())
+    assert set(answer) == {"name", "age"}
+    assert answer["name"] in ("Rex", "Bello") and answer["age"] <= 99
+
+
+def test_what_is_no_schema_is_told_and_not_sent(server, visit):
+    visit = visit(server)
+    asked = bodies(visit.page)
+    box = visit.page.get_by_label("The answer follows it")
+    for wrong in ('{"type": ', "[1]", "3"):
+        box.fill(wrong)
+        expect(visit.page.locator("#schema-note")).to_contain_text("Not a schema")
+        expect(box).to_have_attribute("aria-invalid", "true")
+        visit.ask(STORY)
+        expect(box).to_be_focused()
+    assert not asked
+    box.fill("")
+    expect(box).to_have_attribute("aria-invalid", "false")
+
+
+def test_sampling_controls_reach_the_server(server, visit):
+    visit = visit(server)
+    asked = bodies(visit.page)
+    given = {
+        "temperature": 0.5, "max_tokens": 9, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "seed": 7,
+        "presence_penalty": 0.1, "frequency_penalty": 0.2, "repetition_penalty": 1.1,
+    }  # fmt: skip
+    set_options(visit.page, **{name: str(value) for name, value in given.items()})
+    set_options(visit.page, stop="END\n\n ok")
+    visit.page.get_by_label("Ask for them").uncheck()
+    visit.ask(STORY)
+    visit.answered()
+    [body] = asked
+    assert {name: body[name] for name in given} == given and body["stop"] == ["END", " ok"]
+    assert "logprobs" not in body and "response_format" not in body
+    set_options(visit.page, **{**dict.fromkeys(given, ""), "stop": "", "max_tokens": "4"})
+    visit.ask(STORY)
+    visit.answered(2)
+    assert set(body) - set(asked[1]) == {*given, "stop"} - {"max_tokens"}
+
+
+def test_an_error_is_shown_in_the_servers_words_and_the_message_is_kept(server, visit):
+    visit = visit(server)
+    visit.refusals = 1
+    set_options(visit.page, top_p="7", temperature="0", max_tokens="5")
+    visit.ask(STORY)
+    error = visit.page.get_by_role("alert").filter(has_text="top_p")
+    expect(error).to_contain_text("at most 1")
+    message = visit.page.get_by_label("Message", exact=True)
+    expect(message).to_have_value(STORY)
+    set_options(visit.page, top_p="")
+    asked = bodies(visit.page)
+    message.press("Enter")
+    visit.answered(2)
+    assert [each["content"] for each in asked[0]["messages"]] == [STORY]  # once
+
+
+def events(*deltas: dict[str, Any]) -> str:
+    """A stream of a server that says what no model would."""
+    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    each = [json.dumps({"id": "chatcmpl-x", "choices": [choice]}) for choice in choices]
+    return "".join(f"data: {event}\n\n" for event in each) + "data: [DONE]\n\n"
+
+
+def answer_with(page: Page, body: str, status: int = 200) -> None:
+    kind = "text/event-stream" if status == 200 else "application/json"
+
+    def answer(route: Route) -> None:
+        route.fulfill(status=status, content_type=kind, body=body)
+
+    page.route("**/v1/chat/completions", answer)
+
+
+def entry(token: str, probability: float = 0.5) -> dict[str, Any]:
+    of = {"token": token, "logprob": math.log(probability), "bytes": list(token.encode())}
+    return {**of, "top_logprobs": [of]}
+
+
+EVIL = (
+    "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+    "<svg onload='window.hacked = 3'></svg><a href='javascript:window.hacked=4'>x</a>&lt;b&gt;"
+)
+
+
+def test_what_looks_like_html_is_text_wherever_it_comes_from(server, visit):
+    visit = visit(server)
+    page = visit.page
+    page.route("**/engine_state*", lambda route: route.fulfill(json=evil_state(route)))
+    answer_with(page, events({"content": EVIL, "reasoning": EVIL}))
+    visit.ask(EVIL)
+    assert visit.answered() == EVIL
+    assert page.locator(".turn.user .text").inner_text() == EVIL
+    page.get_by_text("Reasoning").click()
+    assert page.locator(".reasoning p").inner_text() == EVIL
+    page.unroute("**/v1/chat/completions")
+
+    spelled = {"content": EVIL, "role": "assistant"}
+    chunk = json.loads(events(spelled).split("\n")[0].removeprefix("data: "))
+    chunk["choices"][0]["logprobs"] = {"content": [entry(EVIL)]}
+    answer_with(page, f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+    visit.ask("again")
+    assert visit.answered(2) == EVIL
+    page.locator(".turn.assistant").nth(1).locator(".token").hover(position={"x": 2, "y": 2})
+    expect(page.get_by_role("tooltip")).to_contain_text("<script>")
+    page.unroute("**/v1/chat/completions")
+
+    visit.refusals = 1
+    answer_with(page, json.dumps({"error": {"message": EVIL, "param": EVIL}}), 400)
+    visit.ask("and again")
+    expect(page.locator(".error")).to_contain_text("<script>")
+    expect(page.locator("#sequences")).to_contain_text("<script>")
+    assert page.evaluate("window.hacked") is None
+    inside = page.locator("#log, #tip, #engine")
+    assert inside.locator("script, img, svg, a").count() == 0
+
+
+def evil_state(route: Route) -> dict[str, Any]:
+    state = route.fetch().json()
+    seq = dict.fromkeys(
+        ("prompt", "sample", "prompt_tokens", "output_tokens", "computed_tokens", "cached_tokens",
+         "blocks", "shared_blocks", "preemptions", "draft_tokens", "accepted_tokens"), 0,
+    )  # fmt: skip
+    state["sequences"] = [{**seq, "request_id": EVIL, "status": "running"}]
+    state["blocks"]["runs"] = [[state["blocks"]["num_blocks"], 0]]
+    return state
+
+
+def test_the_policy_stops_scripts_that_get_in_all_the_same(server, visit):
+    """The checker of `hacked` sees what runs, and the policy lets nothing in."""
+    visit = visit(server)
+    page = visit.page
+    page.evaluate("window.hacked = 7")
+    assert page.evaluate("window.hacked") == 7
+    refused = page.evaluate("""() => {
+      const log = document.getElementById("log");
+      const script = document.createElement("script");
+      const attempts = [
+        () => (log.innerHTML = "<img src=x onerror='window.hacked = 8'>"),
+        () => log.setAttribute("onclick", "window.hacked = 9"),
+        () => (script.text = "window.hacked = 10"),
+        () => setTimeout("window.hacked = 11"),
+      ];
+      return attempts.map((attempt) => {
+        try {
+          return String(attempt());
+        } catch (error) {
+          return String(error);
+        }
+      });
+    }""")
+    assert len(refused) == 4 and all("Trusted" in error for error in refused), refused
+    assert page.evaluate("window.hacked") == 7
+    assert [text for text in visit.wrong if "Content Security Policy" in text or "Trusted" in text]
+    visit.wrong.clear()
+
+
+# ---- token probabilities -----------------------------------------------------------------------
+
+
+def test_pointing_at_a_token_shows_its_probability_and_its_rivals(server, visit):
+    visit = visit(server)
+    set_options(visit.page, temperature="0", max_tokens="30", top_logprobs="4")
+    visit.ask(STORY)
+    text = visit.answered()
+    tokens = visit.page.locator(".turn.assistant .token")
+    assert "".join(tokens.all_text_contents()).strip() == text.strip()  # every letter has its token
+    tip = visit.page.get_by_role("tooltip")
+    expect(tip).to_be_hidden()
+    tokens.nth(5).hover()
+    expect(tip).to_be_visible()
+    expect(tip.locator(".tip-head b")).to_have_text(re.compile(r"^<?[\d.]+ %$"))
+    rivals = tip.locator("li")
+    expect(rivals).to_have_count(4)
+    parts = [float(p.strip("<% ")) for p in rivals.locator("span").all_text_contents()]
+    assert parts == sorted(parts, reverse=True) and sum(parts) < 100.6
+    chosen = tip.locator(".chosen code").inner_text()
+    assert chosen == tip.locator(".tip-head code").inner_text()  # at temperature 0 the likeliest
+    visit.page.mouse.move(5, 5)
+    expect(tip).to_be_hidden()
+
+
+def test_a_character_of_several_tokens_and_tokens_without_text_find_their_place(server, visit):
+    visit = visit(server)
+    smile = "🙂".encode()
+    half = {**entry("?"), "token": "\ufffd"}
+    halves = [{**half, "bytes": list(smile[:2])}, {**half, "bytes": list(smile[2:])}]
+    chunks = [
+        {"delta": {"content": "Hi"}, "logprobs": {"content": [entry(" Hi")]}},  # its space is cut
+        {"delta": {}, "logprobs": {"content": halves[:1]}},
+        {"delta": {"content": "🙂 no"}, "logprobs": {"content": [halves[1]]}},
+        {"delta": {"content": "w"}, "logprobs": {"content": [entry(" now", 0.125)]}},
+        {"delta": {}, "logprobs": {"content": [entry("</s>")]}, "finish_reason": "stop"},
+    ]
+    each = [json.dumps({"id": "chatcmpl-x", "choices": [{"index": 0, **c}]}) for c in chunks]
+    answer_with(visit.page, "".join(f"data: {event}\n\n" for event in each) + "data: [DONE]\n\n")
+    visit.ask("Hello")
+    assert visit.answered() == "Hi🙂 now"
+    tokens = visit.page.locator(".turn.assistant .token")
+    assert tokens.all_text_contents() == ["Hi", "🙂", " now"]
+    tokens.nth(2).hover()
+    expect(visit.page.locator(".tip-head")).to_have_text("␣now12.5 %")
+
+
+# ---- the engine --------------------------------------------------------------------------------
+
+
+def number(page: Page, name: str) -> int:
+    return int(page.locator(f"#num-{name}").inner_text())
+
+
+def test_the_block_map_and_the_time_line_change_while_a_request_runs(slow_server, visit):
+    visit = visit(slow_server)
+    page = visit.page
+    blocks = page.get_by_role("img", name=re.compile("Map of 256 KV blocks"))
+    expect(blocks).to_have_attribute("aria-label", re.compile(" 0 owned, 0 shared"))
+    expect(page.locator("#no-sequences")).to_be_visible()
+    pixels = "canvas => canvas.toDataURL()"
+    before = blocks.evaluate(pixels)
+    set_options(page, max_tokens="400")
+    visit.ask(STORY * 4)
+    expect(blocks).to_have_attribute("aria-label", re.compile(" [1-9][0-9]* owned"))
+    expect(page.locator("#running")).to_have_text("1/256")
+    row = page.locator("#sequences tr")
+    expect(row).to_contain_text("this chat")
+    expect(page.locator("#steps")).to_have_attribute("aria-label", re.compile("Step [0-9]+: [0-9]"))
+    assert blocks.evaluate(pixels) != before
+    owned = number(page, "owned")
+    assert owned >= 7 and owned + sum(number(page, k) for k in ("shared", "cached", "free")) == 256
+    expect(page.locator("#rate")).to_have_text(re.compile("^[1-9]"))
+
+    blocks.hover(position={"x": 4, "y": 4})
+    expect(page.locator("#blocks-probe")).to_have_text("Block 0: owned by this chat")
+    page.keyboard.press("Escape")
+    slow_server.until(lambda stats: not stats["num_running"])
+    expect(page.locator("#no-sequences")).to_be_visible()
+    expect(page.locator("#num-owned")).to_have_text("0")
+    assert number(page, "cached") >= 7  # the prompt stays findable
+    visit.ask(STORY * 4)
+    page.locator(".turn.assistant").nth(1).locator(".token").nth(1).wait_for()
+    expect(page.locator("#hits")).not_to_have_text("0 %")
+    page.keyboard.press("Escape")
+
+
+def test_shared_blocks_and_other_requests_are_told_apart(slow_server, visit):
+    body = {"prompt": "a dog " * 20, "n": 3, "max_tokens": 300, "ignore_eos": True, "stream": True}
+    visit = visit(slow_server)
+    visit.page.evaluate(
+        "body => { fetch('/v1/completions', {method: 'POST', body: JSON.stringify(body)}); }", body
+    )
+    rows = visit.page.locator("#sequences tr")
+    expect(rows).to_have_count(3)
+    expect(rows.nth(1)).to_contain_text("shared")
+    assert number(visit.page, "shared") >= 5
+    colours = rows.locator(".swatch").evaluate_all("all => all.map(each => each.className)")
+    assert len(set(colours)) == 3
+    assert visit.page.get_by_text("this chat").count() == 0
+
+
+def test_accepted_drafts_are_shown_by_position(slow_server, visit):
+    visit = visit(slow_server)
+    set_options(visit.page, temperature="0", max_tokens="24", seed="1")
+    for _ in range(8):  # the second has the first to draft from, if drafts paid off before
+        visit.ask(STORY)
+        visit.answered()
+        visit.page.get_by_role("button", name="New chat").click()
+        visit.page.locator(".turn").first.wait_for(state="detached")
+        if sum(slow_server.get("/stats")["speculation"]["accepted_per_position"]):
+            break
+    expect(visit.page.locator("#acceptance")).to_contain_text(re.compile(r"\d+ of \d+ tokens"))
+    expect(visit.page.locator("#positions li").first).to_have_text(re.compile(r"\d+ %"))
+
+
+def test_speculation_that_is_off_is_said_to_be(server, visit):
+    visit = visit(server)
+    expect(visit.page.locator("#acceptance")).to_have_text("speculation is off")
+    expect(visit.page.locator(".of-drafts").first).to_be_hidden()
+
+
+def test_nobody_asks_for_what_nobody_can_see(server, visit):
+    visit = visit(server)
+    page = visit.page
+    looks = lambda: sum("/engine_state" in url for url in visit.requested)  # noqa: E731
+    expect(page.locator("#num-free")).not_to_have_text("–")
+    page.get_by_role("button", name="Pause").click()
+    page.wait_for_timeout(300)  # one may be on its way
+    paused = looks()
+    page.wait_for_timeout(1200)
+    assert looks() == paused
+    page.get_by_role("button", name="Pause").click()
+    with page.expect_request("**/engine_state*"):
+        pass
+    page.set_viewport_size({"width": 360, "height": 700})  # there the chat hides it
+    page.wait_for_timeout(300)
+    hidden = looks()
+    page.wait_for_timeout(1200)
+    assert looks() == hidden
+    with page.expect_request("**/engine_state*"):
+        page.get_by_role("button", name="Engine").click()
+
+
+# ---- API keys ----------------------------------------------------------------------------------
+
+
+def test_a_server_with_keys_is_used_with_the_key_that_is_entered(closed_server, visit):
+    visit = visit(closed_server)
+    visit.refusals = 6
+    page = visit.page
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("an API key is required")
+    key = dialog.get_by_label("Key", exact=True)
+    expect(key).to_be_focused()
+    key.fill("another-key")
+    page.keyboard.press("Enter")
+    expect(dialog).to_contain_text("the API key is not valid")
+    key.fill(KEY)
+    page.keyboard.press("Enter")
+    expect(page.locator("#state")).to_have_attribute("data-state", "ready")
+    expect(page.locator("#num-free")).not_to_have_text("–")
+    set_options(page, max_tokens="5")
+    visit.ask(STORY)
+    assert visit.answered()
+
+    kept = "[JSON.stringify(localStorage), document.cookie, JSON.stringify(sessionStorage)]"
+    local, cookies, session = page.evaluate(kept)
+    assert KEY in session and KEY not in local and not cookies
+    assert not [url for url in visit.requested if KEY in url]
+    page.reload()
+    expect(page.locator("#state")).to_have_attribute("data-state", "ready")
+    page.get_by_role("button", name="API key").click()
+    page.get_by_role("button", name="Forget it").click()
+    expect(dialog).to_contain_text("an API key is required")
+    assert KEY not in page.evaluate("JSON.stringify(sessionStorage)")
+
+
+def test_another_tab_does_not_have_the_key(closed_server, visit):
+    one, other = visit(closed_server), visit(closed_server)
+    one.refusals = other.refusals = 4
+    one.page.get_by_label("Key", exact=True).fill(KEY)
+    one.page.keyboard.press("Enter")
+    expect(one.page.locator("#state")).to_have_attribute("data-state", "ready")
+    assert other.page.evaluate("sessionStorage.length") == 0
+    expect(other.page.get_by_role("dialog")).to_be_visible()
+
+
+# ---- people ------------------------------------------------------------------------------------
+
+
+def test_everything_can_be_done_with_the_keyboard(server, visit):
+    visit = visit(server)
+    page = visit.page
+    keyboard = page.keyboard
+    message = page.get_by_label("Message", exact=True)
+    expect(page.locator("#state")).to_have_attribute("data-state", "ready")
+    expect(message).to_be_focused()
+    keyboard.type("Tell me")
+    keyboard.press("Shift+Enter")
+    keyboard.type("a story.")
+    expect(message).to_have_value("Tell me\na story.")
+    expect(page.locator(".turn")).to_have_count(0)
+    keyboard.press("Enter")
+    visit.answered()
+    expect(message).to_be_focused()
+
+    keyboard.press("Shift+Tab")  # back to the answer
+    answer = page.locator(".turn.assistant .text")
+    expect(answer).to_be_focused()
+    tip = page.get_by_role("tooltip")
+    keyboard.press("ArrowRight")
+    expect(tip).to_be_visible()
+    first = tip.inner_text()
+    keyboard.press("End")
+    assert tip.inner_text() != first
+    keyboard.press("Home")
+    assert tip.inner_text() == first
+    keyboard.press("Escape")
+    expect(tip).to_be_hidden()
+
+    reached = set()
+    for _ in range(45):
+        keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id"))
+    usable = page.locator("button, input, select, textarea, [tabindex='0']").filter(visible=True)
+    assert set(usable.evaluate_all("all => all.map(each => each.id)")) <= reached | {""}
+    page.locator("#steps").focus()
+    keyboard.press("End")
+    expect(page.locator("#steps-probe")).to_have_text(re.compile(r"^\d+: [\d.]+ ms"))
+    page.locator("#blocks").focus()
+    keyboard.press("Home")
+    expect(page.locator("#blocks-probe")).to_contain_text("Block 0: ")
+    page.get_by_role("button", name="API key").focus()
+    keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+
+
+def test_every_control_has_a_name(server, visit):
+    page, seen = visit(server).page, 0
+    for role in ("button", "textbox", "spinbutton", "checkbox", "combobox", "img", "region", "log"):
+        for each in page.get_by_role(role).all():
+            said = each.aria_snapshot().partition("\n")[0]
+            assert re.match(f'- \'?{role} "[^"]', said), said
+            seen += 1
+    assert seen > 20
+
+
+CONTRAST = """() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const lum = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const under = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = rgb(getComputedStyle(node).backgroundColor);
+      if (colour.length < 4 || colour[3] === 1) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const node = walk.currentNode.parentElement;
+    if (!walk.currentNode.data.trim() || !node.checkVisibility()) continue;
+    if (node.closest("noscript, .failed")) continue;  // the latter is dimmed: it was not sent
+    const [one, other] = [lum(rgb(getComputedStyle(node).color)), lum(under(node))];
+    const ratio = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+    found.push([ratio, walk.currentNode.data.trim().slice(0, 40)]);
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_contrast_in_light_and_in_dark(server, visit, scheme):
+    visit = visit(server, color_scheme=scheme)
+    visit.refusals = 1
+    set_options(visit.page, temperature="0", max_tokens="60")
+    visit.ask(STORY)
+    visit.answered()
+    set_options(visit.page, top_p="7", schema="{")
+    set_options(visit.page, schema="")
+    visit.ask(STORY)
+    visit.page.locator(".error").wait_for()
+    paper = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    lightness = sum(int(part) for part in re.findall(r"\d+", paper)[:3])
+    assert (lightness > 600) == (scheme == "light") and (lightness < 150) == (scheme == "dark")
+    found = visit.page.evaluate(CONTRAST)
+    assert len(found) > 60
+    low = [(round(ratio, 2), text) for ratio, text in found if ratio < 4.5]
+    assert not low, low
+    pixels = visit.page.locator("#blocks").evaluate(
+        "canvas => [...canvas.getContext('2d').getImageData(3, 3, 1, 1).data]"
+    )
+    assert pixels[3] == 255
+
+
+@pytest.mark.parametrize("width", [360, 430, 768, 1280])
+def test_nothing_is_cut_off_at_any_width(server, visit, width):
+    visit = visit(server, viewport={"width": width, "height": 740})
+    page = visit.page
+    if page.locator("[data-shows=settings]").is_visible():
+        page.locator("[data-shows=settings]").click()
+    set_options(page, max_tokens="20")
+    if page.locator("[data-shows=chat]").is_visible():
+        page.locator("[data-shows=chat]").click()
+    visit.ask("word" * 200)
+    visit.answered()
+    panels = ["chat", "settings", "engine"] if width < 761 else ["settings", "engine"]
+    for panel in panels if width < 1181 else []:
+        page.locator(f"[data-shows={panel}]").click()
+        expect(page.locator(f"#{panel}")).to_be_visible()
+        expect(page.locator(f"[data-shows={panel}]")).to_have_attribute("aria-pressed", "true")
+        over = page.evaluate(
+            "name => { const panel = document.getElementById(name);"
+            " return [document.documentElement.scrollWidth - innerWidth,"
+            " panel.scrollWidth - panel.clientWidth]; }",
+            panel,
+        )
+        assert max(over) <= 0, (panel, over)
+        box = page.locator(f"#{panel}").bounding_box()
+        assert box and box["x"] + box["width"] == width
+        assert width > 760 or box["x"] == 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_who_wants_no_motion_gets_none(slow_server, visit):
+    visit = visit(slow_server, reduced_motion="reduce")
+    set_options(visit.page, max_tokens="40")
+    visit.ask(STORY)
+    visit.page.locator(".turn.assistant .token").first.wait_for()
+    assert visit.page.evaluate("document.getAnimations().length") == 0
+    visit.page.keyboard.press("Escape")
+    visit.answered()
+
+
+def test_the_page_waits_for_a_server_that_starts(server, visit):
+    visit = visit(server)
+    visit.refusals = 3
+    page = visit.page
+    starting = json.dumps({"error": {"message": "the server is starting"}})
+    tries: list[int] = []
+
+    def first_refuse(route: Route) -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            route.fulfill(status=503, content_type="application/json", body=starting)
+        else:
+            route.continue_()
+
+    page.route("**/v1/models", first_refuse)
+    page.reload()
+    expect(page.locator("#state")).to_have_text("starting")
+    expect(page.locator("#state")).to_have_attribute("data-state", "ready")
+    assert len(tries) == 2
+
+
+def test_a_connection_that_breaks_is_told(server, visit):
+    visit = visit(server)
+    visit.refusals = 1
+    visit.page.route("**/v1/chat/completions", lambda route: route.abort())
+    visit.ask(STORY)
+    expect(visit.page.locator(".error")).to_have_text("The server cannot be reached.")
+    expect(visit.page.get_by_label("Message", exact=True)).to_have_value(STORY)
+
+
+def test_an_answer_that_breaks_off_is_told_and_what_came_stays(server, visit):
+    visit = visit(server)
+    answer_with(visit.page, events({"content": "Once upon"}).removesuffix("data: [DONE]\n\n"))
+    visit.ask(STORY)
+    expect(visit.page.locator(".error")).to_contain_text("broke off")
+    expect(visit.page.locator(".turn.assistant .text")).to_have_text("Once upon")
+
+
+def test_a_new_chat_knows_nothing_of_an_answer_that_it_stopped(slow_server, visit):
+    visit = visit(slow_server)
+    asked = bodies(visit.page)
+    set_options(visit.page, max_tokens="3000")
+    visit.ask("the old one")
+    visit.page.locator(".turn.assistant .token").first.wait_for()
+    visit.page.get_by_role("button", name="New chat").click()
+    visit.page.get_by_role("button", name="Send").wait_for()
+    set_options(visit.page, max_tokens="2")
+    visit.ask("the new one")
+    visit.answered()
+    assert [each["content"] for each in asked[1]["messages"]] == ["the new one"]
+
+
+def test_an_engine_that_was_started_again_is_followed(slow_server, visit):
+    visit = visit(slow_server)
+    page = visit.page
+    state = slow_server.get("/engine_state")
+    names = ("end_s", "sequences", "tokens", "rows", "draft_tokens", "accepted_tokens")
+    step = dict.fromkeys(names, 1)
+    told = {"generation_tokens": 1000, "steps": [{**step, "step": 900, "seconds": 0.001}]}
+    page.route("**/engine_state*", lambda route: route.fulfill(json={**state, **told}))
+    expect(page.locator("#steps")).to_have_attribute("aria-label", re.compile("Step 900"))
+    told.update(generation_tokens=5, steps=[{**step, "step": 3, "seconds": 0.001}])
+    expect(page.locator("#steps")).to_have_attribute("aria-label", re.compile("Step 3:"))
+
+
+def test_the_record_of_requests_sees_one_that_leaves(server, visit):
+    opened = visit(server)
+    opened.requested.append("http://example.org/x")
+    with pytest.raises(AssertionError, match=r"example\.org"):
+        opened.check()
+    opened.requested.pop()

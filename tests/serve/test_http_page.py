@@ -1,0 +1,267 @@
+"""The page's files and their headers, and `/engine_state`: what is told, and to whom."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+import forge_serve
+from forge_jax.config import EngineConfig
+from forge_jax.engine import Engine
+from forge_serve import engine_view
+from forge_serve.app import Service
+from forge_serve.auth import PAGE_PATHS, PAGE_SCRIPTS
+from forge_serve.config import ServerConfig
+from tests.serve.conftest import Server
+
+KEY_A, KEY_B = "sk-alpha-0123456789", "sk-beta-0123456789"
+SECRET = "the dog sleeps under a green table"
+STATIC = Path(forge_serve.__file__).parent / "static"
+
+
+# ---- the page ----------------------------------------------------------------------------------
+
+
+async def test_the_page_and_all_that_it_names_are_served_without_a_key(start):
+    server = await start(Engine.fake(), ServerConfig(api_key=(KEY_A,)))
+    kinds = {"": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+    for path in PAGE_PATHS:
+        async with server.http.get(server.url + path) as response:
+            assert response.status == 200
+            assert response.content_type == kinds[Path(path).suffix]
+            assert response.charset == "utf-8"
+            assert (
+                await response.read() == (STATIC / (Path(path).name or "index.html")).read_bytes()
+            )
+    for path in ("/static/", "/static/../app.py", "/static/nothing.js", "/index.html"):
+        async with server.http.get(server.url + path) as response:
+            assert response.status == 401  # as every other path, whether there is something or not
+
+
+def test_the_folder_has_the_files_that_are_served_and_no_others():
+    names = {Path(path).name or "index.html" for path in PAGE_PATHS}
+    assert {file.name for file in STATIC.iterdir()} == names
+
+
+async def test_the_page_is_there_before_the_model_is(listening):
+    async with listening(Service(ServerConfig())) as url, aiohttp.ClientSession() as http:
+        async with http.get(url + "/") as response:
+            assert response.status == 200
+        async with http.get(url + "/engine_state") as response:
+            assert response.status == 503
+
+
+async def test_what_is_known_is_not_sent_again(server):
+    for path in PAGE_PATHS:
+        async with server.http.get(server.url + path) as response:
+            etag = response.headers["ETag"]
+            assert response.headers["Cache-Control"] == "no-cache"
+        for known, status in ((etag, 304), (f'"x", {etag}', 304), ("*", 304), ('"x"', 200)):
+            headers = {"If-None-Match": known}
+            async with server.http.get(server.url + path, headers=headers) as response:
+                assert response.status == status and response.headers["ETag"] == etag
+                assert bool(await response.read()) == (status == 200)
+        async with server.http.head(server.url + path) as response:
+            assert response.status == 200 and response.headers["ETag"] == etag
+
+
+async def test_a_browser_runs_the_pages_own_scripts_alone(server):
+    for path in PAGE_PATHS:
+        async with server.http.get(server.url + path) as response:
+            directives = response.headers["Content-Security-Policy"].split("; ")
+            policy = dict(directive.split(" ", 1) for directive in directives)
+            assert response.headers["X-Content-Type-Options"] == "nosniff"
+            assert response.headers["Referrer-Policy"] == "no-referrer"
+        assert policy["default-src"] == "'none'"
+        assert {policy[f"{kind}-src"] for kind in ("script", "style", "img", "connect")} == {
+            "'self'"
+        }
+        for name in ("base-uri", "form-action", "frame-ancestors", "trusted-types"):
+            assert policy[name] == "'none'"
+        assert policy["require-trusted-types-for"] == "'script'"
+
+
+class _Markup(HTMLParser):
+    """Gathers what the page's markup has: ids, references, labels, and what it must not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.labelled: set[str] = set()
+        self.controls: list[str] = []
+        self.wrong: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = {name: value or "" for name, value in attrs}
+        self.ids += [named["id"]] if "id" in named else []
+        self.references += [named[name] for name in ("src", "href") if name in named]
+        self.labelled |= {named["for"]} if tag == "label" else set()
+        self.controls += [named["id"]] if tag in ("input", "select", "textarea") else []
+        self.wrong += [name for name in named if name.startswith("on") or name == "style"]
+        self.wrong += ["script"] if tag == "script" and "src" not in named else []
+        self.wrong += ["style"] if tag == "style" else []
+
+
+def test_the_markup_has_no_code_no_address_elsewhere_and_a_label_for_everything():
+    markup = _Markup()
+    markup.feed((STATIC / "index.html").read_text())
+    assert not markup.wrong
+    assert len(set(markup.ids)) == len(markup.ids)
+    assert markup.controls and set(markup.controls) <= markup.labelled
+    for reference in markup.references:  # relative: the page may lie below a proxy's prefix
+        assert reference.startswith("#") or f"/{reference}" in PAGE_PATHS
+
+
+@pytest.mark.parametrize("name", PAGE_SCRIPTS)
+def test_scripts_put_text_in_as_text_and_ask_their_own_server(name):
+    source = (STATIC / f"{name}.js").read_text()
+    sinks = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|srcdoc"
+    assert not re.search(sinks, source)
+    assert not re.search(r"https?://|//[a-z]+\.", source.replace("// ", ""))
+    assert "localStorage" not in source and ("sessionStorage" in source) == (name == "api")
+    for imported in re.findall(r'from "\./(\w+)\.js"', source):
+        assert imported in PAGE_SCRIPTS
+
+
+# ---- the engine's state ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look is a new one."""
+    monkeypatch.setattr(engine_view, "LEAST_S", 0.0)
+    monkeypatch.setattr(engine_view, "PART", math.inf)
+
+
+async def state_of(server: Server, query: str = "", key: str = "") -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    url = f"{server.url}/engine_state{query}"
+    async with server.http.get(url, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        assert response.headers["Cache-Control"] == "no-store"
+        return await response.json()
+
+
+async def begin(server: Server, path: str = "/v1/completions", key: str = "", **body: Any) -> Any:
+    """A stream that has begun and goes on for long."""
+    asked = {"prompt": SECRET, "max_tokens": 900, "ignore_eos": True, "stream": True, **body}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    response = await server.http.post(server.url + path, json=asked, headers=headers)
+    assert response.status == 200
+    await response.content.readline()
+    return response
+
+
+def slow_engine(**options: Any) -> Engine:
+    return Engine.fake(step_time_s=0.005, config=EngineConfig.from_options(**options))
+
+
+async def test_the_state_has_the_requests_blocks_and_steps_and_no_text(start, fresh):
+    server = await start(slow_engine(num_blocks=200, block_size=16))
+    await state_of(server)
+    response = await begin(server, request_id="my-request", n=2)
+    state = await state_of(server)
+    assert {(s["request_id"], s["sample"], s["status"]) for s in state["sequences"]} == {
+        ("cmpl-my-request", 0, "running"), ("cmpl-my-request", 1, "running")
+    }  # fmt: skip
+    blocks = state["blocks"]
+    kinds = ("num_free", "num_cached", "num_shared", "num_owned")
+    assert sum(blocks[kind] for kind in kinds) == blocks["num_blocks"] == 200
+    assert sum(cells for cells, _ in blocks["runs"]) == 200 and blocks["num_shared"]
+    assert {0, 1, "shared", "free"} == {what for _, what in blocks["runs"]}
+    await asyncio.sleep(0.05)
+    state = await state_of(server)
+    seen = [step["step"] for step in state["steps"]]
+    assert len(seen) > 3
+    newer = await state_of(server, f"?after_step={seen[-2]}")
+    assert newer["steps"] and newer["steps"][0]["step"] == seen[-1]
+    text = str(state)
+    assert not any(word in text for word in SECRET.split() if len(word) > 3)
+    response.close()
+    await server.idle()
+    after = await state_of(server)
+    assert not after["sequences"] and not after["blocks"]["num_owned"]
+
+
+async def test_a_tenant_is_not_told_whose_the_other_requests_are(start, fresh):
+    server = await start(slow_engine(), ServerConfig(api_key=(KEY_A, KEY_B)))
+    mine = await begin(server, key=KEY_A, request_id="of-alpha", cache_salt="pepper")
+    theirs = await begin(server, key=KEY_B, request_id="of-beta")
+    for key, own in ((KEY_A, "cmpl-of-alpha"), (KEY_B, "cmpl-of-beta")):
+        state = await state_of(server, key=key)
+        assert [own, None] == sorted(
+            (seq["request_id"] for seq in state["sequences"]), key=lambda name: name is None
+        )
+        assert "pepper" not in str(state)
+    async with server.http.get(server.url + "/engine_state") as response:
+        assert response.status == 401
+    mine.close()
+    theirs.close()
+
+
+async def test_nobody_learns_the_id_by_which_a_stored_response_is_read(start):
+    server = await start(slow_engine())
+    body = {"input": SECRET, "max_output_tokens": 900, "ignore_eos": True, "background": True}
+    status, answer = await server.post("/v1/responses", body)
+    assert status == 200
+    [seq] = (await state_of(server))["sequences"]
+    assert answer["id"].startswith(seq["request_id"]) and len(seq["request_id"]) == 13
+    assert answer["id"] not in str(seq)
+    await server.post(f"/v1/responses/{answer['id']}/cancel", {})
+
+
+@pytest.mark.parametrize("wrong", ["-1", "x", "1.5", "9" * 30, ""])
+async def test_a_step_that_is_no_number_is_refused_by_name(server, wrong):
+    status, answer = await server.get(f"/engine_state?after_step={wrong}")
+    assert status == 400 and answer["error"]["param"] == "after_step"
+
+
+async def test_many_who_look_cost_the_engine_one_look(start, monkeypatch):
+    server = await start(slow_engine())
+    looks, look = [], server.engine.look
+
+    async def counted():
+        looks.append(1)
+        return await look()
+
+    monkeypatch.setattr(server.engine, "look", counted)
+    monkeypatch.setattr(engine_view, "LEAST_S", 1000.0)
+    found = await asyncio.gather(*(state_of(server) for _ in range(20)))
+    assert len(looks) == 1 and len({state["time_s"] for state in found}) == 1
+
+
+async def test_dear_looks_are_rare(start, fresh, monkeypatch):
+    server = await start(slow_engine())
+    first = await state_of(server)
+    assert (await state_of(server))["time_s"] > first["time_s"]
+    monkeypatch.setattr(engine_view, "PART", 1e-9)
+    await state_of(server)
+    dear = await state_of(server)
+    assert (await state_of(server))["time_s"] == dear["time_s"]
+
+
+async def test_a_step_that_does_not_end_is_told_and_holds_no_more_than_one_look(start, monkeypatch):
+    server = await start(slow_engine())
+    gate, looks, look = asyncio.Event(), [], server.engine.look
+
+    async def stuck():
+        looks.append(1)
+        await gate.wait()
+        return await look()
+
+    monkeypatch.setattr(server.engine, "look", stuck)
+    monkeypatch.setattr(engine_view, "LONGEST_S", 0.05)
+    for _ in range(3):
+        status, answer = await server.get("/engine_state")
+        assert status == 503 and "step" in answer["error"]["message"]
+    assert len(looks) == 1
+    gate.set()
+    await state_of(server)
