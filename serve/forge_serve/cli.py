@@ -64,7 +64,7 @@ its error there. A run that was ended goes on where it was: give the same comman
 
 _MODEL = {field.name: field for field in dataclasses.fields(ModelConfig)}["model"]
 # What decides the weights that `convert` writes.
-CONVERT = ("revision", "dtype", "quantization", "kernels", "backend")
+CONVERT = ("revision", "dtype", "quantization", "gguf_weights", "kernels", "backend")
 
 
 @dataclass(frozen=True, slots=True)
