@@ -84,7 +84,12 @@ def load(
                 "convert the original model with --kernels xla"
             )
     spec = read_spec(folder)
-    if gguf_weights == "decoded" and is_gguf(folder):
+    if gguf_weights == "decoded" and spec.block_types is not None:
+        if not is_gguf(folder):
+            raise ModelError(
+                f"gguf_weights: {folder} was converted with its matrices in blocks: load the "
+                "original model"
+            )
         spec = decoded(spec)
     built = build_model(spec, dtype, forms)
     return LoadedModel(built, load_weights(built, folder, progress=progress), folder)

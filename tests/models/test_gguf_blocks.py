@@ -12,6 +12,7 @@ from lora_files import write_adapter
 from paged import PagedRun
 from safetensors.numpy import save_file
 
+import forge_jax
 from forge_jax import LLM, SamplingParams, convert
 from forge_jax.assemble import (
     _check_uncut,
@@ -294,6 +295,8 @@ def test_a_converted_folder_has_the_same_bits(zoo, tmp_path):
             np.testing.assert_array_equal(
                 np.asarray(ours).view(np.uint8), np.asarray(theirs).view(np.uint8)
             )
+    with pytest.raises(ModelError, match="was converted with its matrices in blocks"):
+        forge_jax.load(str(out), gguf_weights="decoded")
     for wanted in ({"gguf_weights": "decoded"}, {"quantization": "int8"}):
         with pytest.raises(CheckpointError, match="converted with"):
             loaded(out, **wanted)
