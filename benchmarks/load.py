@@ -132,8 +132,12 @@ def write_forms(folder: Path, shape: str) -> dict[str, str]:
     return left_out
 
 
-def write_gguf(source: Path, target: Path) -> None:
-    """The same weights in bfloat16, without a tokenizer; rows of queries and keys as they are."""
+def write_gguf(source: Path, target: Path, kind: str = "BF16") -> None:
+    """The same Llama, without a tokenizer; matrices are rounded to the type `kind`, of gguf's own.
+
+    Those whose rows are no blocks of it are bfloat16. Rows of queries and keys stand as llama.cpp
+    has them: neighbours are rotated together.
+    """
     import gguf
 
     from forge_jax.checkpoint.safetensors import read_header
@@ -146,16 +150,28 @@ def write_gguf(source: Path, target: Path) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    width = config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(config.get("head_dim") or width)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, stored in read_header(source / "model.safetensors").items():
         values = stored.read()
         if values.ndim < 2:
             writer.add_tensor(gguf_name(name), values.astype("float32"))
+            continue
+        count = heads.get(name.split(".")[-2])
+        if count is not None:
+            halves = values.reshape(count, 2, -1, values.shape[1])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        chosen = gguf.GGMLQuantizationType[kind]
+        if stored.shape[-1] % gguf.GGML_QUANT_SIZES[chosen][0]:
+            chosen = gguf.GGMLQuantizationType.BF16
+        if chosen.name == values.dtype.name.replace("bfloat", "BF"):
+            data = values.view("uint8")
         else:
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(gguf_name(name), values.view("uint8"), raw_dtype=kind)
+            data = gguf.quants.quantize(values.astype("float32"), chosen)
+        writer.add_tensor(gguf_name(name), data, raw_dtype=chosen)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,10 +1,11 @@
 """What do rounded weights cost? Memory, perplexity and decode tokens/s by `--quantization`.
 
-    python -m benchmarks.weights [--model FOLDER] [--kernels auto] [--output FILE.json]
+    python -m benchmarks.weights [--model FOLDER] [--kernels auto] [--gguf Q8_0 ...] [--output FILE]
 
-Beside bfloat16, in which all are computed. forge-tiny is scored on documents of its kinds from a
-seed that it was not trained on, any other model on texts of its own, drawn in float32 at
-temperature 1. Speed is measured in turns.
+With `--gguf` also of GGUF files in which the package gguf has rounded the same model (a Llama),
+kept as they are and decoded (`--gguf-weights`). Beside bfloat16, in which all are computed.
+forge-tiny is scored on documents of its kinds from a seed that it was not trained on, any other
+model on texts of its own, drawn in float32 at temperature 1. Speed is measured in turns.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -28,8 +30,10 @@ from benchmarks.kv_dtype import (
     own_texts,
     tokens_per_s,
 )
+from benchmarks.load import write_gguf
 from forge_jax import LLM
-from forge_jax.config import Rounding
+from forge_jax.checkpoint.hub import resolve
+from forge_jax.config import GGUFWeights, Rounding
 from forge_jax.errors import ForgeError
 from forge_serve.bench.metrics import median
 
@@ -43,8 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=BUNDLED, help=f"what to run (default {BUNDLED})")
     parser.add_argument("--kernels", default="auto", help="of the engine: auto or xla")
     parser.add_argument(
-        "--forms", nargs="+", default=[*get_args(Rounding)[1:]], metavar="QUANTIZATION",
+        "--forms", nargs="*", default=[*get_args(Rounding)[1:]], metavar="QUANTIZATION",
         help="beside none; default all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gguf", nargs="+", default=[], metavar="TYPE",
+        help="types of GGUF files besides, of those that the package gguf rounds to",
     )  # fmt: skip
     parser.add_argument("--texts", type=int, default=2000, help="to be scored (default 2000)")
     parser.add_argument("--rounds", type=int, default=7, help="of decoding (default 7)")
@@ -52,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args(argv)
     try:
-        report = reports.new("weights", model=args.model, kernels=args.kernels, **compare(args))
+        with tempfile.TemporaryDirectory() as folder:
+            found = compare(args, Path(folder))
+        report = reports.new("weights", model=args.model, kernels=args.kernels, **found)
         if args.output is not None:
             reports.write(report, args.output)
     except (ForgeError, OSError) as error:
@@ -62,14 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def compare(args: argparse.Namespace) -> dict[str, Any]:
-    engines = {
-        kind: LLM(
-            args.model, dtype="bfloat16", quantization=kind, kernels=args.kernels,
-            max_num_seqs=SEQUENCES, max_num_batched_tokens=256,
-        )
-        for kind in (PLAIN, *args.forms)
-    }  # fmt: skip
+def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """`folder`: for GGUF files."""
+    options = {"dtype": "bfloat16", "kernels": args.kernels, "max_num_seqs": SEQUENCES}
+    options["max_num_batched_tokens"] = 256
+    engines = {kind: LLM(args.model, quantization=kind, **options) for kind in (PLAIN, *args.forms)}
+    for kind in args.gguf:
+        file = folder / f"{kind}.gguf"
+        write_gguf(resolve(args.model), file, kind)
+        for kept in get_args(GGUFWeights):
+            engines[f"GGUF {kind}, {kept}"] = LLM(str(file), gguf_weights=kept, **options)
     texts = held_out(args.texts) if args.model == BUNDLED else own_texts(args.model, args.texts)
     context = min(args.context, engines[PLAIN].max_model_len - OUTPUT)
     speed = tokens_per_s(engines, context, args.rounds)

@@ -32,16 +32,23 @@ from forge_jax.cache.kv import (
 from forge_jax.cache_folder import default_cache_folder, private_folder_fault
 from forge_jax.checkpoint.adapter import check_adapter, read_adapter
 from forge_jax.checkpoint.converted import Record, read_record
+from forge_jax.checkpoint.gguf import is_gguf
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import check_weights, load_weights
 from forge_jax.config import SELF, EngineConfig, split_lora
 from forge_jax.core import EngineCore, EngineParts, make_scheduler, max_rows
-from forge_jax.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
+from forge_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    RequestError,
+    UnsupportedModelError,
+)
 from forge_jax.fingerprint import system_fingerprint
 from forge_jax.grammar import GrammarCompiler
 from forge_jax.models.decoder import WeightForms
 from forge_jax.models.lora import LoraShape
-from forge_jax.models.registry import build_model, read_spec, resolve_dtype
+from forge_jax.models.registry import build_model, decoded, read_spec, resolve_dtype
 from forge_jax.observe.compilations import SinceReady
 from forge_jax.observe.memory import available_host_bytes, device_bytes, give_back_freed_memory
 from forge_jax.observe.startup import StartupTimes
@@ -84,11 +91,13 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
     startup = startup or StartupTimes()
     with startup.phase("config"):
         folder = resolve(config.model.model, config.model.revision)
-        spec = read_spec(folder)
+        spec = read_model_spec(config, folder)
         device = choose_device(config)
         mesh = choose_mesh(config, device)
         shards = 1 if mesh is None else mesh.shards
         check_shards(spec, shards)
+        if shards > 1:
+            check_uncut(folder, spec)
         if mesh is not None:  # what fits the one with the least memory fits all
             device = min(mesh.devices, key=lambda each: _free_bytes(each, shards))
         record = read_converted(config, folder)
@@ -415,6 +424,15 @@ class Kernels:
     sampler: Sampler = "xla"
 
 
+def check_uncut(folder: Path, spec: ModelSpec) -> None:
+    """Raises ConfigError for weights that are in a form which cannot be cut for several devices."""
+    if spec.block_types is not None:
+        raise ConfigError(
+            f"--tensor-parallel is not for matrices that stay in the blocks of {folder}: set "
+            "--gguf-weights decoded"
+        )
+
+
 def read_converted(config: EngineConfig, folder: Path) -> Record | None:
     """The record of a converted folder; None of any other.
 
@@ -426,6 +444,31 @@ def read_converted(config: EngineConfig, folder: Path) -> Record | None:
         wanted = config.model
         record.check_options(dtype=wanted.dtype, quantization=wanted.quantization)
     return record
+
+
+def read_model_spec(config: EngineConfig, folder: Path) -> ModelSpec:
+    """The spec, without blocks where the matrices of a GGUF file are to be decoded.
+
+    `--quantization` rounds what they decode to.
+
+    Raises:
+      ModelError: as `read_spec`.
+      CheckpointError: a converted folder has them in blocks, which can only stay.
+    """
+    spec, wanted = read_spec(folder), config.model
+    if spec.block_types is None or (
+        wanted.gguf_weights == "packed" and wanted.quantization == "none"
+    ):
+        return spec
+    if not is_gguf(folder):
+        option = "--gguf-weights decoded"
+        if wanted.quantization != "none":
+            option = f"--quantization {wanted.quantization}"
+        raise CheckpointError(
+            f"{option}: {folder} was converted with its matrices in blocks: leave it out, or "
+            "convert the original model again with it"
+        )
+    return decoded(spec)
 
 
 def choose_kernels(
@@ -533,7 +576,9 @@ def _choose_draft(
         model = build_model(spec, config.model.dtype, forms, target.shards)
         return _Draft(model=model, folder=None, implementation=kernels.attention)
     folder = resolve(name)
-    spec = read_spec(folder)
+    spec = read_model_spec(config, folder)
+    if target.shards > 1:
+        check_uncut(folder, spec)
     if spec.vocab_size != target.spec.vocab_size:
         raise ConfigError(
             f"--draft-model {name} has a vocabulary of {spec.vocab_size} tokens, and "

@@ -25,6 +25,7 @@ MAX_LORAS = 64  # each is multiplied with every row
 MAX_LORA_RANK = 512
 MAX_DRAFT_TOKENS = 31  # each is a row of the executables that verify
 Rounding = Literal["none", "int8", "fp8", "int4"]  # of weights, as they are read
+GGUFWeights = Literal["packed", "decoded"]
 Batching = Literal["continuous", "static"]
 Pooling = Literal["last", "mean"]  # of hidden states, for an embedding
 
@@ -47,6 +48,11 @@ class ModelConfig:
     dtype: DType = option("auto", "type of weights and activations; auto: the checkpoint's")
     quantization: Rounding = option(
         "none", "store the matrices in fewer bits, rounded as they are read"
+    )
+    gguf_weights: GGUFWeights = option(
+        "packed",
+        "matrices of a .gguf file: packed ones stay in 4 or 8 bits; decoded ones are floats, and "
+        "take the memory of these",
     )
     kernels: Literal["auto", "xla"] = option(
         "auto", "xla: do not use the C++ kernels on a CPU, only what XLA makes itself"

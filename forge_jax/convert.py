@@ -17,16 +17,17 @@ from typing import Any
 
 import jax
 
-from forge_jax.assemble import choose_device, choose_kernels
+from forge_jax.assemble import check_uncut, choose_device, choose_kernels, read_model_spec
 from forge_jax.checkpoint import orbax
 from forge_jax.checkpoint.converted import WEIGHTS, Record, read_record, write_record
 from forge_jax.checkpoint.gguf import config_of, is_gguf, read_gguf
+from forge_jax.checkpoint.gguf.config import TYPES_KEY
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import check_weights, load_weights, read_shards
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
 from forge_jax.files import read_text
-from forge_jax.models import build_model, read_spec
+from forge_jax.models import ModelSpec, build_model
 from forge_jax.models.decoder import Model
 from forge_jax.parallel.rules import check_shards
 from forge_jax.text.gguf import gguf_templates
@@ -58,8 +59,9 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
     The host holds the weights twice while they are written.
 
     Args:
-      config: `model`, `revision`, `dtype`, `quantization`, `kernels`, `backend` and `device` count,
-        and `tensor_parallel`: the devices that are to share it, which need not be here.
+      config: `model`, `revision`, `dtype`, `quantization`, `gguf_weights`, `kernels`, `backend`,
+        `device` and `tensor_parallel` count, the last the devices that are to share it, which need
+        not be here.
       out: does not exist, or is empty.
       progress: show a progress bar on a terminal.
 
@@ -73,9 +75,11 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
     source = resolve(config.model.model, config.model.revision)
     if read_record(source) is not None:
         raise ConfigError(f"{config.model.model} is converted already: give the original model")
-    spec = read_spec(source)
+    spec = read_model_spec(config, source)
     shards = config.parallel.tensor_parallel
     check_shards(spec, shards)
+    if shards > 1:
+        check_uncut(source, spec)
     kernels = choose_kernels(config, spec, choose_device(config))
     model = build_model(spec, config.model.dtype, kernels.forms, shards)
     check_weights(model, source)
@@ -94,7 +98,10 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
         orbax.write_arrays(partial / WEIGHTS, arrays)
-        _write_gguf_text(source, partial) if is_gguf(source) else _copy_text(source, partial)
+        if is_gguf(source):
+            _write_gguf_text(source, partial, spec)
+        else:
+            _copy_text(source, partial)
         write_record(record)
         check_weights(model, partial)
         _flush(partial)
@@ -145,9 +152,11 @@ def _copy_text(source: Path, target: Path) -> None:
         shutil.copyfile(file, target / TEMPLATES / file.name)
 
 
-def _write_gguf_text(source: Path, target: Path) -> None:
+def _write_gguf_text(source: Path, target: Path, spec: ModelSpec) -> None:
     """The same of a GGUF file, in Hugging Face's form."""
     config, generation = config_of(read_gguf(source))
+    if spec.block_types is None:  # decoded
+        del config[TYPES_KEY]
     _write_json(target / "config.json", config)
     _write_json(target / "generation_config.json", generation)
     tokenizer = Tokenizer.from_folder(source)

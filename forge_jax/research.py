@@ -21,11 +21,14 @@ import jax.numpy as jnp
 
 from forge_jax.cache.kv import EIGHT_BITS, kv_shape
 from forge_jax.checkpoint.converted import read_record
+from forge_jax.checkpoint.gguf import is_gguf
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import load_weights
+from forge_jax.config import GGUFWeights
 from forge_jax.errors import ModelError
 from forge_jax.models import KV, Leaves, Model, ModelSpec, build_model, read_spec
 from forge_jax.models.decoder import WeightForms
+from forge_jax.models.registry import decoded
 from forge_kernels import cpu
 from forge_kernels.attention import Implementation
 from forge_kernels.embed import embed
@@ -49,7 +52,12 @@ class LoadedModel:
 
 
 def load(
-    model: str, *, dtype: str = "auto", revision: str | None = None, progress: bool = True
+    model: str,
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    gguf_weights: GGUFWeights = "packed",
+    progress: bool = True,
 ) -> LoadedModel:
     """Reads a model and its weights.
 
@@ -58,6 +66,7 @@ def load(
         leaves are as they were written, which may be packed for the kernels of CPUs.
       dtype: of weights and activations: auto (the checkpoint's), bfloat16, float16 or float32.
       revision: branch, tag or commit of a Hugging Face id.
+      gguf_weights: "decoded" makes floats of the matrices of a GGUF file, as gradients need.
       progress: show a progress bar on a terminal.
 
     Raises:
@@ -74,7 +83,15 @@ def load(
                 f"{folder} is packed for the C++ kernels of CPUs, which cannot be used here: "
                 "convert the original model with --kernels xla"
             )
-    built = build_model(read_spec(folder), dtype, forms)
+    spec = read_spec(folder)
+    if gguf_weights == "decoded" and spec.block_types is not None:
+        if not is_gguf(folder):
+            raise ModelError(
+                f"gguf_weights: {folder} was converted with its matrices in blocks: load the "
+                "original model"
+            )
+        spec = decoded(spec)
+    built = build_model(spec, dtype, forms)
     return LoadedModel(built, load_weights(built, folder, progress=progress), folder)
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from tqdm import tqdm
 from forge_jax.checkpoint import orbax
 from forge_jax.checkpoint.converted import FILE, WEIGHTS, Record, read_record
 from forge_jax.checkpoint.folder import open_checkpoint
+from forge_jax.checkpoint.gguf.weights import GGUFWeight, read_blocks
 from forge_jax.checkpoint.matrix import StoredMatrix
 from forge_jax.checkpoint.stored import FLOATS, StoredTensor, TensorSource
 from forge_jax.checkpoint.weight_map import Tensor, WeightMap
@@ -25,12 +27,24 @@ from forge_jax.files import shown
 from forge_jax.models.decoder import Leaves, Model, WeightForms
 from forge_jax.models.registry import build_model, find_architecture
 from forge_jax.parallel.rules import axis_of, cut_of, matrix_of
+from forge_jax.quant.blocks import KEY, BlockForm, by_piece, forms_by_piece
 from forge_jax.quant.forms import QuantizedForm, module_of
 from forge_jax.quant.rounding import round_matrix
 from forge_jax.quant.shards import shard_of
 from forge_jax.quant.tensors import MIDDLE, Matrix, check_matrix, read_matrices
-from forge_kernels.linear import Packing, pack, pack_experts, pack_int4, pack_values, unpack_int4
+from forge_kernels.linear import (
+    BlockPacking,
+    Packing,
+    arrange_blocks,
+    pack,
+    pack_blocks,
+    pack_experts,
+    pack_int4,
+    pack_values,
+    unpack_int4,
+)
 from forge_kernels.linear.packed import GROUP as INT4_GROUP
+from forge_kernels.linear.quantized import ARRAYS
 
 if TYPE_CHECKING:
     from forge_jax.parallel.mesh import TensorMesh
@@ -66,23 +80,23 @@ def check_weights(model: Model, folder: Path) -> CheckedTensors | CheckedLeaves:
     if record is not None:
         return _check_leaves(model, folder, record)
     architecture = find_architecture(model.spec.architecture)
-    parts = architecture.weights(model.spec)
+    parts, blocks = by_piece(architecture.weights(model.spec), model.blocks), _blocks(model)
     beside = {
         leaf.removesuffix("weight") + each
-        for leaf in (*model.packings, *model.quantized)
-        for each in ("scale", "zero", "input_scale", "order")
+        for leaf in (*model.packings, *model.quantized, *blocks)
+        for each in ("order", *ARRAYS[1:])
     }
     unmapped = (set(parts) ^ set(model.names)) - beside
     assert not unmapped, f"no map: {unmapped}"
     stored = open_checkpoint(folder)
     if architecture.other_weights is not None:
-        other = architecture.other_weights(model.spec)
+        other = by_piece(architecture.other_weights(model.spec), model.blocks)
         parts = min(parts, other, key=lambda parts: _num_missing(parts, stored))
     faults = [
         fault
         for leaf, group in parts.items()
         for part in group
-        for fault in _check(part, stored, _as_stored(model.quantized.get(leaf)))
+        for fault in _check(part, stored, blocks.get(leaf) or _as_stored(model.quantized.get(leaf)))
     ]
     if model.spec.tie_word_embeddings:
         faults += _undescribed("lm_head", stored)
@@ -309,6 +323,7 @@ def _read_leaf(name: str, stored: Mapping[str, StoredTensor]) -> np.ndarray:
 def _in_form(model: Model, name: str, plain: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """The leaf `name`, packed if the model has it so, and then its scales."""
     packing = model.packings.get(name)
+    assert not isinstance(packing, BlockPacking), "blocks that are cut"
     if packing is None:
         yield name, plain
         return
@@ -325,7 +340,11 @@ def _host_leaves(
     if name in model.quantized:
         yield from _matrix_leaves(model, name, _read_quantized(model, name, parts, stored))
         return
+    if name in _blocks(model):
+        yield from _block_leaves(model, name, parts, stored)
+        return
     packing = model.packings.get(name)
+    assert not isinstance(packing, BlockPacking)
     if packing is None:
         leaf = model.leaves[model.names.index(name)]
         yield name, StoredMatrix(parts, stored).read(leaf.shape, leaf.dtype)
@@ -363,6 +382,7 @@ def _matrix_leaves(model: Model, name: str, matrix: Matrix) -> Iterator[tuple[st
         yield f"{prefix}order", matrix.order
     packing = model.packings.get(name)
     if packing is not None:
+        assert isinstance(packing, Packing)
         weight, scale = _pack_matrix(matrix, packing, name)
         yield name, weight
         yield _scale_name(name), scale
@@ -378,6 +398,25 @@ def _matrix_leaves(model: Model, name: str, matrix: Matrix) -> Iterator[tuple[st
         yield f"{prefix}zero", np.ascontiguousarray(matrix.zero)
     if matrix.input_scale is not None:
         yield f"{prefix}input_scale", matrix.input_scale.reshape(1)
+
+
+def _block_leaves(
+    model: Model, name: str, parts: tuple[Tensor, ...], stored: Mapping[str, TensorSource]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """A matrix of a GGUF file, its numbers and scales as they are there."""
+    weights = [cast(GGUFWeight, stored[part.name]) for part in parts]
+    read, packing = partial(read_blocks, weights), model.packings.get(name)
+    if isinstance(packing, BlockPacking):
+        yield name, pack_blocks(read, packing)
+        return
+    outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    arrays = arrange_blocks(read, _blocks(model)[name].quantization(outputs, inputs))
+    for kind, array in arrays.items():
+        yield name.removesuffix("weight") + kind, array
+
+
+def _blocks(model: Model) -> dict[str, BlockForm]:
+    return forms_by_piece(model.blocks)
 
 
 def _check_no_bias(modules: Iterable[str], stored: Mapping[str, TensorSource]) -> None:
@@ -426,9 +465,9 @@ def _as_stored(form: QuantizedForm | None) -> QuantizedForm | None:
 
 
 def _check(
-    part: Tensor, stored: Mapping[str, TensorSource], form: QuantizedForm | None
+    part: Tensor, stored: Mapping[str, TensorSource], form: BlockForm | QuantizedForm | None
 ) -> list[str]:
-    if form is not None:
+    if isinstance(form, QuantizedForm):
         shape = part.shape[0], part.shape[1]
         return check_matrix(form.scheme, module_of(part.name), shape, stored)
     undescribed = _undescribed(module_of(part.name), stored)
@@ -442,6 +481,10 @@ def _check(
         faults.append(f"tensor {part.name} has shape {found.shape}, not {part.shape}")
     if found.dtype not in FLOATS:
         faults.append(f"tensor {part.name} is {found.dtype}, which is not supported")
+    if form is not None and not (
+        isinstance(found, GGUFWeight) and found.stored.format.blocks == form.blocks
+    ):
+        faults.append(f"tensor {part.name} is not of the type that {KEY} says")
     return faults
 
 

@@ -29,12 +29,14 @@ from forge_jax.cache.kv import KV, LayerKV, bits_of
 from forge_jax.models.lora import LayerLora, Lora
 from forge_jax.models.spec import ExpertSpec, ModelSpec, RopeSpec
 from forge_jax.parallel.rules import AXIS, shard_spec, shard_vocab
+from forge_jax.quant.blocks import BlockForm, Pieces, forms_by_piece
 from forge_jax.quant.forms import QuantizedForm
 from forge_jax.quant.spec import Values
 from forge_kernels.attention import Implementation, ragged_paged_attention, rotate_and_write
 from forge_kernels.embed import embed
 from forge_kernels.experts import choose_experts, mix_experts
 from forge_kernels.linear import (
+    BlockPacking,
     Format,
     PackedWeight,
     Packing,
@@ -43,6 +45,7 @@ from forge_kernels.linear import (
     Weight,
     linear,
 )
+from forge_kernels.linear.quantized import ARRAYS
 from forge_kernels.norm import rms_norm
 from forge_kernels.rope import (
     inverse_frequencies,
@@ -52,7 +55,7 @@ from forge_kernels.rope import (
 )
 
 Leaves = tuple[jax.Array, ...]
-Form = Format | QuantizedForm | None  # of a matrix; None: plain
+Form = Format | QuantizedForm | BlockForm | Pieces | None  # of a matrix; None: plain
 
 
 class Ragged(NamedTuple):
@@ -77,6 +80,7 @@ class WeightForms:
     """The form of the matrices: plain (None), or packed for the CPU kernels.
 
     `quantized`: of those that the checkpoint has quantised, by the names of their leaves.
+    `blocks`: the same of a GGUF file, embedding and head among them.
     `rounded`: what those of the layers are rounded to as they are read, where not for the kernels.
     """
 
@@ -84,6 +88,7 @@ class WeightForms:
     head: Format | None = None
     embedding: Format | None = None  # where it is not the head
     quantized: Mapping[str, QuantizedForm] = field(default_factory=dict)
+    blocks: Mapping[str, BlockForm | Pieces] = field(default_factory=dict)
     rounded: Values | None = None
     lora: bool = False  # adapters add to gates and ups: SwiGLU cannot be a part of their product
 
@@ -94,7 +99,10 @@ class WeightForms:
 
     def of_layer(self, layer: int, name: str) -> Form:
         """Of the matrix "attention.qkv" and the like."""
-        return self.quantized.get(f"layers.{layer}.{name}.weight") or self.layers
+        return self.of(f"layers.{layer}.{name}.weight", self.layers)
+
+    def of(self, leaf: str, otherwise: Format | None) -> Form:
+        return self.blocks.get(leaf) or self.quantized.get(leaf) or otherwise
 
 
 class RMSNorm(nnx.Module):
@@ -122,6 +130,8 @@ class RMSNorm(nnx.Module):
 class Linear(nnx.Module):
     """A matrix in one of its forms; `forge_kernels.linear` says what a call can do besides.
 
+    It may be of several pieces, one below the other, each in a form of its own.
+
     With `experts` it is a matrix for each of them, which is not called by itself. `targets` are the
     names under which adapters know its rows. With `axis` each device has some of the inputs, and
     what they give is added up.
@@ -140,16 +150,22 @@ class Linear(nnx.Module):
         targets: tuple[str, ...] = (),
         axis: str | None = None,
     ):
-        self.targets, self.axis = targets, axis
+        self.targets, self.axis, self.dtype = targets, axis, dtype
         if bias:
             self.bias = nnx.Param(jnp.zeros(outputs, dtype))
         self.has_bias = bias
-        self.packing: Packing | None = None
+        self.packing: Packing | BlockPacking | None = None
         self.quantization: Quantization | None = None
         self.is_ordered = False
-        if isinstance(form, QuantizedForm):
+        self.has_pieces = isinstance(form, Pieces)
+        if isinstance(form, Pieces):
+            assert experts is None and sum(piece.rows for piece in form.pieces) == outputs
+            each = (Linear(inputs, piece.rows, dtype, piece.form) for piece in form.pieces)
+            self.pieces = nnx.List(each)
+            return
+        if isinstance(form, QuantizedForm | BlockForm):
             assert experts is None
-            self.is_ordered = form.scheme.ordered
+            self.is_ordered = isinstance(form, QuantizedForm) and form.scheme.ordered
             if self.is_ordered:
                 self.order = nnx.Param(jnp.zeros(inputs, jnp.int32))
             self.packing = form.packing(outputs, inputs, paired)
@@ -168,24 +184,22 @@ class Linear(nnx.Module):
 
     def _add_quantized(self, quantization: Quantization) -> None:
         self.quantization = quantization
-        zero, input_scale = quantization.zero, quantization.input_scale
-        self.weight, self.scale = _param(quantization.weight), _param(quantization.scale)
-        if zero is not None:
-            self.zero = _param(zero)
-        if input_scale is not None:
-            self.input_scale = _param(input_scale)
+        for name in ARRAYS:
+            shape = getattr(quantization, name)
+            if shape is not None:
+                setattr(self, name, _param(shape))
 
     @property
     def matrix(self) -> Weight:
         if self.quantization is not None:
             quantization = self.quantization
-            return QuantizedWeight(
-                self.weight[...],
-                self.scale[...],
-                self.zero[...] if quantization.zero is not None else None,
-                self.input_scale[...] if quantization.input_scale is not None else None,
-                quantization,
-            )
+
+            def array(name: str) -> Any:
+                return None if getattr(quantization, name) is None else getattr(self, name)[...]
+
+            arrays = {name: array(name) for name in ARRAYS}
+            return QuantizedWeight(**arrays, quantization=quantization)
+        assert not self.has_pieces, "a matrix of several pieces"
         if self.packing is None:
             return self.weight[...]
         scale = None if self.packing.scale is None else self.scale[...]
@@ -211,12 +225,30 @@ class Linear(nnx.Module):
             with jax.named_scope("norm"):
                 x = norm(x)
         if not self.has_bias and self.axis is None:
-            return linear(x, self.matrix, norm=scaling, residual=residual, **options)
-        y = linear(x, self.matrix, norm=scaling, **options)
+            return self._multiply(x, norm=scaling, residual=residual, **options)
+        y = self._multiply(x, norm=scaling, **options)
         if self.axis is not None:
             y = add_up(y, self.axis)
         if self.has_bias:
             y = y + self.bias[...]
+        return y if residual is None else residual + y
+
+    def _multiply(
+        self,
+        x: jax.Array,
+        *,
+        residual: jax.Array | None = None,
+        swiglu: bool = False,
+        **options: Any,
+    ) -> jax.Array:
+        if not self.has_pieces:
+            return linear(x, self.matrix, residual=residual, swiglu=swiglu, **options)
+        if swiglu:  # of gates and ups that have not been rounded, as where they are one matrix
+            options["out_dtype"] = jnp.float32
+        y = jnp.concatenate([linear(x, each.matrix, **options) for each in self.pieces], axis=1)
+        if swiglu:
+            gate, up = jnp.split(y, 2, axis=-1)
+            y = (jax.nn.silu(gate) * up).astype(x.dtype)
         return y if residual is None else residual + y
 
     def _adapted(
@@ -224,7 +256,7 @@ class Linear(nnx.Module):
     ) -> jax.Array:
         """What adapters add stands beside the product, in plain XLA, whatever the matrix' form."""
         assert not options.get("swiglu"), "a model whose forms do not say lora"
-        y = linear(self._in_order(x) if self.is_ordered else x, self.matrix, **options)
+        y = self._multiply(self._in_order(x) if self.is_ordered else x, **options)
         y = y + lora.delta(x, self.targets)
         if self.axis is not None:
             y = add_up(y, self.axis)
@@ -487,12 +519,14 @@ class Decoder(nnx.Module):
         self.embedding_scale, self.logit_scale = spec.embedding_scale, spec.logit_scale
         self.logit_soft_cap = spec.logit_soft_cap
         # The head is the embedding too where the model shares them.
-        head: Form = forms.quantized.get("head.weight") or forms.head
+        head = forms.of("head.weight", forms.head)
         self.head = Linear(spec.hidden_size, vocab_rows, dtype, head)
         self.embedding = (
             None
             if spec.tie_word_embeddings
-            else Linear(spec.hidden_size, vocab_rows, dtype, forms.embedding)
+            else Linear(
+                spec.hidden_size, vocab_rows, dtype, forms.of("embedding.weight", forms.embedding)
+            )
         )
 
     def hidden(
@@ -535,7 +569,7 @@ class Decoder(nnx.Module):
         """i32[T] -> dtype[T, d]. One shard has a token's row; the others add zeros, exactly."""
         table = self.embedding or self.head
         if self.axis is None:
-            return embed(table.matrix, tokens)
+            return embed(table.matrix, tokens, table.dtype)
         local = tokens - jax.lax.axis_index(self.axis) * self.vocab_rows
         is_own = (local >= 0) & (local < self.vocab_rows)
         x = embed(table.matrix, jnp.clip(local, 0, self.vocab_rows - 1))
@@ -603,8 +637,9 @@ class Model:
     dtype: np.dtype
     names: tuple[str, ...]  # of the leaves: "layers.0.attention.qkv.weight"
     leaves: tuple[jax.ShapeDtypeStruct, ...]
-    packings: Mapping[str, Packing]  # of the leaves that are packed: "layers.0.mlp.down.weight"
+    packings: Mapping[str, Packing | BlockPacking]  # of those packed: "layers.0.mlp.down.weight"
     quantized: Mapping[str, QuantizedForm]  # of those that the checkpoint has quantised
+    blocks: Mapping[str, BlockForm | Pieces]  # the same of a GGUF file
     graphdef: Any
     treedef: Any
     shards: int = 1
@@ -634,6 +669,7 @@ class Model:
                 if isinstance(node, Linear) and node.packing is not None
             },
             quantized=forms.quantized,
+            blocks=forms.blocks,
             graphdef=graphdef,
             treedef=treedef,
             shards=shards,
@@ -643,6 +679,7 @@ class Model:
     def formats(self) -> set[str]:
         """What the matrices are kept in, where they are not plain: "bf16", "int8", "gptq int4"."""
         kept = {packing.format for packing in self.packings.values()}
+        kept |= {f"{form.blocks.values} blocks" for form in forms_by_piece(self.blocks).values()}
         return kept | {
             f"{'rounded' if form.rounded else form.scheme.layout} {form.scheme.values}"
             for form in self.quantized.values()

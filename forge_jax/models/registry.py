@@ -12,6 +12,7 @@ from forge_jax.files import read_json, shown
 from forge_jax.models.decoder import Decoder, Model, WeightForms
 from forge_jax.models.families import ARCHITECTURES, Architecture
 from forge_jax.models.spec import DTYPES, Config, ModelSpec
+from forge_jax.quant.blocks import block_forms
 from forge_jax.quant.forms import cut_forms, quantized_forms
 from forge_jax.quant.rounding import rounded_forms
 
@@ -67,8 +68,8 @@ def build_model(
     """The model of a spec, without weights; `dtype` is of weights and activations.
 
     `forms` says how matrices are kept: plain by default; packed ones are for bfloat16. Those
-    that the checkpoint has quantised stay so. With `shards` it is one of so many that share it
-    (`forge_jax.parallel.rules.check_shards`).
+    that the checkpoint has quantised, or in blocks, stay so. With `shards` it is one of so many
+    that share it (`forge_jax.parallel.rules.check_shards`).
 
     Raises:
       ModelError: no such dtype.
@@ -85,7 +86,16 @@ def build_model(
         kernels = forms.layers is not None
         quantized = quantized_forms(spec, weights, kernels=kernels, shards=shards)
         forms = dataclasses.replace(forms, quantized=quantized)
+    elif spec.block_types is not None:
+        assert forms.layers in (None, "bf16"), "matrices in blocks that are rounded anew"
+        weights = find_architecture(spec.architecture).weights(spec)
+        forms = dataclasses.replace(forms, blocks=block_forms(spec, weights, forms.layers))
     return Model.build(Decoder, spec, resolve_dtype(spec, dtype), forms, shards)
+
+
+def decoded(spec: ModelSpec) -> ModelSpec:
+    """The model with the matrices of a GGUF file as floats, in the type of the model."""
+    return dataclasses.replace(spec, block_types=None)
 
 
 def resolve_dtype(spec: ModelSpec, dtype: str) -> str:

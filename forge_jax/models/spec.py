@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from forge_jax.errors import ModelError, UnsupportedModelError
 from forge_jax.files import shown
+from forge_jax.quant.blocks import BlockTypes, read_block_types
 from forge_jax.quant.spec import QuantSpec, read_quantization
 
 ROPE_TYPES = ("default", "linear", "llama3", "longrope")
@@ -87,6 +88,7 @@ class ModelSpec:
         and on logits.
       experts: in place of the MLP of some or all layers.
       quantization: of the checkpoint's matrices.
+      block_types: of those of a GGUF file, which stay in their blocks.
     """
 
     architecture: str
@@ -123,6 +125,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     experts: ExpertSpec | None = None
     quantization: QuantSpec | None = None
+    block_types: BlockTypes | None = None
 
     @property
     def sm_scale(self) -> float:
@@ -282,6 +285,7 @@ def decoder_spec(
         tie_word_embeddings=config.boolean("tie_word_embeddings", tied),
         dtype=read_dtype(config),
         quantization=read_quantization(config),
+        block_types=read_block_types(config),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         eos_token_ids=tuple(eos_token_ids),
         activation=ACTIVATIONS[name],

@@ -45,7 +45,10 @@ BATCH_SECTIONS: dict[str, type] = {
     **{name: section for name, section in SECTIONS.items() if section is not ServerConfig},
 }
 # What decides the weights that `convert` writes.
-CONVERT = ("revision", "dtype", "quantization", "kernels", "backend", "tensor_parallel")
+CONVERT = (
+    *("revision", "dtype", "quantization", "gguf_weights", "kernels", "backend"),
+    "tensor_parallel",
+)
 _HELP = "An LLM inference engine compiled by JAX/XLA, and a server on it in OpenAI's protocol."
 _EPILOG = """\
 MODEL is a folder, a .gguf file, a Hugging Face id, or forge-tiny, which is bundled.

@@ -31,6 +31,7 @@ from forge_jax.models.spec import Config, ModelSpec, RopeSpec
 from forge_jax.parallel.mesh import TensorMesh
 from forge_jax.parallel.rules import AXIS, shard_spec
 from forge_jax.quant import read_quantization
+from forge_jax.quant.blocks import BlockTypes
 from forge_jax.step.meta import StepShape
 from forge_jax.step.runner import compiler_options
 from forge_jax.step.slots import slots_shape
@@ -52,6 +53,7 @@ QUANTISED = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
 }
+GGUF = "gguf, Q4_K_M"  # embedding and head too
 SHARDS, SHARED_LAYERS = (2, 8), 2
 # What devices say to each other before a sum, where a matrix in this form is cut by its inputs.
 BEFORE_SUMS = {"fp8": "all-reduce", "gptq": "all-gather"}
@@ -181,9 +183,25 @@ def llama_3_1_8b(layers: int, quantised: str | None = None) -> ModelSpec:
         bos_token_id=128000,
         eos_token_ids=(128001,),
         quantization=read_quantization(
-            Config({"quantization_config": quantised and QUANTISED[quantised]})
+            Config({"quantization_config": QUANTISED.get(quantised or "")})
         ),
+        block_types=gguf_types(layers) if quantised == GGUF else None,
     )
+
+
+def gguf_types(layers: int) -> BlockTypes:
+    """As llama.cpp's Q4_K_M has them: values are of another type than queries and keys."""
+    of_layer = {
+        **dict.fromkeys(("self_attn.q", "self_attn.k", "self_attn.o"), "Q4_K"),
+        **{"self_attn.v": "Q6_K", "mlp.gate": "Q4_K", "mlp.up": "Q4_K", "mlp.down": "Q6_K"},
+    }
+    named = {
+        f"model.layers.{layer}.{name}_proj.weight": kind
+        for layer in range(layers)
+        for name, kind in of_layer.items()
+    }
+    named |= {"model.embed_tokens.weight": "Q4_K", "lm_head.weight": "Q6_K"}
+    return BlockTypes(tuple(named.items()))
 
 
 def cache(spec: ModelSpec, kv_dtype: str) -> KVShape:
@@ -360,7 +378,7 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             result = Result(name, program, time.perf_counter() - start)
             result.faults += step_faults(program, count, kv_dtype)
             yield result
-    for quantised in QUANTISED:
+    for quantised in (*QUANTISED, GGUF):
         name = f"quantised ({quantised}): step {decode.name} of llama-3.1-8b, 1 layer"
         if wanted(name):
             start = time.perf_counter()

@@ -13,7 +13,7 @@ import numpy as np
 
 from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.reader import GGUFFile
-from forge_jax.checkpoint.gguf.weights import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
+from forge_jax.checkpoint.gguf.weights import ROPE_FREQS, ROPE_LONG, ROPE_SHORT, weights_of
 from forge_jax.errors import CheckpointError
 from forge_jax.files import shown
 
@@ -35,6 +35,7 @@ _END_TEXTS = frozenset(
     | {"<|end_of_text|>"}
 )
 _CONTROL = 3  # a type of tokens
+TYPES_KEY = "gguf_types"  # none of Hugging Face's: the types of the tensors that are in blocks
 
 
 def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -115,10 +116,19 @@ class _Reader:
             "attention_bias": "blk.0.attn_q.bias" in self.gguf.tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in self.gguf.tensors,
             "dtype": self.dtype(),
+            TYPES_KEY: self.types(),
             "bos_token_id": _token_id(self.metadata, "bos"),
             "eos_token_id": _token_id(self.metadata, "eos"),
             **self.windows(),
             **self.gemma(),
+        }
+
+    def types(self) -> dict[str, str]:
+        """Of the matrices that are in blocks, by Hugging Face's names."""
+        return {
+            name: weight.stored.format.name
+            for name, weight in weights_of(self.gguf).items()
+            if weight.stored.format.blocks is not None and len(weight.shape) == 2
         }
 
     def dtype(self) -> str:

@@ -2,8 +2,10 @@
 
 Block formats are those of ggml (`ggml-common.h`, `ggml-quants.c`). In all but the plainest a block
 has 256 elements in sub-blocks of 16 or 32, each with a scale, and some with a minimum, that are
-themselves rounded. Everything is computed in float32, in the order of `gguf.quants`, so values are
-the same bits.
+themselves rounded. What a block holds is unpacked to whole numbers and their float16 factors
+(`forge_kernels.blocks.BlockValues`), which matrices keep in memory: nothing is rounded again.
+Types of 5 and 6 bits take 8, those of 2 and 3 bits 4. Floats are made of these in float32, in the
+order of `gguf.quants`, so they are the same bits.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge_jax.checkpoint.stored import BFLOAT16
+from forge_kernels.blocks import Blocks, BlockValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +25,31 @@ class BlockFormat:
 
     Attributes:
       dtype: of the values.
-      decode: u8[n, block_bytes] -> f32[n, block_size]; None: the bytes are the values.
+      blocks: how the elements are kept in memory. None: the bytes are the values.
+      unpack: u8[n, block_bytes] -> the elements of n blocks, each a row.
     """
 
     name: str
     block_size: int
     block_bytes: int
     dtype: np.dtype = np.dtype(np.float32)
-    decode: Callable[[np.ndarray], np.ndarray] | None = None
+    blocks: Blocks | None = None
+    unpack: Callable[[np.ndarray], BlockValues] | None = None
 
     def values(self, blocks: np.ndarray) -> np.ndarray:
         """u8[..., blocks of a row, block_bytes] -> values[..., elements of a row]."""
         *outer, count, _ = blocks.shape
         shape = (*outer, count * self.block_size)
-        if self.decode is None:
+        if self.unpack is None:
             return blocks.view(self.dtype).reshape(shape)
         flat = np.ascontiguousarray(blocks).reshape(-1, self.block_bytes)
-        return self.decode(flat).reshape(shape)
+        return self.unpack(flat).floats().reshape(shape)
+
+    def unpacked(self, blocks: np.ndarray) -> BlockValues:
+        """u8[n, blocks of a row, block_bytes] -> n rows of values, scales and minima."""
+        assert self.unpack is not None, self.name
+        found = self.unpack(np.ascontiguousarray(blocks).reshape(-1, self.block_bytes))
+        return found.each(lambda array: array.reshape(len(blocks), -1))
 
 
 def _split(blocks: np.ndarray, *sizes: int) -> list[np.ndarray]:
@@ -47,8 +58,8 @@ def _split(blocks: np.ndarray, *sizes: int) -> list[np.ndarray]:
 
 
 def _half(field: np.ndarray) -> np.ndarray:
-    """f32[n, 1] of a float16."""
-    return np.ascontiguousarray(field).view(np.float16).astype(np.float32)
+    """f16[n, 1]."""
+    return np.ascontiguousarray(field).view(np.float16)
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
@@ -61,30 +72,34 @@ def _bits(field: np.ndarray) -> np.ndarray:
     return np.unpackbits(field, axis=1, bitorder="little")
 
 
-def _q4_0(blocks: np.ndarray) -> np.ndarray:
+def _of_32(q: np.ndarray, d: np.ndarray, m: np.ndarray | None = None) -> BlockValues:
+    """Numbers with one scale, and a minimum; int8 or uint8[n, 32]."""
+    return BlockValues(q.view(np.int8), _half(d), None, None if m is None else _half(m), None)
+
+
+def _q4_0(blocks: np.ndarray) -> BlockValues:
     d, q = _split(blocks, 2)
-    return _half(d) * (_nibbles(q).astype(np.int8) - np.int8(8)).astype(np.float32)
+    return _of_32(_nibbles(q).view(np.int8) - np.int8(8), d)
 
 
-def _q4_1(blocks: np.ndarray) -> np.ndarray:
+def _q4_1(blocks: np.ndarray) -> BlockValues:
     d, m, q = _split(blocks, 2, 2)
-    return _half(d) * _nibbles(q).astype(np.float32) + _half(m)
+    return _of_32(_nibbles(q), d, m)
 
 
-def _q5_0(blocks: np.ndarray) -> np.ndarray:
+def _q5_0(blocks: np.ndarray) -> BlockValues:
     d, high, q = _split(blocks, 2, 4)
-    q = (_nibbles(q) | (_bits(high) << 4)).astype(np.int8) - np.int8(16)
-    return _half(d) * q.astype(np.float32)
+    return _of_32((_nibbles(q) | (_bits(high) << 4)).view(np.int8) - np.int8(16), d)
 
 
-def _q5_1(blocks: np.ndarray) -> np.ndarray:
+def _q5_1(blocks: np.ndarray) -> BlockValues:
     d, m, high, q = _split(blocks, 2, 2, 4)
-    return _half(d) * (_nibbles(q) | (_bits(high) << 4)).astype(np.float32) + _half(m)
+    return _of_32(_nibbles(q) | (_bits(high) << 4), d, m)
 
 
-def _q8_0(blocks: np.ndarray) -> np.ndarray:
+def _q8_0(blocks: np.ndarray) -> BlockValues:
     d, q = _split(blocks, 2)
-    return _half(d) * q.view(np.int8).astype(np.float32)
+    return _of_32(np.ascontiguousarray(q), d)
 
 
 def _crumbs(packed: np.ndarray) -> np.ndarray:
@@ -94,15 +109,12 @@ def _crumbs(packed: np.ndarray) -> np.ndarray:
     return ((packed.reshape(n, -1, 1, 32) >> shifts) & 3).reshape(n, -1)
 
 
-def _q2_k(blocks: np.ndarray) -> np.ndarray:
+def _q2_k(blocks: np.ndarray) -> BlockValues:
     scales, q, d, dmin = _split(blocks, 16, 64, 2)
-    n = len(blocks)
-    scale = (_half(d) * (scales & 0x0F).astype(np.float32)).reshape(n, 16, 1)
-    least = (_half(dmin) * (scales >> 4).astype(np.float32)).reshape(n, 16, 1)
-    return (scale * _crumbs(q).reshape(n, 16, 16).astype(np.float32) - least).reshape(n, -1)
+    return _with_minima(_crumbs(q), d, scales & 0x0F, dmin, scales >> 4)
 
 
-def _q3_k(blocks: np.ndarray) -> np.ndarray:
+def _q3_k(blocks: np.ndarray) -> BlockValues:
     high, q, scales, d = _split(blocks, 32, 64, 12)
     n = len(blocks)
     # 16 scales of 6 bits: the low 4 in 8 bytes, the high 2 in the 4 bytes after.
@@ -110,12 +122,11 @@ def _q3_k(blocks: np.ndarray) -> np.ndarray:
     upper = (
         scales[:, 8:].reshape(n, 1, 4) >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 4, 1)
     ) & 3
-    scale = (low | (upper.reshape(n, 16) << 4)).astype(np.int8) - np.int8(32)
-    scale = (_half(d) * scale.astype(np.float32)).reshape(n, 16, 1)
+    scale = (low | (upper.reshape(n, 16) << 4)).view(np.int8) - np.int8(32)
     # The third bit: 4 less where it is not set.
     bits = (high.reshape(n, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1)) & 1
-    q = _crumbs(q).astype(np.int8) - ((bits ^ 1).reshape(n, -1) << 2).astype(np.int8)
-    return (scale * q.reshape(n, 16, 16).astype(np.float32)).reshape(n, -1)
+    q = _crumbs(q).view(np.int8) - ((bits ^ 1).reshape(n, -1) << 2).view(np.int8)
+    return BlockValues(q, _half(d), scale, None, None)
 
 
 def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -126,13 +137,13 @@ def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scale, least
 
 
-def _with_minimum(d: np.ndarray, dmin: np.ndarray, scales: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """f32[n, 256] of u8[n, 256] with a scale and a minimum for each 32."""
-    n = len(q)
-    scale, least = _six_bits(scales)
-    factor = (_half(d) * scale.astype(np.float32)).reshape(n, 8, 1)
-    offset = (_half(dmin) * least.astype(np.float32)).reshape(n, 8, 1)
-    return (factor * q.reshape(n, 8, 32).astype(np.float32) - offset).reshape(n, -1)
+def _with_minima(
+    q: np.ndarray, d: np.ndarray, scale: np.ndarray, dmin: np.ndarray, least: np.ndarray
+) -> BlockValues:
+    """u8[n, 256] with scales and minima, u8[n, G]; ggml takes the minima off."""
+    return BlockValues(
+        q.view(np.int8), _half(d), scale.view(np.int8), -_half(dmin), least.view(np.int8)
+    )
 
 
 def _nibbles_by_32(packed: np.ndarray) -> np.ndarray:
@@ -142,26 +153,27 @@ def _nibbles_by_32(packed: np.ndarray) -> np.ndarray:
     return ((packed.reshape(n, -1, 1, 32) >> shifts) & 0x0F).reshape(n, -1)
 
 
-def _q4_k(blocks: np.ndarray) -> np.ndarray:
+def _q4_k(blocks: np.ndarray) -> BlockValues:
     d, dmin, scales, q = _split(blocks, 2, 2, 12)
-    return _with_minimum(d, dmin, scales, _nibbles_by_32(q))
+    scale, least = _six_bits(scales)
+    return _with_minima(_nibbles_by_32(q), d, scale, dmin, least)
 
 
-def _q5_k(blocks: np.ndarray) -> np.ndarray:
+def _q5_k(blocks: np.ndarray) -> BlockValues:
     d, dmin, scales, high, q = _split(blocks, 2, 2, 12, 32)
     n = len(blocks)
     bits = (high.reshape(n, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1)) & 1
-    return _with_minimum(d, dmin, scales, _nibbles_by_32(q) | (bits.reshape(n, -1) << 4))
+    scale, least = _six_bits(scales)
+    return _with_minima(_nibbles_by_32(q) | (bits.reshape(n, -1) << 4), d, scale, dmin, least)
 
 
-def _q6_k(blocks: np.ndarray) -> np.ndarray:
+def _q6_k(blocks: np.ndarray) -> BlockValues:
     low, high, scales, d = _split(blocks, 128, 64, 16)
     n = len(blocks)
     shifts = np.array([0, 4], np.uint8).reshape(1, 1, 2, 1)
     q = ((low.reshape(n, -1, 1, 64) >> shifts) & 0x0F).reshape(n, -1) | (_crumbs(high) << 4)
-    q = q.astype(np.int8) - np.int8(32)
-    scale = (_half(d) * scales.view(np.int8).astype(np.float32)).reshape(n, 16, 1)
-    return (scale * q.reshape(n, 16, 16).astype(np.float32)).reshape(n, -1)
+    scale = np.ascontiguousarray(scales).view(np.int8)
+    return BlockValues(q.view(np.int8) - np.int8(32), _half(d), scale, None, None)
 
 
 # By ggml's number of the type.
@@ -169,17 +181,18 @@ FORMATS = {
     0: BlockFormat("F32", 1, 4),
     1: BlockFormat("F16", 1, 2, np.dtype(np.float16)),
     30: BlockFormat("BF16", 1, 2, BFLOAT16),
-    2: BlockFormat("Q4_0", 32, 18, decode=_q4_0),
-    3: BlockFormat("Q4_1", 32, 20, decode=_q4_1),
-    6: BlockFormat("Q5_0", 32, 22, decode=_q5_0),
-    7: BlockFormat("Q5_1", 32, 24, decode=_q5_1),
-    8: BlockFormat("Q8_0", 32, 34, decode=_q8_0),
-    10: BlockFormat("Q2_K", 256, 84, decode=_q2_k),
-    11: BlockFormat("Q3_K", 256, 110, decode=_q3_k),
-    12: BlockFormat("Q4_K", 256, 144, decode=_q4_k),
-    13: BlockFormat("Q5_K", 256, 176, decode=_q5_k),
-    14: BlockFormat("Q6_K", 256, 210, decode=_q6_k),
+    2: BlockFormat("Q4_0", 32, 18, blocks=Blocks("int4", 32, 32), unpack=_q4_0),
+    3: BlockFormat("Q4_1", 32, 20, blocks=Blocks("int4", 32, 32, minima=True), unpack=_q4_1),
+    6: BlockFormat("Q5_0", 32, 22, blocks=Blocks("int8", 32, 32), unpack=_q5_0),
+    7: BlockFormat("Q5_1", 32, 24, blocks=Blocks("int8", 32, 32, minima=True), unpack=_q5_1),
+    8: BlockFormat("Q8_0", 32, 34, blocks=Blocks("int8", 32, 32), unpack=_q8_0),
+    10: BlockFormat("Q2_K", 256, 84, blocks=Blocks("int4", 16, 256, minima=True), unpack=_q2_k),
+    11: BlockFormat("Q3_K", 256, 110, blocks=Blocks("int4", 16, 256), unpack=_q3_k),
+    12: BlockFormat("Q4_K", 256, 144, blocks=Blocks("int4", 32, 256, minima=True), unpack=_q4_k),
+    13: BlockFormat("Q5_K", 256, 176, blocks=Blocks("int8", 32, 256, minima=True), unpack=_q5_k),
+    14: BlockFormat("Q6_K", 256, 210, blocks=Blocks("int8", 16, 256), unpack=_q6_k),
 }
+BY_NAME = {form.name: form for form in FORMATS.values()}
 
 # What else there is, for messages.
 UNSUPPORTED = {

@@ -8,6 +8,7 @@ norms hold the whole factor there, where Hugging Face has what is added to 1. Bo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 from forge_jax.checkpoint.gguf.reader import GGUFFile, GGUFTensor, read_gguf
 from forge_jax.errors import CheckpointError, UnsupportedModelError
 from forge_jax.files import shown
+from forge_kernels.blocks import BlockValues, joined
 
 CHUNK_ELEMENTS = 2**21  # decoded at once, by one thread
 
@@ -87,13 +89,13 @@ class GGUFWeight:
         pairs = np.arange(self.shape[0]).reshape(self.num_heads, -1, 2)
         return pairs.swapaxes(1, 2).reshape(-1)
 
-    def blocks(self) -> np.ndarray:
-        """u8[rows, blocks of a row, bytes of a block] of a matrix, its rows as Hugging Face's.
+    def read_blocks(self, rows: np.ndarray) -> BlockValues:
+        """Some rows of a matrix, i64[n], as Hugging Face numbers them: numbers and scales.
 
-        Undecoded, for a block never spans two rows. `stored.format` says what they are.
+        They are the file's: a block never spans two rows, and nothing is rounded.
         """
-        blocks = self.stored.blocks()
-        return blocks if self.rows is None else blocks[self.rows]
+        some = self.stored.blocks()[rows if self.rows is None else self.rows[rows]]
+        return self.stored.format.unpacked(some)
 
     def read_rows(self, out: np.ndarray, first: int) -> None:
         """Decodes some rows, cast to the type of `out`; at no time more than a chunk of them."""
@@ -112,6 +114,21 @@ class GGUFWeight:
             chunk = blocks[place if self.rows is None else self.rows[place]]
             with np.errstate(all="ignore"):  # what is not finite is found where it is used
                 np.copyto(part, form.values(chunk), casting="unsafe")
+
+
+def read_blocks(weights: Sequence[GGUFWeight], rows: np.ndarray) -> BlockValues:
+    """Rows of matrices that lie one below the other, in types whose blocks are alike."""
+    if len(weights) == 1:
+        return weights[0].read_blocks(rows)
+    ends = np.cumsum([weight.shape[0] for weight in weights])
+    source = np.searchsorted(ends, rows, side="right")
+    starts = ends - [weight.shape[0] for weight in weights]
+    found = [
+        weights[number].read_blocks(rows[source == number] - starts[number])
+        for number in np.unique(source)
+    ]
+    back = np.argsort(np.argsort(source, kind="stable"), kind="stable")
+    return joined(found).each(lambda array: array[back])
 
 
 def open_gguf(file: Path) -> dict[str, GGUFWeight]:

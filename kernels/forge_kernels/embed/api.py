@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from forge_kernels.linear import PackedWeight, QuantizedWeight, Weight
 from forge_kernels.linear.cpu_ffi import packed_embed
+from forge_kernels.linear.quantized import quantized_rows
 
 
-def embed(table: Weight, tokens: jax.Array) -> jax.Array:
+def embed(table: Weight, tokens: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Rows of an embedding table.
 
     16-bit floats are gathered as their bits: XLA:CPU would convert the whole table to float32 to
@@ -16,13 +18,17 @@ def embed(table: Weight, tokens: jax.Array) -> jax.Array:
 
     Args:
       table: float[V, d], or the packed matrix of a head that the model shares with its embedding.
+        Or a quantised one in blocks.
       tokens: i32[T], each in [0, V); what is outside is clipped to it.
+      dtype: of what comes of a quantised one.
 
     Returns:
       [T, d] of the table's type; bfloat16 of a packed one.
     """
     if isinstance(table, QuantizedWeight):
-        raise TypeError("rows of a quantised matrix")
+        if table.quantization.blocks is None or dtype is None:
+            raise TypeError("rows of a quantised matrix that is not in blocks")
+        return quantized_rows(table, tokens, dtype)
     return packed_embed(table, tokens) if isinstance(table, PackedWeight) else _rows(table, tokens)
 
 

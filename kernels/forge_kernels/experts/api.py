@@ -13,7 +13,7 @@ from jax import lax
 from forge_kernels.experts.cpu_ffi import packed_experts
 from forge_kernels.experts.reference import reference_experts
 from forge_kernels.experts.xla import all_experts, tiled_experts
-from forge_kernels.linear import PackedWeight, QuantizedWeight, Weight
+from forge_kernels.linear import PackedWeight, Packing, QuantizedWeight, Weight
 
 Implementation = Literal["auto", "reference"]
 
@@ -92,6 +92,8 @@ def _check(
             raise TypeError("experts with a quantised matrix")
         if isinstance(w, PackedWeight):
             packing = w.packing
+            if not isinstance(packing, Packing):
+                raise TypeError("experts in blocks")
             if x.dtype != jnp.bfloat16:
                 raise TypeError(f"packed experts with activations of {x.dtype}")
             if packing.paired != (name == "gate_up"):

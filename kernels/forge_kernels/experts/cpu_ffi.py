@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forge_kernels.linear.packed import FORMATS, PackedWeight
+from forge_kernels.linear.packed import FORMATS, PackedWeight, Packing
 
 
 def packed_experts(
@@ -17,6 +17,7 @@ def packed_experts(
 ) -> jax.Array:  # bf16[T, d]
     rows = jnp.full(1, len(x), jnp.int32) if num_rows is None else num_rows.reshape(1)
     nothing = jnp.zeros(0)
+    assert isinstance(gate_up.packing, Packing)
     return jax.ffi.ffi_call("forge_experts", jax.ShapeDtypeStruct(x.shape, x.dtype))(
         x,
         gate_up.weight,

@@ -1,6 +1,7 @@
-"""Products with weight matrices: plain ones, that lie as in checkpoints, packed, and quantised."""
+"""Products with weight matrices: plain, as in checkpoints, packed, quantised, and in blocks."""
 
 from forge_kernels.linear.api import Weight, linear
+from forge_kernels.linear.blocks import BlockPacking, pack_blocks
 from forge_kernels.linear.packed import (
     FORMATS,
     Format,
@@ -13,20 +14,24 @@ from forge_kernels.linear.packed import (
 from forge_kernels.linear.quantized import (
     Quantization,
     QuantizedWeight,
+    arrange_blocks,
     pack_int4,
     unpack_int4,
 )
 
 __all__ = [
     "FORMATS",
+    "BlockPacking",
     "Format",
     "PackedWeight",
     "Packing",
     "Quantization",
     "QuantizedWeight",
     "Weight",
+    "arrange_blocks",
     "linear",
     "pack",
+    "pack_blocks",
     "pack_experts",
     "pack_int4",
     "pack_values",

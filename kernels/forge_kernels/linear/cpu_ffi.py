@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from forge_kernels.linear.packed import FORMATS, PackedWeight
+from forge_kernels.linear.blocks import BlockPacking
+from forge_kernels.linear.packed import FORMATS, PackedWeight, Packing
 
 _STORE, _RESIDUAL, _SWIGLU = range(3)
 
@@ -34,10 +35,10 @@ def packed_linear(
         jnp.zeros(0) if w.scale is None else w.scale,
         nothing if residual is None else residual,
         _rows(x, num_rows),
-        format=np.int64(FORMATS.index(packing.format)),
         epilogue=np.int64(_SWIGLU if swiglu else _STORE if residual is None else _RESIDUAL),
         columns=np.int64(packing.outputs),
         eps=np.float32(eps),
+        **_format(packing),
     )
 
 
@@ -49,9 +50,23 @@ def packed_embed(w: PackedWeight, tokens: jax.Array) -> jax.Array:
         w.weight,
         jnp.zeros(0) if w.scale is None else w.scale,
         tokens,
-        format=np.int64(FORMATS.index(packing.format)),
         columns=np.int64(packing.outputs),
+        **_format(packing),
     )
+
+
+def _format(packing: Packing | BlockPacking) -> dict[str, np.int64]:
+    """What tells the kernels how to read a weight: `Format` and `Blocks` of `cpu/src/linear.h`."""
+    if isinstance(packing, Packing):
+        return _attributes(FORMATS.index(packing.format), 0, 0, False)
+    blocks = packing.blocks
+    number = len(FORMATS) + ("int8", "int4").index(blocks.values)
+    return _attributes(number, blocks.size, blocks.group, blocks.minima)
+
+
+def _attributes(number: int, block: int, group: int, minima: bool) -> dict[str, np.int64]:
+    values = {"format": number, "block": block, "group": group, "minima": minima}
+    return {name: np.int64(value) for name, value in values.items()}
 
 
 def _rows(x: jax.Array, num_rows: jax.Array | None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Weights packed for the CPU kernels: in panels of 32 columns, as bfloat16, int8 or int4.
+"""Weights packed for the CPU kernels: in panels of 32 columns, as bfloat16, int8, int4 or blocks.
 
 int8 has one scale per column and quantises the rows of x at run time, to the nearest of 255 steps;
 int4 has one float16 scale for each 32 values of a column. The layouts stand in `cpu/src/linear.h`;
@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ import numpy as np
 
 from forge_kernels.cpu.library import library
 from forge_kernels.threads import for_each
+
+if TYPE_CHECKING:
+    from forge_kernels.linear.blocks import BlockPacking
 
 Format = Literal["bf16", "int8", "int4"]
 FORMATS: tuple[str, ...] = get_args(Format)
@@ -80,7 +83,7 @@ class PackedWeight:
 
     weight: jax.Array  # see Packing.weight
     scale: jax.Array | None  # see Packing.scale
-    packing: Packing
+    packing: Packing | BlockPacking
 
 
 jax.tree_util.register_dataclass(
@@ -132,7 +135,7 @@ def pack_values(
       ValueError: a scale that float16 does not hold, with int4.
     """
     assert packing.format != "bf16" and packing.experts is None
-    rows = _rows_of_panels(packing)
+    rows = rows_of_panels(packing.outputs, packing.panels, packing.paired)
     panels, exists = packing.panels, (rows >= 0)[:, None]
     weight, scale_out = _empty(packing)
     assert scale_out is not None
@@ -154,12 +157,12 @@ def pack_values(
     return weight, scale_out
 
 
-def _rows_of_panels(packing: Packing) -> np.ndarray:
+def rows_of_panels(outputs: int, panels: int, paired: bool) -> np.ndarray:
     """i64[columns of all panels]: the row of the matrix that each is, or -1; as in `pack.h`."""
-    place = np.arange(packing.panels * PANEL)
-    if not packing.paired:
-        return np.where(place < packing.outputs, place, -1)
-    half, lane = packing.outputs // 2, place % PANEL
+    place = np.arange(panels * PANEL)
+    if not paired:
+        return np.where(place < outputs, place, -1)
+    half, lane = outputs // 2, place % PANEL
     row = place // PANEL * 16 + lane % 16
     return np.where(row < half, row + half * (lane // 16), -1)
 

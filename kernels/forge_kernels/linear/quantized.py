@@ -8,7 +8,9 @@ of its own.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,10 +21,17 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from forge_kernels.blocks import Blocks
+from forge_kernels.linear.blocks import MIDDLE, Read
+from forge_kernels.linear.packed import aligned_empty
+from forge_kernels.threads import for_each
+
 Values = Literal["int8", "fp8", "int4"]
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FP8_MAX = 448.0
 TILE = 256  # rows of a matrix that XLA:CPU makes floats of at a time
+PART = 2**15  # the same elsewhere
+CHUNK = 2**20  # values that a thread arranges at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +48,7 @@ class Quantization:
         groups, of each group of each row; `static`: to one scale that is given.
       axis: of a mesh whose devices have parts of the inputs, so that the scale of a row of x is
         that of its parts on all of them; None: the rows are here, or their groups are.
+      blocks: of a matrix of GGUF's: then scales are float16 factors and int8 numbers.
     """
 
     values: Values
@@ -49,6 +59,13 @@ class Quantization:
     activations: Literal["int8", "fp8"] | None = None
     static: bool = False
     axis: str | None = None
+    blocks: Blocks | None = None
+
+    @classmethod
+    def of_blocks(cls, blocks: Blocks, outputs: int, inputs: int) -> Quantization:
+        return cls(
+            values=blocks.values, outputs=outputs, inputs=inputs, group=blocks.group, blocks=blocks
+        )
 
     @property
     def groups(self) -> int:
@@ -62,7 +79,35 @@ class Quantization:
 
     @property
     def scale(self) -> jax.ShapeDtypeStruct:
+        """Of blocks their factors."""
+        if self.blocks is not None:
+            return self._factor
         return jax.ShapeDtypeStruct((self.outputs, self.groups), jnp.float32)
+
+    @property
+    def group_scale(self) -> jax.ShapeDtypeStruct | None:
+        return self._by_group if self.blocks is not None else None
+
+    @property
+    def minimum(self) -> jax.ShapeDtypeStruct | None:
+        return self._factor if self.blocks is not None and self.blocks.minima else None
+
+    @property
+    def group_minimum(self) -> jax.ShapeDtypeStruct | None:
+        return self._by_group if self.minimum is not None else None
+
+    @property
+    def _factor(self) -> jax.ShapeDtypeStruct:
+        assert self.blocks is not None
+        shape = self.outputs, self.inputs // self.blocks.size
+        return jax.ShapeDtypeStruct(shape, jnp.float16)
+
+    @property
+    def _by_group(self) -> jax.ShapeDtypeStruct | None:
+        assert self.blocks is not None
+        if not self.blocks.two_levels:
+            return None
+        return jax.ShapeDtypeStruct((self.outputs, self.groups), jnp.int8)
 
     @property
     def zero(self) -> jax.ShapeDtypeStruct | None:
@@ -84,12 +129,14 @@ class QuantizedWeight:
     zero: jax.Array | None
     input_scale: jax.Array | None
     quantization: Quantization
+    group_scale: jax.Array | None = None
+    minimum: jax.Array | None = None
+    group_minimum: jax.Array | None = None
 
 
+ARRAYS = ("weight", "scale", "zero", "input_scale", "group_scale", "minimum", "group_minimum")
 jax.tree_util.register_dataclass(
-    QuantizedWeight,
-    data_fields=["weight", "scale", "zero", "input_scale"],
-    meta_fields=["quantization"],
+    QuantizedWeight, data_fields=list(ARRAYS), meta_fields=["quantization"]
 )
 
 
@@ -105,13 +152,57 @@ def unpack_int4(packed: np.ndarray, group: int) -> np.ndarray:
     return np.concatenate([halves & 15, halves >> 4], axis=2).reshape(len(packed), -1)
 
 
+def arrange_blocks(read: Read, quantization: Quantization) -> dict[str, np.ndarray]:
+    """The arrays of a matrix in blocks, on the host, of `read`'s rows, some at a time."""
+    assert quantization.blocks is not None
+    four, minima = quantization.values == "int4", quantization.blocks.minima
+    shapes = {name: getattr(quantization, name) for name in ARRAYS}
+    out = {
+        name: aligned_empty(shape.shape, shape.dtype)
+        for name, shape in shapes.items()
+        if shape is not None
+    }
+    step = max(1, CHUNK // quantization.inputs)
+
+    def work(first: int) -> None:
+        rows = read(np.arange(first, min(first + step, quantization.outputs)))
+        values = rows.values
+        if four:
+            values = (values if minima else values + np.int8(MIDDLE)).view(np.uint8)
+            values = pack_int4(values, quantization.group)
+        arrays = (values, rows.factor, rows.scale, rows.minimum_factor, rows.minimum)
+        names = ("weight", "scale", "group_scale", "minimum", "group_minimum")
+        for name, array in zip(names, arrays, strict=True):
+            if array is not None:
+                out[name][first : first + step] = array
+
+    for_each(work, range(0, quantization.outputs, step))
+    return out
+
+
 # Traced and lowered once for all the layers of a model.
 @functools.partial(jax.jit, static_argnames="out_dtype")
 def quantized_product(x: jax.Array, w: QuantizedWeight, out_dtype: DTypeLike) -> jax.Array:
     """float[T, K_in] times the transpose of w, summed in float32 -> out_dtype[T, N_out]."""
     x, row_scale = _round_rows(x, w)
-    y = lax.platform_dependent(x, w, cpu=_in_tiles, default=_product)
+    y = lax.platform_dependent(x, w, cpu=_in_tiles, default=_in_parts)
     return (y if row_scale is None else y * row_scale).astype(out_dtype)
+
+
+def _in_parts(x: jax.Array, w: QuantizedWeight) -> jax.Array:
+    """A vocabulary's rows are not made floats of all at a time; without a loop, for GPUs."""
+    outputs = w.quantization.outputs
+    if outputs <= PART:
+        return _product(x, w)
+    parts: list[jax.Array] = []
+    for start in range(0, outputs, PART):
+        end = min(start + PART, outputs)
+        part = _map_rows(w, lambda array, start=start, end=end: array[start:end])
+        if parts:  # the floats of one part are gone before those of the next are made
+            scale, parts[-1] = lax.optimization_barrier((part.scale, parts[-1]))
+            part = dataclasses.replace(part, scale=scale)
+        parts.append(_product(x, part))
+    return jnp.concatenate(parts, axis=1)
 
 
 def _in_tiles(x: jax.Array, w: QuantizedWeight) -> jax.Array:
@@ -122,13 +213,7 @@ def _in_tiles(x: jax.Array, w: QuantizedWeight) -> jax.Array:
         return _product(x, w)[:rows]
 
     def add_tile(start: jax.Array | int, size: int, y: jax.Array) -> jax.Array:
-        arrays = (w.weight, w.scale, w.zero)
-        weight, scale, zero = (
-            None if array is None else lax.dynamic_slice_in_dim(array, start, size)
-            for array in arrays
-        )
-        assert weight is not None and scale is not None
-        tile = QuantizedWeight(weight, scale, zero, None, w.quantization)
+        tile = _map_rows(w, lambda array: lax.dynamic_slice_in_dim(array, start, size))
         return lax.dynamic_update_slice_in_dim(y, _product(x, tile), start, axis=1)
 
     y = jnp.zeros((len(x), outputs), jnp.float32)
@@ -139,35 +224,109 @@ def _in_tiles(x: jax.Array, w: QuantizedWeight) -> jax.Array:
     return y[:rows]
 
 
+def _map_rows(w: QuantizedWeight, some: Callable[[jax.Array], jax.Array]) -> QuantizedWeight:
+    """What `some` makes of all arrays of rows.
+
+    Float16 goes as its bits: XLA:CPU would convert all of it.
+    """
+
+    def taken(array: jax.Array) -> jax.Array:
+        if array.dtype != jnp.float16:
+            return some(array)
+        bits = some(lax.bitcast_convert_type(array, jnp.uint16))
+        return lax.bitcast_convert_type(bits, jnp.float16)
+
+    arrays = {name: getattr(w, name) for name in ARRAYS if name != "input_scale"}
+    rows = {name: None if array is None else taken(array) for name, array in arrays.items()}
+    return dataclasses.replace(w, **rows, input_scale=None)
+
+
+def quantized_rows(w: QuantizedWeight, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rows of a matrix in blocks, i32[T], each within it -> dtype[T, K_in], rounded once."""
+    quantization = w.quantization
+    assert quantization.blocks is not None
+    taken = _map_rows(w, lambda array: array.at[rows].get(mode="clip"))
+    scale, minimum = _scales(taken)
+    if quantization.values == "int4":
+        halves = jnp.stack([taken.weight & 15, taken.weight >> 4], axis=-2)
+        split = halves.reshape(len(rows), 2, quantization.groups, -1).swapaxes(1, 2)
+        values = split.reshape(len(rows), -1).astype(jnp.float32) - _zero(taken)
+    else:
+        values = taken.weight.astype(jnp.float32)
+    return _floats(values, scale, minimum, quantization.group).astype(dtype)
+
+
+def _scales(w: QuantizedWeight) -> tuple[jax.Array, jax.Array | None]:
+    """f32[n, G], and the minima, where there are some."""
+    blocks = w.quantization.blocks
+    if blocks is None:
+        return w.scale, None
+
+    def combined(factor: jax.Array, by_group: jax.Array | None) -> jax.Array:
+        wide = factor.astype(jnp.float32)
+        if by_group is None:
+            return wide
+        wide = jnp.repeat(wide, blocks.size // blocks.group, axis=1)
+        return wide * by_group.astype(jnp.float32)
+
+    scale = combined(w.scale, w.group_scale)
+    return scale, None if w.minimum is None else combined(w.minimum, w.group_minimum)
+
+
+def _zero(w: QuantizedWeight) -> int:
+    """What is taken off all 4-bit values that have no zeros of their own."""
+    return 0 if w.minimum is not None else MIDDLE
+
+
+def _floats(
+    values: jax.Array,  # [n, K]
+    scale: jax.Array,  # f32[n, G]
+    minimum: jax.Array | None,
+    group: int,
+) -> jax.Array:  # f32[n, K]
+    width = values.shape[1]
+
+    def of_columns(array: jax.Array) -> jax.Array:
+        return jnp.repeat(array, group, axis=1)[:, :width]
+
+    floats = values.astype(jnp.float32) * of_columns(scale)
+    return floats if minimum is None else floats + of_columns(minimum)
+
+
 def _product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
     """x [T, K] in its own or a quantised type, some rows of w [n, K] -> f32[T, n]."""
     quantization = w.quantization
     if x.dtype == jnp.int8:
         return _dot(x, w.weight, jnp.int32).astype(jnp.float32) * w.scale[:, 0]
     group = quantization.group
+    scale, minimum = _scales(w)
     if quantization.values == "int8":
-        return _scaled_product(x, w.weight, w.scale, group)
+        return _scaled_product(x, w.weight, scale, minimum, group)
     if quantization.values == "fp8":
-        return _scaled_product(x, lax.bitcast_convert_type(w.weight, FP8), w.scale, group)
+        return _scaled_product(x, lax.bitcast_convert_type(w.weight, FP8), scale, None, group)
     # A dot for each half of the bytes: nothing has to be interleaved.
     halves = x.reshape(len(x), quantization.groups, 2, group // 2)
-    zero = jnp.full((1, 1), 8, jnp.uint8) if w.zero is None else w.zero
+    zero = jnp.full((1, 1), _zero(w), jnp.uint8) if w.zero is None else w.zero
     zero = jnp.repeat(zero.astype(jnp.int8), group // 2 if zero.shape[1] > 1 else 1, axis=1)
     parts = []
     for half, bits in enumerate((w.weight & 15, w.weight >> 4)):
         part = halves[:, :, half].reshape(len(x), -1)
-        parts.append(_scaled_product(part, bits.astype(jnp.int8) - zero, w.scale, group // 2))
+        values = bits.astype(jnp.int8) - zero
+        parts.append(_scaled_product(part, values, scale, minimum, group // 2))
     return parts[0] + parts[1]
 
 
-def _scaled_product(x: jax.Array, w: jax.Array, scale: jax.Array, group: int) -> jax.Array:
-    """[T, K], values [n, K], f32[n, G] for groups of `group` columns -> f32[T, n]."""
-    if scale.shape[1] == 1:
+def _scaled_product(
+    x: jax.Array,  # [T, K]
+    w: jax.Array,  # [n, K] of values
+    scale: jax.Array,  # f32[n, G], for groups of `group` columns
+    minimum: jax.Array | None,  # f32[n, G]
+    group: int,
+) -> jax.Array:  # f32[T, n]
+    if scale.shape[1] == 1 and minimum is None:
         # The values are exact in any type of x.
         return _dot(x, w.astype(x.dtype), jnp.float32) * scale[:, 0]
-    width = w.shape[1]
-    scale = jnp.repeat(scale, group, axis=1)[:, :width]
-    return _dot(x, (w.astype(jnp.float32) * scale).astype(x.dtype), jnp.float32)
+    return _dot(x, _floats(w, scale, minimum, group).astype(x.dtype), jnp.float32)
 
 
 def _dot(x: jax.Array, w: jax.Array, dtype: DTypeLike) -> jax.Array:

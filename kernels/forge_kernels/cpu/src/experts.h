@@ -119,7 +119,7 @@ void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
     up.rows = down.rows = begin[e] - first;
     PackedRows packed{packed_words + first * words, packed_scales + first,
                       packed_sums + first * groups};
-    Tiles tiles(up.rows, format == Format::kInt4 ? kMaxRowsInt4 : kMaxRows);
+    Tiles tiles(up.rows, max_rows(format));
     parts.push_back({up, down, packed, tiles, long(part_of_tile.size())});
     part_of_tile.insert(part_of_tile.end(), tiles.count, long(parts.size()) - 1);
   }

@@ -25,7 +25,8 @@ uint16_t* bits(ffi::Result<BF16>& buffer) {
 // elements where there are none.
 ffi::Error linear(ffi::ThreadPool pool, BF16 x, BF16 norm, ffi::AnyBuffer w, ffi::AnyBuffer scale,
                   BF16 residual, I32 num_rows, ffi::Result<ffi::AnyBuffer> y, int64_t format,
-                  int64_t epilogue, int64_t columns, float eps) {
+                  int64_t epilogue, int64_t columns, float eps, int64_t block, int64_t group,
+                  int64_t minima) {
   forge::Linear op;
   op.x = bits(x);
   op.norm = norm.element_count() ? bits(norm) : nullptr;
@@ -41,10 +42,13 @@ ffi::Error linear(ffi::ThreadPool pool, BF16 x, BF16 norm, ffi::AnyBuffer w, ffi
   op.K = op.x_stride = x.dimensions()[1];
   op.N = columns;
   op.epilogue = static_cast<forge::Epilogue>(epilogue);
+  op.blocks = {block, group, minima != 0};
   switch (static_cast<forge::Format>(format)) {
     case forge::Format::kBf16: forge::run_linear<forge::Format::kBf16>(pool, op); break;
     case forge::Format::kInt8: forge::run_linear<forge::Format::kInt8>(pool, op); break;
     case forge::Format::kInt4: forge::run_linear<forge::Format::kInt4>(pool, op); break;
+    case forge::Format::kBlocks8: forge::run_linear<forge::Format::kBlocks8>(pool, op); break;
+    case forge::Format::kBlocks4: forge::run_linear<forge::Format::kBlocks4>(pool, op); break;
   }
   return ffi::Error::Success();
 }
@@ -68,6 +72,7 @@ ffi::Error experts(ffi::ThreadPool pool, BF16 x, ffi::AnyBuffer gate_up, ffi::An
     case forge::Format::kBf16: forge::run_experts<forge::Format::kBf16>(pool, op); break;
     case forge::Format::kInt8: forge::run_experts<forge::Format::kInt8>(pool, op); break;
     case forge::Format::kInt4: forge::run_experts<forge::Format::kInt4>(pool, op); break;
+    default: return ffi::Error(ffi::ErrorCode::kInternal, "experts in blocks");
   }
   return ffi::Error::Success();
 }
@@ -118,7 +123,8 @@ ffi::Error rotate_write(ffi::ThreadPool pool, BF16 qkv, ffi::Buffer<ffi::F32> co
 }
 
 ffi::Error embed(ffi::ThreadPool pool, ffi::AnyBuffer w, ffi::AnyBuffer scale, I32 tokens,
-                 ffi::Result<BF16> out, int64_t format, int64_t columns) {
+                 ffi::Result<BF16> out, int64_t format, int64_t columns, int64_t block,
+                 int64_t group, int64_t minima) {
   forge::PackedEmbedding op;
   op.w = w.untyped_data();
   op.scale = static_cast<const float*>(scale.untyped_data());
@@ -130,6 +136,7 @@ ffi::Error embed(ffi::ThreadPool pool, ffi::AnyBuffer w, ffi::AnyBuffer scale, I
   op.K = out->dimensions()[1];
   op.panels = w.dimensions()[0];
   op.format = static_cast<forge::Format>(format);
+  op.blocks = {block, group, minima != 0};
   constexpr long kTokens = 8;  // of an item
   auto body = [&](long item) {
     long last = std::min(op.tokens_count, (item + 1) * kTokens);
@@ -193,7 +200,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_embed, embed,
                                   .Arg<I32>()
                                   .Ret<BF16>()
                                   .Attr<int64_t>("format")
-                                  .Attr<int64_t>("columns"));
+                                  .Attr<int64_t>("columns")
+                                  .Attr<int64_t>("block")
+                                  .Attr<int64_t>("group")
+                                  .Attr<int64_t>("minima"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_linear, linear,
                               ffi::Ffi::Bind()
@@ -208,7 +218,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_linear, linear,
                                   .Attr<int64_t>("format")
                                   .Attr<int64_t>("epilogue")
                                   .Attr<int64_t>("columns")
-                                  .Attr<float>("eps"));
+                                  .Attr<float>("eps")
+                                  .Attr<int64_t>("block")
+                                  .Attr<int64_t>("group")
+                                  .Attr<int64_t>("minima"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_experts, experts,
                               ffi::Ffi::Bind()

@@ -1,10 +1,13 @@
-// y = epilogue(norm(x) W^T): products with packed weights, bfloat16, int8 or int4.
+// y = epilogue(norm(x) W^T): products with packed weights, bfloat16, int8, int4, or blocks.
 //
 // Weights are packed in panels of 32 columns, so that a panel is one stream of memory:
 //   bf16  u16[N/32, K/2, 32, 2]
 //   int8  u8 [N/32, K/4, 32, 4]  the value + 128, and f32[N] scales
 //   int4  u8 [N/32, K/32, 8, 64] two values + 8 in a byte, and f16[K/32, N] scales (groups of 32)
-// N is rounded up to 32 and K to 2, 4 and 32 with zeros. Rows of x are packed in tiles of at most
+//   blocks u8[N/32, K/size, bytes] of `size` values of 32 columns, as GGUF's types have them (`Blocks`)
+// N is rounded up to 32 and K to 2, 4 and 32 with zeros. Values of blocks become the bfloat16 numbers
+// that they would be in the first format, in registers, and are multiplied in the same order: what
+// comes out is the same bits. Rows of x are packed in tiles of at most
 // kMaxRows, [K/2 or K/4, rows], words of 2 bfloat16 or 4 int8, so that a tile is a stream too.
 //
 // Every element of y is one chain of sums over k, in order, whatever the number of rows, their
@@ -20,10 +23,36 @@
 
 namespace forge {
 
-enum class Format { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
+enum class Format { kBf16 = 0, kInt8 = 1, kInt4 = 2, kBlocks8 = 3, kBlocks4 = 4 };
 enum class Epilogue { kStore = 0, kResidual = 1, kSwiGLU = 2, kAddWeighted = 3 };
 constexpr int kPanel = 32;
 constexpr int kGroup = 32;  // of int4 along K
+
+constexpr bool in_blocks(Format format) {
+  return format == Format::kBlocks8 || format == Format::kBlocks4;
+}
+
+// What a block of 32 columns holds, in this order:
+//   f16[32]               a factor
+//   f16[32]               with minima: their factor
+//   s8[size / group, 32]  in two levels: the groups' scales; a scale is its factor times this
+//   s8[size / group, 32]  the same of minima
+//   s8[size / 2, 32, 2] values; or u8[size / 2, 2, 16], two in a byte: in the low bits those of 8
+//   columns, of each two that follow each other in k, and in the high bits those of the next 8
+// A value is value * scale + minimum; of 4 bits without minima (value - 8) * scale.
+struct Blocks {
+  long size = 0, group = 0;
+  bool minima = false;
+
+  bool two_levels() const { return group < size; }
+  long groups() const { return size / group; }
+  // Where the values of a block begin.
+  long values() const { return (minima ? 2 : 1) * kPanel * (2 + (two_levels() ? groups() : 0)); }
+  long bytes(Format format) const {
+    return values() + size * kPanel / (format == Format::kBlocks4 ? 2 : 1);
+  }
+  long panel_bytes(Format format, long K) const { return K / size * bytes(format); }
+};
 
 struct Linear {
   const uint16_t* x;     // bf16[rows, K]
@@ -38,6 +67,8 @@ struct Linear {
   long rows, K, N;           // N: columns of W
   long x_stride;
   Epilogue epilogue;
+  Blocks blocks{};                 // of those formats
+  long first_panel = 0;            // that `w` has, in bfloat16
   const int32_t* from = nullptr;   // the row of x that each row is, or null: all in order
   const int32_t* to = nullptr;     // the row of y
   const float* weight = nullptr;   // f32[rows]: kAddWeighted adds so many times the row to y32
@@ -92,9 +123,12 @@ inline void read_row(const Linear& op, long row, float* out) {
   for (long k = K; k < (K + 31) / 32 * 32; ++k) out[k] = 0.0f;
 }
 
+// Whether rows of x are multiplied as bfloat16.
+constexpr bool has_plain_rows(Format format) { return format == Format::kBf16 || in_blocks(format); }
+
 inline long words_of(Format format, long K) {
-  return format == Format::kBf16 ? (K + 1) / 2 : format == Format::kInt8 ? (K + 3) / 4
-                                                                         : (K + 31) / 32 * 8;
+  return has_plain_rows(format) ? (K + 1) / 2 : format == Format::kInt8 ? (K + 3) / 4
+                                                                        : (K + 31) / 32 * 8;
 }
 
 // Of one panel of w.
@@ -128,14 +162,14 @@ inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long 
   uint16_t* narrow = scratch<uint16_t>(1, K32 * 2);
   int8_t* bytes = reinterpret_cast<int8_t*>(narrow);
   for (long r = 0; r < rows; ++r) {
-    if (format == Format::kBf16 && !op.norm && op.K % 2 == 0) {
+    if (has_plain_rows(format) && !op.norm && op.K % 2 == 0) {
       const uint16_t* x = op.x_row(first + r);
       for (long k = 0; k < words; ++k) std::memcpy(out + k * rows + r, x + 2 * k, 4);
       continue;
     }
     read_row(op, first + r, row);
     const void* source = narrow;
-    if (format == Format::kBf16) {
+    if (has_plain_rows(format)) {
       for (long k = 0; k < K32; k += 16) store_bf16(narrow + k, load(row + k));
     } else {
       float top = 0.0f;
@@ -211,7 +245,7 @@ template <int R, int P>
 void tile_bf16(const Linear& op, const PackedRows& packed, const uint32_t* x, long row, long panel,
                const char* ahead, long ahead_lines) {
   long words = (op.K + 1) / 2;
-  const uint16_t* w = static_cast<const uint16_t*>(op.w) + panel * words * 64;
+  const uint16_t* w = static_cast<const uint16_t*>(op.w) + (panel - op.first_panel) * words * 64;
   F16 acc[R][2 * P];
 #pragma GCC unroll 14
   for (int r = 0; r < R; ++r)
@@ -347,6 +381,118 @@ void tile_int4(const Linear& op, const PackedRows& packed, const uint32_t* x, lo
   }
 }
 
+// Of a group of 16 columns: what values are multiplied with, and what is then added, each for the
+// vectors of 8 columns with two values.
+struct Factors {
+  F16 scale[2], minimum[2];
+};
+
+// `lane` is 0 or 16. `block` of 32 columns.
+template <Format format>
+inline Factors factors_of(const Blocks& blocks, const uint8_t* block, long group, int lane) {
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(block);
+  const int8_t* bytes = reinterpret_cast<const int8_t*>(block + (blocks.minima ? 128 : 64));
+  F16 scale = load_f16(halves + lane), minimum = zero();
+  if (blocks.minima) minimum = load_f16(halves + kPanel + lane);
+  if (blocks.two_levels()) {
+    scale = mul(scale, load_s8(bytes + group * kPanel + lane));
+    if (blocks.minima)
+      minimum = mul(minimum, load_s8(bytes + (blocks.groups() + group) * kPanel + lane));
+  }
+  if (format == Format::kBlocks4 && !blocks.minima) minimum = mul(scale, splat(-8.0f));
+  return {{twice_low(scale), twice_high(scale)}, {twice_low(minimum), twice_high(minimum)}};
+}
+
+// 32 values of 16 columns, two for each, as the first format has them. `at` is of a word of a block.
+template <Format format>
+inline I16 word_of(const uint8_t* at, const Factors& factors) {
+  F16 low, high;
+  if constexpr (format == Format::kBlocks4) {
+    load_u4(at, low, high);
+  } else {
+    low = load_s8(at);
+    high = load_s8(at + 16);
+  }
+  return to_bf16(fma(low, factors.scale[0], factors.minimum[0]),
+                 fma(high, factors.scale[1], factors.minimum[1]));
+}
+
+template <Format format>
+constexpr long kWordBytes = format == Format::kBlocks4 ? kPanel : 2 * kPanel;
+
+template <Format format, int R, int P>
+void tile_blocks(const Linear& op, const PackedRows& packed, const uint32_t* x, long row,
+                 long panel, const char* ahead, long ahead_lines) {
+  const Blocks& blocks = op.blocks;
+  long panel_bytes = blocks.panel_bytes(format, op.K), words = blocks.group / 2;
+  const uint8_t* first = static_cast<const uint8_t*>(op.w) + panel * panel_bytes;
+  F16 acc[R][2 * P];
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < 2 * P; ++j) acc[r][j] = zero();
+  for (long k = 0; k < op.K; k += blocks.size) {
+    const uint8_t* block = first + k / blocks.size * blocks.bytes(format);
+    const uint8_t* values = block + blocks.values();
+    for (long group = 0; group < blocks.groups(); ++group) {
+      Factors factors[2 * P];
+#pragma GCC unroll 4
+      for (int j = 0; j < 2 * P; ++j)
+        factors[j] = factors_of<format>(blocks, block + j / 2 * panel_bytes, group, j % 2 * 16);
+      for (long word = 0; word < words; ++word) {
+        I16 v[2 * P];
+#pragma GCC unroll 4
+        for (int j = 0; j < 2 * P; ++j) {
+          long at = j / 2 * panel_bytes + j % 2 * (kWordBytes<format> / 2);
+          v[j] = word_of<format>(values + at, factors[j]);
+        }
+        values += kWordBytes<format>;
+        if (ahead_lines > 0) {
+#pragma GCC unroll 2
+          for (int p = 0; p < P; ++p) prefetch(ahead + 64 * p);
+          ahead += 64 * P;
+          ahead_lines -= P;
+        }
+#pragma GCC unroll 14
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+          for (int j = 0; j < 2 * P; ++j) acc[r][j] = dot2(acc[r][j], v[j], x[r]);
+        }
+        x += R;
+      }
+    }
+  }
+  alignas(64) float out[R][2 * P][16];
+#pragma GCC unroll 14
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < 2 * P; ++j) store(out[r][j], acc[r][j]);
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p)
+      write_panel(op, row + r, panel + p, load(out[r][2 * p]), load(out[r][2 * p + 1]));
+}
+
+// A panel in the first format: where many rows are multiplied, that is done once for all of them.
+template <Format format>
+void unpack_panel(const Linear& op, long panel, uint16_t* out) {
+  const Blocks& blocks = op.blocks;
+  long panel_bytes = blocks.panel_bytes(format, op.K), words = blocks.group / 2;
+  const uint8_t* block = static_cast<const uint8_t*>(op.w) + panel * panel_bytes;
+  for (long k = 0; k < op.K; k += blocks.size, block += blocks.bytes(format)) {
+    const uint8_t* values = block + blocks.values();
+    for (long group = 0; group < blocks.groups(); ++group) {
+      Factors first = factors_of<format>(blocks, block, group, 0);
+      Factors second = factors_of<format>(blocks, block, group, 16);
+      for (long word = 0; word < words; ++word) {
+        store_bits(out, word_of<format>(values, first));
+        store_bits(out + 32, word_of<format>(values + kWordBytes<format> / 2, second));
+        values += kWordBytes<format>;
+        out += 64;
+      }
+    }
+  }
+}
+
 using TileFunction = void (*)(const Linear&, const PackedRows&, const uint32_t*, long, long,
                               const char*, long);
 
@@ -355,6 +501,7 @@ constexpr TileFunction tile_function() {
   if constexpr (format == Format::kBf16) return tile_bf16<R, P>;
   if constexpr (format == Format::kInt8) return tile_int8<R, P>;
   if constexpr (format == Format::kInt4) return tile_int4<R, 1>;
+  if constexpr (in_blocks(format)) return tile_blocks<format, R, P>;
 }
 
 template <Format format, int P, size_t... R>
@@ -364,6 +511,11 @@ TileFunction pick(long rows, std::index_sequence<R...>) {
 }
 
 constexpr int kMaxRowsInt4 = kMaxRows < 6 ? kMaxRows : 6;
+constexpr int kMaxRowsBlocks = kMaxRows < 12 ? kMaxRows : 12;  // values need registers, too
+
+constexpr int max_rows(Format format) {
+  return format == Format::kInt4 ? kMaxRowsInt4 : in_blocks(format) ? kMaxRowsBlocks : kMaxRows;
+}
 
 template <Format format>
 TileFunction pick(long rows, int panels) {
@@ -371,22 +523,39 @@ TileFunction pick(long rows, int panels) {
     return pick<format, 1>(rows, std::make_index_sequence<kMaxRowsInt4>());
   } else {
     return panels == 2 ? pick<format, 2>(rows, std::make_index_sequence<kMaxRowsWide>())
-                       : pick<format, 1>(rows, std::make_index_sequence<kMaxRows>());
+                       : pick<format, 1>(rows, std::make_index_sequence<max_rows(format)>());
   }
 }
 
 // ---- the whole --------------------------------------------------------------------------------
+
+constexpr long kTilesUnpacked = 2;  // from so many on a panel of blocks is unpacked for all of them
+
+// The tiles from `first` to `last` times a panel, or two if `wide` is 2.
+template <Format format>
+void multiply_tiles(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
+                    long last, long panel, int wide, const char* ahead, long lines) {
+  long words = words_of(format, op.K);
+  for (long tile = first; tile < last; ++tile) {
+    long row = tile * tiles.rows, rows = std::min(tiles.rows, op.rows - row);
+    long left = last - tile, share = (lines + left - 1) / left;
+    pick<format>(rows, wide)(op, packed, packed.words + row * words, row, panel, ahead, share);
+    ahead += share * 64;
+    lines -= share;
+  }
+}
 
 template <Format format>
 void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
   if (op.rows <= 0) return;
   long words = words_of(format, op.K), K32 = (op.K + 31) / 32 * 32;
   long panels = (op.N + kPanel - 1) / kPanel;
-  Tiles tiles(op.rows, format == Format::kInt4 ? kMaxRowsInt4 : kMaxRows);
+  Tiles tiles(op.rows, max_rows(format));
   // Two panels at a time give more independent sums; few of them would divide badly among threads.
   bool many = panels >= 64L * pool.num_threads();
   int wide = format != Format::kInt4 && op.rows <= kMaxRowsWide && panels % 2 == 0 && many ? 2 : 1;
-  long panel_bytes = panel_bytes_of(format, op.K);
+  long panel_bytes = in_blocks(format) ? op.blocks.panel_bytes(format, op.K)
+                                       : panel_bytes_of(format, op.K);
   PackedRows packed;
   packed.words = scratch<uint32_t>(2, op.rows * words);
   packed.scales = scratch<float>(3, op.rows);
@@ -407,13 +576,18 @@ void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
     // The next panel is read into the cache while this one is in use.
     const char* ahead = static_cast<const char*>(op.w) + (panel + wide) * panel_bytes;
     long lines = panel + wide < panels ? wide * panel_bytes / 64 : 0;
-    for (long tile = first; tile < last; ++tile) {
-      long row = tile * tiles.rows, rows = std::min(tiles.rows, op.rows - row);
-      long left = last - tile, share = (lines + left - 1) / left;
-      pick<format>(rows, wide)(op, packed, packed.words + row * words, row, panel, ahead, share);
-      ahead += share * 64;
-      lines -= share;
+    if constexpr (in_blocks(format)) {
+      if (last - first >= kTilesUnpacked) {
+        uint16_t* unpacked = scratch<uint16_t>(2, words * 64);
+        unpack_panel<format>(op, panel, unpacked);
+        Linear plain = op;
+        plain.w = unpacked;
+        plain.first_panel = panel;
+        multiply_tiles<Format::kBf16>(plain, packed, tiles, first, last, panel, 1, ahead, lines);
+        return;
+      }
     }
+    multiply_tiles<format>(op, packed, tiles, first, last, panel, wide, ahead, lines);
   };
   if (tiles.count == 1) {  // a few rows: packed before the others are called
     pack(0);

@@ -117,12 +117,52 @@ struct PackedEmbedding {
   uint16_t* out;  // bf16[T, K]
   long tokens_count, N, K, panels;
   Format format;
+  Blocks blocks;
 };
+
+// A row of a matrix in blocks, rounded as the products round it.
+inline void embed_row_of_blocks(const PackedEmbedding& op, const uint8_t* panel, long lane,
+                                uint16_t* out) {
+  const Blocks& blocks = op.blocks;
+  bool four = op.format == Format::kBlocks4;
+  long half = lane / 16, place = lane % 16;
+  auto f16_at = [](const uint8_t* p) {
+    uint16_t bits;
+    std::memcpy(&bits, p, 2);
+    return f16_to_f32(bits);
+  };
+  for (long k = 0; k < op.K; ++k) {
+    const uint8_t* block = panel + k / blocks.size * blocks.bytes(op.format);
+    long in_block = k % blocks.size, group = in_block / blocks.group, word = in_block / 2;
+    const int8_t* bytes = reinterpret_cast<const int8_t*>(block + (blocks.minima ? 128 : 64));
+    const uint8_t* values = block + blocks.values();
+    float scale = f16_at(block + 2 * lane);
+    float minimum = blocks.minima ? f16_at(block + 2 * (kPanel + lane)) : 0.0f;
+    if (blocks.two_levels()) {
+      scale *= float(bytes[group * kPanel + lane]);
+      if (blocks.minima) minimum *= float(bytes[(blocks.groups() + group) * kPanel + lane]);
+    }
+    float value;
+    if (four) {
+      uint8_t both = values[word * kPanel + half * 16 + place % 8 * 2 + k % 2];
+      value = float(place < 8 ? both & 15 : both >> 4);
+      if (!blocks.minima) minimum = -8.0f * scale;
+    } else {
+      value = float(int8_t(values[word * 2 * kPanel + lane * 2 + k % 2]));
+    }
+    out[k] = f32_to_bf16(std::fma(value, scale, minimum));
+  }
+}
 
 inline void embed_row(const PackedEmbedding& op, long t) {
   long token = std::min<long>(std::max(op.tokens[t], 0), op.N - 1);
   long panel = token / kPanel, lane = token % kPanel, words = words_of(op.format, op.K);
   uint16_t* out = op.out + t * op.K;
+  if (in_blocks(op.format)) {
+    long panel_bytes = op.blocks.panel_bytes(op.format, op.K);
+    return embed_row_of_blocks(op, static_cast<const uint8_t*>(op.w) + panel * panel_bytes, lane,
+                               out);
+  }
   if (op.format == Format::kBf16) {
     const uint16_t* w = static_cast<const uint16_t*>(op.w) + panel * words * 64 + lane * 2;
     for (long k = 0; k < op.K; ++k) out[k] = w[k / 2 * 64 + k % 2];

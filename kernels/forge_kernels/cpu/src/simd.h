@@ -72,6 +72,29 @@ inline F16 keep_first(F16 x, int count, float other) {
 inline F16 load_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+inline F16 load_s8(const void* p) {
+  __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+// Sixteen bytes: what their low and their high four bits are.
+inline void load_u4(const void* p, F16& low, F16& high) {
+  const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  low = _mm512_permutexvar_ps(bytes, numbers);  // looks at four bits of an index
+  high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), numbers);
+}
+// Lanes 0 to 7, or 8 to 15, each two times.
+inline F16 twice_low(F16 x) {
+  const __m512i at = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  return _mm512_permutexvar_ps(at, x);
+}
+inline F16 twice_high(F16 x) {
+  const __m512i at =
+      _mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
+  return _mm512_permutexvar_ps(at, x);
+}
+// Both rounded to bfloat16, one after the other.
+inline I16 to_bf16(F16 a, F16 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
 // 2^n * x for whole n.
 inline F16 scale_by_power(F16 x, F16 n) { return _mm512_scalef_ps(x, n); }
 inline F16 round_nearest(F16 x) { return _mm512_roundscale_ps(x, 0); }
@@ -196,10 +219,33 @@ inline __m256i round_bf16(__m256 x) {  // to nearest even, in the low half of ea
   __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
   return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
 }
-inline void store_bf16(uint16_t* p, F16 x) {
+inline __m256i narrow_bf16(F16 x) {
   __m256i packed = _mm256_packus_epi32(round_bf16(x.lo), round_bf16(x.hi));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+  return _mm256_permute4x64_epi64(packed, 0xd8);
 }
+inline void store_bf16(uint16_t* p, F16 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16(x));
+}
+inline I16 to_bf16(F16 a, F16 b) { return {narrow_bf16(a), narrow_bf16(b)}; }
+inline __m256 floats_s8(const void* p) {
+  __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(p));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+}
+inline F16 load_s8(const void* p) { return {floats_s8(p), floats_s8(static_cast<const char*>(p) + 8)}; }
+inline void load_u4(const void* p, F16& low, F16& high) {
+  alignas(16) uint8_t bits[2][16];
+  __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p)), four = _mm_set1_epi8(15);
+  _mm_store_si128(reinterpret_cast<__m128i*>(bits[0]), _mm_and_si128(bytes, four));
+  _mm_store_si128(reinterpret_cast<__m128i*>(bits[1]), _mm_and_si128(_mm_srli_epi16(bytes, 4), four));
+  low = load_s8(bits[0]);
+  high = load_s8(bits[1]);
+}
+inline F16 twice_half(__m256 x) {
+  __m256 even = _mm256_unpacklo_ps(x, x), odd = _mm256_unpackhi_ps(x, x);
+  return {_mm256_permute2f128_ps(even, odd, 0x20), _mm256_permute2f128_ps(even, odd, 0x31)};
+}
+inline F16 twice_low(F16 x) { return twice_half(x.lo); }
+inline F16 twice_high(F16 x) { return twice_half(x.hi); }
 #define FORGE_BOTH(op, a, b) \
   { op((a).lo, (b).lo), op((a).hi, (b).hi) }
 inline F16 add(F16 a, F16 b) { return FORGE_BOTH(_mm256_add_ps, a, b); }

@@ -1,0 +1,152 @@
+"""Matrices of GGUF files stay in the blocks of their types: which, and what becomes of each leaf.
+
+What a `config.json` says of them is a key that is no one else's, `gguf_types`; of a GGUF file it
+is made from the table of tensors (`checkpoint/gguf/config.py`), and `forge-jax convert` keeps it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from forge_jax.checkpoint.gguf.config import TYPES_KEY as KEY
+from forge_jax.checkpoint.gguf.quants import BY_NAME
+from forge_jax.errors import UnsupportedModelError
+from forge_kernels.blocks import Blocks
+from forge_kernels.linear import BlockPacking, Format, Quantization
+
+if TYPE_CHECKING:
+    from forge_jax.checkpoint.weight_map import WeightMap
+    from forge_jax.models.spec import Config, ModelSpec
+
+MAX_NAMES = 100_000
+TYPES = {name: form.blocks for name, form in BY_NAME.items() if form.blocks is not None}
+
+
+@dataclass(frozen=True)
+class BlockTypes:
+    """The types ("Q4_K") of the tensors that are in blocks, by Hugging Face's names."""
+
+    types: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def _by_name(self) -> dict[str, str]:
+        return dict(self.types)
+
+    def blocks_of(self, tensor: str) -> Blocks | None:
+        """None: it has floats."""
+        found = self._by_name.get(tensor)
+        return None if found is None else TYPES[found]
+
+
+def read_block_types(config: Config) -> BlockTypes | None:
+    """What the key says; None without it, or where it is empty."""
+    section = config.section(KEY)
+    if section is None or not section.values:
+        return None
+    if len(section.values) > MAX_NAMES:
+        raise config.error(KEY, f"an object of at most {MAX_NAMES} names")
+    for name, found in section.values.items():
+        if found not in TYPES:
+            raise section.error(name, f"one of {', '.join(TYPES)}")
+    return BlockTypes(tuple(sorted(section.values.items())))
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """A matrix in blocks; `packed`: for the CPU kernels, which hold all of them."""
+
+    blocks: Blocks
+    packed: bool
+
+    def packing(self, outputs: int, inputs: int, paired: bool) -> BlockPacking | None:
+        return BlockPacking(self.blocks, outputs, inputs, paired) if self.packed else None
+
+    def quantization(self, outputs: int, inputs: int) -> Quantization:
+        return Quantization.of_blocks(self.blocks, outputs, inputs)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a matrix, of so many tensors that follow each other."""
+
+    form: BlockForm | Format | None  # None: plain floats
+    rows: int
+    tensors: int
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A matrix whose tensors have several types: each piece is multiplied by itself."""
+
+    pieces: tuple[Piece, ...]
+
+
+def block_forms(
+    spec: ModelSpec, weights: WeightMap, plain: Format | None
+) -> dict[str, BlockForm | Pieces]:
+    """The leaves that have tensors in blocks, and their forms.
+
+    Args:
+      plain: the form of matrices of floats: packed, where the CPU kernels are used.
+
+    Raises:
+      UnsupportedModelError: it is of experts, or a tensor that is stored transposed.
+    """
+    if spec.block_types is None:
+        return {}
+    forms: dict[str, BlockForm | Pieces] = {}
+    for leaf, parts in weights.items():
+        blocks = [spec.block_types.blocks_of(part.name) for part in parts]
+        if not any(blocks):
+            continue
+        name = parts[0].name
+        if len(parts[0].shape) != 2 or ".experts." in name or leaf.endswith(".router.weight"):
+            raise UnsupportedModelError(
+                f"{KEY}: {name} is no matrix that can stay in blocks: experts and routers cannot"
+            )
+        pieces = []
+        pairs = zip(blocks, parts, strict=True)
+        for found, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
+            same = [part for _, part in group]
+            form = plain if found is None else BlockForm(found, plain is not None)
+            pieces.append(Piece(form, sum(part.shape[0] for part in same), len(same)))
+        first = pieces[0].form
+        single = len(pieces) == 1 and isinstance(first, BlockForm)
+        forms[leaf] = first if single else Pieces(tuple(pieces))
+    return forms
+
+
+def by_piece(weights: WeightMap, forms: Mapping[str, BlockForm | Pieces]) -> WeightMap:
+    """The map with a leaf for each piece: "layers.0.attention.qkv.pieces.1.weight"."""
+    split: WeightMap = {}
+    for leaf, parts in weights.items():
+        form = forms.get(leaf)
+        if not isinstance(form, Pieces):
+            split[leaf] = parts
+            continue
+        at = 0
+        for number, piece in enumerate(form.pieces):
+            split[piece_name(leaf, number)] = parts[at : at + piece.tensors]
+            at += piece.tensors
+    return split
+
+
+def forms_by_piece(forms: Mapping[str, BlockForm | Pieces]) -> dict[str, BlockForm]:
+    """The forms of all leaves in blocks, by the names that `by_piece` gives."""
+    found: dict[str, BlockForm] = {}
+    for leaf, form in forms.items():
+        if isinstance(form, BlockForm):
+            found[leaf] = form
+            continue
+        for number, piece in enumerate(form.pieces):
+            if isinstance(piece.form, BlockForm):
+                found[piece_name(leaf, number)] = piece.form
+    return found
+
+
+def piece_name(leaf: str, number: int) -> str:
+    return f"{leaf.removesuffix('weight')}pieces.{number}.weight"

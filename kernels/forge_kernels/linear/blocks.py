@@ -1,0 +1,102 @@
+"""Matrices in blocks, packed for the CPU kernels, where a block of 32 rows is one piece of memory.
+
+The layout stands in `cpu/src/linear.h`. For plain XLA values, factors, scales and minima are arrays
+of their own (`quantized.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from forge_kernels.blocks import Blocks, BlockValues
+from forge_kernels.linear.packed import PANEL, aligned_empty, rows_of_panels
+from forge_kernels.threads import for_each
+
+CHUNK = 2**20  # values that a thread packs at a time
+MIDDLE = 8  # what 4-bit values without minima are stored above
+
+
+@dataclass(frozen=True)
+class BlockPacking:
+    """How a matrix [outputs, inputs] in blocks lies for the CPU kernels.
+
+    `paired` as in `Packing`.
+    """
+
+    blocks: Blocks
+    outputs: int
+    inputs: int
+    paired: bool = False
+
+    @property
+    def format(self) -> str:
+        return f"{self.blocks.values} blocks"
+
+    @property
+    def panels(self) -> int:
+        return -(-self.outputs // 2 // 16) if self.paired else -(-self.outputs // PANEL)
+
+    @property
+    def weight(self) -> jax.ShapeDtypeStruct:
+        blocks = self.inputs // self.blocks.size
+        return jax.ShapeDtypeStruct((self.panels, blocks, PANEL * self.blocks.bytes), jnp.uint8)
+
+    @property
+    def scale(self) -> None:
+        return None
+
+
+Read = Callable[[np.ndarray], BlockValues]  # rows by their numbers, of several threads
+
+
+def pack_blocks(read: Read, packing: BlockPacking) -> np.ndarray:
+    """Packs a matrix on the host, some rows at a time -> u8 of `packing.weight`."""
+    weight = aligned_empty(packing.weight.shape, packing.weight.dtype)
+    rows = rows_of_panels(packing.outputs, packing.panels, packing.paired)
+    step = max(1, CHUNK // (PANEL * packing.inputs))
+
+    def work(panel: int) -> None:
+        some = rows[panel * PANEL : (panel + step) * PANEL]
+        _pack_panels(read(np.maximum(some, 0)), some >= 0, packing, weight[panel : panel + step])
+
+    for_each(work, range(0, packing.panels, step))
+    return weight
+
+
+def _pack_panels(
+    rows: BlockValues, exists: np.ndarray, packing: BlockPacking, out: np.ndarray
+) -> None:
+    """`exists`: bool[rows]; those that do not become zeros."""
+    blocks, (panels, count, _) = packing.blocks, out.shape
+    at = 0
+
+    def put(array: np.ndarray) -> None:  # [panels, count, bytes]
+        nonlocal at
+        out[:, :, at : at + array.shape[2]] = array
+        at += array.shape[2]
+
+    def by_column(array: np.ndarray) -> np.ndarray:
+        """[rows, count * n] -> [panels, count, n * 32]."""
+        split = array.reshape(panels, PANEL, count, -1).transpose(0, 2, 3, 1)
+        return np.ascontiguousarray(split).reshape(panels, count, -1).view(np.uint8)
+
+    for factor in (rows.factor, rows.minimum_factor):
+        if factor is not None:
+            put(by_column(np.where(exists[:, None], factor, np.float16(0))))
+    for scale in (rows.scale, rows.minimum):
+        if scale is not None:
+            put(by_column(scale))
+    values = rows.values
+    if blocks.values == "int8":
+        put(by_column(values.view(np.int16)))  # two that follow each other stay together
+        return
+    numbers = values.view(np.uint8) if blocks.minima else (values + np.int8(MIDDLE)).view(np.uint8)
+    eights = numbers.reshape(panels * 2, 2, 8, -1)  # 8 columns, and the next 8
+    both = (eights[:, 0] | eights[:, 1] << 4).view(np.uint16)  # [2 panels, 8, K / 2]
+    both = both.reshape(panels, 16, count, -1).transpose(0, 2, 3, 1)
+    put(np.ascontiguousarray(both).reshape(panels, count, -1).view(np.uint8))

@@ -1,0 +1,218 @@
+"""Matrices in blocks: the C++ kernels give the bits of bfloat16 ones, plain XLA what they mean."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from forge_kernels.blocks import Blocks, BlockValues
+from forge_kernels.cpu.library import num_threads
+from forge_kernels.embed import embed
+from forge_kernels.linear import (
+    BlockPacking,
+    PackedWeight,
+    Packing,
+    Quantization,
+    QuantizedWeight,
+    arrange_blocks,
+    linear,
+    pack,
+    pack_blocks,
+)
+from forge_kernels.linear import blocks as blocks_module
+from forge_kernels.linear import quantized as quantized_module
+from forge_kernels.linear.packed import PANEL
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+EPS = 1e-5
+KINDS = {
+    "8 bits": Blocks("int8", 32, 32),
+    "8 bits with minima": Blocks("int8", 32, 32, minima=True),
+    "8 bits, two levels": Blocks("int8", 16, 256),
+    "8 bits, two levels with minima": Blocks("int8", 32, 256, minima=True),
+    "4 bits": Blocks("int4", 32, 32),
+    "4 bits with minima": Blocks("int4", 32, 32, minima=True),
+    "4 bits, two levels": Blocks("int4", 16, 256),
+    "4 bits, two levels with minima": Blocks("int4", 32, 256, minima=True),
+    "4 bits, groups of 16 with minima": Blocks("int4", 16, 256, minima=True),
+}
+
+
+def make(blocks: Blocks, outputs: int, inputs: int) -> BlockValues:
+    """Numbers in the ranges of GGUF's types, of which all floats follow exactly."""
+    rng = np.random.default_rng([outputs, inputs])
+    if blocks.values == "int4":
+        low, high = (0, 16) if blocks.minima else (-8, 8)
+    elif blocks.two_levels:
+        low, high = (0, 32) if blocks.minima else (-32, 32)
+    else:
+        low, high = (0, 32) if blocks.minima else (-128, 128)
+
+    def numbers(least: int, most: int, width: int) -> np.ndarray:
+        return rng.integers(least, most, (outputs, width)).astype(np.int8)
+
+    def factors() -> np.ndarray:
+        size = rng.standard_normal((outputs, inputs // blocks.size)) / (high * inputs**0.5)
+        return size.astype(np.float16)
+
+    groups = inputs // blocks.group
+    scales = (0, 64, groups) if blocks.minima else (-128, 128, groups)
+    return BlockValues(
+        values=numbers(low, high, inputs),
+        factor=factors(),
+        scale=numbers(*scales) if blocks.two_levels else None,
+        minimum_factor=factors() if blocks.minima else None,
+        minimum=numbers(*scales) if blocks.two_levels and blocks.minima else None,
+    )
+
+
+def reader(values: BlockValues):
+    return lambda at: values.each(lambda array: array[at])
+
+
+def packed(blocks: Blocks, values: BlockValues, paired: bool = False) -> PackedWeight:
+    packing = BlockPacking(blocks, *values.values.shape, paired)
+    weight = pack_blocks(reader(values), packing)
+    assert weight.shape == packing.weight.shape
+    return PackedWeight(jnp.asarray(weight), None, packing)
+
+
+def as_bfloat16(values: BlockValues, paired: bool = False) -> PackedWeight:
+    packing = Packing("bf16", *values.values.shape, paired)
+    return PackedWeight(jnp.asarray(pack(values.floats().astype(BF16), packing)[0]), None, packing)
+
+
+def activations(rows: int, inputs: int) -> jax.Array:
+    x = np.random.default_rng(rows).standard_normal((rows, inputs))
+    return jnp.asarray(x.astype(BF16))
+
+
+@jax.jit
+def plain(x, w, num_rows):
+    return linear(x, w, num_rows=num_rows, out_dtype=jnp.float32)
+
+
+@jax.jit
+def normed_swiglu(x, w, norm):
+    return linear(x, w, norm=(norm, EPS), swiglu=True)
+
+
+@jax.jit
+def with_residual(x, w, residual):
+    return linear(x, w, residual=residual)
+
+
+def bits(y: jax.Array) -> np.ndarray:
+    return np.asarray(y).view(np.uint8)
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_the_bits_of_bfloat16_weights(kind, monkeypatch):
+    """One row and many (whole panels are unpacked then), tails, two panels at a time, every end."""
+    monkeypatch.setattr(blocks_module, "CHUNK", 2 * PANEL * 512)  # packed in several parts
+    blocks = KINDS[kind]
+    for outputs, inputs in ((95, 256), (200, 512), (64 * num_threads() * PANEL, 256)):
+        values = make(blocks, outputs, inputs)
+        ours, theirs = packed(blocks, values), as_bfloat16(values)
+        for rows in (1, 2, 6, 12, 13, 40):
+            x, count = activations(rows, inputs), np.int32(rows)
+            y = plain(x, ours, count)
+            assert np.isfinite(y).all() and np.asarray(y).any()
+            np.testing.assert_array_equal(bits(y), bits(plain(x, theirs, count)))
+            np.testing.assert_array_equal(bits(plain(x, ours, np.int32(1))[:1]), bits(y[:1]))
+    x = activations(7, 256)
+    values = make(blocks, 140, 256)
+    residual = activations(7, 140)
+    both = packed(blocks, values), as_bfloat16(values)
+    got, want = (with_residual(x, w, residual) for w in both)
+    np.testing.assert_array_equal(bits(got), bits(want))
+    ours, theirs = packed(blocks, values, paired=True), as_bfloat16(values, paired=True)
+    got, want = (normed_swiglu(x, w, activations(1, 256)[0]) for w in (ours, theirs))
+    np.testing.assert_array_equal(bits(got), bits(want))
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+def test_a_planted_fault_is_seen():
+    """One scale of one group, and one bit of one value."""
+    blocks = KINDS["4 bits, two levels with minima"]
+    values = make(blocks, 64, 256)
+    right, x = packed(blocks, values), activations(3, 256)
+    want = bits(plain(x, as_bfloat16(values), np.int32(3)))
+    for at in (2 * 64 + 5, right.weight.shape[2] - 7):
+        weight = np.array(right.weight)
+        weight[1, 0, at] ^= 1
+        wrong = PackedWeight(jnp.asarray(weight), None, right.packing)
+        assert not np.array_equal(bits(plain(x, wrong, np.int32(3))), want)
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_is_not_finite_stays_so_and_alone(kind):
+    w = packed(KINDS[kind], make(KINDS[kind], 96, 256))
+    x = np.array(activations(40, 256))
+    clean = np.asarray(plain(jnp.asarray(x), w, np.int32(40)))
+    x[3, 100] = np.nan
+    out = np.asarray(plain(jnp.asarray(x), w, np.int32(40)))
+    others = np.arange(40) != 3
+    assert not np.isfinite(out[3]).any()
+    np.testing.assert_array_equal(out[others], clean[others])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_the_values_rounded_once(kind, cpu_kernels):
+    blocks = KINDS[kind]
+    values = make(blocks, 70, 512)
+    at = jnp.asarray([0, 1, 31, 32, 69, 5, 70, 2**31 - 1], jnp.int32)
+    want = values.floats()[np.clip(np.asarray(at), 0, 69)]
+    got = jax.jit(embed)(packed(blocks, values), at)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), want.astype(BF16).astype(np.float32))
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        rows = jax.jit(partial(embed, dtype=dtype))(quantized(blocks, values), at)
+        assert rows.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(rows), want.astype(dtype))
+
+
+def quantized(blocks: Blocks, values: BlockValues) -> QuantizedWeight:
+    quantization = Quantization.of_blocks(blocks, *values.values.shape)
+    arrays = arrange_blocks(reader(values), quantization)
+    total = sum(array.nbytes for array in arrays.values())
+    assert total == values.values.size // blocks.size * blocks.bytes
+    none = {"zero": None, "input_scale": None}
+    arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+    return QuantizedWeight(**none, **arrays, quantization=quantization)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_xla_multiplies_the_values(kind, dtype):
+    """In tiles of rows with one left over; a product of one row too."""
+    blocks = KINDS[kind]
+    values = make(blocks, 600, 512)
+    w = quantized(blocks, values)
+    exact = values.floats().astype(dtype).astype(np.float64)
+    for rows in (1, 5):
+        x = activations(rows, 512).astype(dtype)
+        want = np.asarray(x, np.float64) @ exact.T
+        got = np.asarray(plain(x, w, np.int32(rows)))
+        assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
+
+
+def test_a_vocabulary_is_multiplied_in_parts(monkeypatch):
+    """As on a GPU; here the parts are called by themselves."""
+    w = quantized(KINDS["4 bits, two levels"], make(KINDS["4 bits, two levels"], 600, 512))
+    x = activations(3, 512)
+    whole = quantized_module._in_parts(x, w)
+    monkeypatch.setattr(quantized_module, "PART", 256)
+    parts = jax.jit(quantized_module._in_parts)(x, w)
+    np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_other_quantised_matrices_have_no_rows_to_take():
+    quantization = Quantization(values="int8", outputs=4, inputs=8, group=8)
+    w = QuantizedWeight(jnp.zeros((4, 8), jnp.int8), jnp.ones((4, 1)), None, None, quantization)
+    with pytest.raises(TypeError, match="not in blocks"):
+        embed(w, jnp.zeros(1, jnp.int32), jnp.float32)

@@ -1,0 +1,94 @@
+"""A small Llama as a GGUF file whose matrices are of every type, of random blocks.
+
+The package gguf rounds to none of the types with blocks of 256, so blocks are made of random bits,
+and factors for them with which the values have about the size of weights.
+"""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+Q = gguf.GGMLQuantizationType
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 512, 4, 2, 64, 320
+STD = 0.05
+# Where the float16 numbers of a block are: the factor of scales, in parts of the values' size, and
+# what minima are multiples of.
+FACTORS = {
+    Q.Q4_0: {0: 1 / 4.6},
+    Q.Q4_1: {0: 1 / 4.6, 2: -7.5 / 4.6},
+    Q.Q5_0: {0: 1 / 9.2},
+    Q.Q5_1: {0: 1 / 9.2, 2: -15.5 / 9.2},
+    Q.Q8_0: {0: 1 / 74},
+    Q.Q2_K: {80: 1 / 8.5, 82: 1.5 / 8.5},
+    Q.Q3_K: {108: 1 / 42},
+    Q.Q4_K: {0: 1 / 150, 2: 7.5 / 150},
+    Q.Q5_K: {0: 1 / 300, 2: 15.5 / 300},
+    Q.Q6_K: {208: 1 / 1360},
+}
+# By layer: q, k, v, output, gate, up, down. The first is as llama.cpp's Q4_K_M has them.
+LAYERS = (
+    (Q.Q4_K, Q.Q4_K, Q.Q6_K, Q.Q4_K, Q.Q4_K, Q.Q4_K, Q.Q6_K),
+    (Q.Q4_0, Q.Q4_1, Q.Q8_0, Q.Q5_0, Q.Q5_1, Q.Q5_1, Q.Q8_0),
+    (Q.Q8_0, Q.Q5_0, Q.Q8_0, Q.Q4_1, Q.Q2_K, Q.Q3_K, Q.Q2_K),
+    (Q.Q5_K, Q.Q5_K, Q.BF16, Q.Q3_K, Q.Q4_0, Q.Q4_0, Q.Q5_K),
+)
+NAMES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+SHAPES = (
+    (HEADS * HEAD_DIM, HIDDEN),
+    (KV_HEADS * HEAD_DIM, HIDDEN),
+    (KV_HEADS * HEAD_DIM, HIDDEN),
+    (HIDDEN, HEADS * HEAD_DIM),
+    (INNER, HIDDEN),
+    (INNER, HIDDEN),
+    (HIDDEN, INNER),
+)
+
+
+def random_blocks(rng: np.random.Generator, kind: Q, rows: int, columns: int) -> np.ndarray:
+    """u8[rows, bytes of a row]."""
+    if kind == Q.BF16:
+        values = rng.standard_normal((rows, columns)).astype(np.float32) * STD
+        return gguf.quants.quantize(values, kind)
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    data = rng.integers(0, 256, (rows, columns // per_block, block_bytes), dtype=np.uint8)
+    size = rng.uniform(0.5, 1.5, data.shape[:2]) * STD
+    for at, part in FACTORS[kind].items():
+        data[..., at : at + 2] = (size * part).astype(np.float16)[..., None].view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+def write_zoo(target: Path, layers=LAYERS, *, embedding=Q.Q4_K, head: Q | None = Q.Q6_K) -> Path:
+    """`head`: None where it is the embedding."""
+    rng = np.random.default_rng(7)
+    writer = gguf.GGUFWriter(target, "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(len(layers))
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+    def add(name: str, kind: Q, rows: int, columns: int) -> None:
+        writer.add_tensor(f"{name}.weight", random_blocks(rng, kind, rows, columns), raw_dtype=kind)
+
+    add("token_embd", embedding, VOCAB, HIDDEN)
+    if head is not None:
+        add("output", head, VOCAB, HIDDEN)
+    norm = np.ones(HIDDEN, np.float32)
+    writer.add_tensor("output_norm.weight", norm)
+    for layer, kinds in enumerate(layers):
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", norm)
+        for name, kind, (rows, columns) in zip(NAMES, kinds, SHAPES, strict=True):
+            add(f"blk.{layer}.{name}", kind, rows, columns)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target

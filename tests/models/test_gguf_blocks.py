@@ -1,0 +1,343 @@
+"""Matrices of GGUF files stay in 4 or 8 bits, and are the decoded ones where they are used."""
+
+import dataclasses
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf_writer import write_gguf
+from gguf_zoo import LAYERS, NAMES, SHAPES, Q, random_blocks, write_zoo
+from lora_files import write_adapter
+from paged import PagedRun
+from safetensors.numpy import save_file
+
+import forge_jax
+from forge_jax import LLM, SamplingParams, convert
+from forge_jax.assemble import (
+    _check_uncut,
+    choose_device,
+    choose_kernels,
+    read_converted,
+    read_model_spec,
+)
+from forge_jax.checkpoint.gguf.quants import BY_NAME
+from forge_jax.checkpoint.load import load_weights
+from forge_jax.config import EngineConfig
+from forge_jax.errors import CheckpointError, ConfigError, ModelError
+from forge_jax.models import build_model, read_spec
+from forge_jax.quant.blocks import TYPES, BlockForm, Pieces, forms_by_piece
+from forge_jax.research import LoadedModel
+from forge_kernels import cpu
+from forge_kernels.embed import embed
+from forge_kernels.linear import PackedWeight, QuantizedWeight
+from forge_kernels.linear.quantized import ARRAYS
+
+# Bytes of 256 values, with their scales and minima.
+BYTES = {
+    **{"Q4_0": 144, "Q4_1": 160, "Q5_0": 272, "Q5_1": 288, "Q8_0": 272},
+    **{"Q2_K": 164, "Q3_K": 146, "Q4_K": 148, "Q5_K": 276, "Q6_K": 274},
+}
+MODULES = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128}
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+IDS = np.random.default_rng(1).integers(3, 320, (2, 21)).tolist()
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    return write_zoo(tmp_path_factory.mktemp("zoo") / "zoo.gguf")
+
+
+@pytest.fixture(scope="module")
+def alike(tmp_path_factory):
+    """Without gates and ups of two types: the bits are those of the decoded model."""
+    return write_zoo(tmp_path_factory.mktemp("alike") / "alike.gguf", (*LAYERS[:2], LAYERS[3]))
+
+
+def loaded(file, **options) -> LoadedModel:
+    """As an engine has it."""
+    config = EngineConfig.from_options(model=str(file), **options)
+    spec, device = read_model_spec(config, file), choose_device(config)
+    forms = choose_kernels(config, spec, device, read_converted(config, file)).forms
+    model = build_model(spec, config.model.dtype, forms)
+    return LoadedModel(model, load_weights(model, file, progress=False), file)
+
+
+def matrix(of: LoadedModel, leaf: str) -> PackedWeight | QuantizedWeight:
+    prefix = leaf.removesuffix("weight")
+    packing = of.model.packings.get(leaf)
+    if packing is not None:
+        return PackedWeight(of.leaf(leaf), None, packing)
+    form = forms_by_piece(of.model.blocks)[leaf]
+    names = {name: f"{prefix}{name}" for name in ARRAYS}
+    arrays = {n: of.leaf(f) if f in of.model.names else None for n, f in names.items()}
+    weight = of.leaf(leaf)
+    inputs = weight.shape[1] * (2 if form.blocks.values == "int4" else 1)
+    return QuantizedWeight(**arrays, quantization=form.quantization(len(weight), inputs))
+
+
+def needs_kernels():
+    if not cpu.available():
+        pytest.skip("no CPU kernels on this machine")
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_blocks_are_unpacked_to_what_the_dequantiser_gives(name, figure):
+    kind = Q[name]
+    data = random_blocks(np.random.default_rng(kind), kind, 40, 512)
+    form = BY_NAME[name]
+    rows = form.unpacked(data.reshape(40, -1, form.block_bytes))
+    np.testing.assert_array_equal(rows.floats(), gguf.quants.dequantize(data, kind))
+    blocks = form.blocks
+    assert blocks is not None and rows.factor.dtype == np.float16
+    least, most = (-128, 127) if blocks.values == "int8" else (0, 15) if blocks.minima else (-8, 7)
+    assert least <= rows.values.min() and rows.values.max() <= most
+    assert blocks.bytes * 256 // blocks.size == BYTES[name]
+    figure("forms", f"GGUF {name}", "bits", f"{BYTES[name] / 32:.2f}")
+
+
+def test_every_matrix_takes_the_bytes_of_its_type(zoo):
+    """In both arrangements; queries and keys apart from values of another type."""
+    spec = read_spec(zoo)
+    assert spec.block_types is not None and len(spec.block_types.types) == 4 * 7 - 1 + 2
+    for options in ({}, {"kernels": "xla"}, {"dtype": "float32"}):
+        if not options:
+            needs_kernels()
+        model = loaded(zoo, **options)
+        assert bool(model.model.packings) == (not options)
+        sizes = {}
+        for name, leaf in zip(model.model.names, model.leaves, strict=True):
+            base = name.rsplit(".", 1)[0]
+            sizes[base] = sizes.get(base, 0) + leaf.nbytes
+        float_bytes = 4 if "dtype" in options else 2
+        for layer, kinds in enumerate(LAYERS):
+            kept = dict(zip(NAMES, (kind.name for kind in kinds), strict=True))
+            of = f"layers.{layer}"
+            assert sizes[f"{of}.attention.out"] == 256 * BYTES[kept["attn_output"]]
+            assert sizes[f"{of}.mlp.down"] == 512 * BYTES[kept["ffn_down"]]
+            qkv = _total(sizes, f"{of}.attention.qkv")
+            wanted = [BYTES.get(kept[f"attn_{each}"], 256 * float_bytes) for each in "qkv"]
+            assert qkv == np.dot(wanted, [256, 128, 128])
+            both = _total(sizes, f"{of}.mlp.gate_up")
+            assert both == 512 * (BYTES[kept["ffn_gate"]] + BYTES[kept["ffn_up"]])
+        assert sizes["embedding"] == 320 * BYTES["Q4_K"] and sizes["head"] == 320 * BYTES["Q6_K"]
+        assert sum(sizes.values()) == model.model.param_bytes
+        assert (
+            model.model.param_bytes
+            < 0.47 * loaded(zoo, gguf_weights="decoded", dtype="bfloat16").model.param_bytes
+        )
+
+
+def _total(sizes: dict[str, int], start: str) -> int:
+    return sum(size for name, size in sizes.items() if name.startswith(start))
+
+
+def test_matrices_of_one_layer_are_one_where_their_blocks_are_alike(zoo):
+    forms = build_model(read_spec(zoo)).blocks
+    qkv = [forms[f"layers.{layer}.attention.qkv.weight"] for layer in range(4)]
+    assert [len(each.pieces) if isinstance(each, Pieces) else 1 for each in qkv] == [2, 3, 1, 2]
+    gate_up = [forms[f"layers.{layer}.mlp.gate_up.weight"] for layer in range(4)]
+    assert [isinstance(each, BlockForm) for each in gate_up] == [True, True, False, True]
+
+
+@pytest.mark.parametrize("kernels", ["xla", "auto"])
+def test_values_in_memory_are_those_of_the_decoded_model(zoo, kernels, monkeypatch):
+    """To the bit, each: rows are taken out as those of an embedding are.
+
+    They are read some at a time, of one tensor or of several.
+    """
+    for module in ("blocks", "quantized"):
+        monkeypatch.setattr(f"forge_kernels.linear.{module}.CHUNK", 96 * 256)
+    if kernels == "auto":
+        needs_kernels()
+    dtype = "float32" if kernels == "xla" else "bfloat16"
+    packed = loaded(zoo, kernels=kernels, dtype=dtype)
+    plain = loaded(zoo, kernels="xla", dtype=dtype, gguf_weights="decoded")
+    checked = 0
+    for leaf in forms_by_piece(packed.model.blocks):
+        packing = packed.model.packings.get(leaf)
+        if packing is not None and packing.paired:
+            continue
+        whole, _, piece = leaf.partition(".pieces.")
+        values = np.asarray(plain.leaf(whole if not piece else f"{whole}.weight"))
+        weight = matrix(packed, leaf)
+        outputs = (weight.packing if packing is not None else weight.quantization).outputs
+        rows = np.asarray(embed(weight, jnp.arange(outputs), dtype))
+        start = 0
+        for number in range(int(piece.split(".")[0]) if piece else 0):
+            start += packed.model.blocks[f"{whole}.weight"].pieces[number].rows
+        np.testing.assert_array_equal(rows, values[start : start + outputs], leaf)
+        checked += 1
+    assert checked >= 16
+
+
+# ---- what they compute ---------------------------------------------------------------------------
+
+
+def logits(model: LoadedModel) -> np.ndarray:
+    run = PagedRun(model, 2)
+    first = run.step(IDS)
+    return np.concatenate([*first, *run.step([[5], [6]]), *run.step([[7, 8, 9], [10]])])
+
+
+def test_the_cpu_kernels_give_the_bits_of_the_decoded_model(zoo, alike):
+    """But where gates and ups are of two types, whose SwiGLU is not a part of a product."""
+    needs_kernels()
+    packed, decoded = (logits(loaded(alike, gguf_weights=each)) for each in ("packed", "decoded"))
+    assert np.isfinite(packed).all() and packed.std() > 0.1
+    np.testing.assert_array_equal(packed, decoded)
+    packed, decoded = (logits(loaded(zoo, gguf_weights=each)) for each in ("packed", "decoded"))
+    assert np.linalg.norm(packed - decoded) < 0.01 * np.linalg.norm(decoded)
+
+
+def test_plain_xla_gives_the_logits_of_the_decoded_model(zoo):
+    options = {"kernels": "xla", "dtype": "float32"}
+    packed, decoded = (
+        logits(loaded(zoo, **options, gguf_weights=each)) for each in ("packed", "decoded")
+    )
+    assert np.linalg.norm(packed - decoded) < 1e-5 * np.linalg.norm(decoded)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("qwen2", Q.Q8_0), ("gemma2", Q.Q5_1), ("phi3", Q.Q4_0)]
+)
+def test_other_families_too(name, kind, goldens, tmp_path):
+    """Biases, an embedding that is the head, matrices stored together, other activations."""
+    needs_kernels()
+    file = write_gguf(goldens / name, tmp_path / "model.gguf", kind)
+    model = loaded(file)
+    assert model.model.blocks and model.model.packings
+    decoded = loaded(file, gguf_weights="decoded")
+    ids = np.random.default_rng(1).integers(3, 90, (1, 30)).tolist()
+    np.testing.assert_array_equal(*(PagedRun(each, 1).step(ids)[0] for each in (model, decoded)))
+
+
+def test_an_embedding_that_is_the_head_stays_in_blocks(tmp_path):
+    needs_kernels()
+    file = write_zoo(tmp_path / "tied.gguf", LAYERS[:1], embedding=Q.Q6_K, head=None)
+    packed = loaded(file)
+    assert "embedding.weight" not in packed.model.names
+    np.testing.assert_array_equal(logits(packed), logits(loaded(file, gguf_weights="decoded")))
+    plain = loaded(file, kernels="xla", dtype="float32")
+    assert plain.leaf("head.weight").nbytes == 320 * 256
+    want = logits(loaded(file, kernels="xla", dtype="float32", gguf_weights="decoded"))
+    assert np.linalg.norm(logits(plain) - want) < 1e-5 * np.linalg.norm(want)
+
+
+# ---- the engine ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokens(alike):
+    """What the decoded model says, alone."""
+    llm = LLM(str(alike), gguf_weights="decoded", deterministic=True, **OPTIONS)
+    return [generated(llm, [prompt]) for prompt in IDS]
+
+
+def generated(llm, prompts, **options):
+    outputs = llm.generate(prompts, GREEDY, progress=False, **options)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_a_row_depends_on_no_other_and_drafts_change_nothing(alike, tokens):
+    """In company, and with the first layers of the model as its own draft model."""
+    needs_kernels()
+    options = {"speculation": "draft", "draft_model": "self", "draft_layers": 2}
+    llm = LLM(str(alike), deterministic=True, **OPTIONS, **options)
+    assert generated(llm, [*IDS, IDS[0][:9]])[:2] == [each[0] for each in tokens]
+    assert generated(llm, IDS[1:]) == tokens[1]
+
+
+def test_the_fingerprint_says_whether_matrices_are_in_blocks(zoo):
+    names = build_model(read_spec(zoo)).formats, build_model(read_spec(zoo), "bfloat16").formats
+    assert names[0] == names[1] == {"int4 blocks", "int8 blocks"}
+
+
+def test_adapters_add_to_matrices_in_blocks(tmp_path):
+    needs_kernels()
+    file = write_zoo(tmp_path / "model.gguf", LAYERS[:1])
+    shapes = dict(zip(MODULES, SHAPES, strict=True))
+    tensors = {
+        f"model.layers.0.{module}.weight": np.zeros(shape, np.float32)
+        for module, shape in shapes.items()
+    }
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file(tensors, base / "model.safetensors")
+    adapter = write_adapter(tmp_path / "adapter", base, seed=1)
+    lora = {"max_loras": 1, "lora": (f"mine={adapter}",)}
+    said = [
+        (generated(llm, IDS), generated(llm, IDS, lora="mine"))
+        for llm in (
+            LLM(str(file), gguf_weights=kept, **OPTIONS, **lora) for kept in ("packed", "decoded")
+        )
+    ]
+    assert said[0] == said[1] and said[0][0] != said[0][1]
+
+
+def test_a_converted_folder_has_the_same_bits(zoo, tmp_path):
+    for options in ({}, {"kernels": "xla"}):
+        if not options:
+            needs_kernels()
+        out = tmp_path / f"out{len(options)}"
+        config = EngineConfig.from_options(model=str(zoo), **options)
+        assert convert.convert(config, out, progress=False).weight_bytes < 2.2e6
+        again, source = loaded(out, **options), loaded(zoo, **options)
+        assert again.model.names == source.model.names and again.spec == source.spec
+        for ours, theirs in zip(again.leaves, source.leaves, strict=True):
+            np.testing.assert_array_equal(
+                np.asarray(ours).view(np.uint8), np.asarray(theirs).view(np.uint8)
+            )
+    with pytest.raises(ModelError, match="was converted with its matrices in blocks"):
+        forge_jax.load(str(out), gguf_weights="decoded")
+    for wanted in ({"gguf_weights": "decoded"}, {"quantization": "int8"}):
+        with pytest.raises(CheckpointError, match="converted with"):
+            loaded(out, **wanted)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_quantization_rounds_what_the_blocks_decode_to(zoo, quantization, tmp_path):
+    options = {"quantization": quantization, "kernels": "xla", "dtype": "float32"}
+    plain = tmp_path / "plain"
+    convert.convert(
+        EngineConfig.from_options(
+            model=str(zoo), gguf_weights="decoded", kernels="xla", dtype="float32"
+        ),
+        plain,
+        progress=False,
+    )
+    got, out = loaded(zoo, **options), tmp_path / "out"
+    assert not got.model.blocks and got.model.quantized
+    convert.convert(EngineConfig.from_options(model=str(zoo), **options), out, progress=False)
+    for ours, theirs in zip(got.leaves, loaded(out, kernels="xla").leaves, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    assert read_spec(plain).block_types is None and read_spec(out).block_types is None
+
+
+def test_several_devices_are_refused_with_what_would_do(zoo):
+    with pytest.raises(ConfigError, match="set --gguf-weights decoded"):
+        _check_uncut(zoo, read_spec(zoo), None, False)
+
+
+def test_types_that_the_file_does_not_have_are_refused(zoo, goldens, tmp_path):
+    spec = read_spec(zoo)
+    assert spec.block_types is not None
+    renamed = {"Q4_K": "Q6_K"}
+    types = tuple((name, renamed.get(kind, kind)) for name, kind in spec.block_types.types)
+    other = dataclasses.replace(spec.block_types, types=types)
+    model = build_model(dataclasses.replace(spec, block_types=other))
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight is not of the type"):
+        load_weights(model, zoo, progress=False)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    text = (goldens / "llama2" / "config.json").read_text().rstrip().removesuffix("}")
+    (folder / "config.json").write_text(text + ', "gguf_types": {"a": "Q9"}}')
+    with pytest.raises(ModelError, match=r"gguf_types: a must be one of Q4_0, .*not 'Q9'"):
+        read_spec(folder)
