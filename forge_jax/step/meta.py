@@ -49,6 +49,7 @@ class StepShape:
     num_updates: int  # U
     max_q_len: int  # tokens of one sequence
     max_drafts: int = 0  # of one sequence
+    prompts: bool = False  # takes chunks of prompts, and so any plan of its sizes
     pools: bool = False  # hidden states; only such a step takes plans that ask for it
 
     @classmethod
@@ -79,7 +80,13 @@ class StepShape:
         updates = num_seqs + num_tokens // block_size + 1
         rows = min(max_rows, num_tokens)
         sizes = (num_tokens, num_seqs, rows, updates)
-        return cls(f"mixed[{num_tokens}]", *sizes, max_q_len=num_tokens, max_drafts=max_drafts)
+        return cls(
+            f"mixed[{num_tokens}]",
+            *sizes,
+            max_q_len=num_tokens,
+            max_drafts=max_drafts,
+            prompts=True,
+        )
 
     @cached_property
     def segments(self) -> tuple[slice, ...]:

@@ -121,14 +121,19 @@ def step_shapes(
     return shapes + [mixed(t) for t in several]
 
 
+def step_limits(shapes: Iterable[StepShape]) -> StepLimits:
+    """Of the plans that these can run: those of the largest that takes prompts."""
+    largest = max((s for s in shapes if s.prompts), key=lambda shape: shape.num_tokens)
+    return StepLimits(largest.num_tokens, largest.num_rows)
+
+
 def first_shapes(shapes: Iterable[StepShape], platform: str) -> list[StepShape]:
     """What serving begins with: one mixed shape, which takes decodes too.
 
     On the CPU, where a step costs what its tokens cost, the smallest. Elsewhere the largest: it
     needs the most memory, so that all that the memory must hold is known before serving begins.
     """
-    *smaller, largest = shapes
-    mixed = [shape for shape in smaller if shape.max_q_len == shape.num_tokens > 1] + [largest]
+    mixed = [shape for shape in shapes if shape.prompts]
     return mixed[:1] if platform == "cpu" else mixed[-1:]
 
 
@@ -142,7 +147,7 @@ class Runner:
 
     Args:
       shapes: of all executables, smallest first; the last takes any plan.
-      first: those that `start` waits for; one of them takes several tokens of a sequence. Default:
+      first: those that `start` waits for; one of them takes prompts. Default:
         all.
       kv_shape: of one shard, if the model is cut.
       mesh: the devices that share the model, of which `device` is one; None: it is alone.
@@ -250,8 +255,7 @@ class Runner:
     @property
     def limits(self) -> StepLimits:
         """Of the plans that can run now; they only grow."""
-        largest = max(self._ready, key=lambda shape: (shape.max_q_len, shape.num_tokens))
-        return StepLimits(largest.num_tokens, largest.num_rows)
+        return step_limits(self._ready)
 
     def compile(self) -> None:
         """Starts to lower and compile everything in threads, the first shapes first."""
@@ -326,7 +330,7 @@ class Runner:
     @property
     def _pool_shapes(self) -> list[StepShape]:
         """The smallest and the largest that take chunks."""
-        mixed = [shape for shape in self._shapes if shape.max_q_len == shape.num_tokens > 1]
+        mixed = [shape for shape in self._shapes if shape.prompts]
         chosen = list(dict.fromkeys([*mixed[:1], self._shapes[-1]]))
         return [
             dataclasses.replace(shape, name=f"pool[{shape.num_tokens}]", pools=True)

@@ -21,7 +21,7 @@ from forge_jax.observe import compilations
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.step.executables import Executables
 from forge_jax.step.meta import StepShape
-from forge_jax.step.runner import compiler_options, first_shapes, step_shapes
+from forge_jax.step.runner import compiler_options, first_shapes, step_limits, step_shapes
 
 LATE = ["decode[4]", "decode[8]", "mixed[128]"]
 OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "dtype": "bfloat16"}
@@ -187,6 +187,21 @@ def test_serving_begins_with_the_shape_that_takes_any_sequence():
     assert [shape.name for shape in first_shapes(shapes, "gpu")] == ["mixed[300]"]
     only = [StepShape.mixed(1, 8, 64, 16)]
     assert first_shapes(only, "cpu") == first_shapes(only, "gpu") == only
+
+
+@pytest.mark.parametrize("max_drafts", [1, 7, 31, 127])
+def test_shapes_for_drafts_alone_neither_begin_nor_set_the_limits(max_drafts):
+    """verify[8] has as many tokens as a sequence with 7 drafts, but takes no prompt."""
+    sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 512, "max_rows": 512}
+    shapes = step_shapes(**sizes, block_size=16, max_drafts=max_drafts)
+    for platform, first in ("cpu", "mixed[64]"), ("gpu", "mixed[512]"):
+        [begins] = first_shapes(shapes, platform)
+        assert begins.name == first
+        for late in shapes:  # adopted in any order
+            limits = step_limits([begins, late])
+            assert limits.max_num_batched_tokens == max(
+                shape.num_tokens for shape in (begins, late) if shape.name.startswith("mixed")
+            )
 
 
 def test_phases_add_up_and_milestones_count_from_the_beginning():
