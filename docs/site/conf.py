@@ -9,9 +9,9 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 CONTENTS = {
-    "Start": ["quickstart", "recipes", "faq", "troubleshooting"],
-    "Serve": ["configuration", "http", "tuning", "reliability", "security", "threat-model"],
-    "Use": ["python", "batch", "speculation", "lora", "kv-cache", "parallel", "profiling"],
+    "Start": ["quickstart", "recipes", "cli", "faq", "troubleshooting"],
+    "Serve": ["configuration", "http", "page", "operations", "tuning", "reliability", "security", "threat-model"],
+    "Use": ["python", "batch", "evaluation", "speculation", "lora", "kv-cache", "parallel", "profiling"],
     "Models": ["models", "model-files", "adding-a-model"],
     "Understand": ["architecture", "decisions", "testing", "benchmarks", "comparisons"],
     "Project": ["roadmap", "dependencies", "log"],
