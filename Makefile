@@ -54,7 +54,7 @@ docs: .venv/.dev
 	$(BIN)/python -m forge_serve.config_docs
 
 site: .venv-docs/.docs
-	.venv-docs/bin/sphinx-build -q -n -W --keep-going -b html -c docs/site . site
+	.venv-docs/bin/sphinx-build -q -E -n -W --keep-going -b html -c docs/site . site
 	@echo "built site/index.html"
 
 figures: .venv/.dev
