@@ -10,8 +10,26 @@ from sphinx.application import Sphinx
 
 CONTENTS = {
     "Start": ["quickstart", "recipes", "cli", "faq", "troubleshooting"],
-    "Serve": ["configuration", "http", "page", "operations", "tuning", "reliability", "security", "threat-model"],
-    "Use": ["python", "batch", "evaluation", "speculation", "lora", "kv-cache", "parallel", "profiling"],
+    "Serve": [
+        "configuration",
+        "http",
+        "page",
+        "operations",
+        "tuning",
+        "reliability",
+        "security",
+        "threat-model",
+    ],
+    "Use": [
+        "python",
+        "batch",
+        "evaluation",
+        "speculation",
+        "lora",
+        "kv-cache",
+        "parallel",
+        "profiling",
+    ],
     "Models": ["models", "model-files", "adding-a-model"],
     "Understand": ["architecture", "decisions", "testing", "benchmarks", "comparisons"],
     "Project": ["roadmap", "dependencies", "log"],
