@@ -96,8 +96,6 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
         mesh = choose_mesh(config, device)
         shards = 1 if mesh is None else mesh.shards
         check_shards(spec, shards)
-        if shards > 1:
-            check_uncut(folder, spec)
         if mesh is not None:  # what fits the one with the least memory fits all
             device = min(mesh.devices, key=lambda each: _free_bytes(each, shards))
         record = read_converted(config, folder)
@@ -424,15 +422,6 @@ class Kernels:
     sampler: Sampler = "xla"
 
 
-def check_uncut(folder: Path, spec: ModelSpec) -> None:
-    """Raises ConfigError for weights that are in a form which cannot be cut for several devices."""
-    if spec.block_types is not None:
-        raise ConfigError(
-            f"--tensor-parallel is not for matrices that stay in the blocks of {folder}: set "
-            "--gguf-weights decoded"
-        )
-
-
 def read_converted(config: EngineConfig, folder: Path) -> Record | None:
     """The record of a converted folder; None of any other.
 
@@ -577,8 +566,6 @@ def _choose_draft(
         return _Draft(model=model, folder=None, implementation=kernels.attention)
     folder = resolve(name)
     spec = read_model_spec(config, folder)
-    if target.shards > 1:
-        check_uncut(folder, spec)
     if spec.vocab_size != target.spec.vocab_size:
         raise ConfigError(
             f"--draft-model {name} has a vocabulary of {spec.vocab_size} tokens, and "

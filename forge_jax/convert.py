@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from forge_jax.assemble import check_uncut, choose_device, choose_kernels, read_model_spec
+from forge_jax.assemble import choose_device, choose_kernels, read_model_spec
 from forge_jax.checkpoint import orbax
 from forge_jax.checkpoint.converted import WEIGHTS, Record, read_record, write_record
 from forge_jax.checkpoint.gguf import config_of, is_gguf, read_gguf
@@ -78,8 +78,6 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
     spec = read_model_spec(config, source)
     shards = config.parallel.tensor_parallel
     check_shards(spec, shards)
-    if shards > 1:
-        check_uncut(source, spec)
     kernels = choose_kernels(config, spec, choose_device(config))
     model = build_model(spec, config.model.dtype, kernels.forms, shards)
     check_weights(model, source)

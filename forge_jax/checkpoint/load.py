@@ -26,12 +26,13 @@ from forge_jax.errors import CheckpointError
 from forge_jax.files import shown
 from forge_jax.models.decoder import Leaves, Model, WeightForms
 from forge_jax.models.registry import build_model, find_architecture
-from forge_jax.parallel.rules import axis_of, cut_of, matrix_of
-from forge_jax.quant.blocks import KEY, BlockForm, by_piece, forms_by_piece
+from forge_jax.parallel.rules import Cut, axis_of, cut_of, matrix_of, whole_of
+from forge_jax.quant.blocks import KEY, BlockForm, by_piece, forms_by_piece, piece_name
 from forge_jax.quant.forms import QuantizedForm, module_of
 from forge_jax.quant.rounding import round_matrix
 from forge_jax.quant.shards import shard_of
 from forge_jax.quant.tensors import MIDDLE, Matrix, check_matrix, read_matrices
+from forge_kernels.blocks import Blocks, BlockValues
 from forge_kernels.linear import (
     BlockPacking,
     Packing,
@@ -43,6 +44,7 @@ from forge_kernels.linear import (
     pack_values,
     unpack_int4,
 )
+from forge_kernels.linear.blocks import Read
 from forge_kernels.linear.packed import GROUP as INT4_GROUP
 from forge_kernels.linear.quantized import ARRAYS
 
@@ -79,7 +81,7 @@ def check_weights(model: Model, folder: Path) -> CheckedTensors | CheckedLeaves:
     record = read_record(folder)
     if record is not None:
         return _check_leaves(model, folder, record)
-    architecture = find_architecture(model.spec.architecture)
+    architecture, types = find_architecture(model.spec.architecture), model.spec.block_types
     parts, blocks = by_piece(architecture.weights(model.spec), model.blocks), _blocks(model)
     beside = {
         leaf.removesuffix("weight") + each
@@ -92,11 +94,15 @@ def check_weights(model: Model, folder: Path) -> CheckedTensors | CheckedLeaves:
     if architecture.other_weights is not None:
         other = by_piece(architecture.other_weights(model.spec), model.blocks)
         parts = min(parts, other, key=lambda parts: _num_missing(parts, stored))
+
+    def of_file(part: Tensor) -> Blocks | None:
+        return None if types is None else types.blocks_of(part.name)
+
     faults = [
         fault
         for leaf, group in parts.items()
         for part in group
-        for fault in _check(part, stored, blocks.get(leaf) or _as_stored(model.quantized.get(leaf)))
+        for fault in _check(part, stored, of_file(part) or _as_stored(model.quantized.get(leaf)))
     ]
     if model.spec.tie_word_embeddings:
         faults += _undescribed("lm_head", stored)
@@ -109,6 +115,11 @@ def check_weights(model: Model, folder: Path) -> CheckedTensors | CheckedLeaves:
 def _check_leaves(model: Model, folder: Path, record: Record) -> CheckedLeaves:
     record.check_shards(model.shards)
     held, whole = model, None
+    if record.shards != model.shards and model.blocks:
+        raise CheckpointError(
+            f"--tensor-parallel {model.shards}: {folder} has matrices in blocks, for one device: "
+            f"convert the original model again with --tensor-parallel {model.shards}"
+        )
     if record.shards != model.shards:
         forms = WeightForms(rounded=record.rounded)
         held = whole = build_model(model.spec, str(model.dtype), forms)
@@ -227,8 +238,8 @@ def _whole_leaves(
     model: Model, checked: CheckedTensors | CheckedLeaves
 ) -> Iterator[tuple[str, np.ndarray]]:
     if isinstance(checked, CheckedTensors):
-        for name, parts in checked.parts.items():
-            yield from _host_leaves(model, name, parts, checked.stored)
+        for name in checked.parts:
+            yield from _host_leaves(model, name, checked)
         return
     for name in checked.stored:  # as they are
         yield name, _read_leaf(name, checked.stored)
@@ -259,8 +270,13 @@ def _host_shards(
                 shard = replace(stored, shape=leaf.shape, offset=offset)
                 yield name, index, _read_leaf(name, {name: shard})
         return
+    if isinstance(checked, CheckedTensors):
+        for name in _blocks(model).keys() & checked.parts.keys():
+            for index in indices:
+                shard = _block_leaves(model, name, checked, index)
+                yield from ((leaf, index, host) for leaf, host in shard)
     for name, whole in _whole_matrices(model, checked):
-        cut = cut_of(name, model.spec, model.shards)
+        cut = _cut_of(model, name, checked)
         for index in indices:
             if isinstance(whole, Matrix):
                 part = shard_of(whole, model.quantized[name], cut, index)
@@ -275,11 +291,16 @@ def _host_shards(
 def _whole_matrices(
     model: Model, checked: CheckedTensors | CheckedLeaves
 ) -> Iterator[tuple[str, np.ndarray | Matrix]]:
-    """The leaves of the model before it is cut, quantised ones with what goes with them."""
+    """The leaves of the model before it is cut, quantised ones with what goes with them.
+
+    Without those in blocks, of which a shard has its rows or columns read from the file.
+    """
     if isinstance(checked, CheckedTensors):
-        uncut = build_model(model.spec, str(model.dtype))
+        blocks, uncut = _blocks(model), build_model(model.spec, str(model.dtype))
         shapes = dict(zip(uncut.names, uncut.leaves, strict=True))
         for name, parts in checked.parts.items():
+            if name in blocks:
+                continue
             if name in model.quantized:
                 yield name, _read_quantized(model, name, parts, checked.stored)
             else:
@@ -292,6 +313,20 @@ def _whole_matrices(
             yield name, _stored_quantized(checked.whole, name, checked.stored)
         elif matrix_of(name) not in model.quantized:
             yield name, _read_leaf(name, checked.stored)
+
+
+def _cut_of(model: Model, name: str, checked: CheckedTensors | CheckedLeaves) -> Cut | None:
+    """How a leaf is cut that may be a piece of a matrix."""
+    whole = whole_of(name)
+    cut = cut_of(whole, model.spec, model.shards)
+    if cut is None or whole == name:
+        return cut
+    assert isinstance(checked, CheckedTensors)
+    begin, number = 0, 0
+    while (piece := piece_name(whole, number)) != name:
+        begin += sum(part.shape[0] for part in checked.parts[piece])
+        number += 1
+    return cut.within(begin, begin + sum(part.shape[0] for part in checked.parts[name]))
 
 
 def _stored_quantized(whole: Model, name: str, stored: Mapping[str, StoredTensor]) -> Matrix:
@@ -334,14 +369,15 @@ def _in_form(model: Model, name: str, plain: np.ndarray) -> Iterator[tuple[str, 
 
 
 def _host_leaves(
-    model: Model, name: str, parts: tuple[Tensor, ...], stored: Mapping[str, TensorSource]
+    model: Model, name: str, checked: CheckedTensors
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The leaf `name`, and those beside it: scales and the like, where its form has them."""
+    parts, stored = checked.parts[name], checked.stored
     if name in model.quantized:
         yield from _matrix_leaves(model, name, _read_quantized(model, name, parts, stored))
         return
     if name in _blocks(model):
-        yield from _block_leaves(model, name, parts, stored)
+        yield from _block_leaves(model, name, checked)
         return
     packing = model.packings.get(name)
     assert not isinstance(packing, BlockPacking)
@@ -401,18 +437,37 @@ def _matrix_leaves(model: Model, name: str, matrix: Matrix) -> Iterator[tuple[st
 
 
 def _block_leaves(
-    model: Model, name: str, parts: tuple[Tensor, ...], stored: Mapping[str, TensorSource]
+    model: Model, name: str, checked: CheckedTensors, index: int = 0
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """A matrix of a GGUF file, its numbers and scales as they are there."""
-    weights = [cast(GGUFWeight, stored[part.name]) for part in parts]
-    read, packing = partial(read_blocks, weights), model.packings.get(name)
+    """A matrix of a GGUF file, or shard `index` of it: numbers and scales as they are there."""
+    parts, form = checked.parts[name], _blocks(model)[name]
+    weights = [cast(GGUFWeight, checked.stored[part.name]) for part in parts]
+    outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    read, cut = partial(read_blocks, weights), _cut_of(model, name, checked)
+    if cut is not None and cut.axis == -2:
+        read, outputs = partial(_rows_of_shard, read, cut, index), cut.size
+    elif cut is not None:
+        [(begin, end)] = cut.parts[index]
+        whole, inputs = read, cut.size
+
+        def read(rows: np.ndarray) -> BlockValues:
+            return whole(rows).columns(begin, end, form.blocks)
+
+    packing = model.packings.get(name)
     if isinstance(packing, BlockPacking):
         yield name, pack_blocks(read, packing)
         return
-    outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    arrays = arrange_blocks(read, _blocks(model)[name].quantization(outputs, inputs))
+    arrays = arrange_blocks(read, form.quantization(outputs, inputs))
     for kind, array in arrays.items():
         yield name.removesuffix("weight") + kind, array
+
+
+def _rows_of_shard(read: Read, cut: Cut, index: int, rows: np.ndarray) -> BlockValues:
+    """Those that shard `index` knows by these numbers; zeros, where it has more than there are."""
+    theirs = np.concatenate([np.arange(begin, end) for begin, end in cut.parts[index]])
+    exists = rows < len(theirs)
+    found = read(theirs[np.where(exists, rows, 0)])
+    return found if exists.all() else found.only(exists)
 
 
 def _blocks(model: Model) -> dict[str, BlockForm]:
@@ -465,7 +520,7 @@ def _as_stored(form: QuantizedForm | None) -> QuantizedForm | None:
 
 
 def _check(
-    part: Tensor, stored: Mapping[str, TensorSource], form: BlockForm | QuantizedForm | None
+    part: Tensor, stored: Mapping[str, TensorSource], form: Blocks | QuantizedForm | None
 ) -> list[str]:
     if isinstance(form, QuantizedForm):
         shape = part.shape[0], part.shape[1]
@@ -482,7 +537,7 @@ def _check(
     if found.dtype not in FLOATS:
         faults.append(f"tensor {part.name} is {found.dtype}, which is not supported")
     if form is not None and not (
-        isinstance(found, GGUFWeight) and found.stored.format.blocks == form.blocks
+        isinstance(found, GGUFWeight) and found.stored.format.blocks == form
     ):
         faults.append(f"tensor {part.name} is not of the type that {KEY} says")
     return faults

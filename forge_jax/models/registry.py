@@ -89,7 +89,7 @@ def build_model(
     elif spec.block_types is not None:
         assert forms.layers in (None, "bf16"), "matrices in blocks that are rounded anew"
         weights = find_architecture(spec.architecture).weights(spec)
-        forms = dataclasses.replace(forms, blocks=block_forms(spec, weights, forms.layers))
+        forms = dataclasses.replace(forms, blocks=block_forms(spec, weights, forms.layers, shards))
     return Model.build(Decoder, spec, resolve_dtype(spec, dtype), forms, shards)
 
 

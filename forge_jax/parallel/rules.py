@@ -12,6 +12,7 @@ Knows names and sizes; no files and no devices.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
 
 AXIS = "tensor"  # of the mesh
 
-BESIDE = ("scale", "zero", "input_scale", "order")  # leaves beside a matrix, of its form
+# Leaves beside a matrix, of its form.
+BESIDE = (
+    *("scale", "zero", "input_scale", "order"),
+    *("group_scale", "minimum", "group_minimum"),
+)
 
 Range = tuple[int, int]  # from, to
 
@@ -53,6 +58,15 @@ class Cut:
             self._along(part, start, filled)[...] = self._along(whole, begin, end)
         self._along(part, filled, self.size)[...] = 0
         return part
+
+    def within(self, begin: int, end: int) -> Cut:
+        """How the piece from `begin` to `end` is cut, counted from its beginning."""
+
+        def within(part: tuple[Range, ...]) -> tuple[Range, ...]:
+            both = ((max(a, begin), min(b, end)) for a, b in part)
+            return tuple((a - begin, b - begin) for a, b in both if a < b)
+
+        return _cut(self.axis, tuple(map(within, self.parts)))
 
     def _along(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
         after = (slice(None),) * (-self.axis - 1)
@@ -129,13 +143,18 @@ def matrix_of(name: str) -> str:
     return f"{module}.weight" if part in BESIDE else name
 
 
+def whole_of(name: str) -> str:
+    """The leaf of the whole matrix, of one of its pieces ("qkv.pieces.1.weight")."""
+    return re.sub(r"\.pieces\.\d+\.", ".", name)
+
+
 def axis_of(name: str, spec: ModelSpec, shards: int) -> int | None:
     """Along which axis the leaf `name` is cut, from the last; None: every device has all of it.
 
     Of matrices in 8 or 4 bits, whose scales and zeros are cut as they are; packed ones are not
     meant. What says something of the inputs is cut where these are.
     """
-    cut, part = cut_of(matrix_of(name), spec, shards), name.rpartition(".")[2]
+    cut, part = cut_of(whole_of(matrix_of(name)), spec, shards), name.rpartition(".")[2]
     if cut is None or part == "input_scale" or (part == "order" and cut.axis != -1):
         return None
     return cut.axis

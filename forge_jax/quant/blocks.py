@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from forge_jax.checkpoint.gguf.config import TYPES_KEY as KEY
 from forge_jax.checkpoint.gguf.quants import BY_NAME
-from forge_jax.errors import UnsupportedModelError
+from forge_jax.errors import ConfigError, UnsupportedModelError
+from forge_jax.parallel.rules import Cut, cut_of, possible_shards
 from forge_kernels.blocks import Blocks
 from forge_kernels.linear import BlockPacking, Format, Quantization
 
@@ -86,16 +87,60 @@ class Pieces:
 
 
 def block_forms(
-    spec: ModelSpec, weights: WeightMap, plain: Format | None
+    spec: ModelSpec, weights: WeightMap, plain: Format | None, shards: int = 1
 ) -> dict[str, BlockForm | Pieces]:
-    """The leaves that have tensors in blocks, and their forms.
+    """The leaves that have tensors in blocks, and their forms on each of so many devices.
 
     Args:
       plain: the form of matrices of floats: packed, where the CPU kernels are used.
 
     Raises:
       UnsupportedModelError: it is of experts, or a tensor that is stored transposed.
+      ConfigError: blocks that cannot be cut so, with each number of devices that goes.
     """
+    forms = _whole_forms(spec, weights, plain)
+    if shards == 1:
+        return forms
+    cut_all = {}
+    for leaf, form in forms.items():
+        of_shard = _of_shard(form, cut_of(leaf, spec, shards))
+        if of_shard is None:
+            fit = [
+                str(count)
+                for count in possible_shards(spec)
+                if all(_of_shard(form, cut_of(n, spec, count)) for n, form in forms.items())
+            ]
+            raise ConfigError(
+                f"--tensor-parallel {shards} cuts the groups of {weights[leaf][0].name}, of which "
+                f"16 values must stay together: use --tensor-parallel {' or '.join(fit)}, or "
+                "--gguf-weights decoded"
+            )
+        cut_all[leaf] = of_shard
+    return cut_all
+
+
+def _of_shard(form: BlockForm | Pieces, cut: Cut | None) -> BlockForm | Pieces | None:
+    """What a device has of a matrix; None: it cannot be cut so."""
+    if cut is None:
+        return form
+    if isinstance(form, Pieces):
+        assert cut.axis == -2, "a matrix of several tensors that is cut by its inputs"
+        ends = list(itertools.accumulate(piece.rows for piece in form.pieces))
+        return Pieces(
+            tuple(
+                replace(piece, rows=cut.within(end - piece.rows, end).size)
+                for piece, end in zip(form.pieces, ends, strict=True)
+            )
+        )
+    if cut.axis == -2:
+        return form
+    blocks = form.blocks.cut(cut.size)
+    return None if blocks is None else replace(form, blocks=blocks)
+
+
+def _whole_forms(
+    spec: ModelSpec, weights: WeightMap, plain: Format | None
+) -> dict[str, BlockForm | Pieces]:
     if spec.block_types is None:
         return {}
     forms: dict[str, BlockForm | Pieces] = {}

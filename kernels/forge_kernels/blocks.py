@@ -10,8 +10,9 @@ Known to who reads files and to who multiplies (`forge_kernels.linear`); numpy a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -37,6 +38,16 @@ class Blocks:
     @property
     def two_levels(self) -> bool:
         return self.group < self.size
+
+    def cut(self, columns: int) -> Blocks | None:
+        """Blocks for a part of a row with so many columns, which may end within one of these.
+
+        The same values then have smaller blocks and groups, whose factors are told more often.
+        None: there are none, for a group would be smaller than 16.
+        """
+        size = math.gcd(self.size, columns)
+        group = min(self.group, size // 2 if self.two_levels else size)
+        return replace(self, size=size, group=group) if group and group % 16 == 0 else None
 
     @property
     def bytes(self) -> int:
@@ -68,6 +79,35 @@ class BlockValues:
             minimum_factor=maybe(self.minimum_factor),
             minimum=maybe(self.minimum),
         )
+
+    def columns(self, begin: int, end: int, blocks: Blocks) -> BlockValues:
+        """Those of some columns, in the blocks that `Blocks.cut` gives for as many."""
+        length = self.values.shape[1]
+
+        def of(array: np.ndarray | None, size: int) -> np.ndarray | None:
+            if array is None:
+                return None
+            fine = np.repeat(array, length // array.shape[1] // size, axis=1)
+            return fine[:, begin // size : end // size]
+
+        factor = of(self.factor, blocks.size)
+        assert factor is not None
+        return BlockValues(
+            values=self.values[:, begin:end],
+            factor=factor,
+            scale=of(self.scale, blocks.group),
+            minimum_factor=of(self.minimum_factor, blocks.size),
+            minimum=of(self.minimum, blocks.group),
+        )
+
+    def only(self, exists: np.ndarray) -> BlockValues:
+        """With zeros for rows that do not exist, bool[n]."""
+
+        def factor(array: np.ndarray) -> np.ndarray:
+            return np.where(exists[:, None], array, np.float16(0))
+
+        minimum = None if self.minimum_factor is None else factor(self.minimum_factor)
+        return replace(self, factor=factor(self.factor), minimum_factor=minimum)
 
     def floats(self) -> np.ndarray:
         """f32[n, K], by the definition."""

@@ -15,7 +15,6 @@ from safetensors.numpy import save_file
 import forge_jax
 from forge_jax import LLM, SamplingParams, convert
 from forge_jax.assemble import (
-    _check_uncut,
     choose_device,
     choose_kernels,
     read_converted,
@@ -321,9 +320,35 @@ def test_quantization_rounds_what_the_blocks_decode_to(zoo, quantization, tmp_pa
     assert read_spec(plain).block_types is None and read_spec(out).block_types is None
 
 
-def test_several_devices_are_refused_with_what_would_do(zoo):
-    with pytest.raises(ConfigError, match="set --gguf-weights decoded"):
-        _check_uncut(zoo, read_spec(zoo), None, False)
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("columns", [512, 128, 96, 64, 32])
+def test_some_columns_of_blocks_are_those_of_the_whole(name, columns):
+    """Also where they end within a block."""
+    kind, form = Q[name], BY_NAME[name]
+    data = random_blocks(np.random.default_rng(kind), kind, 5, 768)
+    rows = form.unpacked(data.reshape(5, -1, form.block_bytes))
+    blocks = form.blocks.cut(columns)
+    for begin in range(0, 768 - columns + 1, columns):
+        part = rows.columns(begin, begin + columns, blocks)
+        np.testing.assert_array_equal(part.floats(), rows.floats()[:, begin : begin + columns])
+        assert part.factor.shape == (5, columns // blocks.size)
+        assert part.scale is None or part.scale.shape == (5, columns // blocks.group)
+    assert blocks.two_levels == form.blocks.two_levels
+
+
+def test_blocks_that_cannot_be_cut_name_the_numbers_that_go(tmp_path):
+    assert TYPES["Q8_0"].cut(48).size == 16 and TYPES["Q4_K"].cut(48) is None
+    assert TYPES["Q8_0"].cut(8) is None
+    file = write_zoo(tmp_path / "zoo.gguf", LAYERS[:1])
+    spec = dataclasses.replace(
+        read_spec(file), num_attention_heads=16, num_key_value_heads=16, head_dim=16
+    )
+    with pytest.raises(ConfigError) as error:
+        build_model(spec, shards=16)
+    assert str(error.value) == (
+        "--tensor-parallel 16 cuts the groups of model.layers.0.self_attn.o_proj.weight, of which 16 "
+        "values must stay together: use --tensor-parallel 1 or 2 or 4 or 8, or --gguf-weights decoded"
+    )
 
 
 def test_types_that_the_file_does_not_have_are_refused(zoo, goldens, tmp_path):

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import quant_writer as writer
 import test_quantized as quantised
-from child import GOLDENS, PROMPTS, REQUESTS, SHARDS, STORIES, collectives, compare, mesh_of
+from child import GOLDENS, PROMPTS, REQUESTS, SHARDS, STORIES, collectives, compare, mesh_of, run
 from flax import nnx
+from gguf_zoo import LAYERS, write_zoo
 
 from forge_jax import LLM
 from forge_jax.assemble import choose_device, choose_kernels, read_converted
@@ -147,6 +148,26 @@ def models():
     }
 
 
+def blocks():
+    """GGUF files whose matrices stay packed: all types, in float32 and by the C++ kernels.
+
+    Where blocks are cut within, and where matrices are of several types.
+    """
+    file = write_zoo(Path(tempfile.mkdtemp()) / "zoo.gguf", (*LAYERS[:2], LAYERS[3]))
+    found = {f"float32 on {n}": compare(file, n) for n in (2, SHARDS)}
+    whole, cut = (build_model(read_spec(file), shards=n) for n in (1, SHARDS))
+    found["bytes"] = [whole.param_bytes, cut.param_bytes]
+    if cpu.available():
+        cpu.load()
+        forms = WeightForms(layers="bf16", head="bf16")
+        assert {each.format for each in build_model(read_spec(file), forms=forms).packings.values()
+                } >= {"int4 blocks", "int8 blocks"}  # fmt: skip
+        exact, _ = run(file, 1)
+        far = [run(file, n, forms=forms, dtype="bfloat16")[0] - exact for n in (1, 2, SHARDS)]
+        found["packed"] = [float(np.sqrt((each**2).mean())) for each in (*far, exact)]
+    return found
+
+
 def as_served(folder, shards, **options):
     """(model, leaves) as an engine has them."""
     config = EngineConfig.from_options(model=str(folder), **options)
@@ -171,6 +192,7 @@ def converted():
         "rounded": (GOLDENS / "llama31", {"quantization": "fp8"}),
         "gptq_ordered": (write("gptq_ordered"), {}),
         "w4a16": (write("w4a16"), {}),
+        "blocks": (write_zoo(Path(tempfile.mkdtemp()) / "zoo.gguf", LAYERS[:1]), {}),
     }
     if cpu.available():
         packed = {"dtype": "bfloat16", "quantization": "int8"}
@@ -275,5 +297,7 @@ def rejection():
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     assert len(jax.devices()) == SHARDS
-    parts = {p.__name__: p for p in (products, kernels, models, converted, peaks, rejection)}
+    parts = {
+        p.__name__: p for p in (products, kernels, models, blocks, converted, peaks, rejection)
+    }
     print(json.dumps({name: parts[name]() for name in sys.argv[1:]}))

@@ -9,7 +9,7 @@ ORDERED = ("gptq_ordered", "gptq_ordered_symmetric", "w4a16_ordered")
 
 @pytest.fixture(scope="module")
 def found():
-    return run_child("products", "kernels", "models", child="forms_child.py")
+    return run_child("products", "kernels", "models", "blocks", child="forms_child.py")
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,25 @@ def test_logits_of_quantised_models_are_those_of_one_device(found):
         assert each["same_choice"] == 1.0, name
 
 
+def test_logits_of_matrices_in_blocks_are_those_of_one_device(found):
+    for name in ("float32 on 2", "float32 on 4"):
+        each = found["blocks"][name]
+        assert each["difference"] < 2e-4 and each["scale"] > 1.0, (name, each)
+        assert each["same_choice"] == 1.0, name
+        assert each["collectives"] == expected_collectives(3), name
+    whole, cut = found["blocks"]["bytes"]
+    # Keys and values of two heads are on four devices, factors are told more often; no floats.
+    assert whole / 4 < cut < 1.3 * whole / 4
+
+
+def test_matrices_in_blocks_are_packed_shard_by_shard(found):
+    if "packed" not in found["blocks"]:
+        pytest.skip("no CPU kernels on this machine")
+    on_one, *on_several, scale = found["blocks"]["packed"]
+    for far in on_several:
+        assert 0.0 < on_one < 0.1 * scale and far < 1.15 * on_one
+
+
 def test_a_step_of_a_quantised_model_has_these_collectives_and_no_others(found):
     for name, kind, scope in (
         ("int8_rows", "all-reduce", "product/row_scale"),
@@ -94,7 +113,10 @@ def test_converted_folders_have_the_bits_of_the_model_on_each_device(loaded):
         assert packed.startswith(
             "--tensor-parallel 4: OUT was converted for the CPU kernels of one"
         )
-    assert len(folders) == 10 + (packed is not None)
+    assert folders.pop("blocks of 1").endswith(
+        "convert the original model again with --tensor-parallel 4"
+    )
+    assert len(folders) == 11 + (packed is not None)
     assert folders == dict.fromkeys(folders, True)
 
 
