@@ -61,11 +61,11 @@ def collectives(executable):
     return found
 
 
-def run(name, shards, *, forms=None, dtype="auto", kv_dtype="auto"):
+def run(name, shards, *, layers=None, forms=None, dtype="auto", kv_dtype="auto"):
     """(f32[T, V] of a prompt in two chunks, the collectives of a step)."""
     folder = GOLDENS / name  # a golden's name, or any folder
     spec, mesh = read_spec(folder), mesh_of(shards)
-    spec = replace(spec, num_hidden_layers=LAYERS.get(name, 1))
+    spec = replace(spec, num_hidden_layers=layers or LAYERS.get(name, 1))
     model = build_model(spec, dtype, forms, shards)
     leaves = load_weights(model, folder, mesh=mesh, progress=False)
     shape = kv_shape(

@@ -154,7 +154,8 @@ def blocks():
     Where blocks are cut within, and where matrices are of several types.
     """
     file = write_zoo(Path(tempfile.mkdtemp()) / "zoo.gguf", (*LAYERS[:2], LAYERS[3]))
-    found = {f"float32 on {n}": compare(file, n) for n in (2, SHARDS)}
+    options = {"layers": 3, "dtype": "float32"}
+    found = {f"float32 on {n}": compare(file, n, **options) for n in (2, SHARDS)}
     whole, cut = (build_model(read_spec(file), shards=n) for n in (1, SHARDS))
     found["bytes"] = [whole.param_bytes, cut.param_bytes]
     if cpu.available():
@@ -162,8 +163,9 @@ def blocks():
         forms = WeightForms(layers="bf16", head="bf16")
         assert {each.format for each in build_model(read_spec(file), forms=forms).packings.values()
                 } >= {"int4 blocks", "int8 blocks"}  # fmt: skip
-        exact, _ = run(file, 1)
-        far = [run(file, n, forms=forms, dtype="bfloat16")[0] - exact for n in (1, 2, SHARDS)]
+        exact, _ = run(file, 1, **options)
+        options |= {"forms": forms, "dtype": "bfloat16"}
+        far = [run(file, n, **options)[0] - exact for n in (1, 2, SHARDS)]
         found["packed"] = [float(np.sqrt((each**2).mean())) for each in (*far, exact)]
     return found
 
