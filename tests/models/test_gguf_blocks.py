@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 import forge_jax
 from forge_jax import LLM, SamplingParams, convert
 from forge_jax.assemble import (
-    _check_uncut,
+    check_uncut,
     choose_device,
     choose_kernels,
     read_converted,
@@ -323,7 +323,7 @@ def test_quantization_rounds_what_the_blocks_decode_to(zoo, quantization, tmp_pa
 
 def test_several_devices_are_refused_with_what_would_do(zoo):
     with pytest.raises(ConfigError, match="set --gguf-weights decoded"):
-        _check_uncut(zoo, read_spec(zoo), None, False)
+        check_uncut(zoo, read_spec(zoo))
 
 
 def test_types_that_the_file_does_not_have_are_refused(zoo, goldens, tmp_path):
