@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
@@ -12,7 +11,6 @@ import select
 import signal
 import subprocess
 import sys
-import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -38,12 +36,10 @@ class Terminal:
     def __init__(self, *arguments: str):
         self._master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            [*FORGE, *arguments],
+            ["setsid", "--ctty", *FORGE, *arguments],  # Ctrl-C is a signal there
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C is a signal there
             env={**os.environ, "TERM": "dumb", "INPUTRC": os.devnull},
         )
         os.close(slave)
