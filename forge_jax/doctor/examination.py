@@ -66,10 +66,10 @@ def examine(model: str | None = None, *, timeout_s: float = 60.0) -> Report:
             )
         versions, nvidia, caches = packages.installed(), machine.nvidia(), machine.caches()
         probed = {name: future.result() for name, future in asked.items()}
-    system, limits = machine.system(), machine.limits()
+    host, limits = machine.host(), machine.limits()
     facts = {
         "forge-jax": forge_jax.__version__,
-        **system,
+        **host,
         "packages": versions,
         "nvidia": dataclasses.asdict(nvidia),
         **probed["devices"].facts,

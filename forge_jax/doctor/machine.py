@@ -32,7 +32,7 @@ VARIABLES = re.compile(
 SECRETS = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PROXY", re.IGNORECASE)
 
 
-def system() -> dict[str, Any]:
+def host() -> dict[str, Any]:
     available, total = host_bytes()
     return {
         "python": platform.python_version(),

@@ -34,7 +34,7 @@ KEY = "the-key-of-the-tests"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--server-python",
+        "--page-server-python",
         default=str(ROOT / ".venv/bin/python"),
         help="the Python that has forge-jax",
     )
@@ -64,7 +64,7 @@ class Server:
 
 
 def _serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
-    python = request.config.getoption("--server-python")
+    python = request.config.getoption("--page-server-python")
     command = [python, "-m", "forge_serve", "serve", "--port", "0", "--no-request-log", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None

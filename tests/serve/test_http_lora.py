@@ -177,8 +177,9 @@ async def test_an_adapter_in_use_stays(server):
         await response.content.readline()
         status, answer = await server.post("/v1/unload_lora_adapter", {"lora_name": "first"})
         assert status == 400 and "take this LoRA adapter" in answer["error"]["message"]
-    await server.idle()
-    assert (await change(server, "unload", lora_name="first"))[0] == 200
+    async with asyncio.timeout(5):  # until it is noticed that the client has left
+        while (await change(server, "unload", lora_name="first"))[0] != 200:
+            await asyncio.sleep(0.01)
 
 
 async def test_without_a_folder_clients_load_nothing(start):
