@@ -572,7 +572,8 @@ class Decoder(nnx.Module):
             return embed(table.matrix, tokens, table.dtype)
         local = tokens - jax.lax.axis_index(self.axis) * self.vocab_rows
         is_own = (local >= 0) & (local < self.vocab_rows)
-        x = embed(table.matrix, jnp.clip(local, 0, self.vocab_rows - 1))
+        own = jnp.clip(local, 0, self.vocab_rows - 1)
+        x = embed(table.matrix, own, table.dtype)
         return add_up(jnp.where(is_own[:, None], x, jnp.zeros((), x.dtype)), self.axis)
 
 
