@@ -55,7 +55,7 @@ class Server:
         with urllib.request.urlopen(self.url + path) as response:
             return json.load(response)
 
-    def until(self, holds: Callable[[dict[str, Any]], bool], timeout_s: float = 20.0) -> None:
+    def until(self, holds: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> None:
         """Waits for something to hold of the engine's counters."""
         end_s = time.monotonic() + timeout_s
         while not holds(stats := self.get("/stats")):
@@ -157,7 +157,7 @@ def visit(browser: Browser) -> Iterator[Callable[..., Visit]]:
             options = {"viewport": {"width": 1280, "height": 800}, **options}
             context: BrowserContext = browser.new_context(**options)
             stack.callback(context.close)
-            context.set_default_timeout(20_000)
+            context.set_default_timeout(60_000)
             visit = Visit(context.new_page(), server.url)
             visits.append(visit)
 
