@@ -5,8 +5,8 @@
 One model with random weights in bfloat16, written in each form. Every time is of a fresh process,
 in which everything has been imported and the device is up: from the call that reads to the last
 leaf on the device, checks included. The floor is `safetensors.numpy.load_file` alone, which makes
-numpy arrays and no leaves. "packed" is for the CPU kernels: there safetensors and the blocks of GGUF files are packed as
-they are read, and of a converted folder nothing is left to do.
+numpy arrays and no leaves. "packed" is for the CPU kernels: there safetensors and the blocks of
+GGUF files are packed as they are read, and of a converted folder nothing is left to do.
 
 Each round reads all forms in turn, beginning with another one. Before its reading each process
 takes memory and gives it back: what a virtual machine's host takes to find memory is not measured.
