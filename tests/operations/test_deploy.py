@@ -388,6 +388,15 @@ def test_the_units_command_is_one_that_there_is():
     assert unit()["Service"]["LoadCredential"].startswith("api-keys:")
 
 
+def test_what_the_unit_builds_in_its_state_may_be_loaded():
+    service = unit()["Service"]
+    state = service["StateDirectory"]
+    assert (
+        service["DynamicUser"] == "yes" and f"XDG_CACHE_HOME=%S/{state}/" in service["Environment"]
+    )
+    assert service["ExecPaths"] == f"%S/private/{state}"  # else it is mounted with noexec
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_understands_the_unit(tmp_path):
     text = (DEPLOY / "systemd/forge-jax.service").read_text()
