@@ -65,7 +65,7 @@ everything else on stderr.
 | 0 | done |
 | 1 | an error, a problem that `doctor` has found, or a failed request of `bench` |
 | 2 | the command line cannot be read |
-| 130 | ended by Ctrl-C (`serve` drains, and ends with 0) |
+| 130, 143 | ended by Ctrl-C, by SIGTERM (`serve` drains, and ends with 0) |
 | 141 | nobody reads the output any more, as in a pipe to `head`; without a line |
 
 A model's text goes to files and pipes as it is. On a terminal the control characters in it are

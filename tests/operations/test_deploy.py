@@ -6,6 +6,7 @@ programs take has been tried with them: docs/operations.md says how.
 
 from __future__ import annotations
 
+import asyncio
 import configparser
 import dataclasses
 import importlib.util
@@ -13,6 +14,7 @@ import json
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -23,14 +25,18 @@ from typing import Any
 
 import pytest
 import yaml
+from aiohttp import web
 from promql import label_values, reads
 
+from forge_jax.cache_folder import private_folder_fault
+from forge_jax.engine import Engine
 from forge_serve.app import Service, make_app
 from forge_serve.auth import HEALTH_PATHS
 from forge_serve.cli import SECTIONS, make_parser
 from forge_serve.config import ServerConfig
 from forge_serve.flags import flags
 from forge_serve.record import RequestRecord
+from forge_serve.server import make_runner
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -43,6 +49,8 @@ ALERTS = [
 # What Prometheus makes of a target; those of Kubernetes by deploy/prometheus/kubernetes.yml.
 OF_THE_TARGET = {"job", "instance", "namespace", "pod", "service"}
 OF_PROMETHEUS = {"up"}
+# Asked by machines, again and again, whether anybody wants an answer or not.
+PROBES_AND_SCRAPES = {"/health", "/healthz", "/ping", "/forge/v1/health", "/metrics"}
 KUBERNETES = {
     part["kind"]: part
     for part in yaml.safe_load_all((DEPLOY / "kubernetes/forge-jax.yaml").read_text())
@@ -136,6 +144,16 @@ def test_an_alert_for_each_state_in_which_nothing_is_answered(after_one_request)
     assert states < after_one_request.labels["forge:server_state"]["state"]
 
 
+def test_probes_and_scrapes_are_nobodys_answers():
+    queries = [target["expr"] for panel in panels() for target in panel["targets"]]
+    queries += [rule["expr"] for rule in ALERTS]
+    selectors = re.findall(r"http_requests_total(\{[^}]*\}|)", "".join(queries))
+    assert len(selectors) >= 5
+    for selector in selectors:
+        (left_out,) = re.findall(r'handler!~"([^"]*)"', selector)
+        assert {path for path in routes() if re.fullmatch(left_out, path)} == PROBES_AND_SCRAPES
+
+
 @pytest.mark.parametrize("name", ["prometheus.yml", "kubernetes.yml"])
 def test_prometheus_scrapes_the_server_and_has_the_rules(name):
     config = yaml.safe_load((DEPLOY / "prometheus" / name).read_text())
@@ -203,6 +221,30 @@ def test_the_images_health_check_asks_for_health():
     (check,) = re.findall(r"HEALTHCHECK .*?CMD +(\[.*\])", DOCKERFILE)
     url = re.search(r"http://127\.0\.0\.1:(\d+)(/\w+)", json.loads(check)[-1])
     assert (int(url[1]), url[2] in HEALTH_PATHS) == (ServerConfig.port, True)
+
+
+@pytest.mark.parametrize("serves", [True, False], ids=["serving", "still starting"])
+async def test_the_images_health_check_tells_whether_it_serves(serves):
+    (check,) = re.findall(r"HEALTHCHECK .*?CMD +(\[.*\])", DOCKERFILE)
+    service = Service(ServerConfig())
+    if serves:
+        service.engine = Engine.fake()
+        service.engine.start()
+    runner = make_runner(service, last_bytes_s=0.1)
+    await runner.setup()
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        await web.SockSite(runner, sock).start()
+        _, flag, code = json.loads(check)
+        code = code.replace(str(ServerConfig.port), str(sock.getsockname()[1]))
+        asked = await asyncio.create_subprocess_exec(
+            sys.executable, flag, code, stderr=asyncio.subprocess.PIPE
+        )
+        _, said = await asked.communicate()
+        await runner.cleanup()
+    if service.engine is not None:
+        await service.engine.stop()
+    assert asked.returncode == (0 if serves else 1), said.decode()
+    assert serves or b"503" in said
 
 
 def test_what_compose_mounts_is_there():
@@ -274,6 +316,16 @@ def test_a_pod_is_killed_later_than_it_is_left_out_and_than_the_server_calls_its
     assert seconds("startupProbe") > 600
 
 
+def test_a_claims_folders_stay_the_servers_own(tmp_path):
+    # What Kubernetes makes of an empty volume with an fsGroup, and at later starts of a filled one.
+    tmp_path.chmod(0o2777)
+    cache = tmp_path / "cache" / "forge-jax" / "xla"
+    assert private_folder_fault(cache) is None
+    cache.chmod(cache.stat().st_mode | 0o070)
+    assert "others can write to it" in str(private_folder_fault(cache))
+    assert POD["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
 def test_the_parts_of_the_manifest_find_each_other():
     labels = KUBERNETES["Deployment"]["spec"]["template"]["metadata"]["labels"]
     for selector in (
@@ -334,6 +386,15 @@ def test_the_units_command_is_one_that_there_is():
     assert (found["host"], found["port"]) == ("127.0.0.1", ServerConfig.port)
     assert found["api_key_file"] == "${CREDENTIALS_DIRECTORY}/api-keys"
     assert unit()["Service"]["LoadCredential"].startswith("api-keys:")
+
+
+def test_what_the_unit_builds_in_its_state_may_be_loaded():
+    service = unit()["Service"]
+    state = service["StateDirectory"]
+    assert (
+        service["DynamicUser"] == "yes" and f"XDG_CACHE_HOME=%S/{state}/" in service["Environment"]
+    )
+    assert service["ExecPaths"] == f"%S/private/{state}"  # else it is mounted with noexec
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
