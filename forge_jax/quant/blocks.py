@@ -63,11 +63,15 @@ class BlockForm:
     blocks: Blocks
     packed: bool
 
-    def packing(self, outputs: int, inputs: int, paired: bool) -> BlockPacking | None:
-        return BlockPacking(self.blocks, outputs, inputs, paired) if self.packed else None
+    def packing(
+        self, outputs: int, inputs: int, paired: bool, experts: int | None = None
+    ) -> BlockPacking | None:
+        if not self.packed:
+            return None
+        return BlockPacking(self.blocks, outputs, inputs, paired, experts)
 
-    def quantization(self, outputs: int, inputs: int) -> Quantization:
-        return Quantization.of_blocks(self.blocks, outputs, inputs)
+    def quantization(self, outputs: int, inputs: int, experts: int | None = None) -> Quantization:
+        return Quantization.of_blocks(self.blocks, outputs, inputs, experts)
 
 
 @dataclass(frozen=True)

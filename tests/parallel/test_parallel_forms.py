@@ -9,7 +9,8 @@ ORDERED = ("gptq_ordered", "gptq_ordered_symmetric", "w4a16_ordered")
 
 @pytest.fixture(scope="module")
 def found():
-    return run_child("products", "kernels", "models", "blocks", child="forms_child.py")
+    parts = ("products", "experts", "kernels", "models", "blocks")
+    return run_child(*parts, child="forms_child.py")
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,24 @@ def test_devices_add_up_once_and_ask_for_what_a_form_needs(found):
                 expected.insert(0, "all-gather down/gather")
             if name != FAULT:
                 assert form["collectives"] == expected, name
+
+
+def test_experts_of_every_kind_are_those_of_one_device(found):
+    forms = dict(found["experts"]["forms"])
+    fault = forms.pop(FAULT)
+    assert fault["collectives"] == ["all-reduce experts"] and fault["difference"] > 1e-3
+    assert len(forms) == 8
+    for name, each in forms.items():
+        assert each["scale"] > 1.0 and each["difference"] < 1e-5, (name, each)
+        # Of what is rounded by row the largest values are asked for, for each tile of rows.
+        first = [] if name not in ROW_SCALE else each["collectives"][:1]
+        assert all(scope.endswith("row_scale") for scope in first), name
+        assert each["collectives"] == [*first, "all-reduce experts"], name
+    assert found["experts"]["refused"].keys() == {"fp8_blocks"}
+    assert (
+        "columns of model.layers.0.block_sparse_moe.experts.0.w2.weight, but each 128 are "
+        in (found["experts"]["refused"]["fp8_blocks"])
+    )
 
 
 def test_groups_that_cannot_be_cut_name_the_numbers_that_go(found):
@@ -116,7 +135,7 @@ def test_converted_folders_have_the_bits_of_the_model_on_each_device(loaded):
     assert folders.pop("blocks of 1").endswith(
         "convert the original model again with --tensor-parallel 4"
     )
-    assert len(folders) == 11 + (packed is not None)
+    assert len(folders) == 15 + (packed is not None)
     assert folders == dict.fromkeys(folders, True)
 
 
