@@ -432,12 +432,7 @@ def _matrix_leaves(
     if count is None:
         yield from _leaves_of(model, name, read(0))
         return
-    shapes = zip(model.names, model.leaves, strict=True)
-    arrays = {
-        leaf: aligned_empty(shape.shape, shape.dtype)
-        for leaf, shape in shapes
-        if matrix_of(leaf) == name
-    }
+    arrays = _empty_leaves(model, name)
 
     def place(expert: int) -> None:
         for leaf, host in _leaves_of(model, name, read(expert)):
@@ -482,7 +477,22 @@ def _block_leaves(
     model: Model, name: str, checked: CheckedTensors, index: int = 0
 ) -> Iterator[tuple[str, np.ndarray]]:
     """A matrix of a GGUF file, or shard `index` of it: numbers and scales as they are there."""
-    parts, form = checked.parts[name], _blocks(model)[name]
+    count = num_experts(name, model.spec)
+    if count is None:
+        yield from _in_blocks(model, name, checked.parts[name], checked, index)
+        return
+    arrays = _empty_leaves(model, name)
+    for expert, parts in enumerate(_by_expert(checked.parts[name], count)):
+        for leaf, host in _in_blocks(model, name, parts, checked, index):
+            arrays[leaf][expert] = host
+    yield from arrays.items()
+
+
+def _in_blocks(
+    model: Model, name: str, parts: tuple[Tensor, ...], checked: CheckedTensors, index: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """One matrix of these parts."""
+    form = _blocks(model)[name]
     weights = [cast(GGUFWeight, checked.stored[part.name]) for part in parts]
     outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
     read, cut = partial(read_blocks, weights), _cut_of(model, name, checked)
@@ -497,11 +507,21 @@ def _block_leaves(
 
     packing = model.packings.get(name)
     if isinstance(packing, BlockPacking):
-        yield name, pack_blocks(read, packing)
+        yield name, pack_blocks(read, replace(packing, experts=None))
         return
     arrays = arrange_blocks(read, form.quantization(outputs, inputs))
     for kind, array in arrays.items():
         yield name.removesuffix("weight") + kind, array
+
+
+def _empty_leaves(model: Model, name: str) -> dict[str, np.ndarray]:
+    """The leaf `name` and those beside it, to be filled expert by expert."""
+    shapes = zip(model.names, model.leaves, strict=True)
+    return {
+        leaf: aligned_empty(shape.shape, shape.dtype)
+        for leaf, shape in shapes
+        if matrix_of(leaf) == name
+    }
 
 
 def _rows_of_shard(read: Read, cut: Cut, index: int, rows: np.ndarray) -> BlockValues:
@@ -569,7 +589,7 @@ def _check(
     part: Tensor, stored: Mapping[str, TensorSource], form: Blocks | QuantizedForm | None
 ) -> list[str]:
     if isinstance(form, QuantizedForm):
-        if len(part.shape) > 2:
+        if len(part.shape) != 2:
             return [
                 f"{part.name} has the quantised matrices of all experts of a layer, which is "
                 "supported where each has tensors of its own"

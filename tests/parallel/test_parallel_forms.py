@@ -96,6 +96,9 @@ def test_logits_of_matrices_in_blocks_are_those_of_one_device(found):
         assert each["difference"] < 2e-4 and each["scale"] > 1.0, (name, each)
         assert each["same_choice"] == 1.0, name
         assert each["collectives"] == expected_collectives(3), name
+    experts = found["blocks"]["experts"]
+    assert experts["difference"] < 2e-4 and experts["same_choice"] == 1.0
+    assert experts["collectives"] == expected_collectives(1, ends="experts")
     whole, cut = found["blocks"]["bytes"]
     # Keys and values of two heads are on four devices, factors are told more often; no floats.
     assert whole / 4 < cut < 1.3 * whole / 4
