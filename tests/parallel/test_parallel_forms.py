@@ -9,13 +9,12 @@ ORDERED = ("gptq_ordered", "gptq_ordered_symmetric", "w4a16_ordered")
 
 @pytest.fixture(scope="module")
 def found():
-    parts = ("products", "experts", "kernels", "models", "blocks")
-    return run_child(*parts, child="forms_child.py")
+    return run_child("products", "kernels", "models", "blocks", child="forms_child.py")
 
 
 @pytest.fixture(scope="module")
 def loaded():
-    return run_child("converted", "peaks", "rejection", child="forms_child.py")
+    return run_child("experts", "converted", "peaks", "rejection", child="forms_child.py")
 
 
 FAULT = "int8_rows with a fault"
@@ -48,8 +47,8 @@ def test_devices_add_up_once_and_ask_for_what_a_form_needs(found):
                 assert form["collectives"] == expected, name
 
 
-def test_experts_of_every_kind_are_those_of_one_device(found):
-    forms = dict(found["experts"]["forms"])
+def test_experts_of_every_kind_are_those_of_one_device(loaded):
+    forms = dict(loaded["experts"]["forms"])
     fault = forms.pop(FAULT)
     assert fault["collectives"] == ["all-reduce experts"] and fault["difference"] > 1e-3
     assert len(forms) == 8
@@ -59,10 +58,10 @@ def test_experts_of_every_kind_are_those_of_one_device(found):
         first = [] if name not in ROW_SCALE else each["collectives"][:1]
         assert all(scope.endswith("row_scale") for scope in first), name
         assert each["collectives"] == [*first, "all-reduce experts"], name
-    assert found["experts"]["refused"].keys() == {"fp8_blocks"}
+    assert loaded["experts"]["refused"].keys() == {"fp8_blocks"}
     assert (
         "columns of model.layers.0.block_sparse_moe.experts.0.w2.weight, but each 128 are "
-        in (found["experts"]["refused"]["fp8_blocks"])
+        in (loaded["experts"]["refused"]["fp8_blocks"])
     )
 
 
