@@ -440,5 +440,5 @@ def test_a_step_makes_no_floats_of_all_experts():
 
 def test_chunks_are_as_many_experts_as_fit_and_divide_all():
     mib = 2**20
-    assert chunk_of(128, 6 * mib) == 8 and chunk_of(8, 235 * mib) == 1
+    assert chunk_of(128, 6 * mib) == 32 and chunk_of(8, 300 * mib) == 1
     assert chunk_of(12, CHUNK_BYTES // 12) == 12 and chunk_of(12, CHUNK_BYTES // 5) == 4

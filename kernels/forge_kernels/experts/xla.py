@@ -3,6 +3,7 @@
 Matrices in 8 or 4 bits become floats where they are multiplied: of one expert, or of some.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -14,11 +15,10 @@ from forge_kernels.linear.quantized import (
     QuantizedWeight,
     expert_product,
     products_by_expert,
-    some_experts,
 )
 
 Matrices = jax.Array | QuantizedWeight  # [E, N, K]
-CHUNK_BYTES = 64 * 2**20  # of floats that are made of 8 or 4 bits at a time, or one expert's
+CHUNK_BYTES = 256 * 2**20  # of floats that are made of 8 or 4 bits at a time, or one expert's
 
 
 def tile_rows(rows: int, experts: int) -> int:
@@ -102,25 +102,28 @@ def experts_by_chunks(
     num_rows: jax.Array | None,  # i32[]
     order: jax.Array | None = None,  # i32[E, d]
 ) -> jax.Array:  # [T, d] of x's type
-    """The same with matrices in 8 or 4 bits: floats are made of as many experts at a time."""
+    """The same with matrices in 8 or 4 bits: floats are made of as many experts at a time.
+
+    Without a loop, which would divide the step of a GPU into several command buffers.
+    """
     del num_rows
     count = num_experts(gate_up)
     largest = max(math.prod(_shape(each)[1:]) for each in (gate_up, down)) * x.dtype.itemsize
     step = chunk_of(count, largest)
-
-    def add_chunk(chunk: jax.Array | int, y: jax.Array) -> jax.Array:
-        first = chunk * step
+    y = jnp.zeros(x.shape, jnp.float32)
+    for first in range(0, count, step):
+        up, then = (_some(each, first, step) for each in (gate_up, down))
+        if first:  # the floats of one chunk are gone before those of the next are made
+            up, then, y = _after(up, then, y)
         rows = x
         if order is not None:
-            rows = x[:, lax.dynamic_slice_in_dim(order, first, step)].swapaxes(0, 1)
-        inner = _swiglu(_of_experts(rows, gate_up, first, step)).astype(x.dtype)  # [C, T, I]
-        out = _of_experts(inner, down, first, step)  # f32[C, T, d]
+            rows = x[:, order[first : first + step]].swapaxes(0, 1)
+        inner = _swiglu(_by_expert(rows, up)).astype(x.dtype)  # [C, T, I]
+        out = _by_expert(inner, then)  # f32[C, T, d]
         number = first + jnp.arange(step)[:, None, None]
         weight = jnp.sum(jnp.where(experts == number, weights, 0.0), axis=-1)  # [C, T]
         chosen = jnp.any(experts == number, axis=-1)
-        return y + jnp.sum(jnp.where(chosen[..., None], weight[..., None] * out, 0.0), axis=0)
-
-    y = lax.fori_loop(0, count // step, add_chunk, jnp.zeros(x.shape, jnp.float32))
+        y = y + jnp.sum(jnp.where(chosen[..., None], weight[..., None] * out, 0.0), axis=0)
     return y.astype(x.dtype)
 
 
@@ -150,12 +153,32 @@ def _of_expert(x: jax.Array, w: Matrices, expert: jax.Array) -> jax.Array:
     return _product(x, lax.dynamic_index_in_dim(w, expert, keepdims=False))
 
 
-def _of_experts(x: jax.Array, w: Matrices, first: jax.Array | int, count: int) -> jax.Array:
-    """float[T, K], or float[C, T, K], with `count` experts -> f32[C, T, N]."""
+def _by_expert(x: jax.Array, w: Matrices) -> jax.Array:
+    """float[T, K], or of each float[C, T, K] -> f32[C, T, N]."""
     if isinstance(w, QuantizedWeight):
-        return products_by_expert(x, some_experts(w, first, count))
-    some = lax.dynamic_slice_in_dim(w, first, count)
-    return jax.vmap(_product, in_axes=(None if x.ndim == 2 else 0, 0))(x, some)
+        return products_by_expert(x, w)
+    return jax.vmap(_product, in_axes=(None if x.ndim == 2 else 0, 0))(x, w)
+
+
+def _some(w: Matrices, first: int, count: int) -> Matrices:
+    """`count` experts from the number `first` on."""
+    if not isinstance(w, QuantizedWeight):
+        return w[first : first + count]
+    some = jax.tree.map(lambda array: array[first : first + count], w)
+    quantization = dataclasses.replace(w.quantization, experts=count)
+    return dataclasses.replace(some, quantization=quantization)
+
+
+def _after(up: Matrices, then: Matrices, y: jax.Array) -> tuple[Matrices, Matrices, jax.Array]:
+    """The same, of which nothing is made floats before there is `y`."""
+    scales = [w.scale for w in (up, then) if isinstance(w, QuantizedWeight)]
+    *scales, y = lax.optimization_barrier((*scales, y))
+    left = iter(scales)
+    up, then = (
+        dataclasses.replace(w, scale=next(left)) if isinstance(w, QuantizedWeight) else w
+        for w in (up, then)
+    )
+    return up, then, y
 
 
 def _at(x: jax.Array, index: Any) -> jax.Array:

@@ -236,13 +236,6 @@ def products_by_expert(x: jax.Array, w: QuantizedWeight) -> jax.Array:
     return jax.vmap(product, in_axes=(None if x.ndim == 2 else 0, 0))(x, w)
 
 
-def some_experts(w: QuantizedWeight, first: jax.Array | int, count: int) -> QuantizedWeight:
-    """`count` experts from the number `first` on."""
-    quantization = dataclasses.replace(w.quantization, experts=count)
-    some = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, first, count), w)
-    return dataclasses.replace(some, quantization=quantization)
-
-
 def _in_parts(x: jax.Array, w: QuantizedWeight) -> jax.Array:
     """A vocabulary's rows are not made floats of all at a time; without a loop, for GPUs."""
     outputs = w.quantization.outputs
