@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "models.md"
 TESTS = (
     *("test_parity", "test_families", "test_gguf", "test_gguf_blocks", "test_torch_bin"),
-    *("test_converted", "test_quantized", "test_quantization", "test_lora_models"),
+    *("test_converted", "test_quantized", "test_quantized_experts", "test_quantization"),
+    "test_lora_models",
 )
 PARALLEL = [f"tests/parallel/test_{name}.py" for name in ("tensor_parallel", "parallel_forms")]
 # By table: what a row is, and its columns.
@@ -42,6 +43,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "logits": "logits",
             "bits": "bits of a value in memory",
             "devices": "MLP on 4 devices",
+            "experts": "experts",
         },
     ),
     "rounded": ("weights", {"nats": "KL, nats", "same": "same likeliest token"}),

@@ -5,7 +5,7 @@ A converted folder has the leaves as they are; any other has tensors, of which t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,10 @@ from forge_jax.models.decoder import Leaves, Model, WeightForms
 from forge_jax.models.registry import build_model, find_architecture
 from forge_jax.parallel.rules import Cut, axis_of, cut_of, matrix_of, whole_of
 from forge_jax.quant.blocks import KEY, BlockForm, by_piece, forms_by_piece, piece_name
-from forge_jax.quant.forms import QuantizedForm, module_of
+from forge_jax.quant.forms import QuantizedForm, module_of, num_experts
 from forge_jax.quant.rounding import round_matrix
 from forge_jax.quant.shards import shard_of
-from forge_jax.quant.tensors import MIDDLE, Matrix, check_matrix, read_matrices
+from forge_jax.quant.tensors import MIDDLE, Matrix, check_matrix, read_matrices, read_order
 from forge_kernels.blocks import Blocks, BlockValues
 from forge_kernels.linear import (
     BlockPacking,
@@ -46,7 +46,9 @@ from forge_kernels.linear import (
 )
 from forge_kernels.linear.blocks import Read
 from forge_kernels.linear.packed import GROUP as INT4_GROUP
+from forge_kernels.linear.packed import aligned_empty
 from forge_kernels.linear.quantized import ARRAYS
+from forge_kernels.threads import for_each
 
 if TYPE_CHECKING:
     from forge_jax.parallel.mesh import TensorMesh
@@ -278,9 +280,10 @@ def _host_shards(
     for name, whole in _whole_matrices(model, checked):
         cut = _cut_of(model, name, checked)
         for index in indices:
-            if isinstance(whole, Matrix):
-                part = shard_of(whole, model.quantized[name], cut, index)
-                leaves = _matrix_leaves(model, name, part)
+            if isinstance(whole, list):
+                form = model.quantized[name]
+                parts = [shard_of(each, form, cut, index) for each in whole]
+                leaves = _matrix_leaves(model, name, parts.__getitem__)
             else:
                 leaves = _in_form(model, name, whole if cut is None else cut.shard(whole, index))
             for leaf_name, host in leaves:
@@ -290,8 +293,10 @@ def _host_shards(
 
 def _whole_matrices(
     model: Model, checked: CheckedTensors | CheckedLeaves
-) -> Iterator[tuple[str, np.ndarray | Matrix]]:
+) -> Iterator[tuple[str, np.ndarray | list[Matrix]]]:
     """The leaves of the model before it is cut, quantised ones with what goes with them.
+
+    A list is of one matrix, or of those of all experts.
 
     Without those in blocks, of which a shard has its rows or columns read from the file.
     """
@@ -302,7 +307,8 @@ def _whole_matrices(
             if name in blocks:
                 continue
             if name in model.quantized:
-                yield name, _read_quantized(model, name, parts, checked.stored)
+                count = num_experts(name, model.spec) or 1
+                yield name, [_read_quantized(model, name, checked, i) for i in range(count)]
             else:
                 stored = StoredMatrix(parts, checked.stored)
                 yield name, stored.read(shapes[name].shape, shapes[name].dtype)
@@ -310,7 +316,7 @@ def _whole_matrices(
     assert checked.whole is not None
     for name in checked.stored:
         if name in model.quantized:
-            yield name, _stored_quantized(checked.whole, name, checked.stored)
+            yield name, list(_stored_quantized(checked.whole, name, checked.stored))
         elif matrix_of(name) not in model.quantized:
             yield name, _read_leaf(name, checked.stored)
 
@@ -329,25 +335,25 @@ def _cut_of(model: Model, name: str, checked: CheckedTensors | CheckedLeaves) ->
     return cut.within(begin, begin + sum(part.shape[0] for part in checked.parts[name]))
 
 
-def _stored_quantized(whole: Model, name: str, stored: Mapping[str, StoredTensor]) -> Matrix:
-    """The matrix of a converted folder as it was read from its checkpoint."""
+def _stored_quantized(
+    whole: Model, name: str, stored: Mapping[str, StoredTensor]
+) -> Iterator[Matrix]:
+    """The matrices of a converted folder as they were read from their checkpoint."""
     prefix, scheme = name.removesuffix("weight"), whole.quantized[name].scheme
-
-    def read(part: str) -> np.ndarray | None:
-        found = f"{prefix}{part}"
-        return _read_leaf(found, stored) if found in stored else None
-
-    values, scale, input_scale = _read_leaf(name, stored), read("scale"), read("input_scale")
-    assert scale is not None
-    if scheme.values == "int4":
-        values = unpack_int4(values, 2 * values.shape[1] // scale.shape[1])
-    return Matrix(
-        values=values,
-        scale=scale,
-        zero=read("zero"),
-        order=read("order"),
-        input_scale=None if input_scale is None else input_scale[0],
-    )
+    arrays = {
+        part: _read_leaf(f"{prefix}{part}", stored)
+        for part in ("weight", "scale", "zero", "order", "input_scale")
+        if f"{prefix}{part}" in stored
+    }
+    for expert in range(num_experts(name, whole.spec) or 1):
+        own = arrays
+        if num_experts(name, whole.spec) is not None:
+            own = {part: array[expert] for part, array in arrays.items()}
+        values, scale = own["weight"], own["scale"]
+        if scheme.values == "int4":
+            values = unpack_int4(values, 2 * values.shape[1] // scale.shape[1])
+        input_scale = own["input_scale"][0] if "input_scale" in own else None
+        yield Matrix(values, scale, own.get("zero"), own.get("order"), input_scale)
 
 
 def _read_leaf(name: str, stored: Mapping[str, StoredTensor]) -> np.ndarray:
@@ -374,7 +380,7 @@ def _host_leaves(
     """The leaf `name`, and those beside it: scales and the like, where its form has them."""
     parts, stored = checked.parts[name], checked.stored
     if name in model.quantized:
-        yield from _matrix_leaves(model, name, _read_quantized(model, name, parts, stored))
+        yield from _matrix_leaves(model, name, partial(_read_quantized, model, name, checked))
         return
     if name in _blocks(model):
         yield from _block_leaves(model, name, checked)
@@ -396,30 +402,61 @@ def _host_leaves(
         yield _scale_name(name), scale
 
 
-def _read_quantized(
-    model: Model, name: str, parts: tuple[Tensor, ...], stored: Mapping[str, TensorSource]
-) -> Matrix:
-    """The values of the checkpoint, or its floats as they are rounded."""
-    form = model.quantized[name]
+def _read_quantized(model: Model, name: str, checked: CheckedTensors, expert: int) -> Matrix:
+    """The values of the checkpoint, or its floats as they are rounded; of one expert, if any."""
+    form, stored, parts = model.quantized[name], checked.stored, checked.parts[name]
+    count = num_experts(name, model.spec)
+    if count is not None:
+        parts = _by_expert(parts, count)[expert]
     if form.rounded:
-        return round_matrix(StoredMatrix(parts, stored), form.scheme)
+        return round_matrix(StoredMatrix(parts, stored, expert), form.scheme)
     modules = {module_of(part.name): (part.shape[0], part.shape[1]) for part in parts}
     matrix = read_matrices(form.scheme, modules, stored)
     if f"{name.removesuffix('weight')}bias" not in model.names:
         _check_no_bias(modules, stored)
-    return matrix
+    down = name.replace(".gate_up.", ".down.")
+    following = model.quantized.get(down)
+    if count is None or down == name or following is None or not following.follows:
+        return matrix
+    (part,) = _by_expert(checked.parts[down], count)[expert]
+    scheme, shape = following.scheme, (part.shape[0], part.shape[1])
+    order = read_order(scheme, module_of(part.name), shape, stored)
+    return matrix if order is None else matrix.rows(np.concatenate([order, order + len(order)]))
 
 
-def _matrix_leaves(model: Model, name: str, matrix: Matrix) -> Iterator[tuple[str, np.ndarray]]:
-    """The values in the form of the leaf, and what goes with them."""
+def _matrix_leaves(
+    model: Model, name: str, read: Callable[[int], Matrix]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The leaf `name`, and what goes with it, of one matrix or of those of experts."""
+    count, form = num_experts(name, model.spec), model.quantized[name]
+    if count is None:
+        yield from _leaves_of(model, name, read(0))
+        return
+    arrays = _empty_leaves(model, name)
+
+    def place(expert: int) -> None:
+        for leaf, host in _leaves_of(model, name, read(expert)):
+            arrays[leaf][expert] = host
+
+    if form.rounded:  # by threads of its own
+        for expert in range(count):
+            place(expert)
+    else:
+        for_each(place, range(count))
+    yield from arrays.items()
+
+
+def _leaves_of(model: Model, name: str, matrix: Matrix) -> Iterator[tuple[str, np.ndarray]]:
+    """The values of one matrix in the form of the leaf, and what goes with them."""
     form, prefix = model.quantized[name], name.removesuffix("weight")
     scheme = form.scheme
-    if matrix.order is not None:
+    if form.is_ordered:
+        assert matrix.order is not None
         yield f"{prefix}order", matrix.order
     packing = model.packings.get(name)
     if packing is not None:
         assert isinstance(packing, Packing)
-        weight, scale = _pack_matrix(matrix, packing, name)
+        weight, scale = _pack_matrix(matrix, replace(packing, experts=None), name)
         yield name, weight
         yield _scale_name(name), scale
         return
@@ -440,7 +477,22 @@ def _block_leaves(
     model: Model, name: str, checked: CheckedTensors, index: int = 0
 ) -> Iterator[tuple[str, np.ndarray]]:
     """A matrix of a GGUF file, or shard `index` of it: numbers and scales as they are there."""
-    parts, form = checked.parts[name], _blocks(model)[name]
+    count = num_experts(name, model.spec)
+    if count is None:
+        yield from _in_blocks(model, name, checked.parts[name], checked, index)
+        return
+    arrays = _empty_leaves(model, name)
+    for expert, parts in enumerate(_by_expert(checked.parts[name], count)):
+        for leaf, host in _in_blocks(model, name, parts, checked, index):
+            arrays[leaf][expert] = host
+    yield from arrays.items()
+
+
+def _in_blocks(
+    model: Model, name: str, parts: tuple[Tensor, ...], checked: CheckedTensors, index: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """One matrix of these parts."""
+    form = _blocks(model)[name]
     weights = [cast(GGUFWeight, checked.stored[part.name]) for part in parts]
     outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
     read, cut = partial(read_blocks, weights), _cut_of(model, name, checked)
@@ -455,11 +507,21 @@ def _block_leaves(
 
     packing = model.packings.get(name)
     if isinstance(packing, BlockPacking):
-        yield name, pack_blocks(read, packing)
+        yield name, pack_blocks(read, replace(packing, experts=None))
         return
     arrays = arrange_blocks(read, form.quantization(outputs, inputs))
     for kind, array in arrays.items():
         yield name.removesuffix("weight") + kind, array
+
+
+def _empty_leaves(model: Model, name: str) -> dict[str, np.ndarray]:
+    """The leaf `name` and those beside it, to be filled expert by expert."""
+    shapes = zip(model.names, model.leaves, strict=True)
+    return {
+        leaf: aligned_empty(shape.shape, shape.dtype)
+        for leaf, shape in shapes
+        if matrix_of(leaf) == name
+    }
 
 
 def _rows_of_shard(read: Read, cut: Cut, index: int, rows: np.ndarray) -> BlockValues:
@@ -507,7 +569,11 @@ def _by_expert(parts: tuple[Tensor, ...], experts: int) -> list[tuple[Tensor, ..
 
 
 def _num_missing(parts: WeightMap, stored: Mapping[str, TensorSource]) -> int:
-    return sum(part.name not in stored for group in parts.values() for part in group)
+    def has(part: Tensor) -> bool:
+        module = module_of(part.name)
+        return part.name in stored or any(f"{module}.{name}" in stored for name in _QUANTISED)
+
+    return sum(not has(part) for group in parts.values() for part in group)
 
 
 def _scale_name(weight: str) -> str:
@@ -523,6 +589,11 @@ def _check(
     part: Tensor, stored: Mapping[str, TensorSource], form: Blocks | QuantizedForm | None
 ) -> list[str]:
     if isinstance(form, QuantizedForm):
+        if len(part.shape) != 2:
+            return [
+                f"{part.name} has the quantised matrices of all experts of a layer, which is "
+                "supported where each has tensors of its own"
+            ]
         shape = part.shape[0], part.shape[1]
         return check_matrix(form.scheme, module_of(part.name), shape, stored)
     undescribed = _undescribed(module_of(part.name), stored)
@@ -543,9 +614,13 @@ def _check(
     return faults
 
 
+# Tensors that only quantised modules have.
+_QUANTISED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+
+
 def _undescribed(module: str, stored: Mapping[str, TensorSource]) -> list[str]:
     """What is wrong with a module that its tensors, but not the config, say is quantised."""
-    for name in ("qweight", "weight_packed", "weight_scale", "weight_scale_inv"):
+    for name in _QUANTISED:
         if f"{module}.{name}" in stored:
             return [
                 f"{module} is quantised (there is a tensor {module}.{name}), but "

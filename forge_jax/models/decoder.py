@@ -101,6 +101,14 @@ class WeightForms:
         """Of the matrix "attention.qkv" and the like."""
         return self.of(f"layers.{layer}.{name}.weight", self.layers)
 
+    def of_experts(self, layer: int) -> tuple[Form, Form]:
+        """Of both matrices of the experts: packed are both or none."""
+        both = self.of_layer(layer, "mlp.gate_up"), self.of_layer(layer, "mlp.down")
+        if all(form is None or isinstance(form, str) for form in both):
+            return both
+        gate_up, down = (None if isinstance(form, str) else form for form in both)
+        return gate_up, down
+
     def of(self, leaf: str, otherwise: Format | None) -> Form:
         return self.blocks.get(leaf) or self.quantized.get(leaf) or otherwise
 
@@ -164,13 +172,13 @@ class Linear(nnx.Module):
             self.pieces = nnx.List(each)
             return
         if isinstance(form, QuantizedForm | BlockForm):
-            assert experts is None
-            self.is_ordered = isinstance(form, QuantizedForm) and form.scheme.ordered
+            self.is_ordered = isinstance(form, QuantizedForm) and form.is_ordered
             if self.is_ordered:
-                self.order = nnx.Param(jnp.zeros(inputs, jnp.int32))
-            self.packing = form.packing(outputs, inputs, paired)
+                shape = (inputs,) if experts is None else (experts, inputs)
+                self.order = nnx.Param(jnp.zeros(shape, jnp.int32))
+            self.packing = form.packing(outputs, inputs, paired, experts)
             if self.packing is None:
-                self._add_quantized(form.quantization(outputs, inputs))
+                self._add_quantized(form.quantization(outputs, inputs, experts))
                 return
         elif form is not None:
             self.packing = Packing(form, outputs, inputs, paired, experts)
@@ -439,7 +447,8 @@ class Experts(Block):
         self,
         spec: ModelSpec,
         dtype: Any,
-        form: Format | None,
+        forms: WeightForms,
+        layer: int,
         experts: ExpertSpec,
         axis: str | None = None,
     ):
@@ -447,9 +456,10 @@ class Experts(Block):
         self.axis = axis
         d, inner, count = spec.hidden_size, experts.intermediate_size, experts.count
         self.per_token, self.normalised = experts.per_token, experts.normalised
-        self.router = Linear(d, count, dtype)
-        self.gate_up = Linear(d, 2 * inner, dtype, form, paired=True, experts=count)
-        self.down = Linear(inner, d, dtype, form, experts=count)
+        self.router = Linear(d, count, dtype, forms.of(f"layers.{layer}.mlp.router.weight", None))
+        gate_up, down = forms.of_experts(layer)
+        self.gate_up = Linear(d, 2 * inner, dtype, gate_up, paired=True, experts=count)
+        self.down = Linear(inner, d, dtype, down, experts=count)
 
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """dtype[T, d] -> x with what the experts give added."""
@@ -465,6 +475,7 @@ class Experts(Block):
                 self.down.matrix,
                 chosen,
                 weights,
+                order=self.gate_up.order[...] if self.gate_up.is_ordered else None,
                 num_rows=ragged.num_tokens,
                 implementation="reference" if ragged.implementation == "reference" else "auto",
             )
@@ -493,7 +504,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = (
             MLP(spec, dtype, forms, layer, axis)
             if experts is None
-            else Experts(spec, dtype, forms.layers, experts, axis)
+            else Experts(spec, dtype, forms, layer, experts, axis)
         )
 
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:

@@ -7,20 +7,22 @@ is made from the table of tensors (`checkpoint/gguf/config.py`), and `forge-jax 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from forge_jax.checkpoint.gguf.config import TYPES_KEY as KEY
+from forge_jax.checkpoint.gguf.config import of_all_experts
 from forge_jax.checkpoint.gguf.quants import BY_NAME
 from forge_jax.errors import ConfigError, UnsupportedModelError
 from forge_jax.parallel.rules import Cut, cut_of, possible_shards
+from forge_jax.quant.forms import expert_leaves, num_experts
 from forge_kernels.blocks import Blocks
 from forge_kernels.linear import BlockPacking, Format, Quantization
 
 if TYPE_CHECKING:
-    from forge_jax.checkpoint.weight_map import WeightMap
+    from forge_jax.checkpoint.weight_map import Tensor, WeightMap
     from forge_jax.models.spec import Config, ModelSpec
 
 MAX_NAMES = 100_000
@@ -39,7 +41,7 @@ class BlockTypes:
 
     def blocks_of(self, tensor: str) -> Blocks | None:
         """None: it has floats."""
-        found = self._by_name.get(tensor)
+        found = self._by_name.get(of_all_experts(tensor))
         return None if found is None else TYPES[found]
 
 
@@ -63,11 +65,15 @@ class BlockForm:
     blocks: Blocks
     packed: bool
 
-    def packing(self, outputs: int, inputs: int, paired: bool) -> BlockPacking | None:
-        return BlockPacking(self.blocks, outputs, inputs, paired) if self.packed else None
+    def packing(
+        self, outputs: int, inputs: int, paired: bool, experts: int | None = None
+    ) -> BlockPacking | None:
+        if not self.packed:
+            return None
+        return BlockPacking(self.blocks, outputs, inputs, paired, experts)
 
-    def quantization(self, outputs: int, inputs: int) -> Quantization:
-        return Quantization.of_blocks(self.blocks, outputs, inputs)
+    def quantization(self, outputs: int, inputs: int, experts: int | None = None) -> Quantization:
+        return Quantization.of_blocks(self.blocks, outputs, inputs, experts)
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def block_forms(
       plain: the form of matrices of floats: packed, where the CPU kernels are used.
 
     Raises:
-      UnsupportedModelError: it is of experts, or a tensor that is stored transposed.
+      UnsupportedModelError: gates and ups of experts in different types.
       ConfigError: blocks that cannot be cut so, with each number of devices that goes.
     """
     forms = _whole_forms(spec, weights, plain)
@@ -149,10 +155,18 @@ def _whole_forms(
         if not any(blocks):
             continue
         name = parts[0].name
-        if len(parts[0].shape) != 2 or ".experts." in name or leaf.endswith(".router.weight"):
-            raise UnsupportedModelError(
-                f"{KEY}: {name} is no matrix that can stay in blocks: experts and routers cannot"
-            )
+        if len(parts[0].shape) != 2:
+            raise UnsupportedModelError(f"{KEY}: {name} is no matrix that can stay in blocks")
+        if num_experts(leaf, spec) is not None:
+            if len(set(blocks)) > 1:
+                raise UnsupportedModelError(
+                    f"{KEY}: {' and '.join(_each_type(blocks, parts))} have different types, but "
+                    "are computed together, which is not supported of experts: use --gguf-weights "
+                    "decoded"
+                )
+            assert blocks[0] is not None
+            forms[leaf] = BlockForm(blocks[0], plain is not None)
+            continue
         pieces = []
         pairs = zip(blocks, parts, strict=True)
         for found, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
@@ -162,7 +176,20 @@ def _whole_forms(
         first = pieces[0].form
         single = len(pieces) == 1 and isinstance(first, BlockForm)
         forms[leaf] = first if single else Pieces(tuple(pieces))
+    for both in expert_leaves(spec):  # packed are both or none
+        if sum(leaf in forms for leaf in both) == 1:
+            forms |= {
+                leaf: replace(form, packed=False)
+                for leaf in both
+                if isinstance(form := forms.get(leaf), BlockForm)
+            }
     return forms
+
+
+def _each_type(blocks: Sequence[Blocks | None], parts: Sequence[Tensor]) -> list[str]:
+    """The name of the first tensor in each."""
+    firsts = {found: part.name for found, part in reversed([*zip(blocks, parts, strict=True)])}
+    return sorted(firsts.values())
 
 
 def by_piece(weights: WeightMap, forms: Mapping[str, BlockForm | Pieces]) -> WeightMap:

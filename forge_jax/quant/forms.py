@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from forge_jax.models.spec import ModelSpec
 
 GROUP = 32  # of the kernels' int4: larger groups are several with one scale
+ROUTER = ".router.weight"
 LEAST_GROUP = 8  # columns of a group that is cut: a scale for less outweighs the values
 
 
@@ -27,12 +28,20 @@ class QuantizedForm:
     `packed`: for the CPU kernels, which hold the values of some schemes exactly; else as stored.
     `rounded`: the checkpoint has floats, which become such values as they are read.
     `parts`: so many devices share the inputs. What follows is then about one part.
+    `follows`: the inputs are those of experts' gates and ups, whose rows are read in the order of
+    its columns; so nothing is left to be permuted in a step.
     """
 
     scheme: Scheme
     packed: Format | None = None
     rounded: bool = False
     parts: int = 1
+    follows: bool = False
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether rows of x are permuted in a step."""
+        return self.scheme.ordered and not self.follows
 
     def group(self, inputs: int) -> int:
         """Columns that share a scale: where a cut divides a group, those of the pieces."""
@@ -60,12 +69,14 @@ class QuantizedForm:
             return f"each {size} share a scale"
         return None
 
-    def packing(self, outputs: int, inputs: int, paired: bool) -> Packing | None:
+    def packing(
+        self, outputs: int, inputs: int, paired: bool, experts: int | None = None
+    ) -> Packing | None:
         if self.packed is None:
             return None
-        return Packing(self.packed, outputs, inputs, paired)
+        return Packing(self.packed, outputs, inputs, paired, experts)
 
-    def quantization(self, outputs: int, inputs: int) -> Quantization:
+    def quantization(self, outputs: int, inputs: int, experts: int | None = None) -> Quantization:
         scheme = self.scheme
         is_dynamic = scheme.activations is not None and not scheme.static
         of_parts = self.parts > 1 and is_dynamic and self._size(inputs) is None
@@ -78,6 +89,7 @@ class QuantizedForm:
             activations=scheme.activations,
             static=scheme.static,
             axis=AXIS if of_parts else None,
+            experts=experts,
         )
 
 
@@ -91,21 +103,24 @@ def quantized_forms(
       shards: so many devices share the model.
 
     Raises:
-      UnsupportedModelError: matrices that are one leaf are quantised in different ways, or are
-        experts.
+      UnsupportedModelError: matrices that are one leaf are quantised in different ways, or those
+        of experts in ways that do not go together.
       ConfigError: groups that cannot be cut for so many devices.
     """
     quantization = spec.quantization
     if quantization is None:
         return {}
     table = "head.weight" if spec.tie_word_embeddings else "embedding.weight"
-    forms = {}
+    first_matrices = {down: gate_up for gate_up, down in expert_leaves(spec)}
+    forms: dict[str, QuantizedForm] = {}
     for leaf, parts in weights.items():
         if len(parts[0].shape) < 2 or leaf == table:
             continue
+        is_router = leaf.endswith(ROUTER)
         schemes: dict[Scheme | None, Tensor] = {}
         for part in parts:
-            schemes.setdefault(quantization.scheme_of(module_of(part.name)), part)
+            scheme = quantization.scheme_of(module_of(part.name), is_router=is_router)
+            schemes.setdefault(scheme, part)
         if schemes.keys() == {None}:
             continue
         if len(schemes) > 1:
@@ -115,25 +130,45 @@ def quantized_forms(
             )
         (scheme,) = schemes
         assert scheme is not None
-        is_router = leaf.endswith(".router.weight")
-        if is_router or len(parts[0].shape) > 2 or ".experts." in parts[0].name:
-            raise UnsupportedModelError(
-                f"{quantization.where}: {parts[0].name} is quantised, but quantised experts and "
-                "routers are not supported"
-            )
         if any(part.transpose for part in parts):
             raise UnsupportedModelError(
                 f"{quantization.where}: {parts[0].name} is stored transposed, which is not "
                 "supported of quantised matrices"
             )
-        forms[leaf] = QuantizedForm(scheme)
+        follows = scheme.ordered and leaf in first_matrices
+        if follows and first_matrices[leaf] not in forms:
+            raise UnsupportedModelError(
+                f"{quantization.where}: the columns of {parts[0].name} are in an order of their "
+                "own (desc_act, actorder), which is supported where the experts' gates and ups "
+                "are quantised, too"
+            )
+        forms[leaf] = QuantizedForm(scheme, follows=follows)
     forms = cut_forms(forms, spec, weights, shards)
     if not kernels:
         return forms
-    return {
-        leaf: replace(form, packed=_packed_format(form, weights[leaf][0].shape[1] // form.parts))
+    packed = {
+        leaf: _packed_format(form, weights[leaf][0].shape[-1] // form.parts)
         for leaf, form in forms.items()
     }
+    for both in expert_leaves(spec):  # the kernel has one format for an expert
+        if len({packed.get(leaf) for leaf in both}) > 1:
+            packed |= dict.fromkeys(both)
+    return {leaf: replace(form, packed=packed[leaf]) for leaf, form in forms.items()}
+
+
+def num_experts(leaf: str, spec: ModelSpec) -> int | None:
+    """Of how many experts a leaf has a matrix each; None: it is one matrix."""
+    match leaf.split("."):
+        case ["layers", layer, "mlp", "gate_up" | "down", "weight"]:
+            experts = spec.experts_of(int(layer))
+            return None if experts is None else experts.count
+    return None
+
+
+def expert_leaves(spec: ModelSpec) -> list[tuple[str, str]]:
+    """The two leaves of each layer with experts: of gates and ups, and what is multiplied then."""
+    layers = (f"layers.{i}.mlp" for i in range(spec.num_hidden_layers) if spec.experts_of(i))
+    return [(f"{mlp}.gate_up.weight", f"{mlp}.down.weight") for mlp in layers]
 
 
 def cut_forms(
@@ -149,7 +184,7 @@ def cut_forms(
         """The form among `count` devices, and the columns of each."""
         found = cut_of(leaf, spec, count)
         parts = count if found is not None and found.axis == -1 else 1
-        return replace(forms[leaf], parts=parts), weights[leaf][0].shape[1] // parts
+        return replace(forms[leaf], parts=parts), weights[leaf][0].shape[-1] // parts
 
     cut_all = {leaf: cut(leaf, shards) for leaf in forms}
     for leaf, (form, inputs) in cut_all.items():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from forge_jax.errors import UnsupportedModelError
-from forge_jax.quant.forms import QuantizedForm
+from forge_jax.quant.forms import ROUTER, QuantizedForm
 from forge_jax.quant.spec import Scheme, Values
 from forge_jax.quant.tensors import MIDDLE, Matrix
 from forge_kernels.linear.quantized import FP8, FP8_MAX
@@ -27,21 +27,16 @@ NOT_ROUNDED = ("embedding.weight", "head.weight")  # too coarse for the vocabula
 
 
 def rounded_forms(weights: WeightMap, values: Values) -> dict[str, QuantizedForm]:
-    """The leaves that are rounded, those of every layer, and their forms.
+    """The leaves that are rounded, those of every layer but routers, and their forms.
 
     Raises:
-      UnsupportedModelError: the model has experts, or matrices that no group divides.
+      UnsupportedModelError: the model has matrices that no group divides.
     """
     forms = {}
     for leaf, parts in weights.items():
-        if len(parts[0].shape) < 2 or leaf in NOT_ROUNDED:
+        if len(parts[0].shape) < 2 or leaf in NOT_ROUNDED or leaf.endswith(ROUTER):
             continue
-        name, inputs = parts[0].name, parts[0].shape[1]
-        if len(parts[0].shape) > 2 or ".experts." in name or leaf.endswith(".router.weight"):
-            raise UnsupportedModelError(
-                f"--quantization {values}: {name} is of experts, which only the CPU kernels "
-                "take in int8 and int4 (bfloat16, without --kernels xla); leave the flag out"
-            )
+        name, inputs = parts[0].name, parts[0].shape[-1]
         group = None
         if values == "int4":
             group = next((size for size in INT4_GROUPS if inputs % size == 0), None)

@@ -27,6 +27,7 @@ Values = Literal["int8", "fp8", "int4"]
 MAX_GROUPS = 64  # of a compressed-tensors config
 MAX_NAMES = 100_000  # in a list of modules
 MAX_GROUP_SIZE = 2**20
+_LAYERS = "model"  # part of the names of all modules of the layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,10 @@ class _Names:
     names: tuple[str, ...]
     form: Literal["patterns", "parts"]  # compressed-tensors' rules; or parts of a path
 
+    @property
+    def means_all(self) -> bool:
+        return self.form == "parts" and _LAYERS in self.names
+
     def has(self, module: str) -> bool:
         return self.rank(module) is not None
 
@@ -87,15 +92,22 @@ class QuantSpec:
     ignored: _Names
     where: str  # the file and the section, for messages
 
-    def scheme_of(self, module: str) -> Scheme | None:
+    def scheme_of(self, module: str, *, is_router: bool = False) -> Scheme | None:
         """Of a linear layer by its name in the checkpoint; None: it is not quantised.
+
+        Methods that mean all modules of the layers do not mean routers: AutoGPTQ and others leave
+        these as they are, and their files do not say so.
 
         Raises:
           UnsupportedModelError: several groups mean it, none more closely than another.
         """
         if self.ignored.has(module):
             return None
-        ranks = [(names.rank(module), scheme) for names, scheme in self.schemes]
+        ranks = [
+            (names.rank(module), scheme)
+            for names, scheme in self.schemes
+            if not (is_router and names.means_all)
+        ]
         ranked = [(rank, scheme) for rank, scheme in ranks if rank is not None]
         closest = min((rank for rank, _ in ranked), default=None)
         schemes = {scheme for rank, scheme in ranked if rank == closest}
@@ -203,7 +215,7 @@ def _note_kv_cache(section: Config) -> None:
         )
 
 
-_EVERY = _Names(("model",), "parts")  # all in the layers: the head's name is lm_head
+_EVERY = _Names((_LAYERS,), "parts")  # all in the layers: the head's name is lm_head
 
 
 # ---- the methods -------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ there are zeros, as many of those. Nothing is multiplied here; the values are th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -30,6 +30,11 @@ class Matrix:
     zero: np.ndarray | None  # u8[N, G]
     order: np.ndarray | None  # i32[K]: which column of x each column of the values multiplies
     input_scale: np.float32 | None  # of static activations
+
+    def rows(self, at: np.ndarray) -> Matrix:
+        """Some rows, i64[n], or all of them in another order."""
+        zero = None if self.zero is None else self.zero[at]
+        return replace(self, values=self.values[at], scale=self.scale[at], zero=zero)
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,14 @@ def read_matrices(
         order=first.order,
         input_scale=max(scales) if scales else None,
     )
+
+
+def read_order(
+    scheme: Scheme, module: str, shape: tuple[int, int], stored: Mapping[str, TensorSource]
+) -> np.ndarray | None:
+    """That of a matrix alone, see `Matrix.order`."""
+    name = "g_idx" if scheme.layout == "gptq" else "weight_g_idx"
+    return _order(scheme, shape, _Reader(module, stored), name)
 
 
 class _Reader:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from forge_jax.cache.kv import KVShape, element_dtype, kv_shape
 from forge_jax.grammar.masks import mask_width
 from forge_jax.models import build_model
+from forge_jax.models.registry import find_architecture
 from forge_jax.models.spec import Config, ModelSpec, RopeSpec
 from forge_jax.parallel.mesh import TensorMesh
 from forge_jax.parallel.rules import AXIS, shard_spec
@@ -47,6 +48,7 @@ MATRIX_BYTES = 4096 * 4096 * 2  # the smallest of a layer of Llama 3.1 8B
 QUICK = ("llama-3.1-8b, decode", "llama-3.1-8b, mixed", "gemma-2-9b, mixed", "the check", "step")
 QUICK_MIXED_LAYERS = 4
 QUANTISED_TEMP_BYTES = 300e6  # a step without them has 165e6; the largest matrix in bfloat16 117e6
+EXPERTS_TEMP_BYTES = 600e6  # of 32 of 128 experts at a time gates and ups are 201e6 as bfloat16
 QUANTISED = {
     "fp8 in blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "fp8": {"quant_method": "fp8"},
@@ -189,6 +191,20 @@ def llama_3_1_8b(layers: int, quantised: str | None = None) -> ModelSpec:
     )
 
 
+def qwen_3_30b_a3b(layers: int, quantised: str) -> ModelSpec:
+    """Of a checkpoint of one of QUANTISED, with so many layers."""
+    config = {
+        **{"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "vocab_size": 151936},
+        **{"num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 4},
+        **{"head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
+        **{"max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
+        **{"bos_token_id": 151643, "eos_token_id": 151645, "torch_dtype": "bfloat16"},
+        **{"tie_word_embeddings": False, "quantization_config": QUANTISED[quantised]},
+    }
+    return find_architecture("Qwen3MoeForCausalLM").read_spec(Config(config), Config({}))
+
+
 def gguf_types(layers: int) -> BlockTypes:
     """As llama.cpp's Q4_K_M has them: values are of another type than queries and keys."""
     of_layer = {
@@ -222,9 +238,10 @@ def compile_step(
     donated: tuple[int, ...] = (1, 2),
     kv_dtype: str = "auto",
     quantised: str | None = None,
+    spec: ModelSpec | None = None,
 ) -> deviceless.Program:
-    """A step of Llama 3.1 8B by the engine's own function."""
-    spec = llama_3_1_8b(layers, quantised)
+    """A step of Llama 3.1 8B, or of `spec`, by the engine's own function."""
+    spec = spec or llama_3_1_8b(layers, quantised)
     model, block_size = build_model(spec), 64
     return compiler(
         make_step(model, shape, block_size, implementation="mosaic"),
@@ -294,18 +311,23 @@ def kernel_faults(program: deviceless.Program) -> Iterator[str]:
 
 
 def step_faults(
-    program: deviceless.Program, layers: int, kv_dtype: str = "auto", *, quantised: bool = False
+    program: deviceless.Program,
+    layers: int,
+    kv_dtype: str = "auto",
+    *,
+    quantised: bool = False,
+    spec: ModelSpec | None = None,
 ) -> Iterator[str]:
-    """Of a quantised checkpoint one matrix at a time is made floats of."""
+    """Of a quantised checkpoint one matrix at a time is made floats of, or some experts'."""
     yield from kernel_faults(program)
-    kv = cache(llama_3_1_8b(layers), kv_dtype)
+    kv = cache(spec or llama_3_1_8b(layers), kv_dtype)
     kv_bytes, arrays = kv.total_bytes, jax.tree.leaves(kv.layer)
     if program.alias_bytes < kv_bytes:
         yield f"only {program.alias_bytes} bytes are written in place; the cache has {kv_bytes}"
     made = list(large_results(program.hlo, MATRIX_BYTES, [array.shape for array in arrays]))
     if quantised:
         made = [line for line in made if "convert_fusion" not in line]
-        if program.temp_bytes > QUANTISED_TEMP_BYTES:
+        if program.temp_bytes > (QUANTISED_TEMP_BYTES if spec is None else EXPERTS_TEMP_BYTES):
             yield f"{program.temp_bytes} temporary bytes"
     writes = [line for line in made if "scatter" in line]
     yield from (
@@ -385,6 +407,15 @@ def run(only: str, layers: int, quick: bool) -> Iterator[Result]:
             program = compile_step(compiler, decode, 1, options, quantised=quantised)
             result = Result(name, program, time.perf_counter() - start)
             result.faults += step_faults(program, 1, quantised=True)
+            yield result
+    for quantised in QUANTISED:
+        name = f"experts ({quantised}): step {decode.name} of qwen-3-30b-a3b, 1 layer"
+        if wanted(name):
+            start = time.perf_counter()
+            spec = qwen_3_30b_a3b(1, quantised)
+            program = compile_step(compiler, decode, 1, options, spec=spec)
+            result = Result(name, program, time.perf_counter() - start)
+            result.faults += step_faults(program, 1, quantised=True, spec=spec)
             yield result
     for shards in SHARDS:
         name = f"step {decode.name} of llama-3.1-8b, {SHARED_LAYERS} layers, on {shards} devices"

@@ -14,6 +14,8 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "llama",
+    "Qwen3MoeForCausalLM": "qwen3moe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
@@ -44,6 +46,20 @@ def llama3_factors(rope, theta, head_dim):
             smooth /= rope["high_freq_factor"] - rope["low_freq_factor"]
             factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     return np.array(factors, np.float32)
+
+
+def merged(tensors):
+    """With the experts of a layer in one tensor, as the converters of Mixtral and Qwen do."""
+    experts = {}
+    for name, values in tensors.items():
+        parts = name.split(".experts.")
+        if len(parts) == 1:
+            yield name, values
+            continue
+        number, rest = parts[1].split(".", 1)
+        experts.setdefault(f"{parts[0]}.experts.{rest}", {})[int(number)] = values
+    for name, matrices in experts.items():
+        yield name, np.stack([matrices[number] for number in range(len(matrices))])
 
 
 def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: None) -> Path:
@@ -79,7 +95,7 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
             writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     else:
         writer.add_rope_dimension_count(head_dim)
-    if arch != "qwen2" and arch != "qwen3" and config.get("sliding_window") is not None:
+    if not arch.startswith("qwen") and config.get("sliding_window") is not None:
         writer.add_sliding_window(config["sliding_window"])
     if arch == "phi3":
         original = config["original_max_position_embeddings"]
@@ -93,11 +109,17 @@ def write_gguf(folder: Path, target: Path, kind=Q.F32, *, more=lambda writer: No
                 writer.add_tensor(f"rope_factors_{name}.weight", factors)
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, theta, head_dim))
+    if "num_local_experts" in config:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if arch == "qwen3moe":
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     more(writer)
 
     names = gguf.get_tensor_name_map(MODEL_ARCHES[arch], config["num_hidden_layers"])
-    for name, stored in read_header(folder / "model.safetensors").items():
-        values = np.array(stored.read(), np.float32)
+    tensors = read_header(folder / "model.safetensors")
+    floats = {name: np.array(stored.read(), np.float32) for name, stored in tensors.items()}
+    for name, values in merged(floats):
         if arch == "llama" and name.endswith(("q_proj.weight", "q_proj.bias")):
             values = interleaved(values, heads)
         if arch == "llama" and name.endswith(("k_proj.weight", "k_proj.bias")):

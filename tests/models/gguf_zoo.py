@@ -58,8 +58,10 @@ def random_blocks(rng: np.random.Generator, kind: Q, rows: int, columns: int) ->
     return data.reshape(rows, -1)
 
 
-def write_zoo(target: Path, layers=LAYERS, *, embedding=Q.Q4_K, head: Q | None = Q.Q6_K) -> Path:
-    """`head`: None where it is the embedding."""
+def write_zoo(
+    target: Path, layers=LAYERS, *, embedding=Q.Q4_K, head: Q | None = Q.Q6_K, experts: int = 0
+) -> Path:
+    """`head`: None where it is the embedding; `experts`: of a Mixtral, where a token takes 2."""
     rng = np.random.default_rng(7)
     writer = gguf.GGUFWriter(target, "llama")
     writer.add_context_length(256)
@@ -73,8 +75,16 @@ def write_zoo(target: Path, layers=LAYERS, *, embedding=Q.Q4_K, head: Q | None =
     writer.add_rope_freq_base(10000.0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
 
     def add(name: str, kind: Q, rows: int, columns: int) -> None:
+        if experts and "ffn_" in name:
+            blocks = random_blocks(rng, kind, experts * rows, columns)
+            blocks = blocks.reshape(experts, rows, -1)
+            writer.add_tensor(f"{name}_exps.weight", blocks, raw_dtype=kind)
+            return
         writer.add_tensor(f"{name}.weight", random_blocks(rng, kind, rows, columns), raw_dtype=kind)
 
     add("token_embd", embedding, VOCAB, HIDDEN)
@@ -85,6 +95,9 @@ def write_zoo(target: Path, layers=LAYERS, *, embedding=Q.Q4_K, head: Q | None =
     for layer, kinds in enumerate(layers):
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{layer}.{name}.weight", norm)
+        if experts:
+            router = rng.standard_normal((experts, HIDDEN)).astype(np.float32) * 0.5
+            writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
         for name, kind, (rows, columns) in zip(NAMES, kinds, SHAPES, strict=True):
             add(f"blk.{layer}.{name}", kind, rows, columns)
     writer.write_header_to_file()

@@ -1,4 +1,4 @@
-"""Writes small Llamas as the quantisers do, and computes them: numpy and the formats' definitions.
+"""Writes small Llamas and Mixtrals as the quantisers do, and computes them: numpy and definitions.
 
 Nothing of forge_jax is used. Values are computed one by one where a format is defined so; every
 writer gives the tensors of a matrix and the float64 matrix that they stand for.
@@ -26,6 +26,12 @@ CONFIG = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "tie_word_embeddings": False,
+}
+EXPERTS, PER_TOKEN = 4, 2
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": PER_TOKEN,
 }
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 CODES = {"float32": "F32", "float16": "F16", "int8": "I8", "int32": "I32", "int64": "I64"}
@@ -177,8 +183,8 @@ def packed4(w, *, group, rng, symmetric=True, ordered=False, index=None):
 # ---- models ------------------------------------------------------------------------------------
 
 
-def plain_weights(seed: int = 0) -> dict[str, np.ndarray]:
-    """float64 weights of a small Llama, of uneven sizes."""
+def plain_weights(seed: int = 0, *, experts: bool = False) -> dict[str, np.ndarray]:
+    """float64 weights of a small Llama, or Mixtral, of uneven sizes."""
     rng = np.random.default_rng(seed)
     d, inner, kv, vocab = 64, 192, KV_HEADS * HEAD_DIM, 96
     shapes = {"model.embed_tokens": (vocab, d), "lm_head": (vocab, d)}
@@ -188,6 +194,13 @@ def plain_weights(seed: int = 0) -> dict[str, np.ndarray]:
             f"{name}.self_attn.{p}_proj": (n, d)
             for p, n in (("q", d), ("k", kv), ("v", kv), ("o", d))
         }
+        if experts:
+            moe = f"{name}.block_sparse_moe"
+            shapes[f"{moe}.gate"] = (EXPERTS, d)
+            for expert in range(EXPERTS):
+                for matrix, shape in (("w1", (inner, d)), ("w3", (inner, d)), ("w2", (d, inner))):
+                    shapes[f"{moe}.experts.{expert}.{matrix}"] = shape
+            continue
         shapes |= {f"{name}.mlp.gate_proj": (inner, d), f"{name}.mlp.up_proj": (inner, d)}
         shapes[f"{name}.mlp.down_proj"] = (d, inner)
     weights = {
@@ -219,7 +232,7 @@ def write_model(
     """
     tensors, exact = dict(more or {}), dict(weights)
     for name, w in weights.items():
-        if quantise is not None and name.endswith("_proj.weight"):
+        if quantise is not None and is_quantised(name):
             module = name.removesuffix(".weight")
             parts, exact[name] = quantise(module, w)
             tensors |= {f"{module}.{part}": array for part, array in parts.items()}
@@ -231,6 +244,10 @@ def write_model(
         text["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(text))
     return exact
+
+
+def is_quantised(name: str) -> bool:
+    return name.endswith("_proj.weight") or ".experts." in name
 
 
 def save(tensors: dict[str, np.ndarray], file: Path) -> None:
@@ -283,10 +300,37 @@ def llama_logits(weights, ids, round_rows: Callable | None = None) -> np.ndarray
         out = np.einsum("hqk,khd->qhd", scores, v).reshape(T, -1)
         x = x + linear(out, f"{name}.self_attn.o_proj")
         y = norm(x, f"{name}.post_attention_layernorm")
+        if f"{name}.block_sparse_moe.gate.weight" in weights:
+            x = x + mixture(weights, y, f"{name}.block_sparse_moe", round_rows)
+            continue
         gate = linear(y, f"{name}.mlp.gate_proj")
         inner = gate / (1 + np.exp(-gate)) * linear(y, f"{name}.mlp.up_proj")
         x = x + linear(inner, f"{name}.mlp.down_proj")
     return norm(x, "model.norm") @ weights["lm_head.weight"].T
+
+
+def choose(weights, x, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(experts [T, k], their weights) by the router, which takes rows as they are."""
+    scores = x @ weights[f"{name}.gate.weight"].T
+    share = np.exp(scores - scores.max(axis=1, keepdims=True))
+    chosen = np.argsort(-scores, axis=1, kind="stable")[:, :PER_TOKEN]
+    part = np.take_along_axis(share, chosen, 1)
+    return chosen, part / part.sum(axis=1, keepdims=True)
+
+
+def mixture(weights, x, name: str, round_rows: Callable | None = None, choice=None) -> np.ndarray:
+    """float64[T, d]: what the experts called `name` make of rows; `choice` as of `choose`."""
+    chosen, share = choose(weights, x, name) if choice is None else choice
+    rounded = round_rows or (lambda rows: rows)
+    out = np.zeros_like(x)
+    for row, (experts, part) in enumerate(zip(chosen, share, strict=True)):
+        for expert, weight in zip(experts, part, strict=True):
+            w1, w2, w3 = (weights[f"{name}.experts.{expert}.w{i}.weight"] for i in (1, 2, 3))
+            y = rounded(x[row : row + 1])
+            gate = y @ w1.T
+            inner = gate / (1 + np.exp(-gate)) * (y @ w3.T)
+            out[row] += weight * (rounded(inner) @ w2.T)[0]
+    return out
 
 
 def round_int8(x: np.ndarray, scale: float | None = None) -> np.ndarray:

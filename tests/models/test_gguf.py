@@ -21,7 +21,11 @@ from forge_jax.errors import ModelError, UnsupportedModelError
 from forge_jax.fingerprint import system_fingerprint
 from forge_jax.models import build_model, read_spec
 
-SAME = ("llama2", "llama_bias", "mistral_window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+GATING = gguf.ExpertGatingFuncType
+SAME = (
+    *("llama2", "llama_bias", "mistral_window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"),
+    *("mixtral", "mixtral_window"),
+)
 STRETCHED = ("llama31", "llama32_tied", "phi3_long")
 
 
@@ -165,7 +169,9 @@ def test_every_token_that_ends_a_text_is_known(goldens, tmp_path):
     ("name", "more", "match"),
     [
         ("qwen2", lambda w: w.add_sliding_window(16), "qwen2.attention.sliding_window is 16"),
-        ("llama2", lambda w: w.add_expert_count(8), "llama.expert_count"),
+        ("qwen3", lambda w: w.add_expert_count(8), "qwen3.expert_count"),
+        ("mixtral", lambda w: w.add_expert_shared_count(1), "llama.expert_shared_count is 1"),
+        ("mixtral", lambda w: w.add_expert_gating_func(GATING.SIGMOID), "expert_gating_func is 2"),
         ("llama2", lambda w: w.add_uint16("split.count", 2), "split.count"),
         ("llama2", lambda w: w.add_key_length(8), "llama.rope.dimension_count is 16 and not 8"),
         (
@@ -181,9 +187,9 @@ def test_every_token_that_ends_a_text_is_known(goldens, tmp_path):
         (
             "llama2",
             lambda w: w.add_tensor(
-                "blk.0.ffn_gate_inp.weight", np.zeros((1, 18), np.uint8), raw_dtype=Q.IQ4_NL
+                "blk.0.ffn_sub_norm.weight", np.zeros((1, 18), np.uint8), raw_dtype=Q.IQ4_NL
             ),
-            "'blk.0.ffn_gate_inp.weight' is of type IQ4_NL",
+            "'blk.0.ffn_sub_norm.weight' is of type IQ4_NL",
         ),
     ],
 )

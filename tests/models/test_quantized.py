@@ -5,7 +5,6 @@ Models are written and computed by `quant_writer`, which is numpy and knows noth
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -24,8 +23,6 @@ from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
 from forge_jax.models import build_model, read_spec
 from forge_jax.models.decoder import WeightForms
-from forge_jax.models.spec import Config
-from forge_jax.quant import read_quantization
 from forge_jax.quant.tensors import read_matrices
 from forge_jax.research import LoadedModel
 from forge_kernels import cpu
@@ -44,21 +41,27 @@ def w4(**changes):
     return compressed("pack-quantized", weights)
 
 
-def indices() -> dict[int, np.ndarray]:
-    """One order of groups for each width: matrices that are fused have the same."""
-    return {k: RNG(k).permutation(np.arange(k) // 32) for k in (64, 192)}
-
-
 class Case(NamedTuple):
     config: dict[str, Any]
-    quantise: Any  # (w, rng) -> (tensors, exact matrix)
+    quantise: Any  # (w, rng) -> (tensors, exact matrix); ordered ones are told the module
     round_rows: Any = None
     bits: float = 8  # of a value
+    ordered: bool = False
 
 
-def _in_order(quantise, **options):
-    by_width = indices()
-    return lambda w, rng: quantise(w, rng=rng, ordered=True, index=by_width[w.shape[1]], **options)
+def order_of(module: str, width: int) -> np.ndarray:
+    """The group of each column: matrices that are fused have the same, experts their own."""
+    parts = module.split(".")
+    expert = int(parts[parts.index("experts") + 1]) if "experts" in parts else 0
+    return RNG(width + 1000 * expert).permutation(np.arange(width) // 32)
+
+
+def _in_order(config, quantise, **options):
+    def with_order(w, rng, module):
+        index = order_of(module, w.shape[1])
+        return quantise(w, rng=rng, ordered=True, group=32, index=index, **options)
+
+    return Case(config, with_order, bits=4, ordered=True)
 
 
 FP8, INT8 = args(type="float"), args()
@@ -108,14 +111,10 @@ CASES = {
         lambda w, rng: writer.gptq(w, group=999, rng=rng, symmetric=False, version=2),
         bits=4,
     ),
-    "gptq_ordered": Case(
-        GPTQ | {"desc_act": True, "sym": False},
-        _in_order(writer.gptq, group=32, symmetric=False),
-        bits=4,
+    "gptq_ordered": _in_order(
+        GPTQ | {"desc_act": True, "sym": False}, writer.gptq, symmetric=False
     ),
-    "gptq_ordered_symmetric": Case(
-        GPTQ | {"desc_act": True}, _in_order(writer.gptq, group=32), bits=4
-    ),
+    "gptq_ordered_symmetric": _in_order(GPTQ | {"desc_act": True}, writer.gptq),
     "awq": Case(
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
         lambda w, rng: writer.awq(w, group=32, rng=rng),
@@ -127,10 +126,8 @@ CASES = {
         lambda w, rng: writer.packed4(w, group=32, rng=rng, symmetric=False),
         bits=4,
     ),
-    "w4a16_ordered": Case(
-        w4(actorder="group", symmetric=False),
-        _in_order(writer.packed4, group=32, symmetric=False),
-        bits=4,
+    "w4a16_ordered": _in_order(
+        w4(actorder="group", symmetric=False), writer.packed4, symmetric=False
     ),
     "w4a16_rows": Case(
         w4(strategy="channel", group_size=None),
@@ -154,11 +151,17 @@ def written(request, tmp_path_factory):
     return Written(case, folder, exact, load(folder))
 
 
-def write(case: Case, folder, **config) -> dict[str, np.ndarray]:
+def quantiser(case: Case):
+    """(module, w) -> (tensors, exact matrix)."""
     rng = RNG(2)
-    weights = writer.plain_weights()
+    if case.ordered:
+        return lambda module, w: case.quantise(w, rng, module)
+    return lambda _, w: case.quantise(w, rng)
+
+
+def write(case: Case, folder, **config) -> dict[str, np.ndarray]:
     return writer.write_model(
-        folder, weights, lambda _, w: case.quantise(w, rng), case.config, **config
+        folder, writer.plain_weights(), quantiser(case), case.config, **config
     )
 
 
@@ -341,10 +344,10 @@ def rows_without_ties(width: int) -> jax.Array:
     ],
 )  # fmt: skip
 def test_tensors_that_contradict_the_config_are_named(name, change, message, tmp_path):
-    case, rng = CASES[name], RNG(2)
+    case, own = CASES[name], quantiser(CASES[name])
 
     def quantise(module, w):
-        parts, exact = case.quantise(w, rng)
+        parts, exact = own(module, w)
         if module == "model.layers.0.self_attn.q_proj":
             for part, edit in change.items():
                 parts[part] = parts.pop(part) if edit is None else edit(parts[part])
@@ -432,28 +435,6 @@ def test_a_quantised_head_of_tied_embeddings_is_refused(scheme, tmp_path):
     write_with_head(tmp_path, scheme, tie=True)
     with pytest.raises(CheckpointError, match="lm_head is quantised"):
         load(tmp_path)
-
-
-def test_quantised_experts_are_refused_and_plain_ones_beside_quantised_attention_are_not(goldens):
-    spec = read_spec(goldens / "mixtral")
-    for quantization, message in (
-        (GPTQ, r"quantization_config: .*block_sparse_moe.* is quantised, but quantised experts"),
-        (
-            compressed("int-quantized", args(), TOKEN, ignore=["re:.*gate$"]),
-            r"experts.0.w1.weight is quantised, but quantised experts and routers",
-        ),
-        (
-            compressed("int-quantized", args(), TOKEN, ignore=["re:.*experts"]),
-            r"moe.gate.weight is quantised, but quantised experts and routers",
-        ),
-    ):
-        quantised = read_quantization(Config({"quantization_config": quantization}))
-        with pytest.raises(UnsupportedModelError, match=message):
-            build_model(dataclasses.replace(spec, quantization=quantised))
-    ignore = ["lm_head", "re:.*block_sparse_moe.*"]
-    config = {"quantization_config": compressed("int-quantized", args(), TOKEN, ignore=ignore)}
-    model = build_model(dataclasses.replace(spec, quantization=read_quantization(Config(config))))
-    assert {leaf.split(".")[2] for leaf in model.quantized} == {"attention"}
 
 
 ENGINE = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, "num_blocks": 32}

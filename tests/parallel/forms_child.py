@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import quant_writer as writer
 import test_quantized as quantised
+import test_quantized_experts as quantised_experts
 from child import GOLDENS, PROMPTS, REQUESTS, SHARDS, STORIES, collectives, compare, mesh_of, run
 from flax import nnx
 from gguf_zoo import LAYERS, write_zoo
@@ -44,12 +45,17 @@ CASES = quantised.CASES | {
 }
 WHOLE = jax.sharding.PartitionSpec()
 FAULT = "int8_rows with a fault"
+EXPERTS = (  # of each kind one: rows by their largest values, static ones, groups, zeros, orders
+    *("fp8_matrix_dynamic", "fp8_matrix_static", "int8_rows", "w4a16_zeros", "gptq_ordered"),
+    *("gptq_v2_rows", "fp8_small_blocks", "fp8_blocks"),
+)
 
 
-def write(name):
+def write(name, *, experts=False):
     folder = Path(tempfile.mkdtemp()) / name
     folder.mkdir()
-    quantised.write(CASES[name], folder)
+    writing = quantised_experts.write_experts if experts else quantised.write
+    writing(CASES[name], folder)
     return folder
 
 
@@ -82,7 +88,8 @@ def mlps(shards, sources, dtype="float32"):
             if name == FAULT:
                 without_the_others(decoder)
             with jax.named_scope(f"model_{number}"):
-                ys.append(decoder.layers[0].mlp(x, SimpleNamespace(num_tokens=None, lora=None)))
+                step = SimpleNamespace(num_tokens=None, lora=None, implementation="auto")
+                ys.append(decoder.layers[0].mlp(x, step))
             # One after the other, or XLA would make one sum of those of all.
             x, ys[-1] = jax.lax.optimization_barrier((x, ys[-1]))
         return ys
@@ -108,9 +115,21 @@ def products():
     for values in ("int8", "fp8", "int4"):
         sources[f"rounded {values}"] = GOLDENS / "llama31", WeightForms(rounded=values)
     sources[FAULT] = sources["int8_rows"]
+    return compared(sources, (2, SHARDS))
+
+
+def experts():
+    sources = {name: (write(name, experts=True), WeightForms()) for name in EXPERTS}
+    sources["rounded fp8"] = GOLDENS / "mixtral", WeightForms(rounded="fp8")
+    sources[FAULT] = sources["int8_rows"]
+    return compared(sources, (SHARDS,))[SHARDS]
+
+
+def compared(sources, counts):
+    """What `mlps` finds on so many devices, beside one."""
     one = mlps(1, sources)[0]
     result = {}
-    for shards in (2, SHARDS):
+    for shards in counts:
         several, found, refused = mlps(shards, sources)
         result[shards] = {
             "refused": refused,
@@ -156,6 +175,8 @@ def blocks():
     file = write_zoo(Path(tempfile.mkdtemp()) / "zoo.gguf", (*LAYERS[:2], LAYERS[3]))
     options = {"layers": 3, "dtype": "float32"}
     found = {f"float32 on {n}": compare(file, n, **options) for n in (2, SHARDS)}
+    mixture = write_zoo(Path(tempfile.mkdtemp()) / "zoo.gguf", LAYERS[:1], experts=3)
+    found["experts"] = compare(mixture, SHARDS, dtype="float32")
     whole, cut = (build_model(read_spec(file), shards=n) for n in (1, SHARDS))
     found["bytes"] = [whole.param_bytes, cut.param_bytes]
     if cpu.available():
@@ -191,6 +212,8 @@ def converted():
     sources = {
         "plain": (GOLDENS / "llama31", {}),
         "experts": (GOLDENS / "qwen3_moe", {}),
+        "rounded experts": (GOLDENS / "qwen3_moe", {"quantization": "fp8"}),
+        "gptq_ordered experts": (write("gptq_ordered", experts=True), {}),
         "rounded": (GOLDENS / "llama31", {"quantization": "fp8"}),
         "gptq_ordered": (write("gptq_ordered"), {}),
         "w4a16": (write("w4a16"), {}),
@@ -300,6 +323,7 @@ if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     assert len(jax.devices()) == SHARDS
     parts = {
-        p.__name__: p for p in (products, kernels, models, blocks, converted, peaks, rejection)
+        p.__name__: p
+        for p in (products, experts, kernels, models, blocks, converted, peaks, rejection)
     }
     print(json.dumps({name: parts[name]() for name in sys.argv[1:]}))

@@ -14,7 +14,7 @@ def found():
 
 @pytest.fixture(scope="module")
 def loaded():
-    return run_child("converted", "peaks", "rejection", child="forms_child.py")
+    return run_child("experts", "converted", "peaks", "rejection", child="forms_child.py")
 
 
 FAULT = "int8_rows with a fault"
@@ -47,6 +47,24 @@ def test_devices_add_up_once_and_ask_for_what_a_form_needs(found):
                 assert form["collectives"] == expected, name
 
 
+def test_experts_of_every_kind_are_those_of_one_device(loaded):
+    forms = dict(loaded["experts"]["forms"])
+    fault = forms.pop(FAULT)
+    assert fault["collectives"] == ["all-reduce experts"] and fault["difference"] > 1e-3
+    assert len(forms) == 8
+    for name, each in forms.items():
+        assert each["scale"] > 1.0 and each["difference"] < 1e-5, (name, each)
+        # Of what is rounded by row the largest values are asked for, for each tile of rows.
+        first = [] if name not in ROW_SCALE else each["collectives"][:1]
+        assert all(scope.endswith("row_scale") for scope in first), name
+        assert each["collectives"] == [*first, "all-reduce experts"], name
+    assert loaded["experts"]["refused"].keys() == {"fp8_blocks"}
+    assert (
+        "columns of model.layers.0.block_sparse_moe.experts.0.w2.weight, but each 128 are "
+        in (loaded["experts"]["refused"]["fp8_blocks"])
+    )
+
+
 def test_groups_that_cannot_be_cut_name_the_numbers_that_go(found):
     matrix = "columns of model.layers.0.mlp.down_proj.weight, but each"
     assert found["products"]["4"]["refused"] == {
@@ -77,6 +95,9 @@ def test_logits_of_matrices_in_blocks_are_those_of_one_device(found):
         assert each["difference"] < 2e-4 and each["scale"] > 1.0, (name, each)
         assert each["same_choice"] == 1.0, name
         assert each["collectives"] == expected_collectives(3), name
+    experts = found["blocks"]["experts"]
+    assert experts["difference"] < 2e-4 and experts["same_choice"] == 1.0
+    assert experts["collectives"] == expected_collectives(1, ends="experts")
     whole, cut = found["blocks"]["bytes"]
     # Keys and values of two heads are on four devices, factors are told more often; no floats.
     assert whole / 4 < cut < 1.3 * whole / 4
@@ -116,7 +137,7 @@ def test_converted_folders_have_the_bits_of_the_model_on_each_device(loaded):
     assert folders.pop("blocks of 1").endswith(
         "convert the original model again with --tensor-parallel 4"
     )
-    assert len(folders) == 11 + (packed is not None)
+    assert len(folders) == 15 + (packed is not None)
     assert folders == dict.fromkeys(folders, True)
 
 

@@ -7,13 +7,20 @@ llama.cpp knows it by heart, is added here: which of Gemma's layers have a windo
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
 
 from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.reader import GGUFFile
-from forge_jax.checkpoint.gguf.weights import ROPE_FREQS, ROPE_LONG, ROPE_SHORT, weights_of
+from forge_jax.checkpoint.gguf.weights import (
+    MAX_EXPERTS,
+    ROPE_FREQS,
+    ROPE_LONG,
+    ROPE_SHORT,
+    weights_of,
+)
 from forge_jax.errors import CheckpointError
 from forge_jax.files import shown
 
@@ -22,6 +29,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -36,6 +44,11 @@ _END_TEXTS = frozenset(
 )
 _CONTROL = 3  # a type of tokens
 TYPES_KEY = "gguf_types"  # none of Hugging Face's: the types of the tensors that are in blocks
+
+
+def of_all_experts(name: str) -> str:
+    """The name of a tensor, of an expert's without its number: of all of a layer one is told."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.", name)
 
 
 def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -57,8 +70,8 @@ def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
             "it is one of several parts (split.count), which is not supported: merge them with "
             "llama-gguf-split"
         )
-    if metadata.integer(f"{arch}.expert_count", 0):
-        raise metadata.unsupported(f"{arch}.expert_count: experts are not supported")
+    if metadata.integer(f"{arch}.expert_count", 0) and arch not in ("llama", "qwen3moe"):
+        raise metadata.unsupported(f"{arch}.expert_count: experts are not supported there")
     return _Reader(gguf, metadata, arch).config(), {"eos_token_id": _end_ids(metadata)}
 
 
@@ -121,12 +134,13 @@ class _Reader:
             "eos_token_id": _token_id(self.metadata, "eos"),
             **self.windows(),
             **self.gemma(),
+            **self.experts(),
         }
 
     def types(self) -> dict[str, str]:
-        """Of the matrices that are in blocks, by Hugging Face's names."""
+        """Of the matrices in blocks, by Hugging Face's names; those of experts without a number."""
         return {
-            name: weight.stored.format.name
+            of_all_experts(name): weight.stored.format.name
             for name, weight in weights_of(self.gguf).items()
             if weight.stored.format.blocks is not None and len(weight.shape) == 2
         }
@@ -189,6 +203,8 @@ class _Reader:
             return {"sliding_window": window or 4096, "layer_types": kinds}
         if not window or window >= self.positions:
             return {}
+        if self.arch == "llama" and self.integer("expert_count", 0):
+            return {"sliding_window": window}
         if self.arch == "llama" and "blk.0.attn_q.bias" not in self.gguf.tensors:
             return {"architectures": ["MistralForCausalLM"], "sliding_window": window}
         if self.arch == "phi3":
@@ -206,6 +222,32 @@ class _Reader:
             return pattern.tolist()
         period = self.metadata.integer(key, _GEMMA_PERIOD[self.arch], low=1)
         return [layer % period < period - 1 for layer in range(self.layers)]
+
+    # ---- experts ---------------------------------------------------------------------------------
+
+    def experts(self) -> dict[str, Any]:
+        count = self.integer("expert_count", 0, high=MAX_EXPERTS)
+        if not count:
+            if self.arch == "qwen3moe":
+                raise self.metadata.error("qwen3moe.expert_count", "1 or more")
+            return {}
+        for name, usual in (("expert_shared_count", (0,)), ("expert_gating_func", (0, 1))):
+            if self.integer(name, 0) not in usual:
+                raise self.metadata.unsupported(
+                    f"{self.arch}.{name} is {self.integer(name)}, which is not supported"
+                )
+        if self.number("expert_weights_scale", 1.0) not in (0.0, 1.0):
+            raise self.metadata.unsupported(f"{self.arch}.expert_weights_scale is not supported")
+        found: dict[str, Any] = {
+            "num_local_experts": count,
+            "num_experts_per_tok": self.integer("expert_used_count", low=1, high=count),
+        }
+        if self.arch == "llama":
+            return found | {"architectures": ["MixtralForCausalLM"]}
+        return found | {
+            "moe_intermediate_size": self.integer("expert_feed_forward_length", low=1),
+            "norm_topk_prob": True,  # llama.cpp knows it by heart
+        }
 
     # ---- Gemma -----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,14 @@ class GGUFTensor:
         *outer, last = self.shape
         shape = (*outer, last // self.format.block_size, self.format.block_bytes)
         return np.memmap(self.file, np.uint8, mode="r", offset=self.offset, shape=shape)
+
+    def part(self, index: int) -> GGUFTensor:
+        """One of those that lie on the first axis, one after the other."""
+        count, *shape = self.shape
+        assert 0 <= index < count and shape, (self.name, index)
+        rows = math.prod(shape[:-1])
+        row_bytes = shape[-1] // self.format.block_size * self.format.block_bytes
+        return replace(self, shape=tuple(shape), offset=self.offset + index * rows * row_bytes)
 
     def read(self) -> np.ndarray:
         """The values: a view of the file where it holds floats, else dequantised, in float32."""

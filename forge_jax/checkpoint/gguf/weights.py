@@ -4,6 +4,7 @@ llama.cpp's converter (`convert_hf_to_gguf.py`) changes two things besides names
 architecture "llama" the rows of queries and keys stand so that the two numbers of a rotated pair
 are neighbours; Hugging Face has the first numbers of all pairs, then the second ones. And Gemma's
 norms hold the whole factor there, where Hugging Face has what is added to 1. Both are undone here.
+And the matrices of all experts of a layer are one tensor, of which each is a weight here.
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ _NORMS = {
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
 }
+# Of experts, by architecture: where they are, the router, and the matrices of each.
+_EXPERTS = {
+    "llama": ("block_sparse_moe", {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}),
+    "qwen3moe": (
+        "mlp",
+        {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"},
+    ),
+}
+MAX_EXPERTS = 4096
 _GEMMA = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -154,6 +164,18 @@ def weights_of(gguf: GGUFFile) -> dict[str, GGUFWeight]:
     for name, stored in gguf.tensors.items():
         if name in _NO_WEIGHTS or name.endswith("attn_rot_embd.weight"):
             continue
+        fused = _experts_name(name, arch)
+        if fused is not None:
+            count = metadata.integer(f"{arch}.expert_count", 0, high=MAX_EXPERTS)
+            if len(stored.shape) != 3 or stored.shape[0] != count:
+                raise CheckpointError(
+                    f"{gguf.file}: the tensor {shown(name)} has the shape {stored.shape}, which is "
+                    f"not a matrix for each of {count} experts"
+                )
+            for expert in range(count):
+                theirs = fused.format(expert)
+                weights[theirs] = GGUFWeight(theirs, stored.part(expert))
+            continue
         theirs = _name(name, arch)
         if theirs is None:
             raise UnsupportedModelError(
@@ -177,11 +199,24 @@ def _name(name: str, arch: str) -> str | None:
     """Hugging Face's name of a tensor; None for what is not known."""
     match name.split("."):
         case ["blk", str(layer), str(part), "weight" | "bias" as kind] if _is_number(layer):
+            if part == "ffn_gate_inp" and arch in _EXPERTS and kind == "weight":
+                return f"model.layers.{layer}.{_EXPERTS[arch][0]}.gate.weight"
             found = (_LINEAR | _NORMS | _OWN_NAMES.get(arch, {})).get(part)
             if found is None or (kind == "bias" and part not in _LINEAR):
                 return None
             return f"model.layers.{layer}.{found}.{kind}"
     return _OUTSIDE.get(name)
+
+
+def _experts_name(name: str, arch: str) -> str | None:
+    """Hugging Face's name of one of the matrices of a layer's experts, with {} for its number."""
+    where, matrices = _EXPERTS.get(arch, ("", {}))
+    match name.split("."):
+        case ["blk", str(layer), str(part), "weight"] if part.endswith("_exps"):
+            found = matrices.get(part.removesuffix("_exps"))
+            if found is not None and _is_number(layer):
+                return f"model.layers.{layer}.{where}.experts.{{}}.{found}.weight"
+    return None
 
 
 def _is_number(layer: str) -> bool:

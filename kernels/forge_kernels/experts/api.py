@@ -12,9 +12,10 @@ from jax import lax
 
 from forge_kernels.experts.cpu_ffi import packed_experts
 from forge_kernels.experts.reference import reference_experts
-from forge_kernels.experts.xla import all_experts, tiled_experts
-from forge_kernels.linear import PackedWeight, Packing, QuantizedWeight, Weight
+from forge_kernels.experts.xla import all_experts, experts_by_chunks, tiled_experts
+from forge_kernels.linear import PackedWeight, QuantizedWeight, Weight
 
+IN_BLOCKS = {"int8 blocks", "int4 blocks"}  # formats of which the kernels take any two
 Implementation = Literal["auto", "reference"]
 
 
@@ -44,21 +45,24 @@ def mix_experts(
     experts: jax.Array,
     weights: jax.Array,
     *,
+    order: jax.Array | None = None,
     num_rows: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """The weighted sum of down(silu(gate(x)) * up(x)) over each token's experts, in float32.
 
     On a CPU the rows are sorted by expert and multiplied in tiles, packed ones by the C++ kernels:
-    experts that nobody chose are not read. Elsewhere every expert computes every row.
+    experts that nobody chose are not read. Elsewhere every expert computes every row; where their
+    matrices are quantised, floats of some experts are made at a time.
 
     Args:
       x: float[T, d].
       gate_up: float[E, 2 I, d] of x's type, gates above ups; or packed as `paired` (then x is
-        bfloat16).
-      down: float[E, d, I], or packed.
+        bfloat16); or quantised.
+      down: float[E, d, I], or packed, or quantised.
       experts: i32[T, k], in [0, E), different ones in a row.
       weights: f32[T, k].
+      order: i32[E, d], the columns of x that those of each expert's quantised gate_up multiply.
       num_rows: i32[], a promise that rows from there on are not needed: they may hold anything.
       implementation: "reference" is differentiable.
 
@@ -69,16 +73,23 @@ def mix_experts(
       TypeError, ValueError: types or shapes that do not go together.
     """
     _check(x, gate_up, down, experts, weights)
+    if order is not None and not isinstance(gate_up, QuantizedWeight | PackedWeight):
+        raise TypeError("an order of the columns of experts that are not quantised")
     if isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
         assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
-        return packed_experts(x, gate_up, down, experts, weights, num_rows)
-    assert not isinstance(gate_up, QuantizedWeight) and not isinstance(down, QuantizedWeight)
-    if implementation == "reference":
-        return reference_experts(x, gate_up, down, experts, weights)
+        return packed_experts(x, gate_up, down, experts, weights, order, num_rows)
+    if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
+        if implementation == "reference":
+            return experts_by_chunks(x, gate_up, down, experts, weights, None, order)
+        default = experts_by_chunks
+    else:
+        if implementation == "reference":
+            return reference_experts(x, gate_up, down, experts, weights)
+        default = all_experts
     rows = jnp.int32(len(x)) if num_rows is None else num_rows
-    return lax.platform_dependent(
-        x, gate_up, down, experts, weights, rows, cpu=tiled_experts, default=all_experts
-    )
+    arrays = (x, gate_up, down, experts, weights, rows)
+    arrays += () if order is None else (order,)
+    return lax.platform_dependent(*arrays, cpu=tiled_experts, default=default)
 
 
 def _check(
@@ -89,11 +100,10 @@ def _check(
     shapes = []
     for name, w in (("gate_up", gate_up), ("down", down)):
         if isinstance(w, QuantizedWeight):
-            raise TypeError("experts with a quantised matrix")
-        if isinstance(w, PackedWeight):
+            of = w.quantization
+            shapes.append((of.experts, of.outputs, of.inputs))
+        elif isinstance(w, PackedWeight):
             packing = w.packing
-            if not isinstance(packing, Packing):
-                raise TypeError("experts in blocks")
             if x.dtype != jnp.bfloat16:
                 raise TypeError(f"packed experts with activations of {x.dtype}")
             if packing.paired != (name == "gate_up"):
@@ -103,6 +113,9 @@ def _check(
             if w.dtype != x.dtype:
                 raise TypeError(f"experts of {w.dtype} with activations of {x.dtype}")
             shapes.append(w.shape)
+    formats = {w.packing.format for w in (gate_up, down) if isinstance(w, PackedWeight)}
+    if len(formats) > 1 and not formats <= IN_BLOCKS:
+        raise TypeError(f"experts packed in {' and '.join(sorted(formats))}")
     count, width = shapes[0][0], x.shape[-1]
     if x.ndim != 2 or shapes != [
         (count, *shapes[0][1:2], width),

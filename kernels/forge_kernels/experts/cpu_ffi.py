@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forge_kernels.linear.packed import FORMATS, PackedWeight, Packing
+from forge_kernels.linear.cpu_ffi import format_attributes
+from forge_kernels.linear.packed import PackedWeight
 
 
 def packed_experts(
@@ -13,11 +14,12 @@ def packed_experts(
     down: PackedWeight,
     experts: jax.Array,  # i32[T, k]
     weights: jax.Array,  # f32[T, k]
+    order: jax.Array | None,  # i32[E, d]
     num_rows: jax.Array | None,  # i32[]
 ) -> jax.Array:  # bf16[T, d]
     rows = jnp.full(1, len(x), jnp.int32) if num_rows is None else num_rows.reshape(1)
     nothing = jnp.zeros(0)
-    assert isinstance(gate_up.packing, Packing)
+    of_down = format_attributes(down.packing)
     return jax.ffi.ffi_call("forge_experts", jax.ShapeDtypeStruct(x.shape, x.dtype))(
         x,
         gate_up.weight,
@@ -26,7 +28,9 @@ def packed_experts(
         nothing if down.scale is None else down.scale,
         experts,
         weights,
+        jnp.zeros(0, jnp.int32) if order is None else order,
         rows,
-        format=np.int64(FORMATS.index(gate_up.packing.format)),
         inner=np.int64(down.packing.inputs),
+        **format_attributes(gate_up.packing),
+        **{f"down_{name}": value for name, value in of_down.items()},
     )

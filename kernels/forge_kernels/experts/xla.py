@@ -1,8 +1,24 @@
-"""Mixtures of experts in plain XLA: in tiles of rows that have one expert, or all by all."""
+"""Mixtures of experts in plain XLA: in tiles of rows that have one expert, or all by all.
+
+Matrices in 8 or 4 bits become floats where they are multiplied: of one expert, or of some.
+"""
+
+import dataclasses
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from forge_kernels.linear.quantized import (
+    QuantizedWeight,
+    expert_product,
+    products_by_expert,
+)
+
+Matrices = jax.Array | QuantizedWeight  # [E, N, K]
+CHUNK_BYTES = 256 * 2**20  # of floats that are made of 8 or 4 bits at a time, or one expert's
 
 
 def tile_rows(rows: int, experts: int) -> int:
@@ -14,22 +30,23 @@ def tile_rows(rows: int, experts: int) -> int:
 
 def tiled_experts(
     x: jax.Array,  # float[T, d]
-    gate_up: jax.Array,  # float[E, 2 I, d]
-    down: jax.Array,  # float[E, d, I]
+    gate_up: Matrices,  # float[E, 2 I, d]
+    down: Matrices,  # float[E, d, I]
     experts: jax.Array,  # i32[T, k]
     weights: jax.Array,  # f32[T, k]
     num_rows: jax.Array,  # i32[]
+    order: jax.Array | None = None,  # i32[E, d]
 ) -> jax.Array:  # [T, d] of x's type
     """Rows sorted by expert and cut into tiles of one expert each; a loop over those there are.
 
     Every tile is a product of the same shape, so a row's bits do not depend on where it lies.
     """
-    (T, k), count = experts.shape, len(gate_up)
+    (T, k), count = experts.shape, num_experts(gate_up)
     rows, size = T * k, tile_rows(T * k, count)
     exists = jnp.arange(T)[:, None] < num_rows
     chosen = jnp.where(exists, experts, count).reshape(-1)  # those of no expert come last
     # One sort of single integers: the expert, and below it the place.
-    order = jnp.sort(chosen * rows + jnp.arange(rows, dtype=jnp.int32)) % rows
+    by_expert = jnp.sort(chosen * rows + jnp.arange(rows, dtype=jnp.int32)) % rows
     counts = jnp.sum(chosen[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
     begin, tiles = jnp.cumsum(counts) - counts, -(-counts // size)
     tiles_end = jnp.cumsum(tiles)
@@ -38,11 +55,13 @@ def tiled_experts(
     def add_tile(tile: jax.Array, y: jax.Array) -> jax.Array:
         expert = jnp.searchsorted(tiles_end, tile, side="right")
         of_expert = (tile - (tiles_end[expert] - tiles[expert])) * size + jnp.arange(size)
-        place = order[jnp.minimum(begin[expert] + of_expert, rows - 1)]
+        place = by_expert[jnp.minimum(begin[expert] + of_expert, rows - 1)]
         tokens = place // k
-        part = lax.dynamic_index_in_dim(gate_up, expert, keepdims=False)
-        inner = _swiglu(_product(_rows(x, tokens), part)).astype(x.dtype)
-        out = _product(inner, lax.dynamic_index_in_dim(down, expert, keepdims=False))
+        taken = _at(x, tokens)
+        if order is not None:
+            taken = _at(taken, (slice(None), order[expert]))
+        inner = _swiglu(_of_expert(taken, gate_up, expert)).astype(x.dtype)
+        out = _of_expert(inner, down, expert)
         out = out * flat_weights[place][:, None]
         return y.at[jnp.where(of_expert < counts[expert], tokens, T)].add(out, mode="drop")
 
@@ -74,11 +93,99 @@ def all_experts(
     return jnp.sum(jnp.where(chosen, weight * out, 0.0), axis=0).astype(x.dtype)
 
 
-def _rows(x: jax.Array, at: jax.Array) -> jax.Array:
-    """x[at]; 16-bit floats as their bits, for XLA:CPU would convert all of x."""
+def experts_by_chunks(
+    x: jax.Array,  # float[T, d]
+    gate_up: Matrices,  # [E, 2 I, d]
+    down: Matrices,  # [E, d, I]
+    experts: jax.Array,  # i32[T, k]
+    weights: jax.Array,  # f32[T, k]
+    num_rows: jax.Array | None,  # i32[]
+    order: jax.Array | None = None,  # i32[E, d]
+) -> jax.Array:  # [T, d] of x's type
+    """The same with matrices in 8 or 4 bits: floats are made of as many experts at a time.
+
+    Without a loop, which would divide the step of a GPU into several command buffers.
+    """
+    del num_rows
+    count = num_experts(gate_up)
+    largest = max(math.prod(_shape(each)[1:]) for each in (gate_up, down)) * x.dtype.itemsize
+    step = chunk_of(count, largest)
+    y = jnp.zeros(x.shape, jnp.float32)
+    for first in range(0, count, step):
+        up, then = (_some(each, first, step) for each in (gate_up, down))
+        if first:  # the floats of one chunk are gone before those of the next are made
+            up, then, y = _after(up, then, y)
+        rows = x
+        if order is not None:
+            rows = x[:, order[first : first + step]].swapaxes(0, 1)
+        inner = _swiglu(_by_expert(rows, up)).astype(x.dtype)  # [C, T, I]
+        out = _by_expert(inner, then)  # f32[C, T, d]
+        number = first + jnp.arange(step)[:, None, None]
+        weight = jnp.sum(jnp.where(experts == number, weights, 0.0), axis=-1)  # [C, T]
+        chosen = jnp.any(experts == number, axis=-1)
+        y = y + jnp.sum(jnp.where(chosen[..., None], weight[..., None] * out, 0.0), axis=0)
+    return y.astype(x.dtype)
+
+
+def chunk_of(count: int, one_bytes: int) -> int:
+    """Experts of a chunk: as many as divide all of them, and fit into CHUNK_BYTES."""
+    most = max(1, CHUNK_BYTES // one_bytes)
+    return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
+
+
+def num_experts(w: Matrices) -> int:
+    return _shape(w)[0]
+
+
+def _shape(w: Matrices) -> tuple[int, int, int]:
+    if not isinstance(w, QuantizedWeight):
+        count, outputs, inputs = w.shape
+        return count, outputs, inputs
+    quantization = w.quantization
+    assert quantization.experts is not None
+    return quantization.experts, quantization.outputs, quantization.inputs
+
+
+def _of_expert(x: jax.Array, w: Matrices, expert: jax.Array) -> jax.Array:
+    """float[T, K] -> f32[T, N]."""
+    if isinstance(w, QuantizedWeight):
+        return expert_product(x, w, expert)
+    return _product(x, lax.dynamic_index_in_dim(w, expert, keepdims=False))
+
+
+def _by_expert(x: jax.Array, w: Matrices) -> jax.Array:
+    """float[T, K], or of each float[C, T, K] -> f32[C, T, N]."""
+    if isinstance(w, QuantizedWeight):
+        return products_by_expert(x, w)
+    return jax.vmap(_product, in_axes=(None if x.ndim == 2 else 0, 0))(x, w)
+
+
+def _some(w: Matrices, first: int, count: int) -> Matrices:
+    """`count` experts from the number `first` on."""
+    if not isinstance(w, QuantizedWeight):
+        return w[first : first + count]
+    some = jax.tree.map(lambda array: array[first : first + count], w)
+    quantization = dataclasses.replace(w.quantization, experts=count)
+    return dataclasses.replace(some, quantization=quantization)
+
+
+def _after(up: Matrices, then: Matrices, y: jax.Array) -> tuple[Matrices, Matrices, jax.Array]:
+    """The same, of which nothing is made floats before there is `y`."""
+    scales = [w.scale for w in (up, then) if isinstance(w, QuantizedWeight)]
+    *scales, y = lax.optimization_barrier((*scales, y))
+    left = iter(scales)
+    up, then = (
+        dataclasses.replace(w, scale=next(left)) if isinstance(w, QuantizedWeight) else w
+        for w in (up, then)
+    )
+    return up, then, y
+
+
+def _at(x: jax.Array, index: Any) -> jax.Array:
+    """x[index]; 16-bit floats as their bits, for XLA:CPU would convert all of x."""
     if x.dtype.itemsize != 2:
-        return x[at]
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16)[at], x.dtype)
+        return x[index]
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16)[index], x.dtype)
 
 
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:

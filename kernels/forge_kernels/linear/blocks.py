@@ -25,13 +25,14 @@ MIDDLE = 8  # what 4-bit values without minima are stored above
 class BlockPacking:
     """How a matrix [outputs, inputs] in blocks lies for the CPU kernels.
 
-    `paired` as in `Packing`.
+    `paired` and `experts` as in `Packing`.
     """
 
     blocks: Blocks
     outputs: int
     inputs: int
     paired: bool = False
+    experts: int | None = None
 
     @property
     def format(self) -> str:
@@ -44,7 +45,9 @@ class BlockPacking:
     @property
     def weight(self) -> jax.ShapeDtypeStruct:
         blocks = self.inputs // self.blocks.size
-        return jax.ShapeDtypeStruct((self.panels, blocks, PANEL * self.blocks.bytes), jnp.uint8)
+        shape = (self.panels, blocks, PANEL * self.blocks.bytes)
+        experts = () if self.experts is None else (self.experts,)
+        return jax.ShapeDtypeStruct((*experts, *shape), jnp.uint8)
 
     @property
     def scale(self) -> None:

@@ -38,7 +38,7 @@ def packed_linear(
         epilogue=np.int64(_SWIGLU if swiglu else _STORE if residual is None else _RESIDUAL),
         columns=np.int64(packing.outputs),
         eps=np.float32(eps),
-        **_format(packing),
+        **format_attributes(packing),
     )
 
 
@@ -51,11 +51,11 @@ def packed_embed(w: PackedWeight, tokens: jax.Array) -> jax.Array:
         jnp.zeros(0) if w.scale is None else w.scale,
         tokens,
         columns=np.int64(packing.outputs),
-        **_format(packing),
+        **format_attributes(packing),
     )
 
 
-def _format(packing: Packing | BlockPacking) -> dict[str, np.int64]:
+def format_attributes(packing: Packing | BlockPacking) -> dict[str, np.int64]:
     """What tells the kernels how to read a weight: `Format` and `Blocks` of `cpu/src/linear.h`."""
     if isinstance(packing, Packing):
         return _attributes(FORMATS.index(packing.format), 0, 0, False)

@@ -49,6 +49,7 @@ class Quantization:
       axis: of a mesh whose devices have parts of the inputs, so that the scale of a row of x is
         that of its parts on all of them; None: the rows are here, or their groups are.
       blocks: of a matrix of GGUF's: then scales are float16 factors and int8 numbers.
+      experts: it is so many matrices, which all arrays have on an axis before the others.
     """
 
     values: Values
@@ -60,12 +61,25 @@ class Quantization:
     static: bool = False
     axis: str | None = None
     blocks: Blocks | None = None
+    experts: int | None = None
 
     @classmethod
-    def of_blocks(cls, blocks: Blocks, outputs: int, inputs: int) -> Quantization:
+    def of_blocks(
+        cls, blocks: Blocks, outputs: int, inputs: int, experts: int | None = None
+    ) -> Quantization:
         return cls(
-            values=blocks.values, outputs=outputs, inputs=inputs, group=blocks.group, blocks=blocks
+            values=blocks.values,
+            outputs=outputs,
+            inputs=inputs,
+            group=blocks.group,
+            blocks=blocks,
+            experts=experts,
         )
+
+    @property
+    def one(self) -> Quantization:
+        """That of the matrix of one expert."""
+        return dataclasses.replace(self, experts=None)
 
     @property
     def groups(self) -> int:
@@ -75,14 +89,14 @@ class Quantization:
     def weight(self) -> jax.ShapeDtypeStruct:
         width = self.inputs // 2 if self.values == "int4" else self.inputs
         dtype = jnp.int8 if self.values == "int8" else jnp.uint8
-        return jax.ShapeDtypeStruct((self.outputs, width), dtype)
+        return self._shape((self.outputs, width), dtype)
 
     @property
     def scale(self) -> jax.ShapeDtypeStruct:
         """Of blocks their factors."""
         if self.blocks is not None:
             return self._factor
-        return jax.ShapeDtypeStruct((self.outputs, self.groups), jnp.float32)
+        return self._shape((self.outputs, self.groups), jnp.float32)
 
     @property
     def group_scale(self) -> jax.ShapeDtypeStruct | None:
@@ -100,29 +114,33 @@ class Quantization:
     def _factor(self) -> jax.ShapeDtypeStruct:
         assert self.blocks is not None
         shape = self.outputs, self.inputs // self.blocks.size
-        return jax.ShapeDtypeStruct(shape, jnp.float16)
+        return self._shape(shape, jnp.float16)
 
     @property
     def _by_group(self) -> jax.ShapeDtypeStruct | None:
         assert self.blocks is not None
         if not self.blocks.two_levels:
             return None
-        return jax.ShapeDtypeStruct((self.outputs, self.groups), jnp.int8)
+        return self._shape((self.outputs, self.groups), jnp.int8)
 
     @property
     def zero(self) -> jax.ShapeDtypeStruct | None:
         if not self.zeros:
             return None
-        return jax.ShapeDtypeStruct((self.outputs, self.groups), jnp.uint8)
+        return self._shape((self.outputs, self.groups), jnp.uint8)
 
     @property
     def input_scale(self) -> jax.ShapeDtypeStruct | None:
-        return jax.ShapeDtypeStruct((1,), jnp.float32) if self.static else None
+        return self._shape((1,), jnp.float32) if self.static else None
+
+    def _shape(self, one: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        experts = () if self.experts is None else (self.experts,)
+        return jax.ShapeDtypeStruct((*experts, *one), dtype)
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A matrix in 8 or 4 bits: a pytree whose leaves have the shapes that `quantization` says."""
+    """A matrix in 8 or 4 bits, or those of experts: a pytree of arrays as `quantization` says."""
 
     weight: jax.Array
     scale: jax.Array
@@ -189,6 +207,35 @@ def quantized_product(x: jax.Array, w: QuantizedWeight, out_dtype: DTypeLike) ->
     return (y if row_scale is None else y * row_scale).astype(out_dtype)
 
 
+def expert_product(x: jax.Array, w: QuantizedWeight, expert: jax.Array) -> jax.Array:
+    """float[T, K_in] times the transpose of one expert's matrix -> f32[T, N_out].
+
+    For CPUs: of the matrix a tile at a time is taken out, and made floats.
+    """
+    one = w.quantization.one
+
+    def flat(array: jax.Array) -> jax.Array:  # all rows below each other
+        return array.reshape(-1, *array.shape[2:])
+
+    scale = None if w.input_scale is None else w.input_scale[expert]
+    rows = dataclasses.replace(_map_rows(w, flat), quantization=one, input_scale=scale)
+    x, row_scale = _round_rows(x, rows)
+    y = _in_tiles(x, rows, expert * one.outputs)
+    return y if row_scale is None else y * row_scale
+
+
+def products_by_expert(x: jax.Array, w: QuantizedWeight) -> jax.Array:
+    """float[T, K_in], or of each expert float[E, T, K_in], times all of w -> f32[E, T, N_out]."""
+
+    def product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
+        w = dataclasses.replace(w, quantization=w.quantization.one)
+        x, row_scale = _round_rows(x, w)
+        y = _product(x, w)
+        return y if row_scale is None else y * row_scale
+
+    return jax.vmap(product, in_axes=(None if x.ndim == 2 else 0, 0))(x, w)
+
+
 def _in_parts(x: jax.Array, w: QuantizedWeight) -> jax.Array:
     """A vocabulary's rows are not made floats of all at a time; without a loop, for GPUs."""
     outputs = w.quantization.outputs
@@ -205,15 +252,23 @@ def _in_parts(x: jax.Array, w: QuantizedWeight) -> jax.Array:
     return jnp.concatenate(parts, axis=1)
 
 
-def _in_tiles(x: jax.Array, w: QuantizedWeight) -> jax.Array:
+def _in_tiles(x: jax.Array, w: QuantizedWeight, first: jax.Array | int = 0) -> jax.Array:
+    """With the rows of w from the number `first` on: it may have those of other matrices."""
     rows, outputs = x.shape[0], w.quantization.outputs
     if rows == 1 and x.dtype.itemsize < 4:
         x = jnp.pad(x, ((0, 1), (0, 0)))  # XLA:CPU is 10 times slower at one row
+
+    def tile_of(start: jax.Array | int, size: int) -> QuantizedWeight:
+        if size == len(w.weight):
+            return w
+        at = first + start
+        return _map_rows(w, lambda array: lax.dynamic_slice_in_dim(array, at, size))
+
     if x.dtype == jnp.int8 or outputs <= TILE:  # nothing becomes floats, or little
-        return _product(x, w)[:rows]
+        return _product(x, tile_of(0, outputs))[:rows]
 
     def add_tile(start: jax.Array | int, size: int, y: jax.Array) -> jax.Array:
-        tile = _map_rows(w, lambda array: lax.dynamic_slice_in_dim(array, start, size))
+        tile = tile_of(start, size)
         return lax.dynamic_update_slice_in_dim(y, _product(x, tile), start, axis=1)
 
     y = jnp.zeros((len(x), outputs), jnp.float32)

@@ -23,11 +23,13 @@ struct Matrices {
   const void* w;
   const void* scale;  // int8: f32, int4: f16
   long N, K;
+  Blocks blocks;  // of those formats
 
   // The fields of `op` that say which matrix it multiplies with.
   void select(Format format, long expert, Linear& op) const {
     long panels = (N + kPanel - 1) / kPanel, groups = (K + kGroup - 1) / kGroup;
-    op.w = static_cast<const char*>(w) + expert * panels * panel_bytes_of(format, K);
+    op.w = static_cast<const char*>(w) + expert * panels * panel_bytes_of(format, K, blocks);
+    op.blocks = blocks;
     op.scale = static_cast<const float*>(scale) + expert * panels * kPanel;
     op.scale16 = static_cast<const uint16_t*>(scale) + expert * groups * panels * kPanel;
     op.N = N;
@@ -41,6 +43,7 @@ struct Experts {
   Matrices down;      // [E, d, inner]
   const int32_t* chosen;  // [rows, per_token]
   const float* weights;   // [rows, per_token]
+  const int32_t* order;   // [E, d], the columns of x that those of gate_up are for; or null
   uint16_t* y;            // bf16[rows, d]
   long rows, per_token, count;
 };
@@ -57,23 +60,21 @@ struct Part {
 template <Format format>
 void multiply_part(const Part& part, const Linear& op, long panel, long count, const char* ahead,
                    long lines) {
-  long words = words_of(format, op.K), step = op.rows <= kMaxRowsWide ? count : 1;
+  long step = op.rows <= kMaxRowsWide ? count : 1;
   if (format == Format::kInt4) step = 1;
-  long left = part.tiles.count * (count / step);
   for (long p = panel; p < panel + count; p += step) {
-    for (long tile = 0; tile < part.tiles.count; ++tile, --left) {
-      long row = tile * part.tiles.rows, rows = std::min(part.tiles.rows, op.rows - row);
-      long share = (lines + left - 1) / left;
-      pick<format>(rows, int(step))(op, part.packed, part.packed.words + row * words, row, p, ahead,
-                                    share);
-      ahead += share * 64;
-      lines -= share;
-    }
+    long left = (panel + count - p) / step, share = (lines + left - 1) / left;
+    multiply_panel<format>(op, part.packed, part.tiles, 0, part.tiles.count, p, int(step), ahead,
+                           share);
+    ahead += share * 64;
+    lines -= share;
   }
 }
 
-template <Format format>
+// Of the matrices in blocks gates and ups may have other values than down; rows are packed alike.
+template <Format format, Format down_format = format>
 void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
+  static_assert(format == down_format || (in_blocks(format) && in_blocks(down_format)));
   if (op.rows <= 0) return;
   long d = op.down.N, inner = op.down.K, places = op.rows * op.per_token;
   auto in_range = [&](int32_t expert) { return expert >= 0 && expert < op.count; };
@@ -108,9 +109,10 @@ void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
     op.gate_up.select(format, e, up);
     up.x = op.x;
     up.from = rows + first;
+    up.order = op.order ? op.order + e * d : nullptr;
     up.y16 = middle + first * inner;
     up.epilogue = Epilogue::kSwiGLU;
-    op.down.select(format, e, down);
+    op.down.select(down_format, e, down);
     down.x = up.y16;
     down.y32 = sum;
     down.to = rows + first;
@@ -135,7 +137,8 @@ void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
   long up_step = together(up_panels, num_parts * up_panels);
   long down_step = together(down_panels, down_panels);
   long units = up_panels / up_step;
-  long up_bytes = panel_bytes_of(format, d), down_bytes = panel_bytes_of(format, inner);
+  long up_bytes = panel_bytes_of(format, d, op.gate_up.blocks);
+  long down_bytes = panel_bytes_of(down_format, inner, op.down.blocks);
 
   auto pack = [&](long tile, bool second) {
     const Part& part = parts[part_of_tile[tile]];
@@ -161,7 +164,7 @@ void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
     for (long i = 0; i < num_parts; ++i) {
       long lines = i + 1 < num_parts ? down_step * down_bytes / 64 : 0;
       const Part& then = lines ? parts[i + 1] : parts[i];
-      multiply_part<format>(parts[i], parts[i].down, panel, down_step,
+      multiply_part<down_format>(parts[i], parts[i].down, panel, down_step,
                             panel_at(then.down, panel, down_bytes), lines);
     }
     for (long r = 0; r < op.rows; ++r) {

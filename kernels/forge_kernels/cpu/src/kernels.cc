@@ -53,26 +53,53 @@ ffi::Error linear(ffi::ThreadPool pool, BF16 x, BF16 norm, ffi::AnyBuffer w, ffi
   return ffi::Error::Success();
 }
 
+template <forge::Format format>
+void run_experts_in_blocks(ffi::ThreadPool& pool, const forge::Experts& op, forge::Format down) {
+  switch (down) {
+    case forge::Format::kBlocks8:
+      forge::run_experts<format, forge::Format::kBlocks8>(pool, op);
+      break;
+    case forge::Format::kBlocks4:
+      forge::run_experts<format, forge::Format::kBlocks4>(pool, op);
+      break;
+    default: break;  // the caller knows
+  }
+}
+
 ffi::Error experts(ffi::ThreadPool pool, BF16 x, ffi::AnyBuffer gate_up, ffi::AnyBuffer gate_up_scale,
                    ffi::AnyBuffer down, ffi::AnyBuffer down_scale, I32 chosen,
-                   ffi::Buffer<ffi::F32> weights, I32 num_rows, ffi::Result<BF16> y, int64_t format,
-                   int64_t inner) {
+                   ffi::Buffer<ffi::F32> weights, I32 order, I32 num_rows, ffi::Result<BF16> y,
+                   int64_t format, int64_t block, int64_t group, int64_t minima,
+                   int64_t down_format, int64_t down_block, int64_t down_group,
+                   int64_t down_minima, int64_t inner) {
   long d = x.dimensions()[1];
   forge::Experts op;
   op.x = bits(x);
-  op.gate_up = {gate_up.untyped_data(), gate_up_scale.untyped_data(), 2 * inner, d};
-  op.down = {down.untyped_data(), down_scale.untyped_data(), d, inner};
+  op.gate_up = {gate_up.untyped_data(), gate_up_scale.untyped_data(), 2 * inner, d,
+                {block, group, minima != 0}};
+  op.down = {down.untyped_data(), down_scale.untyped_data(), d, inner,
+             {down_block, down_group, down_minima != 0}};
   op.chosen = chosen.typed_data();
   op.weights = weights.typed_data();
+  op.order = order.element_count() ? order.typed_data() : nullptr;
   op.y = bits(y);
   op.rows = std::min<long>(num_rows.typed_data()[0], x.dimensions()[0]);
   op.per_token = chosen.dimensions()[1];
   op.count = gate_up.dimensions()[0];
-  switch (static_cast<forge::Format>(format)) {
+  forge::Format up = static_cast<forge::Format>(format);
+  forge::Format then = static_cast<forge::Format>(down_format);
+  bool known = up == then || (forge::in_blocks(up) && forge::in_blocks(then));
+  if (!known) return ffi::Error(ffi::ErrorCode::kInternal, "experts in formats that do not mix");
+  switch (up) {
     case forge::Format::kBf16: forge::run_experts<forge::Format::kBf16>(pool, op); break;
     case forge::Format::kInt8: forge::run_experts<forge::Format::kInt8>(pool, op); break;
     case forge::Format::kInt4: forge::run_experts<forge::Format::kInt4>(pool, op); break;
-    default: return ffi::Error(ffi::ErrorCode::kInternal, "experts in blocks");
+    case forge::Format::kBlocks8:
+      run_experts_in_blocks<forge::Format::kBlocks8>(pool, op, then);
+      break;
+    case forge::Format::kBlocks4:
+      run_experts_in_blocks<forge::Format::kBlocks4>(pool, op, then);
+      break;
   }
   return ffi::Error::Success();
 }
@@ -234,8 +261,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_experts, experts,
                                   .Arg<I32>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<I32>()
+                                  .Arg<I32>()
                                   .Ret<BF16>()
                                   .Attr<int64_t>("format")
+                                  .Attr<int64_t>("block")
+                                  .Attr<int64_t>("group")
+                                  .Attr<int64_t>("minima")
+                                  .Attr<int64_t>("down_format")
+                                  .Attr<int64_t>("down_block")
+                                  .Attr<int64_t>("down_group")
+                                  .Attr<int64_t>("down_minima")
                                   .Attr<int64_t>("inner"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_attention, attention,

@@ -71,6 +71,7 @@ struct Linear {
   long first_panel = 0;            // that `w` has, in bfloat16
   const int32_t* from = nullptr;   // the row of x that each row is, or null: all in order
   const int32_t* to = nullptr;     // the row of y
+  const int32_t* order = nullptr;  // [K]: the column of x that each is, or null: all in order
   const float* weight = nullptr;   // f32[rows]: kAddWeighted adds so many times the row to y32
 
   const uint16_t* x_row(long row) const { return x + (from ? from[row] : row) * x_stride; }
@@ -92,7 +93,9 @@ struct Tiles {
 inline void read_row(const Linear& op, long row, float* out) {
   const uint16_t* x = op.x_row(row);
   long K = op.K, K16 = K / 16 * 16;
-  if (!op.norm) {
+  if (op.order) {  // without a norm
+    for (long k = 0; k < K; ++k) out[k] = bf16_to_f32(x[op.order[k]]);
+  } else if (!op.norm) {
     for (long k = 0; k < K16; k += 16) store(out + k, load_bf16(x + k));
     for (long k = K16; k < K; ++k) out[k] = bf16_to_f32(x[k]);
   } else {
@@ -132,7 +135,8 @@ inline long words_of(Format format, long K) {
 }
 
 // Of one panel of w.
-inline long panel_bytes_of(Format format, long K) {
+inline long panel_bytes_of(Format format, long K, const Blocks& blocks) {
+  if (in_blocks(format)) return blocks.panel_bytes(format, K);
   return format == Format::kInt4 ? (K + kGroup - 1) / kGroup * 512 : words_of(format, K) * 128;
 }
 
@@ -162,7 +166,7 @@ inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long 
   uint16_t* narrow = scratch<uint16_t>(1, K32 * 2);
   int8_t* bytes = reinterpret_cast<int8_t*>(narrow);
   for (long r = 0; r < rows; ++r) {
-    if (has_plain_rows(format) && !op.norm && op.K % 2 == 0) {
+    if (has_plain_rows(format) && !op.norm && !op.order && op.K % 2 == 0) {
       const uint16_t* x = op.x_row(first + r);
       for (long k = 0; k < words; ++k) std::memcpy(out + k * rows + r, x + 2 * k, 4);
       continue;
@@ -545,6 +549,24 @@ void multiply_tiles(const Linear& op, const PackedRows& packed, const Tiles& til
   }
 }
 
+// The same, of blocks by way of bfloat16 where there are many.
+template <Format format>
+void multiply_panel(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
+                    long last, long panel, int wide, const char* ahead, long lines) {
+  if constexpr (in_blocks(format)) {
+    if (last - first >= kTilesUnpacked) {
+      uint16_t* unpacked = scratch<uint16_t>(2, words_of(format, op.K) * 64);
+      unpack_panel<format>(op, panel, unpacked);
+      Linear plain = op;
+      plain.w = unpacked;
+      plain.first_panel = panel;
+      multiply_tiles<Format::kBf16>(plain, packed, tiles, first, last, panel, 1, ahead, lines);
+      return;
+    }
+  }
+  multiply_tiles<format>(op, packed, tiles, first, last, panel, wide, ahead, lines);
+}
+
 template <Format format>
 void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
   if (op.rows <= 0) return;
@@ -554,8 +576,7 @@ void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
   // Two panels at a time give more independent sums; few of them would divide badly among threads.
   bool many = panels >= 64L * pool.num_threads();
   int wide = format != Format::kInt4 && op.rows <= kMaxRowsWide && panels % 2 == 0 && many ? 2 : 1;
-  long panel_bytes = in_blocks(format) ? op.blocks.panel_bytes(format, op.K)
-                                       : panel_bytes_of(format, op.K);
+  long panel_bytes = panel_bytes_of(format, op.K, op.blocks);
   PackedRows packed;
   packed.words = scratch<uint32_t>(2, op.rows * words);
   packed.scales = scratch<float>(3, op.rows);
@@ -576,18 +597,7 @@ void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
     // The next panel is read into the cache while this one is in use.
     const char* ahead = static_cast<const char*>(op.w) + (panel + wide) * panel_bytes;
     long lines = panel + wide < panels ? wide * panel_bytes / 64 : 0;
-    if constexpr (in_blocks(format)) {
-      if (last - first >= kTilesUnpacked) {
-        uint16_t* unpacked = scratch<uint16_t>(2, words * 64);
-        unpack_panel<format>(op, panel, unpacked);
-        Linear plain = op;
-        plain.w = unpacked;
-        plain.first_panel = panel;
-        multiply_tiles<Format::kBf16>(plain, packed, tiles, first, last, panel, 1, ahead, lines);
-        return;
-      }
-    }
-    multiply_tiles<format>(op, packed, tiles, first, last, panel, wide, ahead, lines);
+    multiply_panel<format>(op, packed, tiles, first, last, panel, wide, ahead, lines);
   };
   if (tiles.count == 1) {  // a few rows: packed before the others are called
     pack(0);

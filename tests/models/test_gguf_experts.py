@@ -1,0 +1,153 @@
+"""Experts of GGUF files: the models of the folders, in floats or in the blocks of the file."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from gguf_writer import write_gguf
+from gguf_zoo import LAYERS, Q, write_zoo
+from paged import PagedRun
+from safetensors.numpy import save_file
+from test_gguf_blocks import BYTES, GREEDY, IDS, OPTIONS, loaded, needs_kernels
+
+import forge_jax
+from forge_jax import LLM
+from forge_jax.checkpoint.gguf.config import TYPES_KEY
+from forge_jax.checkpoint.safetensors import read_header
+from forge_jax.config import EngineConfig
+from forge_jax.convert import convert
+from forge_jax.errors import CheckpointError, UnsupportedModelError
+from forge_jax.models import build_model, read_spec
+
+EXPERTS = 3
+MIXED = (Q.Q8_0, Q.Q8_0, Q.Q8_0, Q.Q8_0, Q.Q5_K, Q.Q5_K, Q.Q4_0)  # experts in 8 and 4 bits
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    """Two layers: gates and ups in 4 bits with down in 8, and the other way round."""
+    file = tmp_path_factory.mktemp("experts") / "zoo.gguf"
+    return write_zoo(file, (LAYERS[0], MIXED), experts=EXPERTS)
+
+
+def test_qwens_experts_are_those_of_the_folder(goldens, tmp_path):
+    """Of a model with experts in all layers, which is what llama.cpp knows."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    config = json.loads((goldens / "qwen3_moe" / "config.json").read_text())
+    config |= {"num_hidden_layers": 2, "mlp_only_layers": []}
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = read_header(goldens / "qwen3_moe" / "model.safetensors")
+    tensors = {
+        name.replace("layers.2.", "layers.1."): np.array(tensor.read())
+        for name, tensor in stored.items()
+        if "layers.1." not in name
+    }
+    save_file(tensors, folder / "model.safetensors")
+    got = forge_jax.load(str(write_gguf(folder, tmp_path / "m.gguf")), progress=False)
+    want = forge_jax.load(str(folder), progress=False)
+    assert got.spec == want.spec
+    for name, ours, theirs in zip(got.model.names, got.leaves, want.leaves, strict=True):
+        np.testing.assert_array_equal(ours, theirs, name)
+
+
+def logits(model) -> np.ndarray:
+    return np.concatenate(PagedRun(model, 2).step(IDS))
+
+
+def test_experts_in_blocks_are_the_decoded_ones(zoo):
+    """In plain XLA, in float32: a tile of one expert is made floats where it is multiplied."""
+    packed = loaded(zoo, dtype="float32")
+    assert not packed.model.packings and "layers.1.mlp.down.weight" in packed.model.blocks
+    ours = logits(packed)
+    want = logits(loaded(zoo, dtype="float32", gguf_weights="decoded"))
+    assert np.linalg.norm(ours - want) < 1e-5 * np.linalg.norm(want)
+
+
+def test_the_kernels_give_the_bits_of_the_decoded_model(zoo):
+    needs_kernels()
+    packed = loaded(zoo)
+    formats = {
+        leaf: packing.format
+        for leaf, packing in packed.model.packings.items()
+        if leaf.startswith("layers.") and ".mlp." in leaf
+    }
+    assert formats == {
+        "layers.0.mlp.gate_up.weight": "int4 blocks",
+        "layers.0.mlp.down.weight": "int8 blocks",
+        "layers.1.mlp.gate_up.weight": "int8 blocks",
+        "layers.1.mlp.down.weight": "int4 blocks",
+    }
+    decoded = loaded(zoo, gguf_weights="decoded")
+    assert decoded.model.packings["layers.0.mlp.down.weight"].format == "bf16"
+    # Queries, keys and values are of two types there, so their product is in two pieces.
+    np.testing.assert_array_equal(logits(packed), logits(decoded))
+
+
+def test_experts_take_the_bytes_of_their_types(zoo):
+    for options in ({}, {"dtype": "float32"}):
+        if not options:
+            needs_kernels()
+        model = loaded(zoo, **options)
+        sizes = {}
+        for name, leaf in zip(model.model.names, model.leaves, strict=True):
+            base = name.rsplit(".", 1)[0]
+            sizes[base] = sizes.get(base, 0) + leaf.nbytes
+        for layer, (both, down) in enumerate((("Q4_K", "Q6_K"), ("Q5_K", "Q4_0"))):
+            assert sizes[f"layers.{layer}.mlp.gate_up"] == EXPERTS * 2 * 512 * BYTES[both]
+            assert sizes[f"layers.{layer}.mlp.down"] == EXPERTS * 512 * BYTES[down]
+
+
+def test_a_row_does_not_depend_on_its_neighbours(zoo):
+    model = loaded(zoo)
+    other = [[323 - token for token in IDS[1]]]
+    alone = [PagedRun(model, 2).step([IDS[0], *each])[0] for each in ([IDS[1]], other)]
+    np.testing.assert_array_equal(*alone)
+
+
+def test_a_converted_folder_has_the_same_experts(zoo, tmp_path):
+    config = EngineConfig.from_options(model=str(zoo))
+    folder = convert(config, tmp_path / "out", progress=False).folder
+    types = json.loads((folder / "config.json").read_text())[TYPES_KEY]
+    # One entry for all experts of a layer.
+    assert types["model.layers.0.block_sparse_moe.experts.w2.weight"] == "Q6_K"
+    assert len(types) == 2 * (4 + 3) + 2
+    tokens = []
+    for model in (zoo, folder):
+        llm = LLM(str(model), **OPTIONS)
+        outputs = llm.generate([IDS[0]], GREEDY, progress=False)
+        tokens.append(list(outputs[0].outputs[0].token_ids))
+        llm.close()
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 12
+
+
+def test_gates_and_ups_of_two_types_are_refused_and_can_be_decoded(tmp_path):
+    file = write_zoo(tmp_path / "zoo.gguf", (LAYERS[2],), experts=EXPERTS)
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"experts.0.w1.weight and .*experts.0.w3.weight have different types.*decoded",
+    ):
+        build_model(read_spec(file))
+    model = loaded(file, gguf_weights="decoded", dtype="float32")
+    assert math.prod(model.leaf("layers.0.mlp.down.weight").shape) == EXPERTS * 256 * 512
+
+
+def test_experts_beside_one_matrix_of_floats(tmp_path):
+    """Where one of both is not in blocks, neither is packed for the kernels."""
+    kinds = (*LAYERS[0][:6], Q.BF16)
+    file = write_zoo(tmp_path / "zoo.gguf", (kinds,), experts=EXPERTS)
+    model, decoded = (loaded(file, **each) for each in ({}, {"gguf_weights": "decoded"}))
+    assert not any(".mlp." in leaf for leaf in model.model.packings)
+    ours, want = logits(model), logits(decoded)
+    assert np.linalg.norm(ours - want) < 0.02 * np.linalg.norm(want)
+
+
+def test_tensors_that_are_not_of_so_many_experts_are_named(tmp_path, goldens):
+    def wrong(writer):
+        del writer.kv_data[0]["llama.expert_count"]
+        writer.add_expert_count(5)
+
+    file = write_gguf(goldens / "mixtral", tmp_path / "m.gguf", more=wrong)
+    with pytest.raises(CheckpointError, match=r"\(4, 48, 64\), which is not a .* of 5 experts"):
+        read_spec(file)
