@@ -121,7 +121,7 @@ def _cells(table: Table, row: Row) -> tuple[str, ...]:
 
 def markdown(comparison: Comparison) -> str:
     """The tables of what has changed, as TensorBoard's Text tab shows them."""
-    parts = [f"before: {comparison.runs[0]}\n\nafter: {comparison.runs[1]}\n"]
+    parts = [f"before: `{comparison.runs[0]}`\n\nafter: `{comparison.runs[1]}`\n"]
     for table in comparison.tables:
         parts.append(f"\n## {_caption(table, len(table.changed))}\n\n")
         rule = ("---",) + ("---:",) * 4 + ("---",)
@@ -191,9 +191,7 @@ def write_tensorboard(comparisons: Iterable[Comparison], folder: Path) -> None:
             for table in comparison.tables:
                 tag = _TAGS.get(table.title)
                 for row in table.rows if tag is not None else ():
-                    kind, *rest = re.split(": |/", row.name)
-                    # Cards show what follows the last slash, and as much before it as fits.
-                    name = "/".join([f"{tag}/{below}{kind}", *([".".join(rest)] if rest else [])])
+                    name = f"{tag}/{_tag(comparison.name, row.name)}"
                     values = (row.before, row.after)
                     for run, points, mean in zip(
                         ("before", "after"), comparison.points, values, strict=True
@@ -204,6 +202,15 @@ def write_tensorboard(comparisons: Iterable[Comparison], folder: Path) -> None:
     finally:
         for writer in writers.values():
             writer.close()
+
+
+def _tag(comparison: str, name: str) -> str:
+    """ "decode/layers.attention.forge_attention", of a comparison "decode": cards show what follows
+    the last slash, and as much before it as fits.
+    """
+    kind, *rest = re.split(": |/", name)
+    parts = [part for part in dict.fromkeys((comparison, kind)) if part]
+    return "/".join([*parts, ".".join(rest)] if rest else parts)
 
 
 def _add_line(writer: Any, name: str, values: list[float]) -> None:
