@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import re
 import shutil
-import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
+
+from tests import server_process
+from tests.server_process import ROOT
 
 if importlib.util.find_spec("playwright") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -28,7 +28,6 @@ if importlib.util.find_spec("playwright") is None:
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page
 
-ROOT = Path(__file__).parent.parent.parent
 KEY = "the-key-of-the-tests"
 
 
@@ -65,22 +64,8 @@ class Server:
 
 def _serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
     python = request.config.getoption("--page-server-python")
-    command = [python, "-m", "forge_serve", "serve", "--port", "0", "--no-request-log", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()  # the first one: it serves
-        found = re.match(r"forge-jax serves \S+ at (http://\S+);", line)
-        assert found, f"the server did not start: {line!r}"
-        yield Server(url=found[1])
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+    with server_process.serving(python, *flags) as (url, _, _):
+        yield Server(url=url)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import subprocess
 import sys
 import urllib.request
@@ -21,8 +20,10 @@ from typing import Any
 
 import pytest
 
+from tests import server_process
+from tests.server_process import ROOT
+
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
 START_S = 90.0
 KEY = "the-key-of-the-tests"
 
@@ -84,21 +85,8 @@ class Server:
 def serving(request: pytest.FixtureRequest, *flags: str) -> Iterator[Server]:
     """A server with these flags, on a free port."""
     python = request.config.getoption("--server-python")
-    command = [python, "-m", "forge_serve", "serve", "--port", "0", "--no-request-log", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()  # the first one: it serves
-        found = re.match(r"forge-jax serves (\S+) at (http://\S+);", line)
-        assert found, f"the server did not start: {line!r}"
-        yield Server(url=found[2], model=found[1], process=process)
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    with server_process.serving(python, *flags) as (url, model, process):
+        yield Server(url=url, model=model, process=process)
 
 
 @pytest.fixture(scope="session")

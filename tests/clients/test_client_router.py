@@ -21,6 +21,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, START_S, Server, serving
 
+from tests.server_process import running
+
 SMG = Path(sys.executable).with_name("smg")
 OPERATIONS = ROOT / "docs/operations.md"
 TOPICS = [
@@ -56,18 +58,10 @@ def routing(*workers: Server) -> Iterator[Server]:
                "--prometheus-port", str(free_port()), "--log-level", "error",
                "--worker-urls", *(worker.url for worker in workers),
                *flags_in_the_documents()]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     router = Server(url=f"http://127.0.0.1:{port}", model=workers[0].model)
-    try:
+    with running(command, stderr=subprocess.DEVNULL):
         until(lambda: ready(router, len(workers)))
         yield router
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def until(condition) -> None:

@@ -89,12 +89,7 @@ def _take(event: Any, result: Measured, now: float) -> None:
         if not (text or any(others)):
             continue
         result.text += text
-        result.events += 1
-        if result.last_s is None:
-            result.ttft_s = now
-        else:
-            result.gaps_s.append(now - result.last_s)
-        result.last_s = now
+        result.heard(now)
 
 
 async def stream_chat(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Measured:

@@ -63,12 +63,6 @@ class Submitter:
             result.error = str(delta.error)
         result.finish_reason = delta.finish_reason or result.finish_reason
         result.cached_tokens = max(result.cached_tokens, delta.num_cached_tokens)
-        if not delta.token_ids:
-            return
-        result.completion_tokens += len(delta.token_ids)
-        result.events += 1
-        if result.last_s is None:
-            result.ttft_s = now
-        else:
-            result.gaps_s.append(now - result.last_s)
-        result.last_s = now
+        if delta.token_ids:
+            result.completion_tokens += len(delta.token_ids)
+            result.heard(now)

@@ -38,6 +38,15 @@ class Measured:
     error: str | None = None
     refused: bool = False  # the server does not take such a request
 
+    def heard(self, now_s: float) -> None:
+        """Counts an event with content, the first or a later one."""
+        self.events += 1
+        if self.last_s is None:
+            self.ttft_s = now_s
+        else:
+            self.gaps_s.append(now_s - self.last_s)
+        self.last_s = now_s
+
     @property
     def tpot_s(self) -> float | None:
         """Mean time per output token after the first."""

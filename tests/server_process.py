@@ -1,0 +1,44 @@
+"""Processes that tests start: their end, and a server on a free port. Needs no forge_jax."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).parent.parent
+END_S = 10.0  # from being asked to end until it is killed
+
+
+@contextmanager
+def running(
+    command: Sequence[str],
+    stdout: int = subprocess.DEVNULL,
+    stderr: int | IO[str] | None = None,
+    cwd: Path = ROOT,
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that ends with the block."""
+    with subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, cwd=cwd) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@contextmanager
+def serving(python: str, *flags: str) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
+    """`forge-jax serve` with these flags: its URL without /v1, its model's name, the process."""
+    command = [python, "-m", "forge_serve", "serve", "--port", "0", "--no-request-log", *flags]
+    with running(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()  # the first one: it serves
+        found = re.match(r"forge-jax serves (\S+) at (http://\S+);", line)
+        assert found, f"the server did not start: {line!r}"
+        yield found[2], found[1], process
