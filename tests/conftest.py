@@ -35,6 +35,20 @@ def compilation_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 
 
 @pytest.fixture(scope="module", autouse=True)
+def the_compiler_is_quick(request: pytest.FixtureRequest):
+    """XLA compiles as for everyone, but for modules that are marked `quick_compile`."""
+    if request.node.get_closest_marker("quick_compile") is None:
+        yield
+        return
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    with pytest.MonkeyPatch.context() as patch:  # and in the processes that they start
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module", autouse=True)
 def executables_are_let_go(request: pytest.FixtureRequest):
     """What a module compiled goes when it is done.
 

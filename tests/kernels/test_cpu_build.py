@@ -25,6 +25,8 @@ from forge_kernels.cpu.build import (
     find_compiler,
 )
 
+pytestmark = pytest.mark.long
+
 module = import_module("forge_kernels.cpu.build")
 HERE = Path(__file__).parent
 

@@ -139,7 +139,12 @@ async def check(
     assert rss_after - rss_before < rss_bound, (rss_before, rss_after)
 
 
-CONFIG = {"max_num_seqs": 16, "max_model_len": 256, "num_blocks": 256}
+CONFIG = {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 256,
+    "num_blocks": 256,
+}
 
 
 def engine(kind: str) -> Engine | EngineProcess:
