@@ -26,7 +26,7 @@ serve: .venv/.serve
 	@exec $(BIN)/forge-jax serve $(MODEL) $(ARGS)
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -m "not soak and not fuzz" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not soak and not fuzz" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-clients: .venv/.serve .venv-clients/.clients
 	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini tests/clients $(ARGS)

@@ -16,12 +16,36 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory):
-    """Engines of one test run share their executables, and no run depends on an earlier one."""
+def compilation_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """Engines of one test run share their executables, and no run depends on an earlier one.
+
+    The C++ kernels are shared by all processes of the run, XLA's executables by those that one
+    process starts: JAX writes them in place, where another could read half of one.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+    if hasattr(request.config, "workerinput"):  # one of several processes
+        kernels = tmp_path_factory.getbasetemp().parent / "kernels"
+        kernels.mkdir(mode=0o700, exist_ok=True)
+        (cache / "forge-jax").mkdir()
+        (cache / "forge-jax" / "kernels").symlink_to(kernels)
     patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    patch.setenv("XDG_CACHE_HOME", str(cache))
     yield
     patch.undo()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def the_compiler_is_quick(request: pytest.FixtureRequest):
+    """XLA compiles as for everyone, but for modules that are marked `quick_compile`."""
+    if request.node.get_closest_marker("quick_compile") is None:
+        yield
+        return
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    with pytest.MonkeyPatch.context() as patch:  # and in the processes that they start
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,3 +103,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fuzz", "make fuzz")
     group.addoption("--fuzz-cases", type=int, default=50_000, help="bodies to send, at least")
     group.addoption("--fuzz-seed", type=int, default=0, help="which bodies")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of long tests begin first: one that began last would leave the other processes idle."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)

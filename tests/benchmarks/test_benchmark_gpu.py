@@ -113,7 +113,8 @@ def test_a_wrong_kernel_is_seen(monkeypatch, kv_dtype):
 
 def test_the_written_model_is_served(tmp_path):
     spec = model.write_folder(tmp_path, tiny=True)
-    llm = LLM(str(tmp_path), max_num_seqs=4, max_model_len=64, num_blocks=32)
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+    llm = LLM(str(tmp_path), num_blocks=32, **sizes)
     prompts = engine.prompts(3, 7, spec.vocab_size)
     assert len({tuple(prompt) for prompt in prompts}) == 3
     outputs = llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True), progress=False)

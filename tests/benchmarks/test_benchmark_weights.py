@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks import weights
+
+pytestmark = [pytest.mark.long, pytest.mark.quick_compile]
 
 
 def test_each_form_has_its_row(stories, tmp_path, capsys):

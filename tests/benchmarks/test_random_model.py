@@ -18,6 +18,7 @@ from forge_jax import LLM, SamplingParams
 from forge_jax.text.tokenizer import Tokenizer
 
 TINY = SHAPES["tiny"]
+SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def folder(tmp_path_factory):
 
 def test_the_engine_serves_one_and_each_token_is_a_space_and_letters(folder):
     prompts = np.random.default_rng(0).integers(NUM_RESERVED, TINY.vocab_size, (4, 12)).tolist()
-    outputs = LLM(folder, num_blocks=32).generate(
+    outputs = LLM(folder, num_blocks=32, **SMALL).generate(
         prompts, SamplingParams(temperature=0, max_tokens=20)
     )
     for output in outputs:

@@ -23,6 +23,8 @@ from documents import (
     pages,
 )
 
+pytestmark = [pytest.mark.long, pytest.mark.quick_compile]
+
 ADDRESS = "127.0.0.1:8000"  # of the documents
 NAMES = {"SMALLER_MODEL": "forge-tiny", "MODEL": "forge-tiny"}
 

@@ -6,6 +6,8 @@ import pytest
 from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.safetensors import read_header
 
+pytestmark = pytest.mark.long
+
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=20)
 
 

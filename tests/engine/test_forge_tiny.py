@@ -9,7 +9,7 @@ GREEDY = SamplingParams(max_tokens=200, temperature=0)
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("forge-tiny", max_num_seqs=16, max_num_batched_tokens=256)
+    return LLM("forge-tiny", max_num_seqs=4, max_num_batched_tokens=64)
 
 
 def ask(llm: LLM, *questions: str) -> list[str]:

@@ -24,6 +24,8 @@ from forge_serve.app import Service, make_app
 from forge_serve.config import ServerConfig
 from forge_serve.server import bind, make_runner
 
+pytestmark = pytest.mark.long
+
 MAY_BE = {200, 400, 404, 413}
 ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # which ask for nothing generated
 CANARY = Case(

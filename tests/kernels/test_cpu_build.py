@@ -25,6 +25,8 @@ from forge_kernels.cpu.build import (
     find_compiler,
 )
 
+pytestmark = pytest.mark.long
+
 module = import_module("forge_kernels.cpu.build")
 HERE = Path(__file__).parent
 
@@ -249,20 +251,32 @@ def test_the_checks_catch_planted_faults(cpu_kernels, tmp_path):
     assert not {"linear bf16, whole panels", "pack bf16", "pack int8", "embed bf16"} & set(failed)
 
 
+MEETS = """for last; do :; done
+case "$1" in --version) echo fake 1.0; exit;; esac
+touch {here}/building-$$
+until [ $(ls {here} | grep -c building) = 2 ]; do sleep 0.01; done
+cp {library} "$last"
+"""
+
+
 def test_processes_may_build_at_the_same_time(cpu_kernels, tmp_path):
     """Both find a whole library, whoever was first; nothing else is left."""
-    command = "from forge_kernels import cpu; print(cpu.load())"
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    # The compiler waits until the other process is building, too, and puts out what has been built.
+    body = MEETS.format(here=tmp_path, library=build(cpu_kernels))
+    cache, command = tmp_path / "cache", "from forge_kernels import cpu; print(cpu.load())"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "CXX": compiler(tmp_path, body)}
 
     def one(_: int) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [sys.executable, "-c", command], env=environment, capture_output=True, text=True
-        )
+            [sys.executable, "-c", command],
+            env=environment, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
 
     with ThreadPoolExecutor(2) as threads:
         for done in threads.map(one, range(2)):
             assert (done.returncode, done.stdout.strip()) == (0, cpu_kernels), done.stderr
-    assert len(list((tmp_path / "forge-jax" / "kernels").iterdir())) == 1
+    assert len(list(tmp_path.glob("building-*"))) == 2
+    assert len(list((cache / "forge-jax" / "kernels").iterdir())) == 1
 
 
 # ---- threads ------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ def test_a_trained_model_of_version_1_is_the_same(stories, stories_gguf):
 
 
 def test_it_tells_the_same_story(stories_gguf):
-    llm = LLM(str(stories_gguf), max_num_seqs=8, max_num_batched_tokens=64)
+    llm = LLM(str(stories_gguf), max_num_seqs=4, max_num_batched_tokens=64)
     [output] = llm.generate(
         "Once upon a time", SamplingParams(max_tokens=40, temperature=0), progress=False
     )

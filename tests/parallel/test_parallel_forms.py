@@ -3,6 +3,8 @@
 import pytest
 from test_tensor_parallel import expected_collectives, run_child
 
+pytestmark = pytest.mark.long
+
 ROW_SCALE = ("fp8_matrix_dynamic", "fp8_rows", "int8_rows")  # of the parts of a row on all devices
 ORDERED = ("gptq_ordered", "gptq_ordered_symmetric", "w4a16_ordered")
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).parent
 TESTS = HERE.parent
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"

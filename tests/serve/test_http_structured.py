@@ -222,7 +222,7 @@ async def test_an_engine_in_a_process_of_its_own():
 
 
 async def test_the_bundled_model_with_the_official_client():
-    config = EngineConfig.from_options(max_num_seqs=8, max_num_batched_tokens=64)
+    config = EngineConfig.from_options(max_num_seqs=4, max_num_batched_tokens=64)
     async with running(await asyncio.to_thread(Engine.load, config)) as server:
         form = FORMS["openai"][0]["response_format"]
         create = server.openai.chat.completions.create

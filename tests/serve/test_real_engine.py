@@ -13,7 +13,7 @@ CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture
 async def server():
-    config = EngineConfig.from_options(max_num_seqs=8, max_num_batched_tokens=64)
+    config = EngineConfig.from_options(max_num_seqs=4, max_num_batched_tokens=64)
     async with running(await asyncio.to_thread(Engine.load, config)) as server:
         yield server
 

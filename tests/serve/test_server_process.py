@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import time
+import threading
 
 import pytest
 
 from forge_jax.engine import Engine
+from forge_jax.process import client
 from forge_jax.process.client import EngineProcess
 from forge_serve.config import ServerConfig
 from forge_serve.server import load_engine
@@ -44,31 +43,59 @@ async def text(server, i: int) -> tuple[str, list, dict]:
     return "".join(choice["text"] for choice in choices), tokens, counts
 
 
-async def test_sixty_four_streams_survive_kills(start):
+DIES = """
+import os, signal
+from forge_jax.process import worker
+from forge_jax.testing import FakeDevice
+
+dispatch = FakeDevice.dispatch
+
+def dispatch_or_die(self, plan):
+    if self.num_steps == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return dispatch(self, plan)
+
+FakeDevice.dispatch = dispatch_or_die
+worker.main()
+"""
+
+
+@pytest.fixture
+def launches(monkeypatch) -> threading.Semaphore:
+    """How many processes may be started; those that are one too many wait."""
+    allowed, launch = threading.Semaphore(0), client._launch
+
+    def launch_when_allowed(*args):
+        assert allowed.acquire(timeout=60)
+        return launch(*args)
+
+    monkeypatch.setattr(client, "_launch", launch_when_allowed)
+    return allowed
+
+
+async def test_sixty_four_streams_survive_kills(start, launches, monkeypatch):
+    """Two processes die after 20 steps, when no stream of 60 tokens can have ended."""
     expected_server = await start(Engine.fake())
     expected = await asyncio.gather(*(text(expected_server, i) for i in range(STREAMS)))
 
-    engine = EngineProcess.fake(step_time_s=0.003)
+    worker = client.WORKER
+    monkeypatch.setattr(client, "WORKER", ("-c", DIES))
+    launches.release()
+    engine = EngineProcess.fake()
     server = await start(engine)
+    assert (await server.get("/health"))[0] == 200
     streams = [asyncio.ensure_future(text(server, i)) for i in range(STREAMS)]
-    for _ in range(2):
-        steps = engine.stats().steps
+    for deaths in (1, 2):
         async with asyncio.timeout(60):
-            while engine.stats().num_running < STREAMS // 2 or engine.stats().steps < steps + 10:
-                await asyncio.sleep(0.002)
-        assert (await server.get("/health"))[0] == 200
-        killed_s = time.monotonic()
-        os.kill(engine.pid, signal.SIGKILL)
-        status, answer = 200, {}
-        while status != 503:
-            assert time.monotonic() < killed_s + 1.0, "health notices within a second"
-            status, answer = await server.get("/health")
-        assert answer == {"status": "recovering"}
-        async with asyncio.timeout(60):
-            while (await server.get("/health"))[0] != 200:
+            while engine.stats().restarts < deaths or len(engine._journal) < STREAMS:
                 await asyncio.sleep(0.01)
-    assert not all(stream.done() for stream in streams)
+        assert await server.get("/health") == (503, {"status": "recovering"})
+        assert not any(stream.done() for stream in streams)
+        if deaths == 2:
+            monkeypatch.setattr(client, "WORKER", worker)
+        launches.release()
     assert await asyncio.gather(*streams) == expected
+    assert (await server.get("/health"))[0] == 200
     assert (await server.get("/stats"))[1]["restarts"] == 2
     async with server.http.get(server.url + "/metrics") as response:
         assert 'forge:engine_restarts_total{model_name="forge-fake"} 2.0' in await response.text()
