@@ -27,7 +27,8 @@ from forge_jax.files import shown
 from forge_jax.models.decoder import Leaves, Model, WeightForms
 from forge_jax.models.registry import build_model, find_architecture
 from forge_jax.parallel.rules import Cut, axis_of, cut_of, matrix_of, whole_of
-from forge_jax.quant.blocks import KEY, BlockForm, by_piece, forms_by_piece, piece_name
+from forge_jax.quant.block_types import KEY
+from forge_jax.quant.blocks import BlockForm, by_piece, forms_by_piece, piece_name
 from forge_jax.quant.forms import QuantizedForm, module_of, num_experts
 from forge_jax.quant.rounding import round_matrix
 from forge_jax.quant.shards import shard_of
@@ -46,7 +47,7 @@ from forge_kernels.linear import (
 )
 from forge_kernels.linear.blocks import Read
 from forge_kernels.linear.packed import GROUP as INT4_GROUP
-from forge_kernels.linear.packed import aligned_empty
+from forge_kernels.linear.panels import aligned_empty
 from forge_kernels.linear.quantized import ARRAYS
 from forge_kernels.threads import for_each
 

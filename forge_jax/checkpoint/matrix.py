@@ -12,7 +12,7 @@ import numpy as np
 
 from forge_jax.checkpoint.stored import StoredTensor, TensorSource
 from forge_jax.checkpoint.weight_map import Tensor
-from forge_kernels.linear.packed import aligned_empty
+from forge_kernels.linear.panels import aligned_empty
 from forge_kernels.threads import for_each
 
 CHUNK_BYTES = 4 * 2**20  # that a thread writes before it takes the next ones

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from forge_jax.checkpoint.converted import read_record
 from forge_jax.checkpoint.gguf import config_of, is_gguf, read_gguf
+from forge_jax.config_file import Config
 from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
 from forge_jax.files import read_json, shown
 from forge_jax.models.decoder import Decoder, Model, WeightForms
 from forge_jax.models.families import ARCHITECTURES, Architecture
-from forge_jax.models.spec import DTYPES, Config, ModelSpec
+from forge_jax.models.spec import DTYPES, ModelSpec
 from forge_jax.quant.blocks import block_forms
 from forge_jax.quant.forms import cut_forms, quantized_forms
 from forge_jax.quant.rounding import rounded_forms

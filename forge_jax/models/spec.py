@@ -9,13 +9,14 @@ Knows both spellings of Hugging Face's files: `rope_theta`, `rope_scaling` and `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forge_jax.errors import ModelError, UnsupportedModelError
+from forge_jax.config_file import Config
+from forge_jax.errors import UnsupportedModelError
 from forge_jax.files import shown
-from forge_jax.quant.blocks import BlockTypes, read_block_types
+from forge_jax.quant.block_types import BlockTypes, read_block_types
 from forge_jax.quant.spec import QuantSpec, read_quantization
 
 ROPE_TYPES = ("default", "linear", "llama3", "longrope")
@@ -27,7 +28,6 @@ MAX_HEADS = 4096
 MAX_WIDTH = 2**20  # of hidden, intermediate and head sizes
 MAX_VOCAB = 2**22
 MAX_POSITIONS = 2**27
-MAX_TOKEN_LIST = 1024
 MAX_EXPERTS = 4096
 
 
@@ -140,80 +140,6 @@ class ModelSpec:
         """The experts of this layer; None: it has an ordinary MLP."""
         none = self.experts is None or layer in self.experts.dense_layers
         return None if none else self.experts
-
-
-class Config:
-    """`config.json` with checks: each getter names the field that is wrong."""
-
-    def __init__(self, values: Mapping[str, Any], where: str = "config.json"):
-        self.values, self.where = values, where
-
-    def error(self, name: str, want: str) -> ModelError:
-        return ModelError(
-            f"{self.where}: {name} must be {want}, not {shown(self.values.get(name))}"
-        )
-
-    def has(self, name: str) -> bool:
-        return self.values.get(name) is not None
-
-    def integer(
-        self, name: str, default: int | None = None, *, low: int = 1, high: int = 2**31 - 1
-    ) -> int:
-        value = self.values.get(name) if self.has(name) else default
-        if type(value) is not int or not low <= value <= high:
-            raise self.error(name, f"an integer from {low} to {high}")
-        return value
-
-    def number(
-        self,
-        name: str,
-        default: float | None = None,
-        *,
-        low: float = 0.0,
-        high: float = 1e30,
-    ) -> float:
-        """A finite number above `low`; float32 holds all up to `high`."""
-        value = self.values.get(name) if self.has(name) else default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(name, "a number")
-        if not low < value <= high:  # NaN is neither
-            raise self.error(name, f"a finite number above {low:g}, at most {high:g}")
-        return float(value)
-
-    def boolean(self, name: str, default: bool) -> bool:
-        value = self.values.get(name) if self.has(name) else default
-        if type(value) is not bool:
-            raise self.error(name, "true or false")
-        return value
-
-    def string(self, name: str, default: str | None = None) -> str:
-        value = self.values.get(name) if self.has(name) else default
-        if type(value) is not str:
-            raise self.error(name, "a string")
-        return value
-
-    def with_defaults(self, **values: Any) -> Config:
-        """The same, with `values` for fields that the file does not have."""
-        own = {name: value for name, value in self.values.items() if value is not None}
-        return Config({**self.values, **values, **own}, self.where)
-
-    def section(self, name: str) -> Config | None:
-        value = self.values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.error(name, "an object")
-        return Config(value, f"{self.where}: {name}")
-
-    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """A token id, a list of them, or none: they index the model's logits."""
-        value = self.values.get(name)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        if len(ids) > MAX_TOKEN_LIST or any(
-            type(i) is not int or not 0 <= i < vocab_size for i in ids
-        ):
-            raise self.error(name, f"a token id below {vocab_size} or a list of such token ids")
-        return tuple(ids)
 
 
 ACTIVATIONS: dict[str, Activation] = {

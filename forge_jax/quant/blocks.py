@@ -1,20 +1,13 @@
-"""Matrices of GGUF files stay in the blocks of their types: which, and what becomes of each leaf.
-
-What a `config.json` says of them is a key that is no one else's, `gguf_types`; of a GGUF file it
-is made from the table of tensors (`checkpoint/gguf/config.py`), and `forge-jax convert` keeps it.
-"""
+"""Matrices of GGUF files stay in the blocks of their types: what becomes of each leaf."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from forge_jax.checkpoint.gguf.config import TYPES_KEY as KEY
-from forge_jax.checkpoint.gguf.config import of_all_experts
-from forge_jax.checkpoint.gguf.quants import BY_NAME
 from forge_jax.errors import ConfigError, UnsupportedModelError
 from forge_jax.parallel.rules import Cut, cut_of, possible_shards
 from forge_jax.quant.forms import expert_leaves, num_experts
@@ -23,39 +16,7 @@ from forge_kernels.linear import BlockPacking, Format, Quantization
 
 if TYPE_CHECKING:
     from forge_jax.checkpoint.weight_map import Tensor, WeightMap
-    from forge_jax.models.spec import Config, ModelSpec
-
-MAX_NAMES = 100_000
-TYPES = {name: form.blocks for name, form in BY_NAME.items() if form.blocks is not None}
-
-
-@dataclass(frozen=True)
-class BlockTypes:
-    """The types ("Q4_K") of the tensors that are in blocks, by Hugging Face's names."""
-
-    types: tuple[tuple[str, str], ...]
-
-    @cached_property
-    def _by_name(self) -> dict[str, str]:
-        return dict(self.types)
-
-    def blocks_of(self, tensor: str) -> Blocks | None:
-        """None: it has floats."""
-        found = self._by_name.get(of_all_experts(tensor))
-        return None if found is None else TYPES[found]
-
-
-def read_block_types(config: Config) -> BlockTypes | None:
-    """What the key says; None without it, or where it is empty."""
-    section = config.section(KEY)
-    if section is None or not section.values:
-        return None
-    if len(section.values) > MAX_NAMES:
-        raise config.error(KEY, f"an object of at most {MAX_NAMES} names")
-    for name, found in section.values.items():
-        if found not in TYPES:
-            raise section.error(name, f"one of {', '.join(TYPES)}")
-    return BlockTypes(tuple(sorted(section.values.items())))
+    from forge_jax.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from forge_jax.files import shown
 from forge_jax.quant.names import compile_pattern, within
 
 if TYPE_CHECKING:
-    from forge_jax.models.spec import Config
+    from forge_jax.config_file import Config
 
 log = logging.getLogger(__name__)
 

@@ -25,14 +25,15 @@ import jax
 import jax.numpy as jnp
 
 from forge_jax.cache.kv import KVShape, element_dtype, kv_shape
+from forge_jax.config_file import Config
 from forge_jax.grammar.masks import mask_width
 from forge_jax.models import build_model
 from forge_jax.models.registry import find_architecture
-from forge_jax.models.spec import Config, ModelSpec, RopeSpec
+from forge_jax.models.spec import ModelSpec, RopeSpec
 from forge_jax.parallel.mesh import TensorMesh
 from forge_jax.parallel.rules import AXIS, shard_spec
 from forge_jax.quant import read_quantization
-from forge_jax.quant.blocks import BlockTypes
+from forge_jax.quant.block_types import BlockTypes
 from forge_jax.step.meta import StepShape
 from forge_jax.step.runner import compiler_options
 from forge_jax.step.slots import slots_shape

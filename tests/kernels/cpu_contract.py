@@ -20,7 +20,8 @@ import numpy as np
 
 from forge_kernels.cpu.library import num_threads
 from forge_kernels.linear import FORMATS, PackedWeight, Packing, linear, pack
-from forge_kernels.linear.packed import GROUP, PANEL
+from forge_kernels.linear.packed import GROUP
+from forge_kernels.linear.panels import PANEL
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 EPS = 1e-5

@@ -24,7 +24,7 @@ from forge_kernels.linear import (
 )
 from forge_kernels.linear import blocks as blocks_module
 from forge_kernels.linear import quantized as quantized_module
-from forge_kernels.linear.packed import PANEL
+from forge_kernels.linear.panels import PANEL
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 EPS = 1e-5

@@ -25,7 +25,8 @@ from forge_jax.checkpoint.load import load_weights
 from forge_jax.config import EngineConfig
 from forge_jax.errors import CheckpointError, ConfigError, ModelError
 from forge_jax.models import build_model, read_spec
-from forge_jax.quant.blocks import TYPES, BlockForm, Pieces, forms_by_piece
+from forge_jax.quant.block_types import TYPES
+from forge_jax.quant.blocks import BlockForm, Pieces, forms_by_piece
 from forge_jax.research import LoadedModel
 from forge_kernels import cpu
 from forge_kernels.embed import embed

@@ -2,8 +2,8 @@
 
 import pytest
 
+from forge_jax.config_file import Config
 from forge_jax.errors import ModelError, UnsupportedModelError
-from forge_jax.models.spec import Config
 from forge_jax.quant import read_quantization
 from forge_jax.quant.names import compile_pattern
 

@@ -38,10 +38,10 @@ from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.load import load_weights
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.checkpoint.stored import FLOAT8_E4M3
+from forge_jax.config_file import Config
 from forge_jax.errors import CheckpointError, UnsupportedModelError
 from forge_jax.models import build_model, read_spec
 from forge_jax.models.decoder import WeightForms
-from forge_jax.models.spec import Config
 from forge_jax.quant import read_quantization
 from forge_jax.research import LoadedModel
 from forge_kernels import cpu

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from forge_jax.checkpoint.weight_map import WeightMap, decoder_weights
-from forge_jax.models.spec import Config, ModelSpec
+from forge_jax.config_file import Config
+from forge_jax.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)

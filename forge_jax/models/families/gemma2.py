@@ -3,8 +3,9 @@
 import math
 from typing import Any
 
+from forge_jax.config_file import Config
 from forge_jax.models.families.architecture import Architecture
-from forge_jax.models.spec import Config, ModelSpec, decoder_spec, read_windows
+from forge_jax.models.spec import ModelSpec, decoder_spec, read_windows
 
 
 def gemma_parts(config: Config) -> dict[str, Any]:

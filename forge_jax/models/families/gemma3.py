@@ -2,12 +2,12 @@
 own to each that sees all, norms at the heads of queries and keys.
 """
 
+from forge_jax.config_file import Config
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.families.gemma2 import gemma_parts
 from forge_jax.models.spec import (
     MAX_WIDTH,
-    Config,
     ModelSpec,
     RopeSpec,
     decoder_spec,

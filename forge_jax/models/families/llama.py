@@ -1,7 +1,8 @@
 """Llama (Touvron et al. 2023), and what is built like it: TinyLlama, SmolLM2 and others."""
 
+from forge_jax.config_file import Config
 from forge_jax.models.families.architecture import Architecture
-from forge_jax.models.spec import Config, ModelSpec, decoder_spec
+from forge_jax.models.spec import ModelSpec, decoder_spec
 
 
 def _read_spec(config: Config, generation: Config) -> ModelSpec:

@@ -1,7 +1,8 @@
 """Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama, in some versions with a window."""
 
+from forge_jax.config_file import Config
 from forge_jax.models.families.architecture import Architecture
-from forge_jax.models.spec import Config, ModelSpec, decoder_spec, read_windows
+from forge_jax.models.spec import ModelSpec, decoder_spec, read_windows
 
 
 def _read_spec(config: Config, generation: Config) -> ModelSpec:

@@ -1,15 +1,9 @@
 """Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral, with experts in place of every MLP."""
 
 from forge_jax.checkpoint.weight_map import ExpertNames, decoder_weights
+from forge_jax.config_file import Config
 from forge_jax.models.families.architecture import Architecture
-from forge_jax.models.spec import (
-    MAX_WIDTH,
-    Config,
-    ModelSpec,
-    decoder_spec,
-    read_experts,
-    read_windows,
-)
+from forge_jax.models.spec import MAX_WIDTH, ModelSpec, decoder_spec, read_experts, read_windows
 
 
 def _read_spec(config: Config, generation: Config) -> ModelSpec:

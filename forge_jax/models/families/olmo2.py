@@ -1,7 +1,8 @@
 """OLMo 2 (2025, arXiv:2501.00656): norms after attention and MLP, and at queries and keys."""
 
+from forge_jax.config_file import Config
 from forge_jax.models.families.architecture import Architecture
-from forge_jax.models.spec import Config, ModelSpec, decoder_spec
+from forge_jax.models.spec import ModelSpec, decoder_spec
 
 
 def _read_spec(config: Config, generation: Config) -> ModelSpec:

@@ -3,8 +3,9 @@
 from functools import partial
 
 from forge_jax.checkpoint.weight_map import decoder_weights
+from forge_jax.config_file import Config
 from forge_jax.models.families.architecture import Architecture
-from forge_jax.models.spec import Config, ModelSpec, decoder_spec, read_windows
+from forge_jax.models.spec import ModelSpec, decoder_spec, read_windows
 
 
 def _read_spec(config: Config, generation: Config) -> ModelSpec:

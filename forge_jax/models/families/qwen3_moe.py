@@ -1,16 +1,10 @@
 """Qwen 3 with experts (2025, arXiv:2505.09388): in all layers, or with some dense ones."""
 
 from forge_jax.checkpoint.weight_map import ExpertNames, decoder_weights
+from forge_jax.config_file import Config
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.families.qwen2 import qwen_windows
-from forge_jax.models.spec import (
-    MAX_LAYERS,
-    MAX_WIDTH,
-    Config,
-    ModelSpec,
-    decoder_spec,
-    read_experts,
-)
+from forge_jax.models.spec import MAX_LAYERS, MAX_WIDTH, ModelSpec, decoder_spec, read_experts
 
 
 def _dense_layers(config: Config) -> frozenset[int]:

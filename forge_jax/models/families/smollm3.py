@@ -1,8 +1,9 @@
 """SmolLM3 (Hugging Face 2025): Llama, where some layers do not rotate queries and keys (NoPE)."""
 
+from forge_jax.config_file import Config
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.families.qwen2 import qwen_windows
-from forge_jax.models.spec import MAX_LAYERS, Config, ModelSpec, decoder_spec
+from forge_jax.models.spec import MAX_LAYERS, ModelSpec, decoder_spec
 
 
 def _no_rope(config: Config) -> frozenset[int]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from forge_kernels.blocks import Blocks, BlockValues
-from forge_kernels.linear.packed import PANEL, aligned_empty, rows_of_panels
+from forge_kernels.linear.panels import PANEL, aligned_empty, rows_of_panels
 from forge_kernels.threads import for_each
 
 CHUNK = 2**20  # values that a thread packs at a time

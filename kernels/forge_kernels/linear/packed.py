@@ -8,7 +8,6 @@ they are the same for every instruction set.
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from forge_kernels.cpu.library import library
+from forge_kernels.linear.panels import PANEL, aligned_empty, rows_of_panels
 from forge_kernels.threads import for_each
 
 if TYPE_CHECKING:
@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 Format = Literal["bf16", "int8", "int4"]
 FORMATS: tuple[str, ...] = get_args(Format)
 LAYOUT = "panels-of-32"  # its name in files; one that differs in any byte gets another
-PANEL = 32  # columns
 GROUP = 32  # values of an int4 scale
 CHUNK_BYTES = 512 * 2**10  # of rows that a thread packs at once: they stay in its cache
-ALIGNMENT = 64  # bytes; XLA:CPU adopts a host buffer so aligned instead of copying it
 
 
 @dataclass(frozen=True)
@@ -157,16 +155,6 @@ def pack_values(
     return weight, scale_out
 
 
-def rows_of_panels(outputs: int, panels: int, paired: bool) -> np.ndarray:
-    """i64[columns of all panels]: the row of the matrix that each is, or -1; as in `pack.h`."""
-    place = np.arange(panels * PANEL)
-    if not paired:
-        return np.where(place < outputs, place, -1)
-    half, lane = outputs // 2, place % PANEL
-    row = place // PANEL * 16 + lane % 16
-    return np.where(row < half, row + half * (lane // 16), -1)
-
-
 def _empty(packing: Packing) -> tuple[np.ndarray, np.ndarray | None]:
     weight, scale = packing.weight, packing.scale
     empty = aligned_empty(weight.shape, weight.dtype)
@@ -236,15 +224,6 @@ def _pack_panels(
         _pointer(scale),
         ctypes.c_int64(apart),
     )
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An uninitialised array that XLA:CPU can adopt without a copy."""
-    dtype = np.dtype(dtype)
-    size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _pointer(array: np.ndarray | None) -> ctypes.c_void_p:

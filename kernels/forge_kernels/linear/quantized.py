@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from forge_kernels.blocks import Blocks
 from forge_kernels.linear.blocks import MIDDLE, Read
-from forge_kernels.linear.packed import aligned_empty
+from forge_kernels.linear.panels import aligned_empty
 from forge_kernels.threads import for_each
 
 Values = Literal["int8", "fp8", "int4"]

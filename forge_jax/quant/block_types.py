@@ -1,0 +1,48 @@
+"""Which tensors of a model are in the blocks of GGUF's types.
+
+What a `config.json` says of them is a key that is no one else's, `gguf_types`; of a GGUF file it
+is made from the table of tensors (`checkpoint/gguf/config.py`), and `forge-jax convert` keeps it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from forge_jax.checkpoint.gguf.config import TYPES_KEY as KEY
+from forge_jax.checkpoint.gguf.config import of_all_experts
+from forge_jax.checkpoint.gguf.quants import BY_NAME
+from forge_jax.config_file import Config
+from forge_kernels.blocks import Blocks
+
+MAX_NAMES = 100_000
+TYPES = {name: form.blocks for name, form in BY_NAME.items() if form.blocks is not None}
+
+
+@dataclass(frozen=True)
+class BlockTypes:
+    """The types ("Q4_K") of the tensors that are in blocks, by Hugging Face's names."""
+
+    types: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def _by_name(self) -> dict[str, str]:
+        return dict(self.types)
+
+    def blocks_of(self, tensor: str) -> Blocks | None:
+        """None: it has floats."""
+        found = self._by_name.get(of_all_experts(tensor))
+        return None if found is None else TYPES[found]
+
+
+def read_block_types(config: Config) -> BlockTypes | None:
+    """What the key says; None without it, or where it is empty."""
+    section = config.section(KEY)
+    if section is None or not section.values:
+        return None
+    if len(section.values) > MAX_NAMES:
+        raise config.error(KEY, f"an object of at most {MAX_NAMES} names")
+    for name, found in section.values.items():
+        if found not in TYPES:
+            raise section.error(name, f"one of {', '.join(TYPES)}")
+    return BlockTypes(tuple(sorted(section.values.items())))
