@@ -7,7 +7,7 @@ client loads anything.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 class LoadLoraRequest(msgspec.Struct, kw_only=True):
     lora_name: str
     lora_path: str
-    load_inplace: bool | None = None
+    load_inplace: Annotated[
+        bool | None,
+        msgspec.Meta(
+            description="refused: unload the adapter, and load it again",
+            extra_json_schema={"enum": [False, None]},
+        ),
+    ] = None
 
 
 class UnloadLoraRequest(msgspec.Struct, kw_only=True):
