@@ -101,6 +101,21 @@ def test_logits_are_those_of_the_rounded_weights_as_floats(name, kind, goldens):
     assert beside < whole * {"int8": 1.2, "fp8": 1.2, "int4": 0.8}[kind]
 
 
+def test_experts_that_lie_in_one_tensor_are_rounded_alike(goldens):
+    folder = goldens / "mixtral_window"
+    model = load(folder, "int8")
+    stored = read_header(folder / "model.safetensors")
+    for leaf, name in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
+        source = stored[f"model.layers.0.mlp.experts.{name}"]
+        scheme = model.model.quantized[f"layers.0.mlp.{leaf}.weight"].scheme
+        matrix = round_matrix(StoredMatrix((Tensor(source.name, source.shape),), stored), scheme)
+        values = model.leaf(f"layers.0.mlp.{leaf}.weight")
+        assert values.shape == source.shape and values.dtype == np.int8
+        np.testing.assert_array_equal(values, matrix.values.reshape(source.shape))
+        scale = model.leaf(f"layers.0.mlp.{leaf}.scale")
+        np.testing.assert_array_equal(scale, matrix.scale.reshape(scale.shape))
+
+
 def test_what_cannot_be_rounded_is_named():
     odd = {"layers.0.mlp.down.weight": (Tensor("down", (64, 40)),)}
     with pytest.raises(UnsupportedModelError, match=r"down has 40 columns, .* multiple of 16"):

@@ -112,9 +112,9 @@ def experts_by_chunks(
     step = chunk_of(count, largest)
     y = jnp.zeros(x.shape, jnp.float32)
     for first in range(0, count, step):
-        up, then = (_some(each, first, step) for each in (gate_up, down))
         if first:  # the floats of one chunk are gone before those of the next are made
-            up, then, y = _after(up, then, y)
+            gate_up, down, y = lax.optimization_barrier((gate_up, down, y))
+        up, then = (_some(each, first, step) for each in (gate_up, down))
         rows = x
         if order is not None:
             rows = x[:, order[first : first + step]].swapaxes(0, 1)
@@ -167,18 +167,6 @@ def _some(w: Matrices, first: int, count: int) -> Matrices:
     some = jax.tree.map(lambda array: array[first : first + count], w)
     quantization = dataclasses.replace(w.quantization, experts=count)
     return dataclasses.replace(some, quantization=quantization)
-
-
-def _after(up: Matrices, then: Matrices, y: jax.Array) -> tuple[Matrices, Matrices, jax.Array]:
-    """The same, of which nothing is made floats before there is `y`."""
-    scales = [w.scale for w in (up, then) if isinstance(w, QuantizedWeight)]
-    *scales, y = lax.optimization_barrier((*scales, y))
-    left = iter(scales)
-    up, then = (
-        dataclasses.replace(w, scale=next(left)) if isinstance(w, QuantizedWeight) else w
-        for w in (up, then)
-    )
-    return up, then, y
 
 
 def _at(x: jax.Array, index: Any) -> jax.Array:
