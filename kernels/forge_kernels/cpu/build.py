@@ -2,11 +2,13 @@
 
 The library is keyed by its sources, the headers' jaxlib, the compiler and its flags, so a change of
 any of them builds anew, and two versions never meet. Only the user may write to the folder: what is
-found there is loaded.
+found there is loaded. Processes that start together wait for the one that builds.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import logging
@@ -16,7 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
@@ -103,7 +105,9 @@ def build(isa: str, folder: Path | None = None) -> Path:
         if path.exists():
             return path
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with _one_at_a_time(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
+            if path.exists():
+                return path
             built = Path(scratch) / path.name
             log.info("building the CPU kernels (%s) with %s", isa, compiler[0])
             start = time.perf_counter()
@@ -118,6 +122,19 @@ def build(isa: str, folder: Path | None = None) -> Path:
         raise BuildError(f"the CPU kernels could not be built: {error}") from error
     log.info("built in %.1f s; the next start finds them in %s", time.perf_counter() - start, path)
     return path
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Until the process that builds here is done, or has ended."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        # Where the file system has no locks each process builds; the last library is as good.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _key(compiler: list[str], flags: Iterable[str]) -> str:
