@@ -245,6 +245,20 @@ class EngineConfig:
         return cls(**sections)
 
 
+def flags_of(*sections: Any) -> list[str]:
+    """What is not its default, in the words of the command line; nothing that is secret."""
+    words: list[str] = []
+    for section in sections:
+        for known in dataclasses.fields(section):
+            value = getattr(section, known.name)
+            flag = known.metadata.get("flag", "--" + known.name.replace("_", "-"))
+            if flag is None or not known.repr or value == known.default:
+                continue
+            for each in value if isinstance(value, tuple) else (value,):
+                words += [flag] if isinstance(each, bool) else [flag, str(each)]
+    return words
+
+
 def _check_draft_model(speculation: SpeculationConfig) -> None:
     model, layers = speculation.draft_model, speculation.draft_layers
     if speculation.speculation == "draft":

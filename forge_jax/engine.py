@@ -250,7 +250,7 @@ class Engine(StreamingEngine):
             from forge_jax.profile.recorder import Recorder
 
             steps = self._parts.steps
-            self._recorder = Recorder(dict if steps is None else steps.compiled)
+            self._recorder = Recorder(dict if steps is None else steps.compiled, self._parts.name)
         return self._recorder
 
     def stats(self) -> EngineStats:

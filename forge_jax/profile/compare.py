@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from forge_jax.errors import ConfigError
+
 if TYPE_CHECKING:
-    from forge_jax.profile.trace import Trace
+    from forge_jax.profile.trace import Op, Trace
 
 Change = Literal["slower", "faster", "more", "less", "appeared", "vanished", "same"]
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """From which difference on something has changed: both must be reached."""
+    """From which difference on something has changed: both must be reached. What appeared or
+    vanished has no per cent.
+    """
 
     percent: float = 5.0
     us: float = 1.0  # per step
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"--{name} must be a number from 0 on, not {value}")
 
 
 @dataclass(frozen=True)
@@ -45,19 +55,32 @@ class Table:
     title: str
     unit: str
     rows: tuple[Row, ...]  # the largest difference first
+    least: float = 0.0  # difference that is told
 
     @property
     def changed(self) -> tuple[Row, ...]:
-        return tuple(row for row in self.rows if row.change != "same")
+        return tuple(row for row in self.rows if self._told(row))
+
+    @property
+    def others(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if not self._told(row))
+
+    def _told(self, row: Row) -> bool:
+        return row.change != "same" and abs(row.delta) >= self.least
+
+
+# Microseconds of each step, by table and name; nothing of what no step is known of.
+Points = Mapping[str, Mapping[str, list[float]]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The tables of one trace against another: `name` is what they are traces of."""
+    """The tables of one trace against another: `name` is their folder's."""
 
     name: str
     runs: tuple[str, str]  # what ran in each, in words
     tables: tuple[Table, ...]
+    points: tuple[Points, Points]
 
     def table(self, title: str) -> Table:
         return next(table for table in self.tables if table.title == title)
@@ -79,6 +102,9 @@ def compare(
 
     Returns:
       A comparison for each name that both have; none if there is no such name.
+
+    Raises:
+      ConfigError: nothing ran while one of them was taken.
     """
     befores, afters = {t.name: t for t in before}, {t.name: t for t in after}
     if len(befores) == len(afters) == 1:
@@ -92,6 +118,13 @@ def compare(
 
 
 def _compare(name: str, before: Trace, after: Trace, threshold: Threshold) -> Comparison:
+    for trace in (before, after):
+        if not trace.ops and not trace.phases:
+            raise ConfigError(
+                f"{trace.place}: nothing ran while this trace was taken: take it again while the "
+                "engine has work"
+            )
+
     def table(title: str, times: tuple[Mapping[str, float], Mapping[str, float]]) -> Table:
         return _table(title, "us per step", *times, threshold, ("slower", "faster"))
 
@@ -109,6 +142,7 @@ def _compare(name: str, before: Trace, after: Trace, threshold: Threshold) -> Co
             table(PHASES, (phase_times(before), phase_times(after))),
             _table(COMPILED, "", figures[0], figures[1], exact, ("more", "less")),
         ),
+        (points(before), points(after)),
     )
 
 
@@ -125,7 +159,7 @@ def _table(
         values = before.get(name), after.get(name)
         rows.append(Row(name, *values, _change(*values, threshold, words)))
     rows.sort(key=lambda row: (-abs(row.delta), row.name))
-    return Table(title, unit, tuple(rows))
+    return Table(title, unit, tuple(rows), threshold.us)
 
 
 def _change(
@@ -147,19 +181,15 @@ def _change(
 
 def op_times(trace: Trace) -> dict[str, float]:
     """By "decode/layers/attention: forge_attention"."""
-    return {
-        f"{op.kind}/{op.scope}: {op.kernel}": time.us / trace.runs[op.kind]
-        for op, time in trace.ops.items()
-    }
+    return {_op_name(op): time.us / trace.runs[op.kind] for op, time in trace.ops.items()}
 
 
 def part_times(trace: Trace) -> dict[str, float]:
     """By "decode/layers/attention", without the scopes within; and "decode" for all of them."""
     times: dict[str, float] = defaultdict(float)
     for op, time in trace.ops.items():
-        us = time.us / trace.runs[op.kind]
-        times[op.kind] += us
-        times[f"{op.kind}/{part_of(op.scope)}"] += us
+        for part in _part_names(op):
+            times[part] += time.us / trace.runs[op.kind]
     return dict(times)
 
 
@@ -175,6 +205,33 @@ def phase_times(trace: Trace) -> dict[str, float]:
     return {name: time.us / max(1, trace.steps) for name, time in trace.phases.items()}
 
 
+def points(trace: Trace) -> Points:
+    """The same step by step, of operations, parts and phases. Their means are those above."""
+    found: dict[str, dict[str, list[float]]] = {OPERATIONS: {}, PARTS: {}, PHASES: {}}
+
+    def add(title: str, name: str, runs: int, us: Mapping[int, float]) -> None:
+        line = found[title].setdefault(name, [0.0] * runs)
+        for run, value in us.items():
+            line[run] += value
+
+    for op, time in trace.ops.items():
+        if time.by_run:
+            add(OPERATIONS, _op_name(op), trace.runs[op.kind], time.by_run)
+            for part in _part_names(op):
+                add(PARTS, part, trace.runs[op.kind], time.by_run)
+    for name, time in trace.phases.items():
+        add(PHASES, name, max(1, trace.steps), time.by_run)
+    return found
+
+
+def _op_name(op: Op) -> str:
+    return f"{op.kind}/{op.scope}: {op.kernel}"
+
+
+def _part_names(op: Op) -> tuple[str, str]:
+    return op.kind, f"{op.kind}/{part_of(op.scope)}"
+
+
 def part_of(scope: str) -> str:
     """ "layers/down" of "layers/down/product", "sample" of "sample/top_p"."""
     names = scope.split("/")
@@ -186,4 +243,5 @@ def _runs(trace: Trace) -> str:
         f"{count} of {', '.join(sorted(trace.modules[kind]))}"
         for kind, count in sorted(trace.runs.items())
     ]
-    return f"{trace.steps} steps of the host; runs: {'; '.join(kinds) or 'none'}"
+    of = f"{trace.ran}: " if trace.ran else ""
+    return f"{of}{trace.steps} steps of the host; runs: {'; '.join(kinds) or 'none'}"

@@ -35,7 +35,8 @@ def compare_files(
     if not comparisons:
         names = [", ".join(trace.name for trace in traces) for traces in (befores, afters)]
         raise ConfigError(
-            f"no trace of {before} ({names[0]}) has the name of one of {after} ({names[1]})"
+            f"no trace of {before} ({names[0]}) has the name of one of {after} ({names[1]}): "
+            "name one folder of each to compare these two"
         )
     try:
         if html_file is not None:

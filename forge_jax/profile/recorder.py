@@ -17,6 +17,7 @@ from forge_jax.errors import RequestError
 from forge_jax.observe import spans
 
 EXECUTABLES = "executables"  # the folder beside a trace
+ABOUT = "about.json"  # beside it, too
 log = logging.getLogger(__name__)
 
 _lock = threading.Lock()  # JAX has one profiler for the process
@@ -28,10 +29,12 @@ class Recorder:
 
     Args:
       executables: what has been compiled, by name, asked for when a trace ends.
+      ran: the model, and what else is to be told of the engine.
     """
 
-    def __init__(self, executables: Callable[[], Mapping[str, jax.stages.Compiled]]):
+    def __init__(self, executables: Callable[[], Mapping[str, jax.stages.Compiled]], ran: str):
         self._executables = executables
+        self._ran = ran
 
     def start(self, folder: Path) -> None:
         """Begins a trace that `stop` will write under `folder`. In any thread.
@@ -75,6 +78,7 @@ class Recorder:
             try:
                 jax.profiler.stop_trace()
                 write_executables(folder / EXECUTABLES, self._executables())
+                (folder / ABOUT).write_text(json.dumps({"ran": self._ran}) + "\n")
             except OSError as error:
                 raise RequestError(f"the profile cannot be written: {error.strerror}") from error
         log.info("a profile has been written to %s", folder)

@@ -12,6 +12,8 @@ import gzip
 import json
 import re
 import warnings
+import zlib
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from jax.profiler import ProfileData
 from forge_jax.errors import ConfigError
 from forge_jax.observe.spans import PREFIX, STEP
 from forge_jax.profile.hlo import NO_SCOPE, Hlo, Instruction, kernel_name, read_hlo
-from forge_jax.profile.recorder import EXECUTABLES
+from forge_jax.profile.recorder import ABOUT, EXECUTABLES
 
 _SUFFIX = ".xplane.pb"
 
@@ -42,6 +44,9 @@ class Time:
 
     count: int = 0
     us: float = 0.0
+    by_run: dict[int, float] = field(  # us; runs are numbered in order of time
+        default_factory=lambda: defaultdict(float), compare=False
+    )
 
     def add(self, us: float) -> None:
         self.count += 1
@@ -54,9 +59,11 @@ class Trace:
 
     Attributes:
       name: its folder's, below the one that was asked for.
+      place: that folder, or the file.
+      ran: the model, with the flags that are not their defaults; "" where nothing says so.
       ops: of the device.
       phases: of the host.
-      steps: of the host.
+      steps: of the host. A phase's runs are the steps it was in.
       runs: of executables, by kind.
       modules: that ran: the names of each kind's.
       figures: of the executables that ran, by name and figure: XLA's analysis, and how many kernels
@@ -64,6 +71,8 @@ class Trace:
     """
 
     name: str
+    place: Path = Path()
+    ran: str = ""
     ops: dict[Op, Time] = field(default_factory=lambda: defaultdict(Time))
     phases: dict[str, Time] = field(default_factory=lambda: defaultdict(Time))
     steps: int = 0
@@ -78,20 +87,31 @@ def read_traces(place: Path) -> list[Trace]:
     Raises:
       ConfigError: there is none, or it cannot be read.
     """
+    if not place.exists():
+        raise ConfigError(f"{place}: there is no such folder or file")
     if place.is_file():
-        return [_read(place.stem.removesuffix(".xplane"), [place], place.parent)]
+        name = place.name.removesuffix(_SUFFIX)
+        return [_read(name, [place], _run_of(place.resolve().parent), place)]
     newest: dict[Path, Path] = {}  # of each run's folder, the session's
-    for session in sorted({file.parent for file in place.rglob(f"*{_SUFFIX}")}):
-        run = session
-        if session.parent.name == "profile" and session.parent.parent.name == "plugins":
-            run = session.parent.parent.parent
-        newest[run] = session
+    for session in sorted({file.parent for file in place.resolve().rglob(f"*{_SUFFIX}")}):
+        newest[_run_of(session)] = session
     if not newest:
-        raise ConfigError(f"{place}: there is no trace (*{_SUFFIX}) in it")
-    return [
-        _read(_relative(run, place), sorted(session.glob(f"*{_SUFFIX}")), run)
-        for run, session in sorted(newest.items())
-    ]
+        raise ConfigError(
+            f"{place}: there is no trace (*{_SUFFIX}) in it: "
+            "forge-jax profile MODEL --logdir DIR takes one"
+        )
+    traces = []
+    for run, session in sorted(newest.items()):
+        name = _relative(run, place.resolve())
+        traces.append(_read(name, sorted(session.glob(f"*{_SUFFIX}")), run, place / name))
+    return traces
+
+
+def _run_of(session: Path) -> Path:
+    """The folder that a profiler was given: it writes into plugins/profile/SESSION below."""
+    above = session.parents
+    nested = len(above) > 2 and (above[0].name, above[1].name) == ("profile", "plugins")
+    return above[2] if nested else session
 
 
 def _relative(run: Path, place: Path) -> str:
@@ -99,9 +119,9 @@ def _relative(run: Path, place: Path) -> str:
     return "" if name == "." else name
 
 
-def _read(name: str, files: Iterable[Path], run: Path) -> Trace:
+def _read(name: str, files: Iterable[Path], run: Path, place: Path) -> Trace:
     hlo, figures = _read_executables(run / EXECUTABLES)
-    trace = Trace(name)
+    trace = Trace(name, place, _read_about(run / ABOUT))
     for file in files:
         try:
             data = ProfileData.from_file(str(file))
@@ -120,17 +140,45 @@ def _read_executables(folder: Path) -> tuple[dict[str, Hlo], dict[str, dict[str,
     """The compiled modules that were written beside a trace, and their figures, by module."""
     modules, figures = {}, {}
     for file in sorted(folder.glob("*.hlo.txt.gz")):
-        with gzip.open(file, "rt") as text:
-            hlo = read_hlo(text.read())
+        try:
+            with gzip.open(file, "rt") as text:
+                hlo = read_hlo(text.read())
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+            raise _unreadable(file) from error
         modules[hlo.module] = hlo
         own = {"kernels": float(hlo.kernels.total()), "fusions": float(hlo.fusions)}
         beside = file.with_name(file.name.replace(".hlo.txt.gz", ".json"))
         if beside.is_file():
-            known = json.loads(beside.read_text())
-            own |= {name.replace("_", " "): v for name, v in known.items() if name != "name"}
+            known = _read_json(beside)
+            own |= {
+                name.replace("_", " "): v for name, v in known.items() if isinstance(v, int | float)
+            }
         own |= {f"kernels in {scope}": float(n) for scope, n in hlo.kernels.items()}
         figures[hlo.module] = own
     return modules, figures
+
+
+def _read_about(file: Path) -> str:
+    return str(_read_json(file).get("ran", "")) if file.is_file() else ""
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise _unreadable(file) from error
+    if not isinstance(known, dict):
+        raise _unreadable(file)
+    return known
+
+
+def _unreadable(file: Path) -> ConfigError:
+    return ConfigError(
+        f"{file}: cannot be read: take the profile again, or delete it to do without what it says"
+    )
+
+
+_Run = tuple[str, Any]  # of which module, its id
 
 
 class _Event(NamedTuple):
@@ -142,8 +190,10 @@ class _Event(NamedTuple):
 
 def add_planes(trace: Trace, data: ProfileData, hlo: dict[str, Hlo]) -> None:
     """Adds what the profiler has seen; `hlo`: by module, for what the events do not say."""
-    runs: dict[str, set[Any]] = defaultdict(set)  # by module
-    counts: dict[str, Counter[str]] = defaultdict(Counter)  # events by instruction, by module
+    spans: list[_Event] = []
+    runs: dict[str, dict[_Run, float]] = defaultdict(dict)  # by kind: when they began
+    times: dict[tuple[Op, _Run], float] = defaultdict(float)
+    nameless: dict[str, Counter[str]] = defaultdict(Counter)  # events of no run, by module
     for plane in data.planes:
         on_device = plane.name.startswith("/device:")
         if not on_device and not plane.name.startswith("/host:"):
@@ -157,12 +207,12 @@ def add_planes(trace: Trace, data: ProfileData, hlo: dict[str, Hlo]) -> None:
             events = []
             for event in line.events:
                 name = event.name
+                end_ns = event.start_ns + event.duration_ns
                 if name.startswith(PREFIX):
-                    _add_span(trace, name.partition("#")[0], event.duration_ns / 1e3)
+                    spans.append(_Event(event.start_ns, end_ns, name.partition("#")[0], {}))
                     continue
                 stats = dict(event.stats)
                 if "hlo_op" in stats or on_device:
-                    end_ns = event.start_ns + event.duration_ns
                     events.append(_Event(event.start_ns, end_ns, name, stats))
             for event, us in _self_times(events):
                 module = str(event.stats.get("hlo_module", ""))
@@ -171,21 +221,38 @@ def add_planes(trace: Trace, data: ProfileData, hlo: dict[str, Hlo]) -> None:
                 known = known or Instruction(NO_SCOPE, kernel_name(instruction))
                 # A device names the kernel that ran; on a CPU that is the instruction's own name.
                 kernel = known.kernel if event.name == instruction else kernel_name(event.name)
-                trace.ops[Op(kind_of(module), known.scope, kernel)].add(us)
-                trace.modules[kind_of(module)].add(module)
-                counts[module][instruction] += 1
+                op = Op(kind_of(module), known.scope, kernel)
+                trace.ops[op].add(us)
+                trace.modules[op.kind].add(module)
                 if "run_id" in event.stats:
-                    runs[module].add(event.stats["run_id"])
-    for module, instructions in counts.items():
-        # Without ids of the runs: as often as most instructions ran.
-        times = Counter(instructions.values()).most_common(1)[0][0]
-        trace.runs[kind_of(module)] += len(runs[module]) or times
+                    run = module, event.stats["run_id"]
+                    times[op, run] += us
+                    began = runs[op.kind].get(run, event.start_ns)
+                    runs[op.kind][run] = min(began, event.start_ns)
+                else:
+                    nameless[module][instruction] += 1
+    numbers: dict[_Run, int] = {}
+    for kind, begun in runs.items():
+        in_order = sorted(begun, key=begun.__getitem__)
+        numbers |= {run: i for i, run in enumerate(in_order, start=trace.runs[kind])}
+        trace.runs[kind] += len(begun)
+    for (op, run), us in times.items():
+        trace.ops[op].by_run[numbers[run]] += us
+    for module, instructions in nameless.items():
+        if not any(module == of for of, _ in numbers):
+            # Without ids of the runs: as often as most instructions ran.
+            trace.runs[kind_of(module)] += Counter(instructions.values()).most_common(1)[0][0]
+    _add_spans(trace, spans)
 
 
-def _add_span(trace: Trace, name: str, us: float) -> None:
-    if name == STEP:
-        trace.steps += 1
-    trace.phases[name.removeprefix(PREFIX)].add(us)
+def _add_spans(trace: Trace, spans: list[_Event]) -> None:
+    steps = sorted(span.start_ns for span in spans if span.name == STEP)
+    before, trace.steps = trace.steps, trace.steps + len(steps)
+    for span in spans:
+        us = (span.end_ns - span.start_ns) / 1e3
+        phase = trace.phases[span.name.removeprefix(PREFIX)]
+        phase.add(us)
+        phase.by_run[before + max(0, bisect_right(steps, span.start_ns) - 1)] += us
 
 
 def _self_times(events: list[_Event]) -> Iterator[tuple[_Event, float]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import shlex
 from pathlib import Path
 
 import jax
 
 from forge_jax.assemble import assemble
-from forge_jax.config import EngineConfig
+from forge_jax.config import EngineConfig, flags_of
 from forge_jax.core import EngineParts, Steps
 from forge_jax.errors import ConfigError
 from forge_jax.profile.config import Workload
@@ -32,20 +34,22 @@ def record(config: EngineConfig, workload: Workload, folder: Path) -> list[Path]
         if parts.late is not None:
             parts.late.wait()
             parts.late.adopt()
-        return record_engine(parts, workload, folder)
+        sections = [getattr(config, section.name) for section in dataclasses.fields(config)]
+        ran = shlex.join([config.model.model, *flags_of(*sections, workload)])
+        return record_engine(parts, workload, folder, ran)
     finally:
         jax.config.update("jax_compilation_cache_include_metadata_in_key", metadata_in_key)
 
 
-def record_engine(parts: EngineParts, workload: Workload, folder: Path) -> list[Path]:
-    """Traces an engine that is complete, and has nothing to do."""
+def record_engine(parts: EngineParts, workload: Workload, folder: Path, ran: str) -> list[Path]:
+    """Traces an engine that is complete, and has nothing to do; `ran` is what traces tell of it."""
     steps = parts.steps
     assert steps is not None, "a fake device has nothing to trace"
     runs = {"decode": _add_decodes, "prefill": _add_prompts}
     written = []
     for name, add in runs.items():
         _tick(parts, steps, add(parts, workload) + workload.warmup_steps)
-        recorder = Recorder(steps.compiled)
+        recorder = Recorder(steps.compiled, ran)
         recorder.start(folder / name)
         try:
             _tick(parts, steps, workload.steps)

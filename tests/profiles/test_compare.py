@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 import sys
+from typing import Any
 
 import pytest
 
@@ -135,7 +137,8 @@ def test_both_thresholds_must_be_reached(places):
         return {row.change for row in found.table(OPERATIONS).changed}
 
     assert changed(Threshold(percent=50, us=1)) == {"faster", "appeared", "vanished"}
-    assert changed(Threshold(percent=5, us=31)) == {"appeared", "vanished"}
+    assert changed(Threshold(percent=5, us=7.5)) == {"slower", "faster", "vanished"}
+    assert changed(Threshold(percent=5, us=31)) == set()
     assert changed(Threshold(percent=1, us=0.1)) >= {"slower", "faster"}
 
 
@@ -162,9 +165,59 @@ def test_the_command_prints_what_changed_and_only_that(places, capsys):
     assert "add_multiply_fusion" in capsys.readouterr().out
 
 
-def test_the_command_says_what_is_wrong(tmp_path, capsys):
-    assert cli.main(["profile", "diff", str(tmp_path), str(tmp_path)]) == 1
-    assert "there is no trace" in capsys.readouterr().err
+def test_the_command_says_what_is_wrong(places, tmp_path, capsys):
+    def said(*words: object) -> str:
+        assert cli.main(["profile", "diff", *map(str, words)]) == 1
+        [line] = capsys.readouterr().err.splitlines()
+        return line
+
+    (tmp_path / "nothing").mkdir()
+    assert "nothing: there is no trace" in said(tmp_path / "nothing", places[1])
+    assert "nowhere: there is no such folder or file" in said(places[0], tmp_path / "nowhere")
+    assert "--percent must be a number from 0 on, not -1.0" in said(*places, "--percent", "-1")
+    assert "--us must be a number from 0 on, not nan" in said(*places, "--us", "nan")
+    assert "cannot write" in said(*places, "--html", tmp_path / "nowhere" / "a.html")
+
+
+def test_a_trace_of_nothing_is_not_compared(places, tmp_path):
+    empty = write_trace(tmp_path / "empty", {"/host:CPU": {"python": []}})
+    for pair in ((empty, places[1]), (places[0], empty)):
+        with pytest.raises(ConfigError, match=r"empty: nothing ran while .* take it again while"):
+            compare_files(*pair)
+
+
+def test_what_ran_stands_above_the_tables(places):
+    for place, ran in zip(places, ("forge-tiny", "llama --kernels xla"), strict=True):
+        (place / "about.json").write_text(json.dumps({"ran": ran}))
+    [found] = compare(*map(read_traces, places))
+    before, after = text([found]).splitlines()[1:3]
+    assert before == "before: forge-tiny: 2 steps of the host; runs: 2 of jit_decode_4"
+    assert after == "after:  llama --kernels xla: 2 steps of the host; runs: 3 of jit_decode_4"
+    assert "`llama --kernels xla: " in markdown(found)
+    assert "after: llama --kernels xla: " in html([found])
+
+
+def test_operations_kernels_and_parts_add_up_to_the_step(places):
+    [found] = compare(*map(read_traces, places))
+    for which in ("before", "after"):
+        parts = {row.name: getattr(row, which) or 0 for row in found.table(PARTS).rows}
+        whole = parts.pop("decode")
+        assert whole == pytest.approx({"before": 168, "after": 167.2}[which])
+        assert sum(parts.values()) == pytest.approx(whole)
+        for title in (OPERATIONS, KERNELS):
+            rows = found.table(title).rows
+            assert sum(getattr(row, which) or 0 for row in rows) == pytest.approx(whole)
+
+
+def test_the_points_of_each_step_have_the_means_of_the_tables(places):
+    [found] = compare(*map(read_traces, places))
+    for which, points in zip(("before", "after"), found.points, strict=True):
+        for title in (OPERATIONS, PARTS, PHASES):
+            means = {name: sum(line) / len(line) for name, line in points[title].items()}
+            rows = {row.name: getattr(row, which) for row in found.table(title).rows}
+            rows = {name: mean for name, mean in rows.items() if mean is not None}
+            assert rows and means == pytest.approx(rows)
+    assert len(found.points[1][OPERATIONS]["decode/sample/greedy: argmax"]) == 3
 
 
 def test_the_page_has_every_row_and_asks_nobody_for_anything(places, tmp_path):
@@ -186,11 +239,11 @@ def test_names_cannot_break_out_of_the_page(tmp_path):
     assert "<script" not in page and "&lt;script&gt;" in page
 
 
-def tensorboard_values(folder) -> dict[str, object]:
-    """What event files have: numbers and texts by their tags."""
+def tensorboard_values(folder) -> dict[str, Any]:
+    """What event files have: numbers by their tags and steps, and texts by their tags."""
     from tensorboardX.proto.event_pb2 import Event as Recorded
 
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     for file in folder.glob("events.out.tfevents.*"):
         data, at = file.read_bytes(), 0
         while at < len(data):
@@ -199,19 +252,26 @@ def tensorboard_values(folder) -> dict[str, object]:
             at += 16 + length
             for value in event.summary.value:
                 texts = value.tensor.string_val
-                found[value.tag] = texts[0].decode() if texts else value.simple_value
                 if texts:
+                    found[value.tag] = texts[0].decode()
                     assert value.metadata.plugin_data.plugin_name == "text"
+                else:
+                    line = found.setdefault(value.tag, {})
+                    assert event.step not in line
+                    line[event.step] = value.simple_value
     return found
 
 
 def test_tensorboard_overlays_both_and_has_the_difference_as_text(places, tmp_path):
-    compare_files(*places, logdir=tmp_path / "tb")
+    for _ in range(2):  # what is there is replaced
+        compare_files(*places, logdir=tmp_path / "tb")
     before, after = (tensorboard_values(tmp_path / "tb" / run) for run in ("before", "after"))
-    tag = "op_time_us/decode/layers/attention/forge_attention"
-    assert (before[tag], after[tag]) == (pytest.approx(100), pytest.approx(130))
-    assert "op_time_us/decode/layers/attention/while" in after.keys() - before.keys()
-    assert before["host_time_us/read"] == pytest.approx(100)
+    tag = "op_time_us/decode/layers.attention.forge_attention"
+    assert before[tag] == pytest.approx({0: 100, 1: 100})
+    assert after[tag] == pytest.approx({0: 130, 1: 130, 2: 130})
+    assert "op_time_us/decode/layers.attention.while" in after.keys() - before.keys()
+    assert before["part_time_us/decode"] == pytest.approx({0: 168, 1: 168})
+    assert before["host_time_us/read"] == pytest.approx({0: 100, 1: 100})
     [(tag, table)] = tensorboard_values(tmp_path / "tb" / "difference").items()
     assert tag.startswith("difference")
     [found] = compare(*map(read_traces, places))
@@ -225,3 +285,22 @@ def test_without_the_extra_the_command_says_which(places, tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"extra profile: pip install .*\[profile\]"):
         write_tensorboard(comparisons, tmp_path)
     assert text(comparisons)  # which needs nothing
+
+
+def test_a_workload_s_name_is_in_its_tags_once(tmp_path):
+    for place, us in (("a", 5), ("b", 9)):
+        for name in ("decode", "prefill"):
+            planes = {"/host:CPU": {"w": [op("copy.4", 0, us)]}}
+            write_trace(tmp_path / place / name, planes, HLO)
+    compare_files(tmp_path / "a", tmp_path / "b", logdir=tmp_path / "tb")
+    found = tensorboard_values(tmp_path / "tb" / "after")
+    for tag in ("op_time_us/decode/_no_scope_.copy", "op_time_us/prefill/decode/_no_scope_.copy"):
+        assert found[tag] == pytest.approx({0: 9})
+
+
+def test_of_very_many_steps_there_are_evenly_chosen_points(tmp_path):
+    worker = [op("copy.4", 10 * run, 5, run=run) for run in range(2500)]
+    write_trace(tmp_path / "a", {"/host:CPU": {"w": worker}}, HLO)
+    compare_files(tmp_path / "a", tmp_path / "a", logdir=tmp_path / "tb")
+    line = tensorboard_values(tmp_path / "tb" / "after")["part_time_us/decode"]
+    assert list(line) == list(range(0, 2500, 3))

@@ -13,7 +13,14 @@ from safetensors.numpy import save_file
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError, RequestError
 from forge_jax.observe import spans
-from forge_jax.profile.compare import KERNELS, OPERATIONS, PARTS, compare, part_times
+from forge_jax.profile.compare import (
+    KERNELS,
+    OPERATIONS,
+    PARTS,
+    PHASES,
+    compare,
+    part_times,
+)
 from forge_jax.profile.config import Workload
 from forge_jax.profile.hlo import NO_SCOPE
 from forge_jax.profile.recorder import Recorder
@@ -111,12 +118,39 @@ def test_the_host_s_phases_are_in_the_trace_once_a_step(xla):
 def test_a_chrome_trace_and_what_was_compiled_lie_beside_it(xla):
     [file] = (xla / "decode").rglob("*.trace.json.gz")
     with gzip.open(file, "rt") as content:
-        names = {event.get("name") for event in json.load(content)["traceEvents"]}
+        *events, last = json.load(content)["traceEvents"]
+    assert last == {}  # XLA's end, which the viewers leave out
+    named = {(e["pid"], e["tid"]) for e in events if (e["ph"], e["name"]) == ("M", "thread_name")}
+    spans = [event for event in events if event["ph"] != "M"]
+    for event in spans:
+        assert event["ph"] == "X" and event["name"] and (event["pid"], event["tid"]) in named
+        assert event["ts"] >= 0 and event["dur"] >= 0
+    names = {event["name"] for event in spans}
     assert {"forge.schedule", "forge.dispatch", "forge.read", "forge.text"} <= names
     decode, _ = read_traces(xla)
     figures = {figure: v for (name, figure), v in decode.figures.items() if name == "decode_2"}
     assert figures["flops"] > 0 and figures["bytes accessed"] > 0
     assert figures["kernels"] > figures["fusions"] > 0
+
+
+def test_what_ran_is_told_in_the_words_of_the_command(xla, folder):
+    decode, prefill = read_traces(xla)
+    told = f"{folder} --kernels xla --num-blocks 32 --max-num-seqs 2 --max-num-batched-tokens 32"
+    told += f" --steps {STEPS} --warmup-steps 2 --sequences 2 --prompt-tokens 24"
+    assert sorted(decode.ran.split()) == sorted(told.split()) and prefill.ran == decode.ran
+
+
+def test_a_step_s_operations_and_phases_add_up_to_it(xla):
+    for comparison, kind in zip(compare(*[read_traces(xla)] * 2), ("decode", "mixed"), strict=True):
+        [points, _] = comparison.points
+        whole = points[PARTS][kind]
+        operations = [line for name, line in points[OPERATIONS].items() if name.startswith(kind)]
+        assert len(whole) == STEPS and min(whole) > 0
+        assert [sum(us) for us in zip(*operations, strict=True)] == pytest.approx(whole)
+        step = points[PHASES]["step"]
+        phases = [line for name, line in points[PHASES].items() if name != "step"]
+        for us, within in zip(step, zip(*phases, strict=True), strict=True):
+            assert 0 < sum(within) <= us
 
 
 def test_other_kernels_are_named_by_the_difference(cpp, xla):
@@ -138,14 +172,14 @@ def test_without_a_trace_a_span_is_nothing():
 
 
 def test_one_profile_at_a_time_and_none_without_a_beginning(tmp_path):
-    recorder = Recorder(dict)
+    recorder = Recorder(dict, "a model")
     with pytest.raises(RequestError, match="no profile is being taken"):
         recorder.stop()
     recorder.start(tmp_path / "a")
     try:
         assert spans.span("read") is not spans.span("text")
         with pytest.raises(RequestError, match="stop it first"):
-            Recorder(dict).start(tmp_path / "b")
+            Recorder(dict, "a model").start(tmp_path / "b")
     finally:
         assert recorder.stop() == tmp_path / "a"
     assert spans.span("read") is spans.span("text")

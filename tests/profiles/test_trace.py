@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+from pathlib import Path
+
 import pytest
 
 from forge_jax.errors import ConfigError
@@ -103,14 +106,61 @@ def test_traces_have_the_names_of_their_folders_and_the_newest_session_counts(tm
     decode, prefill = read_traces(tmp_path)
     assert (decode.name, prefill.name) == ("decode", "prefill")
     assert [time.us for time in decode.ops.values()] == [pytest.approx(9)]
-    [file] = (tmp_path / "prefill").rglob("*.xplane.pb")
-    [alone] = read_traces(file)
-    assert [time.us for time in alone.ops.values()] == [pytest.approx(5)]
+
+
+def test_a_file_or_a_session_s_folder_has_what_lies_beside_its_trace(tmp_path, monkeypatch):
+    write_trace(tmp_path / "a", {"/host:CPU": {"w": [op("ffi_call.12", 0, 5)]}}, HLO, flops=7)
+    (tmp_path / "a" / "about.json").write_text('{"ran": "forge-tiny --kernels xla"}')
+    [file] = tmp_path.rglob("*.xplane.pb")
+    monkeypatch.chdir(file.parent)
+    for place in (file, file.parent, Path(file.name), Path()):
+        [trace] = read_traces(place)
+        assert list(trace.ops) == [Op("decode", "layers/attention", "forge_attention")]
+        assert trace.figures["decode_4", "flops"] == 7
+        assert trace.ran == "forge-tiny --kernels xla"
+
+
+def test_times_are_known_of_each_run_and_of_each_step(tmp_path):
+    worker = [
+        op("ffi_call.12", 900, 7, run=3), op("ffi_call.12", 0, 10, run=9),
+        op("ffi_call.13", 20, 30, run=9), op("copy.4", 930, 5, run=3),
+    ]  # fmt: skip
+    python = [
+        Event("forge.step", 100, 50, {"step_num": 2}), Event("forge.read", 110, 20),
+        Event("forge.read", 140, 1), Event("forge.step", 0, 60, {"step_num": 1}),
+    ]  # fmt: skip
+    write_trace(tmp_path, {"/host:CPU": {"python": python, "worker": worker}}, HLO)
+    [trace] = read_traces(tmp_path)
+    by_run = {op.kernel: dict(time.by_run) for op, time in trace.ops.items()}
+    assert by_run == {
+        "forge_attention": pytest.approx({0: 40, 1: 7}), "copy": pytest.approx({1: 5}),
+    }  # fmt: skip
+    assert dict(trace.phases["step"].by_run) == pytest.approx({0: 60, 1: 50})
+    assert dict(trace.phases["read"].by_run) == pytest.approx({1: 21})
 
 
 def test_what_is_no_trace_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="no trace"):
+    with pytest.raises(ConfigError, match=r"no trace .* forge-jax profile MODEL --logdir DIR"):
         read_traces(tmp_path)
+    with pytest.raises(ConfigError, match="nowhere: there is no such folder or file"):
+        read_traces(tmp_path / "nowhere")
     (tmp_path / "a.xplane.pb").write_bytes(b"\xff\xff no trace")
     with pytest.raises(ConfigError, match=r"a\.xplane\.pb: not a trace"):
+        read_traces(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("executables/decode_4.hlo.txt.gz", b"no gzip"),
+        ("executables/decode_4.hlo.txt.gz", gzip.compress(b"HloModule jit_decode_4" * 99)[:-9]),
+        ("executables/decode_4.json", b"{"),
+        ("executables/decode_4.json", b"[]"),
+        ("about.json", b"\xff"),
+    ],
+)
+def test_what_is_broken_beside_a_trace_is_named(tmp_path, name, content):
+    write_trace(tmp_path, {"/host:CPU": {"w": [op("copy.4", 0, 5)]}}, HLO)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name}: cannot be read: take the profile again"):
         read_traces(tmp_path)
