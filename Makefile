@@ -4,12 +4,14 @@
 # make test-cuda-compile   compiles the GPU kernels and a step for an H200; needs no GPU
 # make test-clients   drives a server with the clients of others: SDKs, agents, evaluations, a router, Ray
 # make test-browser   opens the page in headless Chromium, and uses it
+# make pictures   makes those of docs/profiling.md, with TensorBoard and headless Chromium
 # make site    builds the documents into a site, in ./site
 # make figures   writes the tables of docs/models.md from the tests
 # They make .venv and install what they need the first time, and not again until the pins change.
 # The compilers for the GPU (300 MB) have an environment of their own, .venv-aot; so have the clients
-# of others (.venv-clients), what builds the site (.venv-docs), and what drives the browser
-# (.venv-browser), which is the system's: where there is none, and this is root's Debian, it is installed.
+# of others (.venv-clients), what builds the site (.venv-docs), what TensorBoard shows profiles with
+# (.venv-pictures, 600 MB), and what drives the browser (.venv-browser), which is the system's: where
+# there is none, and this is root's Debian, it is installed.
 
 PYTHON := $(shell for p in python3.12 python3 python3.13 python3.14 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
@@ -18,7 +20,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-clients test-browser test-cuda-compile soak fuzz lint format docs site figures train-forge-tiny clean
+.PHONY: serve test test-clients test-browser test-cuda-compile soak fuzz lint format docs site pictures figures train-forge-tiny clean
 
 serve: .venv/.serve
 	@exec $(BIN)/forge-jax serve $(MODEL) $(ARGS)
@@ -57,6 +59,9 @@ site: .venv-docs/.docs
 	.venv-docs/bin/sphinx-build -q -E -n -W --keep-going -b html -c docs/site . site
 	@echo "built site/index.html"
 
+pictures: .venv/.dev .venv-pictures/.pictures
+	.venv-pictures/bin/python -m tests.browser.profile_pictures $(ARGS)
+
 figures: .venv/.dev
 	$(BIN)/python tests/figures.py
 
@@ -64,7 +69,7 @@ train-forge-tiny: .venv/.dev
 	$(BIN)/python -m training.forge_tiny
 
 clean:
-	rm -rf .venv .venv-aot .venv-clients .venv-browser .venv-docs site
+	rm -rf .venv .venv-aot .venv-clients .venv-browser .venv-pictures .venv-docs site
 
 .venv/.python:
 	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer, and none was found: install it (your distribution's python3.12 and python3.12-venv, or: uv python install 3.12), then run make again." >&2; exit 1; }
@@ -106,6 +111,12 @@ clean:
 	@echo "installing what drives the browser into .venv-browser"
 	@$(PYTHON) -m venv .venv-browser
 	@.venv-browser/bin/pip install --quiet --disable-pip-version-check -r tests/browser/requirements.txt
+	@touch $@
+
+.venv-pictures/.pictures: .venv-browser/.driver tests/browser/pictures.txt
+	@echo "installing TensorBoard and XProf into .venv-pictures"
+	@$(PYTHON) -m venv .venv-pictures
+	@.venv-pictures/bin/pip install --quiet --disable-pip-version-check -r tests/browser/pictures.txt
 	@touch $@
 
 .venv-docs/.docs: docs/site/requirements.txt

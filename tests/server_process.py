@@ -15,10 +15,13 @@ END_S = 10.0  # from being asked to end until it is killed
 
 @contextmanager
 def running(
-    command: Sequence[str], stdout: int | IO[str] = subprocess.DEVNULL, stderr: int | None = None
+    command: Sequence[str],
+    stdout: int = subprocess.DEVNULL,
+    stderr: int | IO[str] | None = None,
+    cwd: Path = ROOT,
 ) -> Iterator[subprocess.Popen[str]]:
     """A process that ends with the block."""
-    with subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, cwd=cwd) as process:
         try:
             yield process
         finally:
