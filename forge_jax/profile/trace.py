@@ -44,7 +44,9 @@ class Time:
 
     count: int = 0
     us: float = 0.0
-    by_run: Counter[int] = field(default_factory=Counter, compare=False)  # us; in order of time
+    by_run: dict[int, float] = field(  # us; runs are numbered in order of time
+        default_factory=lambda: defaultdict(float), compare=False
+    )
 
     def add(self, us: float) -> None:
         self.count += 1
