@@ -42,7 +42,7 @@ def test_what_tests_note_becomes_rows_in_their_order():
     failed.user_properties = [("figure", ("forms", "c", "values", "same bits"))]
     figures.pytest_runtest_logreport(failed)
     assert table("forms", figures.noted["forms"]) == (
-        "| form | values | logits | bits of a value in memory | MLP on 4 devices |\n"
-        "| --- | --- | --- | --- | --- |\n"
-        "| b | same bits | - | - | - |\n| a | - | 1.2e-07 | - | - |\n"
+        "| form | values | logits | bits of a value in memory | MLP on 4 devices | experts |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
+        "| b | same bits | - | - | - | - |\n| a | - | 1.2e-07 | - | - | - |\n"
     )
