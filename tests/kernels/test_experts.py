@@ -306,6 +306,21 @@ def test_no_row_of_no_expert_and_no_expert_that_there_is_not():
     np.testing.assert_array_equal(out, want)
 
 
+def test_experts_packed_in_two_formats_are_refused(cpu_kernels):
+    a = make(5, 4, 2, 24, 16, ml_dtypes.bfloat16)
+    rest = (jnp.asarray(a.experts), jnp.asarray(a.weights))
+    gate_up, down = packed(a.gate_up, "int8", True), packed(a.down, "bf16", False)
+    with pytest.raises(TypeError, match="experts packed in bf16 and int8"):
+        mix_experts(jnp.asarray(a.x), gate_up, down, *rest)
+
+
+def test_only_experts_that_are_quantised_have_an_order_of_columns():
+    a = make(5, 4, 2, 24, 16)
+    arrays = {name: jnp.asarray(array) for name, array in vars(a).items()}
+    with pytest.raises(TypeError, match="an order of the columns"):
+        mix_experts(**arrays, order=jnp.zeros((4, 24), jnp.int32))
+
+
 def test_packed_and_plain_matrices_do_not_mix(cpu_kernels):
     a = make(5, 4, 2, 24, 16, ml_dtypes.bfloat16)
     rest = (jnp.asarray(a.experts), jnp.asarray(a.weights))

@@ -24,7 +24,7 @@ from forge_jax.models import build_model, read_spec
 GATING = gguf.ExpertGatingFuncType
 SAME = (
     *("llama2", "llama_bias", "mistral_window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"),
-    *("mixtral", "mixtral_window"),
+    "mixtral",
 )
 STRETCHED = ("llama31", "llama32_tied", "phi3_long")
 

@@ -187,6 +187,25 @@ def test_the_closest_of_several_targets_counts():
     assert scheme(of_groups((["re:.*up_proj"], 64))) is None
 
 
+@pytest.mark.parametrize("quantization", [GPTQ, AWQ, FP8], ids=["gptq", "awq", "fp8"])
+def test_methods_that_mean_all_modules_do_not_mean_routers(quantization):
+    router = "model.layers.3.mlp.gate"
+    assert read(quantization).scheme_of(router) is not None
+    assert read(quantization).scheme_of(router, is_router=True) is None
+    expert = "model.layers.3.mlp.experts.7.gate_proj"
+    assert read(quantization).scheme_of(expert) == scheme(quantization)
+
+
+def test_routers_that_are_meant_are_quantised():
+    router = "model.layers.3.mlp.gate"
+    named = GPTQ | {"modules_in_block_to_quantize": [["mlp.gate", "mlp.experts.7.up_proj"]]}
+    for quantization in (named, W8A8):
+        assert read(quantization).scheme_of(router, is_router=True) is not None
+    ignored = W8A8 | {"ignore": ["re:.*mlp.gate$"]}
+    assert read(ignored).scheme_of(router, is_router=True) is None
+    assert read(ignored).scheme_of(router.replace("gate", "experts.7.gate_proj")) is not None
+
+
 def changed(quantization, **changes):
     """With other weights, or (`inputs`) other activations, in its group."""
     group = dict(quantization["config_groups"]["group_0"])

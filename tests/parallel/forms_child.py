@@ -122,7 +122,9 @@ def experts():
     sources = {name: (write(name, experts=True), WeightForms()) for name in EXPERTS}
     sources["rounded fp8"] = GOLDENS / "mixtral", WeightForms(rounded="fp8")
     sources[FAULT] = sources["int8_rows"]
-    return compared(sources, (SHARDS,))[SHARDS]
+    found = compared(sources, (SHARDS,))[SHARDS]
+    file = write_zoo(Path(tempfile.mkdtemp()) / "zoo.gguf", LAYERS[:1], experts=3)
+    return found | {"blocks": compare(file, SHARDS, dtype="float32")}
 
 
 def compared(sources, counts):
@@ -175,8 +177,6 @@ def blocks():
     file = write_zoo(Path(tempfile.mkdtemp()) / "zoo.gguf", (*LAYERS[:2], LAYERS[3]))
     options = {"layers": 3, "dtype": "float32"}
     found = {f"float32 on {n}": compare(file, n, **options) for n in (2, SHARDS)}
-    mixture = write_zoo(Path(tempfile.mkdtemp()) / "zoo.gguf", LAYERS[:1], experts=3)
-    found["experts"] = compare(mixture, SHARDS, dtype="float32")
     whole, cut = (build_model(read_spec(file), shards=n) for n in (1, SHARDS))
     found["bytes"] = [whole.param_bytes, cut.param_bytes]
     if cpu.available():
