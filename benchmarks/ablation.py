@@ -31,7 +31,7 @@ from benchmarks.report import number
 from benchmarks.workloads import Maker
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
-from forge_jax.errors import ConfigError, ForgeError
+from forge_jax.errors import ConfigError
 from forge_serve.bench.client import Run, run, run_async
 from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.in_process import Submitter
@@ -190,25 +190,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args(argv)
-    try:
-        if args.rounds < 1:
-            raise BenchmarkError(f"--rounds must be at least 1, not {args.rounds}")
-        report = reports.new(
-            "ablation",
-            model=args.model,
-            context=args.context,
-            requests=args.requests,
-            rounds=args.rounds,
-            seed=args.seed,
-            switches=run_async(_all(args)),
-        )
-        if args.output is not None:
-            reports.write(report, args.output)
-    except (BenchmarkError, ForgeError, OSError) as error:
-        print(f"ablation: {error}", file=sys.stderr)
-        return 1
-    print(markdown(report))
-    return 0
+
+    def measure() -> dict[str, Any]:
+        return {
+            "model": args.model,
+            "context": args.context,
+            "requests": args.requests,
+            "rounds": args.rounds,
+            "seed": args.seed,
+            "switches": run_async(_all(args)),
+        }
+
+    return reports.publish("ablation", args, measure, markdown)
 
 
 async def _all(args: argparse.Namespace) -> list[dict[str, Any]]:

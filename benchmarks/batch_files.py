@@ -29,7 +29,6 @@ from benchmarks.workloads import mixed
 from forge_jax import LLM
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
-from forge_jax.errors import ForgeError
 from forge_serve.app import Service
 from forge_serve.batch.config import BatchRunConfig
 from forge_serve.batch.files import Input, Output
@@ -62,24 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args(argv)
-    try:
-        if args.rounds < 1:
-            raise BenchmarkError(f"--rounds must be at least 1, not {args.rounds}")
-        report = reports.new(
-            "batch_files",
-            model=args.model,
-            max_num_seqs=args.max_num_seqs,
-            context=args.context,
-            seed=args.seed,
-            **compare(args),
-        )
-        if args.output is not None:
-            reports.write(report, args.output)
-    except (BenchmarkError, ForgeError, OSError) as error:
-        print(f"batch_files: {error}", file=sys.stderr)
-        return 1
-    print(markdown(report))
-    return 0
+    return reports.publish("batch_files", args, lambda: compare(args), markdown)
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -117,6 +99,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         finally:
             side.stop()
     return {
+        "model": args.model,
+        "max_num_seqs": args.max_num_seqs,
+        "context": args.context,
+        "seed": args.seed,
         "requests": len(work),
         "prompt_tokens": sum(len(request.prompt) for request in work),
         "output_tokens": asked,

@@ -5,8 +5,8 @@
 One model with random weights in bfloat16, written in each form. Every time is of a fresh process,
 in which everything has been imported and the device is up: from the call that reads to the last
 leaf on the device, checks included. The floor is `safetensors.numpy.load_file` alone, which makes
-numpy arrays and no leaves. "packed" is for the CPU kernels: there safetensors are packed as they
-are read, and of a converted folder nothing is left to do.
+numpy arrays and no leaves. "packed" is for the CPU kernels: there safetensors and the blocks of
+GGUF files are packed as they are read, and of a converted folder nothing is left to do.
 
 Each round reads all forms in turn, beginning with another one. Before its reading each process
 takes memory and gives it back: what a virtual machine's host takes to find memory is not measured.
@@ -67,8 +67,10 @@ CASES = (
     Case("GGUF", "model.gguf", "xla"),
     Case("converted", "converted", "xla"),
     Case("safetensors, packed", "safetensors", "auto"),
+    Case("GGUF Q8_0, packed", "Q8_0.gguf", "auto"),
     Case("converted, packed", "converted-packed", "auto"),
 )
+GGUF_FILES = {"BF16": "model.gguf", "Q8_0": "Q8_0.gguf"}  # by the type of their matrices
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,11 +118,13 @@ def write_forms(folder: Path, shape: str) -> dict[str, str]:
     source, left_out = folder / "safetensors", {}
     if not source.exists():
         write_model(source, SHAPES[shape])
-    if not (folder / "model.gguf").exists():
+    for kind, name in GGUF_FILES.items():
+        if (folder / name).exists():
+            continue
         try:
-            write_gguf(source, folder / "model.gguf")
+            write_gguf(source, folder / name, kind)
         except ImportError:
-            left_out["GGUF"] = "needs the package gguf"
+            left_out |= {case.name: "needs the package gguf" for case in CASES if case.path == name}
     for case in CASES:
         target = folder / case.path
         if not case.name.startswith("converted") or target.exists():
@@ -128,7 +132,8 @@ def write_forms(folder: Path, shape: str) -> dict[str, str]:
         command = ["convert", str(source), str(target), "--kernels", case.kernels]
         done = _python("-m", "forge_serve.cli", *command)
         if case.kernels == "auto" and "packed" not in done:
-            left_out |= dict.fromkeys((case.name, "safetensors, packed"), "no CPU kernels here")
+            packed = [case.name for case in CASES if case.kernels == "auto"]
+            left_out |= dict.fromkeys(packed, "no CPU kernels here")
     return left_out
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from forge_jax.errors import ForgeError
 from forge_serve.bench import machine
+from forge_serve.bench.errors import BenchmarkError
 
 
 def new(benchmark: str, **body: Any) -> dict[str, Any]:
@@ -17,6 +21,29 @@ def new(benchmark: str, **body: Any) -> dict[str, Any]:
 
 def write(report: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+
+
+def publish(
+    benchmark: str,
+    args: argparse.Namespace,
+    measure: Callable[[], dict[str, Any]],
+    markdown: Callable[[dict[str, Any]], str],
+) -> int:
+    """Measures in `args.rounds`, prints the report, and writes it to `args.output` if that is told.
+
+    Returns the exit status.
+    """
+    try:
+        if args.rounds < 1:
+            raise BenchmarkError(f"--rounds must be at least 1, not {args.rounds}")
+        report = new(benchmark, **measure())
+        if args.output is not None:
+            write(report, args.output)
+    except (BenchmarkError, ForgeError, OSError) as error:
+        print(f"{benchmark}: {error}", file=sys.stderr)
+        return 1
+    print(markdown(report))
+    return 0
 
 
 def heading(report: dict[str, Any]) -> str:

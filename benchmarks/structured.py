@@ -25,7 +25,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from benchmarks import report as reports
 from benchmarks.report import number
 from forge_jax import LLM, SamplingParams
-from forge_jax.errors import ForgeError, GrammarError
+from forge_jax.errors import GrammarError
 from forge_jax.grammar import GrammarCompiler, GrammarSpec
 from forge_jax.grammar.build import build
 from forge_jax.grammar.masks import mask_width
@@ -53,24 +53,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args(argv)
-    try:
-        if args.rounds < 1 or args.schemas < 1:
-            raise BenchmarkError("--rounds and --schemas must be at least 1")
+
+    def measure() -> dict[str, Any]:
+        if args.schemas < 1:
+            raise BenchmarkError(f"--schemas must be at least 1, not {args.schemas}")
         tokenizer = train(args.text, args.vocab_size)
-        report = reports.new(
-            "structured",
-            seed=args.seed,
-            vocab_size=tokenizer.vocab_size,
-            grammars=grammars(tokenizer, args.schemas, args.seed),
-            throughput=throughput(args.model, args.streams, args.rounds, args.seed),
-        )
-        if args.output is not None:
-            reports.write(report, args.output)
-    except (BenchmarkError, ForgeError, OSError) as error:
-        print(f"structured: {error}", file=sys.stderr)
-        return 1
-    print(markdown(report))
-    return 0
+        return {
+            "seed": args.seed,
+            "vocab_size": tokenizer.vocab_size,
+            "grammars": grammars(tokenizer, args.schemas, args.seed),
+            "throughput": throughput(args.model, args.streams, args.rounds, args.seed),
+        }
+
+    return reports.publish("structured", args, measure, markdown)
 
 
 def train(files: Sequence[Path], vocab_size: int) -> Tokenizer:

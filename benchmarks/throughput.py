@@ -23,7 +23,6 @@ from benchmarks.in_process import why_not
 from benchmarks.report import number
 from benchmarks.workloads import mixed
 from forge_jax import LLM
-from forge_jax.errors import ForgeError
 from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.in_process import sampling_params
 from forge_serve.bench.metrics import median
@@ -79,24 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args(argv)
-    try:
-        if args.rounds < 1:
-            raise BenchmarkError(f"--rounds must be at least 1, not {args.rounds}")
-        report = reports.new(
-            "throughput",
-            model=args.model,
-            max_num_seqs=args.max_num_seqs,
-            context=args.context,
-            seed=args.seed,
-            **compare(args),
-        )
-        if args.output is not None:
-            reports.write(report, args.output)
-    except (BenchmarkError, ForgeError, OSError) as error:
-        print(f"throughput: {error}", file=sys.stderr)
-        return 1
-    print(markdown(report))
-    return 0
+    return reports.publish("throughput", args, lambda: compare(args), markdown)
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -132,6 +114,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             row["output_tokens_per_s"] = median(row["samples"])
             row["ratio"] = median([x / y for x, y in zip(row["samples"], first, strict=True)])
     return {
+        "model": args.model,
+        "max_num_seqs": args.max_num_seqs,
+        "context": args.context,
+        "seed": args.seed,
         "requests": len(work),
         "prompt_tokens": sum(len(r.prompt) for r in work),
         "output_tokens": asked,

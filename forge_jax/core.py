@@ -270,6 +270,7 @@ class EngineCore:
         self._prompt_logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = {}
         self._immediate: Outputs = {}
         self._failed = False
+        self._before_wait: Callable[[], None] | None = None  # of the tick that runs
         self._bisection: Bisection[Sequence] = Bisection()
         self._clock = clock
         self._progress_s = clock()
@@ -389,12 +390,16 @@ class EngineCore:
         assert self._in_flight is None and not self.scheduler.has_work
         return outputs
 
-    def tick(self) -> Outputs:
+    def tick(self, before_wait: Callable[[], None] | None = None) -> Outputs:
         """Dispatches the next step, then reads the one before it (or the same one).
 
         Waits for the device at most once. Returns the news of the step that it has read. A step
         that raises is no failure of the tick: the device is reset, and all that ran is computed
         anew, from the tokens that the host knows; only who is found to be the cause ends.
+
+        Args:
+          before_wait: is called when this thread has nothing to do but to wait for the device: time
+            for what would have held up the step. A tick that reads no step does not call it.
 
         Raises:
           EngineError: an earlier tick failed; what the device holds is not known any more.
@@ -403,6 +408,7 @@ class EngineCore:
         if self._failed:
             raise EngineError("an earlier step failed: make a new engine")
         self._failed = True  # until this tick has come to its end
+        self._before_wait = before_wait
         with step_span(self.num_steps):
             outputs = self._tick()
         self._failed = False
@@ -470,6 +476,8 @@ class EngineCore:
         return outputs
 
     def _read(self, step: _InFlight) -> StepResult:
+        if self._before_wait is not None:
+            self._before_wait()
         with span("read"):
             result = self._device.read(step.pending)
         self.phases.end("read")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_jax.config import EngineConfig
-from forge_jax.core import EngineCore, EngineParts, Late, Limits, Pooler
+from forge_jax.core import EngineCore, EngineParts, Late, Limits, Outputs, Pooler
 from forge_jax.errors import EngineError, ForgeError
 from forge_jax.garbage import short_pauses
 from forge_jax.observe.engine_state import Capture, EngineState
@@ -65,6 +65,8 @@ class Engine(StreamingEngine):
         self._compiling: dict[str, tuple[Request, asyncio.Task[None]]] = {}  # before it is queued
         self._pooling: Future[None] | None = None  # until what pools can run
         self._recorder: Recorder | None = None  # made with the first profile
+        self._held: list[Outputs] = []  # news that have not been delivered yet
+        self._delivered_s = self._clock()
 
     @classmethod
     def load(
@@ -157,7 +159,7 @@ class Engine(StreamingEngine):
         if request_id in self._compiling:
             request, task = self._compiling.pop(request_id)
             task.cancel()
-            self._deliver({request_id: _ends(request, "abort")})
+            self._deliver([{request_id: _ends(request, "abort")}])
             return
         self._command("abort", request_id)
 
@@ -184,11 +186,11 @@ class Engine(StreamingEngine):
         try:
             await compile_soon()
         except ForgeError as error:
-            self._deliver({request.request_id: _ends(request, "error", error)})
+            self._deliver([{request.request_id: _ends(request, "error", error)}])
         except Exception:
             log.exception("request %s: what it needs could not be compiled", request.request_id)
             failure = EngineError("what the request needs could not be compiled")
-            self._deliver({request.request_id: _ends(request, "error", failure)})
+            self._deliver([{request.request_id: _ends(request, "error", failure)}])
         else:
             self._command("add", request)
         del self._compiling[request.request_id]
@@ -312,6 +314,7 @@ class Engine(StreamingEngine):
                         elif verb == "abort":
                             core.abort(argument)
                         elif verb == "call":
+                            self._deliver_held()  # it may take long
                             _do(*argument)
                         elif verb == "pool":
                             argument.adopt_pooling()
@@ -319,17 +322,39 @@ class Engine(StreamingEngine):
                             if self._adopt(argument):
                                 while_ready.enter_context(short_pauses())
                         else:
-                            self._deliver(core.drain())
+                            self._deliver_held()
+                            self._deliver([core.drain()])
                             return
-                    outputs = core.tick()
-                    with span("deliver"):
-                        self._deliver(outputs)
-                    core.phases.end("deliver")
+                    outputs = core.tick(self._before_wait)
+                    self._before_wait()  # where no step was waited for
+                    if outputs:
+                        self._held.append(outputs)
+                    if not core.has_work:
+                        self._deliver_held()
         except BaseException as error:  # whatever ends this thread, the streams must learn of it
             log.exception("the engine thread failed")
+            self._deliver_held()
             self._state = "failed"
             failure = EngineError(f"the engine failed: {type(error).__name__}")
             self._call(self._fail, failure)
+
+    def _before_wait(self) -> None:
+        """Hands over the news of the step that was read last.
+
+        The event loop wants the interpreter for what it does with them, and the next step would be
+        dispatched by so much later: they are kept until this thread waits for the device.
+        """
+        if self._held and self._clock() - self._delivered_s >= self.news_interval_s:
+            self._deliver_held()
+
+    def _deliver_held(self) -> None:
+        if not self._held:
+            return
+        with span("deliver"):
+            self._deliver(self._held)
+            self._held.clear()
+        self._delivered_s = self._clock()
+        self._core.phases.end("deliver")
 
     def _adopt(self, late: Late) -> bool:
         """Takes late executables between two steps; True if with them the engine became ready."""
@@ -350,7 +375,7 @@ class Engine(StreamingEngine):
             if not isinstance(error, ForgeError):
                 log.exception("request %s could not be queued", request.request_id)
                 error = EngineError("the request could not be queued")
-            self._deliver({request.request_id: _ends(request, "error", error)})
+            self._deliver([{request.request_id: _ends(request, "error", error)}])
 
 
 def _do(call: Callable[[], None], done: Future[None]) -> None:

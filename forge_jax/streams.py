@@ -143,6 +143,11 @@ class StreamingEngine(ABC):
 
     Attributes that are None or 0 until the engine can serve are set by then.
 
+    Attributes:
+      news_interval_s: how long the news of a step may wait for those of later ones, in seconds, so
+        that the event loop is woken less often: for those who want whole answers. An engine in a
+        process of its own hands them over at once.
+
     Args:
       rng: draws the seeds of requests that have none.
       clock: seconds, for arrivals.
@@ -162,6 +167,7 @@ class StreamingEngine(ABC):
         self.system_fingerprint: str | None = None
         self.architecture: str | None = None
         self.pooling: Pooling = "last"  # what `--pooling` says
+        self.news_interval_s = 0.0
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
         self.grammars: GrammarCompiler | None = None
@@ -436,11 +442,9 @@ class StreamingEngine(ABC):
                 await asyncio.wait_for(self._idle.wait(), seconds)
         self.abort_all()
 
-    def _deliver(self, outputs: Outputs) -> None:
-        """Hands the news of a step to the event loop; from any thread."""
-        if not outputs:
-            return
-        self._news.append(outputs)
+    def _deliver(self, outputs: Iterable[Outputs]) -> None:
+        """Hands the news of steps to the event loop; from any thread."""
+        self._news.extend(outputs)
         if not self._fan_out_due:
             self._fan_out_due = True
             self._call(self._fan_out)

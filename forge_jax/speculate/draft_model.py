@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forge_jax.cache.kv import GIB, KVShape
-from forge_jax.step.executables import Executables
+from forge_jax.cache.kv import KVShape
+from forge_jax.step.executables import Executables, LateShapes
 from forge_jax.step.proposals import SUPPORT, Proposals, Proposed
 from forge_jax.step.runner import PATIENCE_S
 from forge_jax.step.slots import MIN_TEMPERATURE, PADDING
@@ -442,14 +442,15 @@ class DraftModel:
         self._mesh = mesh
         self._sharding = jax.sharding.SingleDeviceSharding(device) if mesh is None else mesh.whole
         self._shapes = shapes
-        self._late = [*shapes.extend, *shapes.draft]
         self._ready: list[DraftShape] = []
         self._implementation: Implementation = implementation
         self._sampler: Literal["xla", "cpu"] = sampler
         self._proposals = proposals
         self._uniform = uniform
-        self._memory_limit = memory_limit
         self._executables = Executables(compiler_options)
+        self._late = LateShapes(
+            self._executables, [*shapes.extend, *shapes.draft], memory_limit, "--num-blocks"
+        )
         self._compiled: dict[str, jax.stages.Compiled] = {}  # that run
         self._leaves: tuple[jax.Array, ...] = ()
         self._kv: tuple[jax.Array, ...] = ()
@@ -530,8 +531,7 @@ class DraftModel:
 
         What fails to compile or to run, or does not fit into the memory, is left out.
         """
-        for shape in [s for s in self._late if self._executables.is_done(s.name)]:
-            self._late.remove(shape)
+        for shape in self._late.arrived():
             try:
                 self._adopt(shape)
             except Exception:  # drafts are dispensable: the engine goes on
@@ -540,16 +540,6 @@ class DraftModel:
             log.error("the draft model cannot run: no drafts")
 
     def _adopt(self, shape: DraftShape) -> None:
-        needed = self._executables.memory_bytes(shape.name)
-        if self._memory_limit is not None and needed > self._memory_limit:
-            log.warning(
-                "%s needs %.2f GiB, and there is %.2f: it is left out (less --num-blocks makes "
-                "room)",
-                shape.name,
-                needed / GIB,
-                self._memory_limit / GIB,
-            )
-            return
         self._compiled[shape.name] = self._executables[shape.name]
         self._call(shape, (), *self._latest(shape))  # writes nothing, for every index is padding
         jax.block_until_ready(self._kv)
@@ -557,18 +547,15 @@ class DraftModel:
 
     def on_compiled(self, call: Callable[[], None]) -> None:
         """Has `call` called, in another thread, whenever `adopt` has something to do."""
-        for shape in self._late.copy():
-            self._executables.on_done(shape.name, call)
+        self._late.on_compiled(call)
 
     def wait(self) -> None:
         """Until `adopt` can take everything that is left."""
-        for shape in self._late.copy():
-            self._executables.wait(shape.name)
+        self._late.wait()
 
     def cancel(self) -> None:
         """Compiles nothing more: what has not been adopted never will be."""
-        self._executables.cancel()
-        self._late.clear()
+        self._late.cancel()
 
     def extend(self, rows: Seq[Row]) -> None:
         """Computes keys and values of the rows' tokens, in one call. Does not wait for it."""

@@ -6,15 +6,19 @@ runs in as many threads as there are cores. Nothing here knows what the executab
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
+from forge_jax.cache.kv import GIB
 from forge_jax.observe.compilations import expected
+
+log = logging.getLogger(__name__)
 
 
 class Executables:
@@ -97,3 +101,65 @@ class Executables:
     def _compile(self, lowered: Future[jax.stages.Lowered]) -> jax.stages.Compiled:
         with expected():
             return lowered.result().compile(compiler_options=self._options or None)
+
+
+class Shape(Protocol):
+    """What an executable is compiled for."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class LateShapes[S: Shape]:
+    """Shapes whose executables come while others run already, until they are adopted.
+
+    Args:
+      memory_limit: what an executable may need while it runs, in bytes. None: not known.
+      flags: of which less makes room.
+    """
+
+    def __init__(
+        self, executables: Executables, shapes: Iterable[S], memory_limit: int | None, flags: str
+    ):
+        self.shapes = list(shapes)
+        self._executables = executables
+        self._memory_limit = memory_limit
+        self._flags = flags
+
+    def __bool__(self) -> bool:
+        return bool(self.shapes)
+
+    def arrived(self) -> Iterator[S]:
+        """Those that have been compiled since; what failed to, or needs too much, is left out."""
+        for shape in [shape for shape in self.shapes if self._executables.is_done(shape.name)]:
+            self.shapes.remove(shape)
+            try:
+                needed = self._executables.memory_bytes(shape.name)
+            except Exception:
+                log.exception("%s could not be compiled: it is left out", shape.name)
+                continue
+            if self._memory_limit is None or needed <= self._memory_limit:
+                yield shape
+                continue
+            log.warning(
+                "%s needs %.2f GiB, and there is %.2f: it is left out (less %s makes room)",
+                shape.name,
+                needed / GIB,
+                self._memory_limit / GIB,
+                self._flags,
+            )
+
+    def on_compiled(self, call: Callable[[], None]) -> None:
+        """Has `call` called, in another thread, whenever something arrives."""
+        for shape in self.shapes.copy():
+            self._executables.on_done(shape.name, call)
+
+    def wait(self) -> None:
+        """Until everything that is left has arrived."""
+        for shape in self.shapes.copy():
+            self._executables.wait(shape.name)
+
+    def cancel(self) -> None:
+        """Compiles nothing more: what has not been adopted never will be."""
+        self._executables.cancel()
+        self.shapes.clear()

@@ -36,7 +36,7 @@ from forge_jax.schedule.plan import (
     TokenLogprobs,
 )
 from forge_jax.step import meta as meta_bits
-from forge_jax.step.executables import Executables
+from forge_jax.step.executables import Executables, LateShapes
 from forge_jax.step.meta import SlotFlags, StepShape
 from forge_jax.step.proposals import Proposals, Proposed
 from forge_jax.step.slots import (
@@ -189,7 +189,6 @@ class Runner:
         self._sharding = jax.sharding.SingleDeviceSharding(device) if mesh is None else mesh.whole
         self._shapes = list(shapes)  # that can run, or will
         self._first = self._shapes.copy() if first is None else list(first)
-        self._late = [shape for shape in self._shapes if shape not in self._first]
         self._ready: list[StepShape] = []  # that can run, smallest first
         self._implementation: Implementation = implementation
         self._sampler: Sampler = sampler
@@ -208,6 +207,12 @@ class Runner:
             device.platform, command_buffers=command_buffers, deterministic=deterministic
         )
         self._executables = Executables(self._compiler_options)
+        self._late = LateShapes(
+            self._executables,
+            [shape for shape in self._shapes if shape not in self._first],
+            memory_limit,
+            "--num-blocks or --max-num-batched-tokens",
+        )
         self._compiled: dict[str, jax.stages.Compiled] = {}  # that run
         self._leaves: tuple[jax.Array, ...] = ()
         self._kv: KV = ()
@@ -286,7 +291,7 @@ class Runner:
                 adapter = self._mesh.adapter(self._model, self._lora)
             add("set_adapter", put, self._stacks_shape, self._i32(), adapter)
         self._executables.pause(PATIENCE_S)
-        for shape in self._late:
+        for shape in self._late.shapes:
             add_step(shape)
         self._executables.close()
 
@@ -449,38 +454,20 @@ class Runner:
         What failed to compile, or does not fit into the memory, is left out: larger shapes take its
         plans, or the limits stay.
         """
-        for shape in [s for s in self._late if self._executables.is_done(s.name)]:
-            self._late.remove(shape)
-            try:
-                needed = self._executables.memory_bytes(shape.name)
-            except Exception:
-                log.exception("%s could not be compiled: larger steps take its place", shape.name)
-                continue
-            if self._memory_limit is not None and needed > self._memory_limit:
-                log.warning(
-                    "%s needs %.2f GiB, and there is %.2f: it is left out (less --num-blocks or "
-                    "--max-num-batched-tokens makes room)",
-                    shape.name,
-                    needed / GIB,
-                    self._memory_limit / GIB,
-                )
-                continue
+        for shape in self._late.arrived():
             self._adopt(shape)
 
     def on_compiled(self, call: Callable[[], None]) -> None:
         """Has `call` called, in another thread, whenever `adopt` has something to do."""
-        for shape in self._late.copy():
-            self._executables.on_done(shape.name, call)
+        self._late.on_compiled(call)
 
     def wait(self) -> None:
         """Until `adopt` can take everything that is left."""
-        for shape in self._late.copy():
-            self._executables.wait(shape.name)
+        self._late.wait()
 
     def cancel(self) -> None:
         """Compiles nothing more: what has not been adopted never will be."""
-        self._executables.cancel()
-        self._late.clear()
+        self._late.cancel()
 
     def compiled(self) -> dict[str, jax.stages.Compiled]:
         """What runs, by name. In any thread."""

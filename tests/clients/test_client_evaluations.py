@@ -88,7 +88,8 @@ def shown_commands() -> dict[str, list[str]]:
     text = (ROOT / "docs/evaluation.md").read_text()
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     commands = [shlex.split(block.replace("\\\n", "")) for block in blocks]
-    return {command[command.index("--model") + 1]: command for command in commands}
+    runs = [command for command in commands if command[0] == "lm_eval"]
+    return {command[command.index("--model") + 1]: command for command in runs}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def test_the_document_is_openapi_3_1(server):
     OpenAPIV31SpecValidator(server.document).validate()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_schemathesis_finds_nothing(server, tmp_path):
     command = [
         str(Path(sys.executable).parent / "schemathesis"),

@@ -1,5 +1,7 @@
 """`EngineCore`, tick by tick, on the fake device: its switches, and where its time goes."""
 
+from itertools import pairwise
+
 import pytest
 
 from forge_jax.config import EngineConfig
@@ -69,6 +71,23 @@ def test_the_phases_of_every_step_are_timed():
         assert totals[phase].count == engine.num_steps
     assert totals["schedule"].count > engine.num_steps  # the last found nothing to do
     assert totals["deliver"].count == 0  # is the engine thread's
+
+
+@pytest.mark.parametrize("options", [{}, {"speculation": "ngram"}, {"one_step_ahead": False}])
+def test_what_may_wait_is_done_while_the_device_computes(options):
+    """Once for each step, after what is dispatched before it is read."""
+    engine, done = core(**options), []
+    device = engine._device
+    dispatch, read = device.dispatch, device.read
+    device.dispatch = lambda plan: done.append("dispatch") or dispatch(plan)
+    device.read = lambda pending: done.append("read") or read(pending)
+    engine.add(Request(request_id="r", prompt_token_ids=[1, 2], params=SamplingParams(), seed=0))
+    while engine.has_work:
+        engine.tick(lambda: done.append("wait"))
+    assert done.count("read") == done.count("wait") == engine.num_steps > 8
+    assert all(before == "wait" for before, now in pairwise(done) if now == "read")
+    if not options:
+        assert done[:5] == ["dispatch", "dispatch", "wait", "read", "dispatch"]
 
 
 def test_a_phase_is_counted_where_it_belongs():

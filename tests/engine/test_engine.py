@@ -105,6 +105,37 @@ async def test_a_numerical_fault_fails_one_request_only(engine):
     assert isinstance(news[-1].error, NumericalError)
 
 
+@pytest.mark.parametrize(("interval_s", "items"), [(0.0, range(2, 31)), (3600.0, range(1, 2))])
+async def test_news_may_wait_for_those_of_later_steps_but_not_for_an_end(interval_s, items):
+    engine = Engine.fake(step_time_s=0.002)
+    engine.news_interval_s = interval_s
+    engine.start()
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    received = [each async for each in engine.submit([1, 2], params, request_id="r")]
+    assert sum(len(delta.token_ids) for deltas in received for delta in deltas) == 30
+    assert len(received) in items
+    await engine.stop()
+
+
+async def test_the_news_before_a_failure_arrive():
+    engine = Engine.fake()
+    tick, left = engine._core.tick, iter(range(10))
+
+    def failing(before_wait):
+        if next(left, None) is None:
+            raise MemoryError
+        return tick(before_wait)
+
+    engine._core.tick = failing
+    engine.news_interval_s = 3600.0
+    engine.start()
+    stream = engine.submit([1], SamplingParams(max_tokens=50), request_id="r")
+    deltas = [delta async for deltas in stream for delta in deltas]
+    assert sum(len(delta.token_ids) for delta in deltas) == 9  # the first tick only dispatches
+    assert deltas[-1].finish_reason == "error"
+    await engine.stop()
+
+
 async def test_a_failed_engine_says_so_to_everyone(engine, caplog):
     def fail(*plan):
         raise RuntimeError("the device is gone")

@@ -398,10 +398,10 @@ def test_an_engine_that_fails_ends_the_run_and_no_line_is_blamed(tmp_path, capsy
         engine = Engine.fake(config=EngineConfig.from_options(max_num_seqs=4))
         tick, left = engine._core.tick, iter(range(10))
 
-        def failing():
+        def failing(before_wait):
             if next(left, None) is None:
                 raise MemoryError
-            return tick()
+            return tick(before_wait)
 
         engine._core.tick = failing
         return engine

@@ -98,7 +98,6 @@ class Terminal:
         return self.process.wait(WAIT_S)
 
 
-@pytest.mark.soak  # on a busy machine a key was lost now and then
 def test_a_conversation_with_the_bundled_model():
     with Terminal("chat", *SMALL) as chat:
         chat.expect("forge-tiny: /help tells what there is, Ctrl-D ends")
@@ -169,7 +168,6 @@ def messages(body: dict[str, Any]) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in body["messages"]]
 
 
-@pytest.mark.soak  # on a busy machine a key was lost now and then
 def test_a_conversation_with_a_server(server, tmp_path):
     key = tmp_path / "key"
     key.write_text("# mine\nsk-of-the-test\n")
@@ -225,7 +223,6 @@ def test_a_conversation_with_a_server(server, tmp_path):
     assert messages(fifth) == [("system", "Be long."), ("user", "A line \nand another")]
 
 
-@pytest.mark.soak  # on a busy machine a key was lost now and then
 def test_an_answer_of_this_process_is_stopped_and_the_chat_goes_on():
     with Terminal("chat", "x", "--fake", "--fake-step-time-ms", "20", "--seed", "1") as chat:
         chat.say("Tell me a story.", " ")

@@ -247,10 +247,10 @@ async def test_an_engine_that_fails_ends_its_requests(start, monkeypatch, stream
     server = await start(Engine.fake(step_time_s=0.01))
     core, tick = server.engine._core, server.engine._core.tick
 
-    def failing() -> Any:
+    def failing(before_wait: Any) -> Any:
         if core.num_steps > 8:
             raise RuntimeError("device /dev/secret fell off")
-        return tick()
+        return tick(before_wait)
 
     monkeypatch.setattr(core, "tick", failing)
     body = {**LONG, "stream": stream}

@@ -26,6 +26,7 @@ from forge_jax.fake import assemble_fake
 from forge_jax.schedule.request import Request, Sequence, Status
 from forge_jax.speculate.draft import ModelDrafter
 from forge_jax.speculate.draft_model import DraftModel, Row, draft_shapes, pack_params
+from forge_jax.step.executables import LateShapes
 from forge_jax.testing import FailingDevice, drafts_always_pay, random_leaves, tiny_model
 
 BLOCK, K, VOCAB, MAX_LEN = 8, 4, 64, 128
@@ -423,19 +424,20 @@ def test_an_executable_that_cannot_run_is_left_out(made, monkeypatch, caplog):
     only, *others = [shape for shape in whole if shape.name.startswith("extend")]
     assert not others
     monkeypatch.setattr(model, "_ready", [shape for shape in whole if shape is not only])
-    monkeypatch.setattr(model, "_late", [only])
+    late = LateShapes(model._executables, [only], None, "--num-blocks")
+    monkeypatch.setattr(model, "_late", late)
     assert not model.can_draft and not model.complete
     with monkeypatch.context() as patch:
         patch.setattr(model, "_call", lambda *_: 1 / 0)
         model.adopt()
     assert model.complete and not model.can_draft
     assert "extend[32] cannot run: it is left out" in caplog.text
-    model._late.append(only)
-    monkeypatch.setattr(model, "_memory_limit", 1000)
+    late.shapes.append(only)
+    late._memory_limit = 1000
     model.adopt()
     assert "and there is 0.00: it is left out" in caplog.text and not model.can_draft
-    monkeypatch.setattr(model, "_memory_limit", None)
-    model._late.append(only)
+    late._memory_limit = None
+    late.shapes.append(only)
     model.adopt()
     assert model.can_draft and sorted(map(str, model._ready)) == sorted(map(str, whole))
 

@@ -36,6 +36,7 @@ from forge_serve.server import load_engine, loop_factory
 MIN_WAITING = 64  # lines in flight beside those that run
 BYTES_IN_FLIGHT = 64 * MIB  # of lines; one alone may have more
 ENVELOPE_BYTES = 64 * KIB  # of a line, beside its body
+NEWS_INTERVAL_S = 0.02  # of the engine: nobody looks at single tokens
 AGAIN_S = 0.2  # after what was refused because too much waits
 ENGINE_IS_GONE = ("stopping", "stopped", "failed")
 
@@ -100,6 +101,7 @@ async def answer(
     """
     engine = service.engine
     assert engine is not None
+    engine.news_interval_s = NEWS_INTERVAL_S
     counts.begin_s = time.monotonic()
     slots = engine.stats().num_slots
     window = _Window(config.in_flight or slots + max(slots, MIN_WAITING), BYTES_IN_FLIGHT)
