@@ -9,8 +9,6 @@ import pytest
 
 from benchmarks import sanity
 
-pytestmark = pytest.mark.quick_compile
-
 SMALL = ["--sequences", "2", "--output-len", "8"]
 
 
