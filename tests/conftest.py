@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,12 @@ from forge_jax.schedule.plan import StepPlan
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ROOT = Path(__file__).parent.parent
+
+
+# What a shell begins in the background has SIGINT ignored, and so has whatever that starts: Ctrl-C
+# would be no signal to the commands that are tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
