@@ -29,7 +29,7 @@ from forge_jax.cache.kv import (
     fit_num_blocks,
     kv_shape,
 )
-from forge_jax.cache_folder import default_cache_folder, private_folder_fault
+from forge_jax.cache_folder import default_cache_folder, drop_broken_entries, private_folder_fault
 from forge_jax.checkpoint.adapter import check_adapter, read_adapter
 from forge_jax.checkpoint.converted import Record, read_record
 from forge_jax.checkpoint.gguf import is_gguf
@@ -602,9 +602,11 @@ def use_compilation_cache(config: EngineConfig) -> None:
         if fault:
             log.warning("no compilation cache, every start compiles anew: %s: %s", folder, fault)
             enabled = False
-        elif from_jax != str(folder):
-            jax.config.update("jax_compilation_cache_dir", str(folder))
-            compilation_cache.reset_cache()
+        else:
+            drop_broken_entries(folder)
+            if from_jax != str(folder):
+                jax.config.update("jax_compilation_cache_dir", str(folder))
+                compilation_cache.reset_cache()
     if jax.config.jax_enable_compilation_cache != enabled:
         jax.config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()

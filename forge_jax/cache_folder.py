@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import sys
+import zlib
 from pathlib import Path
+
+ENTRIES = "*-cache"  # JAX's names of executables
+LOOKED = ".looked"  # its time: when the entries were looked at
+ZSTD = b"\x28\xb5\x2f\xfd"
+
+log = logging.getLogger(__name__)
 
 
 def default_cache_folder() -> Path:
@@ -26,3 +36,37 @@ def private_folder_fault(folder: Path) -> str | None:
     if not os.access(folder, os.W_OK | os.X_OK):
         return "it cannot be written to: chmod 700 it, or name another"
     return None
+
+
+def drop_broken_entries(folder: Path) -> None:
+    """Removes entries of the compilation cache that a process was killed in the middle of writing.
+
+    JAX writes them in place, and never again what is there: every start would fail to read it, warn
+    and compile anew. Looked at is what has been written since the last look. One that another
+    process is writing just now may go, too, which costs no more than a compilation.
+    """
+    mark = folder / LOOKED
+    with contextlib.suppress(OSError):
+        since = mark.stat().st_mtime_ns if mark.exists() else 0
+        mark.touch()
+        for file in folder.glob(ENTRIES):
+            with contextlib.suppress(FileNotFoundError):  # another process has looked, too
+                if file.stat().st_mtime_ns >= since and not _is_whole(file.read_bytes()):
+                    file.unlink()
+                    log.warning("removed half of a compiled executable: %s", file.name)
+
+
+def _is_whole(data: bytes) -> bool:
+    if data[:1] == b"\x78":
+        decompressor = zlib.decompressobj()
+    elif sys.version_info >= (3, 14) and data.startswith(ZSTD):
+        from compression import zstd
+
+        decompressor = zstd.ZstdDecompressor()
+    else:  # in another form, which cannot be looked into here
+        return bool(data)
+    try:
+        decompressor.decompress(data)
+    except Exception:
+        return False
+    return decompressor.eof

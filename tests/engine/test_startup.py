@@ -8,6 +8,7 @@ import logging
 import os
 import stat
 import threading
+from pathlib import Path
 
 import jax
 import pytest
@@ -15,6 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from forge_jax import LLM, Engine, SamplingParams, assemble
 from forge_jax.cache.kv import GIB
+from forge_jax.cache_folder import ENTRIES
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
 from forge_jax.observe import compilations
@@ -282,6 +284,11 @@ def compile_something() -> None:
     jax.jit(lambda x: x * 3 + 1).lower(jax.ShapeDtypeStruct((7, 7), "float32")).compile()
 
 
+def entries(folder: Path) -> dict[str, int]:
+    """Sizes by name."""
+    return {file.name: file.stat().st_size for file in folder.glob(ENTRIES)}
+
+
 def use(**options) -> None:
     assemble.use_compilation_cache(EngineConfig.from_options(**options))
 
@@ -290,13 +297,35 @@ def test_the_compilation_cache_is_in_the_folder_that_is_named_and_private(tmp_pa
     folder = tmp_path / "a" / "b"
     use(compile_cache_dir=str(folder))
     compile_something()
-    assert list(folder.iterdir())
+    assert entries(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     other = tmp_path / "other"
     use(compile_cache_dir=str(other))
     jax.clear_caches()
     compile_something()
-    assert list(other.iterdir())
+    assert entries(other)
+
+
+@pytest.mark.parametrize("left", [0, 1, 100, -1], ids="empty byte hundred all-but-one".split())
+def test_half_an_entry_is_removed_and_written_again(tmp_path, jax_cache, caplog, recwarn, left):
+    use(compile_cache_dir=str(tmp_path))
+    compile_something()
+    jax.jit(lambda x: x - 5).lower(1.0).compile()
+    before = entries(tmp_path)
+    use(compile_cache_dir=str(tmp_path))
+    assert entries(tmp_path) == before and len(before) == 2, "whole ones stay"
+    [broken] = [
+        file for file in tmp_path.glob(ENTRIES) if file.stat().st_size == max(before.values())
+    ]
+    broken.write_bytes(broken.read_bytes()[:left])
+    use(compile_cache_dir=str(tmp_path))
+    assert entries(tmp_path) == {k: size for k, size in before.items() if k != broken.name}
+    assert broken.name in caplog.text
+    jax.clear_caches()
+    compile_something()
+    jax.jit(lambda x: x - 5).lower(1.0).compile()
+    use(compile_cache_dir=str(tmp_path))
+    assert entries(tmp_path).keys() == before.keys() and not recwarn.list
 
 
 def test_without_a_compilation_cache_nothing_is_written(tmp_path, jax_cache, monkeypatch):
@@ -308,7 +337,7 @@ def test_without_a_compilation_cache_nothing_is_written(tmp_path, jax_cache, mon
     use()
     jax.clear_caches()
     compile_something()
-    assert list((tmp_path / "forge-jax" / "xla").iterdir())
+    assert entries(tmp_path / "forge-jax" / "xla")
 
 
 def test_a_cache_folder_that_others_can_write_to_is_refused(
