@@ -10,7 +10,7 @@ import zlib
 from pathlib import Path
 
 ENTRIES = "*-cache"  # JAX's names of executables
-LOOKED = ".looked"  # its time: when the entries were looked at
+LOOKED = ".looked"  # its time: when the last look at the entries began
 ZSTD = b"\x28\xb5\x2f\xfd"
 
 log = logging.getLogger(__name__)
@@ -45,28 +45,37 @@ def drop_broken_entries(folder: Path) -> None:
     and compile anew. Looked at is what has been written since the last look. One that another
     process is writing just now may go, too, which costs no more than a compilation.
     """
-    mark = folder / LOOKED
-    with contextlib.suppress(OSError):
+    mark, begun = folder / LOOKED, folder / f"{LOOKED}-new"
+    with contextlib.suppress(FileNotFoundError):  # another process has looked, too
+        begun.touch()
         since = mark.stat().st_mtime_ns if mark.exists() else 0
-        mark.touch()
         for file in folder.glob(ENTRIES):
-            with contextlib.suppress(FileNotFoundError):  # another process has looked, too
-                if file.stat().st_mtime_ns >= since and not _is_whole(file.read_bytes()):
-                    file.unlink()
-                    log.warning("removed half of a compiled executable: %s", file.name)
+            _drop_if_broken(file, since)
+        begun.replace(mark)  # not before the end: who is killed while he looks has not looked
+
+
+def _drop_if_broken(file: Path, since: int) -> None:
+    try:
+        if file.stat().st_mtime_ns >= since and not _is_whole(file.read_bytes()):
+            file.unlink()
+            log.warning("removed half of a compiled executable: %s", file.name)
+    except FileNotFoundError:  # another process has removed it
+        pass
+    except OSError as error:
+        log.warning("cannot look at a compiled executable: %s: %s", file.name, error.strerror)
 
 
 def _is_whole(data: bytes) -> bool:
     if data[:1] == b"\x78":
-        decompressor = zlib.decompressobj()
+        decompressor, broken = zlib.decompressobj(), zlib.error
     elif sys.version_info >= (3, 14) and data.startswith(ZSTD):
         from compression import zstd
 
-        decompressor = zstd.ZstdDecompressor()
+        decompressor, broken = zstd.ZstdDecompressor(), zstd.ZstdError
     else:  # in another form, which cannot be looked into here
         return bool(data)
     try:
         decompressor.decompress(data)
-    except Exception:
+    except broken:
         return False
     return decompressor.eof

@@ -309,12 +309,13 @@ class Engine(StreamingEngine):
                                 self._wake.wait()
                     while commands:
                         verb, argument = commands.popleft()
+                        if verb not in ("add", "abort"):  # the others may take long
+                            self._deliver_held()
                         if verb == "add":
                             self._queue_in_core(argument)
                         elif verb == "abort":
                             core.abort(argument)
                         elif verb == "call":
-                            self._deliver_held()  # it may take long
                             _do(*argument)
                         elif verb == "pool":
                             argument.adopt_pooling()
@@ -322,7 +323,6 @@ class Engine(StreamingEngine):
                             if self._adopt(argument):
                                 while_ready.enter_context(short_pauses())
                         else:
-                            self._deliver_held()
                             self._deliver([core.drain()])
                             return
                     outputs = core.tick(self._before_wait)

@@ -14,7 +14,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from forge_jax import LLM, Engine, SamplingParams, assemble
+from forge_jax import LLM, Engine, SamplingParams, assemble, cache_folder
 from forge_jax.cache.kv import GIB
 from forge_jax.cache_folder import ENTRIES
 from forge_jax.config import EngineConfig
@@ -326,6 +326,26 @@ def test_half_an_entry_is_removed_and_written_again(tmp_path, jax_cache, caplog,
     jax.jit(lambda x: x - 5).lower(1.0).compile()
     use(compile_cache_dir=str(tmp_path))
     assert entries(tmp_path).keys() == before.keys() and not recwarn.list
+
+
+def test_a_look_that_was_killed_or_met_what_cannot_be_read_misses_nothing(
+    tmp_path, jax_cache, monkeypatch, caplog
+):
+    use(compile_cache_dir=str(tmp_path))
+    (tmp_path / "half-cache").write_bytes(b"\x78\x9c")
+    (tmp_path / "folder-cache").mkdir()
+
+    def killed(data: bytes) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_folder, "_is_whole", killed)
+        with pytest.raises(KeyboardInterrupt):
+            use(compile_cache_dir=str(tmp_path))
+    assert (tmp_path / "half-cache").exists()
+    use(compile_cache_dir=str(tmp_path))
+    assert not (tmp_path / "half-cache").exists()
+    assert "cannot look at a compiled executable: folder-cache: Is a directory" in caplog.text
 
 
 def test_without_a_compilation_cache_nothing_is_written(tmp_path, jax_cache, monkeypatch):
