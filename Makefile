@@ -1,5 +1,6 @@
 # make serve   serves the bundled model on 127.0.0.1:8000
-# make test    runs the tests, in two processes; ARGS="-n 0" for one
+# make test    runs the fast tests in two processes; ARGS="-n 0" for one
+# make test-all   runs every test that CI requires, the slow ones included
 # make fuzz    sends the server 50,000 odd requests; ARGS="--fuzz-seed N" for others
 # make test-cuda-compile   compiles the GPU kernels and a step for an H200; needs no GPU
 # make test-clients   drives a server with the clients of others: SDKs, agents, evaluations, a router, Ray
@@ -20,13 +21,18 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-clients test-browser test-cuda-compile soak fuzz lint format docs site pictures figures train-forge-tiny clean
+.PHONY: serve test test-all test-clients test-browser test-cuda-compile soak fuzz lint format docs site pictures figures train-forge-tiny clean
 
 serve: .venv/.serve
 	@exec $(BIN)/forge-jax serve $(MODEL) $(ARGS)
 
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: .venv/.dev
-	$(BIN)/python -m pytest -m "not soak and not fuzz" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not slow and not soak and not fuzz" $(ARGS)
+
+test-all: .venv/.dev
+	$(PYTEST) -m "not soak and not fuzz" $(ARGS)
 
 test-clients: .venv/.serve .venv-clients/.clients
 	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini tests/clients $(ARGS)
