@@ -1,19 +1,24 @@
-"""Shared by all tests: where fixtures are, and a compilation cache of the tests' own."""
+"""Shared by all tests: where fixtures are, and the tests' own compilation cache."""
 
 import gc
 import inspect
+import json
+import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from forge_jax.core import EngineCore, Outputs
 from forge_jax.schedule.plan import StepPlan
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ROOT = Path(__file__).parent.parent
+CACHE = ROOT / ".cache" / "tests"  # `make clean` removes it
 
 
 # What a shell begins in the background has SIGINT ignored, and so has whatever that starts: Ctrl-C
@@ -23,22 +28,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compilation_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """Engines of one test run share their executables, and no run depends on an earlier one.
+def compilation_cache():
+    """Share compiled kernels and executables between test processes, and with the next run.
 
-    The C++ kernels are shared by all processes of the run, XLA's executables by those that one
-    process starts: JAX writes them in place, where another could read half of one.
+    Each entry's name is a hash of everything that decides its content, so a stale entry is never
+    found. JAX writes entries in place. A process that reads half of one compiles it again, which
+    pyproject.toml's filter for that warning allows.
     """
-    cache = tmp_path_factory.mktemp("cache")
-    if hasattr(request.config, "workerinput"):  # one of several processes
-        kernels = tmp_path_factory.getbasetemp().parent / "kernels"
-        kernels.mkdir(mode=0o700, exist_ok=True)
-        (cache / "forge-jax").mkdir()
-        (cache / "forge-jax" / "kernels").symlink_to(kernels)
-    patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_CACHE_HOME", str(cache))
-    yield
-    patch.undo()
+    executables = CACHE / "forge-jax" / "xla"
+    executables.mkdir(mode=0o700, parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(executables))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(CACHE))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,6 +102,22 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[..., None
 def stories() -> Path:
     """A trained Llama of 260,000 parameters in Hugging Face form."""
     return FIXTURES / "stories260k-hf"
+
+
+@pytest.fixture(scope="session")
+def short_stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first two of the five layers of `stories`: its steps compile in half the time."""
+    stories = FIXTURES / "stories260k-hf"
+    folder = tmp_path_factory.mktemp("stories") / stories.name
+    folder.mkdir()
+    for file in stories.glob("*.json"):
+        shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    tensors = load_file(stories / "model.safetensors")
+    kept = {n: t for n, t in tensors.items() if not re.search(r"\.layers\.[2-4]\.", n)}
+    save_file(kept, folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="session")

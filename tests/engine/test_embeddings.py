@@ -14,6 +14,11 @@ LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 150, 256)
 POOLINGS = ("last", "mean")
 
 
+@pytest.fixture(scope="module")
+def stories(short_stories):
+    return short_stories
+
+
 def texts(seed: int = 0) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(3, 500, n).tolist() for n in LENGTHS]

@@ -52,6 +52,11 @@ class Held:
             assert await asyncio.to_thread(self.compiled.acquire, timeout=60)
 
 
+@pytest.fixture(scope="module")
+def stories(short_stories):
+    return short_stories
+
+
 @pytest.fixture
 def held(monkeypatch):
     held, compile_ = Held(), Executables._compile

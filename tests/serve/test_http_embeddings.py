@@ -23,6 +23,11 @@ from forge_serve.limits import Limits
 PATH = "/v1/embeddings"
 
 
+@pytest.fixture(scope="module")
+def stories(short_stories):
+    return short_stories
+
+
 def pooled(text: str | list[int], pooling: Any = "last", *, unit: bool = True) -> np.ndarray:
     """What the fake device must give for a text."""
     device = FakeDevice(num_blocks=1, block_size=16, max_num_seqs=1)

@@ -17,6 +17,11 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 BODY = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 
 
+@pytest.fixture(scope="module")
+def stories(short_stories):
+    return short_stories
+
+
 @pytest.fixture
 async def server(stories, tmp_path):
     root = tmp_path / "adapters"
