@@ -132,6 +132,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fuzz-seed", type=int, default=0, help="which bodies")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of long tests begin first: one that began last would leave the other processes idle."""
+    """Mark the cases that `quick_cases` leaves out as slow, and begin with files of long tests.
+
+    A long file that began last would leave the other processes idle.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick_cases") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for each in cases.values():
+        mark = each[0].get_closest_marker("quick_cases")
+        assert mark is not None
+        for item in spread_out(each, left=mark.args[0]):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def spread_out[T](cases: list[T], *, left: int) -> list[T]:
+    """Return all but `left` of the cases, which are evenly spaced and include the first."""
+    kept = {round(i * len(cases) / left) for i in range(left)}
+    return [case for i, case in enumerate(cases) if i not in kept]

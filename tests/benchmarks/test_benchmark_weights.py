@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import weights
 
-pytestmark = [pytest.mark.long, pytest.mark.quick_compile]
+pytestmark = [pytest.mark.long, pytest.mark.quick_compile, pytest.mark.slow]
 
 
 def test_each_form_has_its_row(stories, tmp_path, capsys):

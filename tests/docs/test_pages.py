@@ -129,6 +129,7 @@ def _runs(block: Block) -> bool:
     return block.language in RUN and not {"not run", "from"} & block.notes.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in pages() if any(map(_runs, blocks(page)))])
 def test_what_a_page_shows_runs(page, reader):
     for block in filter(_runs, blocks(page)):

@@ -116,6 +116,7 @@ def test_preempted_prompts_are_pooled_from_their_beginning(llm, reference, monke
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.slow
 def test_the_deterministic_tier_gives_equal_bits_in_any_company(exact, pooling):
     alone = [exact.embed([text], pooling=pooling, progress=False)[0] for text in texts()]
     prompt, params = texts(seed=3)[4], SamplingParams(max_tokens=40, temperature=0, logprobs=0)

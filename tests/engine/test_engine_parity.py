@@ -6,7 +6,7 @@ import pytest
 from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.safetensors import read_header
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=20)
 

@@ -157,6 +157,7 @@ async def test_what_comes_while_there_is_no_process_is_served_by_the_next(engine
     assert await outcomes(engine, [job]) == await undisturbed([job])
 
 
+@pytest.mark.slow
 async def test_a_request_that_kills_each_process_ends_alone(engine, monkeypatch):
     """The process dies whenever this request is sent to it, before anybody gets a token of it."""
     send = client.EngineProcess._send
@@ -288,6 +289,7 @@ async def test_an_engine_that_cannot_be_started_again_says_so(engine, monkeypatc
     assert engine.stats().state == "failed" and not engine.stats().healthy
 
 
+@pytest.mark.slow
 def test_reasons_why_a_model_cannot_be_served_come_through(tmp_path):
     with pytest.raises(ModelError, match=r"config\.json"):
         EngineProcess.load(EngineConfig.from_options(model=str(tmp_path)))
@@ -295,6 +297,7 @@ def test_reasons_why_a_model_cannot_be_served_come_through(tmp_path):
         EngineProcess.load(EngineConfig.from_options(model="forge-tiny", device=99))
 
 
+@pytest.mark.slow
 async def test_the_bundled_model_goes_on_with_the_same_bits():
     options = {"deterministic": True, "max_num_seqs": 4, "max_model_len": 256, "num_blocks": 64}
     config = EngineConfig.from_options(model="forge-tiny", **options)

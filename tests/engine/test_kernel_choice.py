@@ -93,6 +93,7 @@ def test_greedy_texts_are_those_of_plain_xla(make_llm):
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.quick_cases(1)
 def test_quantised_models_answer(make_llm, quantization):
     llm = make_llm(quantization=quantization)
     packings = llm._core._device._model.packings
@@ -127,6 +128,7 @@ def test_without_kernels_plain_xla_does_it_after_one_warning(no_kernels, caplog)
         ("int4", {"kernels": "xla"}),
     ],
 )
+@pytest.mark.slow
 def test_where_the_kernels_do_not_round_plain_xla_multiplies_the_rounded(quantization, options):
     llm = LLM("forge-tiny", quantization=quantization, **OPTIONS, **options)
     model, device = llm._core._device._model, llm._core._device
@@ -137,6 +139,7 @@ def test_where_the_kernels_do_not_round_plain_xla_multiplies_the_rounded(quantiz
     assert "Paris" in answer.text
 
 
+@pytest.mark.slow
 def test_quantisation_without_a_compiler_is_plain_xlas(no_kernels):
     llm = LLM("forge-tiny", quantization="int8", **OPTIONS)
     assert llm._core._device._model.quantized and not llm._core._device._model.packings
@@ -156,6 +159,7 @@ def test_float32_models_run_on_plain_xla(stories, caplog):
     assert not caplog.records and kernels.forms == WeightForms() and kernels.attention == "auto"
 
 
+@pytest.mark.slow
 def test_heads_that_attention_is_not_written_for(stories, caplog):
     """Packed matrices and XLA's attention, with a warning that says why."""
     with caplog.at_level(logging.WARNING):

@@ -94,6 +94,7 @@ def test_the_same_memory_holds_nearly_twice_the_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
+@pytest.mark.slow
 def test_company_prefix_hits_and_failures_change_no_bit(make_llm, kv_dtype):
     llm = make_llm(kv_dtype)
     core = llm._core
@@ -142,6 +143,7 @@ def test_a_step_takes_the_caches_arrays_over(make_llm, kv_dtype):
     assert step.memory_analysis().alias_size_in_bytes >= runner._kv_shape.total_bytes
 
 
+@pytest.mark.slow
 def test_contiguous_blocks_tell_the_story_too(stories):
     options = {"max_num_seqs": 2, "max_model_len": 128, "deterministic": True}
     llm = LLM(stories, kv_dtype="int8", kv_cache="contiguous", **options)
@@ -194,6 +196,7 @@ def test_the_benchmark_makes_its_table(make_llm, monkeypatch):
     assert "| int8 | 1,632 |" in table
 
 
+@pytest.mark.slow
 def test_a_wrong_scale_shows_in_the_predictions(monkeypatch, texts, exact):
     right = attention_api.quantize_rows
 

@@ -69,6 +69,7 @@ def test_prompts_may_be_texts_or_token_ids(llm):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])
+@pytest.mark.quick_cases(1)
 def test_the_size_of_a_chunk_does_not_matter(make_llm, llm, chunk):
     prompt = PROMPT + STORY
     whole = one(llm, prompt, max_tokens=30, temperature=0, logprobs=0)
@@ -102,6 +103,7 @@ def test_a_prefix_hit_does_not_matter(llm):
     assert_same(warm, cold)
 
 
+@pytest.mark.slow
 def test_contiguous_kv_gives_the_same_text(make_llm, llm):
     contiguous = make_llm(kv_cache="contiguous", max_model_len=128, num_blocks=8)
     assert_same(one(contiguous, max_tokens=40, temperature=0, logprobs=0),

@@ -73,6 +73,7 @@ def run(llm, prompts, params=SCORED, **options):
     return llm.generate(prompts, params, progress=False, **options)
 
 
+@pytest.mark.slow
 def test_each_request_of_a_batch_has_its_adapter(both, folders, stories):
     prompts = [PROMPT, PROMPT, PROMPT, "The dog", "The dog"]
     outputs = run(both, prompts, lora=["a", None, "b", "b", "a"])
@@ -192,6 +193,7 @@ def test_what_cannot_be_loaded_changes_nothing(both, folders, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_embeddings_have_adapters(llm):
     [one, plain, same] = llm.embed([PROMPT] * 3, lora=["a", None, "a"], progress=False)
     [again] = llm.embed(PROMPT, progress=False)
@@ -214,6 +216,7 @@ def exact(stories, exact_options):
         yield exact
 
 
+@pytest.mark.slow
 def test_the_bits_of_a_request_do_not_depend_on_the_adapters_of_others(exact, exact_options):
     alone = {name: scores(run(exact, [LONG], lora=name)[0]) for name in ("a", "b", None)}
     for names in (["b", "a", None, "a"], [None, None, "b", "a"], ["a"] * 4):
@@ -252,12 +255,14 @@ def answers(llm) -> list[tuple]:
     return [tokens_and_scores(output) for output in run(llm, PROMPTS, SAMPLED, lora=MIX)]
 
 
+@pytest.mark.slow
 def test_a_preempted_request_keeps_its_adapter(stories, exact_options, expected):
     with LLM(stories, **exact_options | {"num_blocks": 11, "max_model_len": 128}) as tight:
         assert answers(tight) == expected
         assert tight._core.scheduler.num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_a_step_that_raises_takes_no_adapter_away(exact, expected):
     """Nor do device arrays that are lost, and made anew."""
     calls, core, device = itertools.count(1), exact._core, exact._core._device
@@ -276,6 +281,7 @@ def test_a_step_that_raises_takes_no_adapter_away(exact, expected):
     "speculation",
     [{"speculation": "suffix"}, {"speculation": "draft", "draft_model": "self", "draft_layers": 1}],
 )
+@pytest.mark.slow
 def test_speculation_changes_nothing_for_an_adapter(stories, exact_options, expected, speculation):
     """Twice: then there are earlier outputs, of the same adapter and of others."""
     with LLM(stories, **exact_options, **speculation) as guessing:
@@ -346,6 +352,7 @@ async def test_adapters_are_loaded_while_requests_run(stories, folders, both):
         await engine.stop()
 
 
+@pytest.mark.slow
 async def test_a_crash_is_a_pause_for_adapters_too(stories, folders, both, tmp_path):
     """Those of the start, and those that were loaded since; one whose files changed is lost."""
     wanted = {name: run(both, [PROMPT], lora=name)[0].text for name in ("a", "b")}

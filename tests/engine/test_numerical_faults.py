@@ -75,6 +75,7 @@ def answers(llm: LLM, prompts=PROMPTS) -> list[Any]:
     "kind",
     [{}, {"kernels": "xla"}, {"dtype": "float32"}, {"kv_dtype": "fp8"}],
 )
+@pytest.mark.quick_cases(1)
 def test_what_free_blocks_hold_does_not_matter(kind):
     llm = LLM("forge-tiny", **OPTIONS, **kind)
     expected = answers(llm)
@@ -94,6 +95,7 @@ def test_what_free_blocks_hold_does_not_matter(kind):
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.quick_cases(1)
 def test_a_row_that_is_not_finite_ends_alone_and_is_not_cached(kv_dtype):
     llm = LLM("forge-tiny", **OPTIONS, kv_dtype=kv_dtype)
     # Without `bad` beside them, and with empty caches: the company does not matter.

@@ -274,6 +274,7 @@ def test_the_bundled_model_gives_the_same_bits_after_failures(bundled):
     assert core.scheduler.pool.num_used == 0
 
 
+@pytest.mark.slow
 def test_a_step_in_a_hundred_of_five_thousand_real_ones_raises(bundled):
     rng = random.Random(5)
     expected = answers(bundled)

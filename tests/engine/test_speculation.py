@@ -446,6 +446,7 @@ def compare(runner: AcceptedRows, combinations: list[Combination]) -> tuple[list
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("drafter", AXES["drafter"])
+@pytest.mark.quick_cases(1)
 def test_with_and_without_drafts_everything_is_equal(drafter):
     check_the_matrix(drafter, 110)
 
@@ -486,6 +487,7 @@ def check_the_matrix(drafter: str, count: int) -> None:
         ("another model", "bfloat16"),
     ],
 )
+@pytest.mark.slow
 def test_with_a_draft_model_everything_is_equal(drafter, dtype):
     rng = random.Random(DRAFT_MODELS.index(drafter))
     combinations = [Combination(asked=asked, temperature=0.9) for asked in ASKED]
@@ -511,11 +513,13 @@ def test_with_a_draft_model_everything_is_equal(drafter, dtype):
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_in_bfloat16():
     differing, _ = compare(make_runner("bfloat16"), random.Random(2).sample(MATRIX, 80))
     assert differing == []
 
 
+@pytest.mark.slow
 def test_in_the_default_tier_rounding_differs():
     """Else the comparison would see nothing."""
     differing, _ = compare(
@@ -524,6 +528,7 @@ def test_in_the_default_tier_rounding_differs():
     assert differing
 
 
+@pytest.mark.slow
 def test_a_draft_that_makes_the_step_not_finite_costs_its_request_nothing():
     runner = make_runner("float32", nan=True)
     combinations = [

@@ -142,6 +142,7 @@ async def test_requests_run_before_everything_is_compiled_and_while_it_arrives(s
     await engine.stop()
 
 
+@pytest.mark.slow
 async def test_nothing_compiles_after_ready_whatever_is_asked(stories):
     engine = await asyncio.to_thread(Engine.load, config(stories, num_blocks=40))
     engine.start()
@@ -162,6 +163,7 @@ async def test_nothing_compiles_after_ready_whatever_is_asked(stories):
     await engine.stop()
 
 
+@pytest.mark.slow
 async def test_an_engine_that_is_stopped_early_compiles_no_more(stories, held):
     engine = await asyncio.to_thread(Engine.load, config(stories))
     engine.start()
@@ -171,6 +173,7 @@ async def test_an_engine_that_is_stopped_early_compiles_no_more(stories, held):
     assert not set(LATE) & set(engine._core._device.executables)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_is_done_without(stories, monkeypatch, caplog):
     compile_ = Executables._compile
 
@@ -230,6 +233,7 @@ def needed_bytes(stories) -> int:
     return LLM(str(stories), **OPTIONS)._core._device.memory_bytes()
 
 
+@pytest.mark.slow
 def test_a_cache_that_does_not_fit_by_xlas_figures_is_made_smaller_once(
     stories, monkeypatch, caplog
 ):
@@ -248,6 +252,7 @@ def test_a_cache_that_does_not_fit_by_xlas_figures_is_made_smaller_once(
 @pytest.mark.parametrize(
     ("options", "remedy"), [({"num_blocks": 64}, "at most [0-9]+ fit"), ({}, "lower --max-model")]
 )
+@pytest.mark.slow
 def test_what_cannot_fit_is_a_clear_error(stories, monkeypatch, options, remedy):
     limit = 1 if not options else needed_bytes(stories) // 4
     monkeypatch.setattr(assemble, "_free_bytes", lambda device, shards: limit)
@@ -255,6 +260,7 @@ def test_what_cannot_fit_is_a_clear_error(stories, monkeypatch, options, remedy)
         LLM(str(stories), **OPTIONS, **options)
 
 
+@pytest.mark.slow
 def test_a_late_executable_that_does_not_fit_is_left_out(stories, monkeypatch, caplog):
     needed = needed_bytes(stories)
     monkeypatch.setattr(assemble, "_free_bytes", lambda device, shards: needed)

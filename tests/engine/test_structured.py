@@ -539,6 +539,7 @@ async def test_an_engine_compiles_what_it_is_given_off_its_thread(engine):
     assert reason == "stop" and GRAMMARS["regex"][1](text)
 
 
+@pytest.mark.slow
 async def test_an_engine_process_that_is_killed_goes_on_in_every_grammar():
     jobs = [
         ([i, 7], SamplingParams(max_tokens=60, seed=i, structured_outputs=GRAMMARS[name][0]))

@@ -254,6 +254,7 @@ BATCHES = {
 
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
 @pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.quick_cases(12)
 def test_agrees_with_dense_attention_in_float64(name, implementation, uniform):
     check(BATCHES[name], implementation, uniform=uniform)
 
@@ -272,6 +273,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick_cases(5)
 def test_8_bits_windows_and_soft_caps_agree_with_dense_attention(kind, implementation, uniform):
     shared = ("decode, several groups", "verify rows", "chunks", "mixed", "tile edges")
     for name in (*shared, "empty sequences between", "nothing at all"):
@@ -280,6 +282,7 @@ def test_8_bits_windows_and_soft_caps_agree_with_dense_attention(kind, implement
 
 @pytest.mark.parametrize("window", [1, 50])
 @pytest.mark.parametrize("block_size", [24, 64, 2 * KV_TILE])
+@pytest.mark.quick_cases(2)
 def test_scales_are_found_in_blocks_of_all_sizes(block_size, window):
     seqs = ((1, 130), (1, 1), (1, 140), (1, 64))
     batch = replace(SMALL, seqs=seqs, block_size=block_size, pool_tokens=block_size * 16)
@@ -348,6 +351,7 @@ def pass_by(arrays: Arrays, batch: Batch, *, window: int) -> None:
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 @pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.quick_cases(1)
 def test_queries_of_bfloat16_meet_caches_of_8_bits(uniform, kv_dtype):
     arrays = make(BATCHES["decode"], kv_dtype=kv_dtype)
     q, kv, *rest = inputs(arrays, kv_dtype)
@@ -362,6 +366,7 @@ def test_queries_of_bfloat16_meet_caches_of_8_bits(uniform, kv_dtype):
 
 
 @pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.slow
 def test_the_cost_of_a_window_follows_the_window(uniform, monkeypatch):
     """KV tiles that are read, each time for a group of sequences or rows."""
     read = xla_file._Pool.tile
@@ -440,6 +445,7 @@ def test_the_cpu_kernels_know_all_sizes(cpu_kernels, name):
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
+@pytest.mark.quick_cases(2)
 def test_16_bit_caches_may_be_stored_as_their_bits(implementation, uniform, kv_dtype):
     arrays = make(SHORT_ROWS)
     # Rounded first, so that only the arithmetic differs from the dense one.
@@ -458,6 +464,7 @@ def test_16_bit_caches_may_be_stored_as_their_bits(implementation, uniform, kv_d
     )
 
 
+@pytest.mark.slow
 def test_a_promise_of_short_rows_changes_nothing():
     decode, verify = make(BATCHES["decode, several groups"]), make(BATCHES["verify rows"])
     for arrays, max_q_len in ((decode, 1), (verify, SHORT)):
@@ -656,6 +663,7 @@ def test_a_uniform_row_has_the_same_bits_on_every_schedule(implementation, unifo
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
 @pytest.mark.parametrize(("implementation", "uniform"), [("reference", False), ("xla", True)])
+@pytest.mark.quick_cases(1)
 def test_a_uniform_row_of_8_bits_has_too(implementation, uniform, kv_dtype):
     kind = {} if kv_dtype == "int8" else {"window": 70, "soft_cap": 2.0}
     kind |= {"implementation": implementation, "uniform": uniform, "kv_dtype": kv_dtype}
@@ -704,6 +712,7 @@ FAULT_KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.quick_cases(3)
 def test_this_suite_catches_a_planted_fault(fault):
     text, (old, new) = inspect.getsource(xla_file), FAULTS[fault]
     assert text.count(old) == 1
@@ -785,6 +794,7 @@ def test_keys_of_8_bits_are_rotated_before_they_are_rounded():
 
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", *EIGHT_BITS])
+@pytest.mark.quick_cases(2)
 def test_a_donated_cache_is_written_and_read_in_place(kv_dtype, rows):
     """No copy of the data nor of the scales: the result is the same memory."""
     form = kv_shape_dtype((512, 2, 2, 16, 64), kv_storage_dtype(kv_dtype, "cpu"))
@@ -912,6 +922,7 @@ def test_a_write_that_does_not_fit_the_cache_is_refused(implementation):
         write(qkv, kv, angles, angles, slots[:2])
 
 
+@pytest.mark.slow
 def test_only_the_reference_with_a_float32_cache_has_a_gradient():
     q, kv, *rest = inputs(make(BATCHES["no padding"]))
 
@@ -957,6 +968,7 @@ def test_only_the_reference_with_a_float32_cache_has_a_gradient():
         ("gemma-2-9b", "float8_e4m3fn"),
     ],
 )
+@pytest.mark.quick_cases(2)
 def test_temporaries_stay_small_at_the_shapes_of_real_models(name, kv_dtype):
     """A copy or a conversion of the pool would show here: it is 60 times the bound."""
     shape = SHAPES[name]

@@ -19,7 +19,7 @@ import pytest
 from forge_kernels.attention import api, ragged_paged_attention
 from forge_kernels.attention.mosaic_gpu import unsupported
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 CHILD = Path(__file__).with_name("mosaic_child.py")
 

@@ -176,6 +176,7 @@ FORMS = {
 
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.quick_cases(3)
 def test_every_visible_pair_is_computed_once_and_summed_in_order(form, uniform):
     for seqs in CASES.values():
         check(geometry(uniform=uniform, **FORMS[form]), seqs)
@@ -220,6 +221,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.quick_cases(2)
 def test_the_walk_catches_a_planted_fault(fault):
     text, (old, new) = inspect.getsource(plan_file), FAULTS[fault]
     assert text.count(old) == 1

@@ -188,6 +188,7 @@ def quantized(blocks: Blocks, values: BlockValues) -> QuantizedWeight:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick_cases(6)
 def test_plain_xla_multiplies_the_values(kind, dtype):
     """In tiles of rows with one left over; a product of one row too."""
     blocks = KINDS[kind]

@@ -25,7 +25,7 @@ from forge_kernels.cpu.build import (
     find_compiler,
 )
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 module = import_module("forge_kernels.cpu.build")
 HERE = Path(__file__).parent

@@ -108,6 +108,7 @@ SHAPES = {  # rows, experts, of a token, d, inner
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.quick_cases(8)
 def test_a_token_gets_the_weighted_sum_of_its_experts(form, shape):
     arrays = make(*shape)
     np.testing.assert_allclose(run(form, arrays), expected(arrays), atol=2e-5)

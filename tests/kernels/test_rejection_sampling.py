@@ -125,6 +125,7 @@ def certain_logits() -> np.ndarray:
     return np.random.default_rng(3).normal(size=14).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_whatever_a_text_tells_the_tokens_follow_the_target():
     for setting, by_draft in zip(SETTINGS, outcomes_of_certain_drafts(SETTINGS), strict=True):
         p = target_of(certain_logits(), setting)
@@ -145,6 +146,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.quick_cases(1)
 def test_of_a_mistake_with_certain_drafts_the_check_knows(mistake, monkeypatch):
     monkeypatch.setattr(rejection, *MISTAKES[mistake])
     p = target_of(certain_logits(), PLAIN)
@@ -193,6 +195,7 @@ def test_whatever_a_model_drafts_the_tokens_follow_the_target():
 
 
 @pytest.mark.parametrize(("vocab_size", "support"), [(80, 64), (23, 5), (23, 1)])
+@pytest.mark.slow
 def test_drafts_from_a_few_of_the_tokens_leave_the_distribution_as_it_is(vocab_size, support):
     [drafts], [got] = outcomes([PLAIN], vocab_size, support)
     assert len(np.unique(drafts)) <= support
@@ -201,6 +204,7 @@ def test_drafts_from_a_few_of_the_tokens_leave_the_distribution_as_it_is(vocab_s
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.slow
 def test_of_a_mistake_with_drafts_of_a_model_the_check_knows(mistake, monkeypatch):
     monkeypatch.setattr(rejection, *MISTAKES[mistake])
     _, [got] = outcomes([PLAIN], 23)
@@ -302,6 +306,7 @@ def joint_counts(tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("certain_drafts", [False, True])
+@pytest.mark.slow
 def test_the_tokens_of_a_sequence_follow_the_target_together(certain_drafts):
     counts = joint_counts(sequences(certain_drafts=certain_drafts))
     assert p_value(counts.ravel(), joint().ravel()) > FINE
@@ -310,6 +315,7 @@ def test_the_tokens_of_a_sequence_follow_the_target_together(certain_drafts):
         assert p_value(counts[first].sum(axis=1), conditional) > FINE
 
 
+@pytest.mark.slow
 def test_of_noise_that_positions_share_the_check_of_sequences_knows(monkeypatch):
     """The first token's distribution is right even so."""
 
@@ -345,6 +351,7 @@ def mixed_rows() -> tuple[jax.Array, Drafts, dict[str, jax.Array]]:
     return logits, drafts, made | {"position": jnp.arange(rows) + 1}
 
 
+@pytest.mark.slow
 def test_rows_without_drafts_and_greedy_ones_sample_as_ever():
     logits, drafts, rows = mixed_rows()
     plain = np.asarray(jitted_sample(logits, **rows))
@@ -380,6 +387,7 @@ def test_the_cpu_kernel_samples_what_is_not_verified_and_xla_the_rest(cpu_kernel
 
 
 @pytest.mark.parametrize("kind", ["certain", "drawn"])
+@pytest.mark.quick_cases(1)
 def test_what_the_target_forbids_is_never_accepted_and_what_it_wants_alone_always(kind):
     V, count = 12, 400
     logits = np.random.default_rng(0).normal(size=(count, V)).astype(np.float32)
@@ -398,6 +406,7 @@ def test_what_the_target_forbids_is_never_accepted_and_what_it_wants_alone_alway
     assert (got[200:] == 5).all()
 
 
+@pytest.mark.slow
 def test_a_model_that_drafts_for_itself_is_always_right():
     logits = jnp.array(np.random.default_rng(0).normal(size=(5000, 50)), jnp.float32)
     rows = rows_of([PLAIN | {"top_p": 0.9}], 5000)
@@ -436,6 +445,7 @@ def test_drafts_from_logits_that_are_not_finite_are_sound_or_count_as_certain():
     assert (ids[2, 1:] >= V).all()
 
 
+@pytest.mark.slow
 def test_noise_for_one_thing_tells_nothing_of_noise_for_another():
     count = 100_000
     seed = jnp.ones((count, 2), jnp.uint32)

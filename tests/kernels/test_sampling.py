@@ -331,6 +331,7 @@ def check_cpu(vocab_sizes: tuple[int, ...]) -> None:
         assert len(wrong) <= 1, f"vocabulary of {vocab_size}: rows {wrong[:5]} of {rows} differ"
 
 
+@pytest.mark.slow
 def test_the_cpu_kernel_samples_the_same_tokens(cpu_kernels):
     check_cpu((1, 15, 97, 1000, 8193, 20_001))
 

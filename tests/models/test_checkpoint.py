@@ -326,6 +326,7 @@ print(peak / model.param_bytes)
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("form", ["plain", "bf16", "int8", "int4"])
+@pytest.mark.quick_cases(1)
 def test_reading_takes_little_more_memory_than_the_weights(folder, form):
     """The peak of a fresh process, mapped files included, over the bytes of the weights.
 

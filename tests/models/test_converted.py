@@ -185,6 +185,7 @@ def test_of_the_bundled_model_all_is_copied_that_is_read(tmp_path):
     assert [file.name for file in out.parent.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_an_engine_serves_it_and_a_draft_model_may_be_one(stories, tmp_path):
     greedy = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     out = converted(stories, tmp_path / "out")
@@ -256,6 +257,7 @@ def test_a_conversion_that_stops_leaves_nothing(step, goldens, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_nothing_at_the_place(goldens, tmp_path):
     code = (
         "import os, sys; from forge_jax import convert; from forge_jax.config import EngineConfig\n"
@@ -485,6 +487,7 @@ print((status("VmHWM") - before) / model.param_bytes)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.slow
 def test_reading_takes_little_more_memory_than_the_weights(goldens, tmp_path):
     """The largest leaf, a sixteenth of the weights, is there twice: as read, and in its place."""
     config = json.loads((goldens / "llama2" / "config.json").read_text())

@@ -185,6 +185,7 @@ def _kernels(compilation_cache):
 
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("name", [*sorted({*BY_FAMILY.values()}), "qwen3_moe_step"])
+@pytest.mark.quick_cases(1)
 def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name, figure):
     """Also where norms, biases or activations have to be computed beside the kernels."""
     stored = read_header(GOLDENS / name / "golden.safetensors")

@@ -71,6 +71,7 @@ def test_factors_of_the_rotation_are_those_of_the_folder(name, goldens, tmp_path
 
 
 @pytest.mark.parametrize("name", ["llama31", "gemma2", "phi3_long"])
+@pytest.mark.quick_cases(1)
 def test_logits_are_hugging_faces(name, goldens, tmp_path):
     """Where more than names is turned back: rows, norms, scales, factors of the rotation."""
     want = golden(goldens / name)
@@ -239,6 +240,7 @@ def test_a_trained_model_of_version_1_is_the_same(stories, stories_gguf):
     np.testing.assert_array_equal(got.leaf("embedding.weight"), got.leaf("head.weight"))
 
 
+@pytest.mark.slow
 def test_it_tells_the_same_story(stories_gguf):
     llm = LLM(str(stories_gguf), max_num_seqs=4, max_num_batched_tokens=64)
     [output] = llm.generate(

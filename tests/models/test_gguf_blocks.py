@@ -148,6 +148,7 @@ def test_matrices_of_one_layer_are_one_where_their_blocks_are_alike(zoo):
 
 
 @pytest.mark.parametrize("kernels", ["xla", "auto"])
+@pytest.mark.slow
 def test_values_in_memory_are_those_of_the_decoded_model(zoo, kernels, monkeypatch):
     """To the bit, each: rows are taken out as those of an embedding are.
 
@@ -197,6 +198,7 @@ def test_the_cpu_kernels_give_the_bits_of_the_decoded_model(zoo, alike):
     assert np.linalg.norm(packed - decoded) < 0.01 * np.linalg.norm(decoded)
 
 
+@pytest.mark.slow
 def test_plain_xla_gives_the_logits_of_the_decoded_model(zoo):
     options = {"kernels": "xla", "dtype": "float32"}
     packed, decoded = (
@@ -208,6 +210,7 @@ def test_plain_xla_gives_the_logits_of_the_decoded_model(zoo):
 @pytest.mark.parametrize(
     ("name", "kind"), [("qwen2", Q.Q8_0), ("gemma2", Q.Q5_1), ("phi3", Q.Q4_0)]
 )
+@pytest.mark.slow
 def test_other_families_too(name, kind, goldens, tmp_path):
     """Biases, an embedding that is the head, matrices stored together, other activations."""
     needs_kernels()
@@ -219,6 +222,7 @@ def test_other_families_too(name, kind, goldens, tmp_path):
     np.testing.assert_array_equal(*(PagedRun(each, 1).step(ids)[0] for each in (model, decoded)))
 
 
+@pytest.mark.slow
 def test_an_embedding_that_is_the_head_stays_in_blocks(tmp_path):
     needs_kernels()
     file = write_zoo(tmp_path / "tied.gguf", LAYERS[:1], embedding=Q.Q6_K, head=None)
@@ -246,6 +250,7 @@ def generated(llm, prompts, **options):
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.slow
 def test_a_row_depends_on_no_other_and_drafts_change_nothing(alike, tokens):
     """In company, and with the first layers of the model as its own draft model."""
     needs_kernels()
@@ -260,6 +265,7 @@ def test_the_fingerprint_says_whether_matrices_are_in_blocks(zoo):
     assert names[0] == names[1] == {"int4 blocks", "int8 blocks"}
 
 
+@pytest.mark.slow
 def test_adapters_add_to_matrices_in_blocks(tmp_path):
     needs_kernels()
     file = write_zoo(tmp_path / "model.gguf", LAYERS[:1])

@@ -56,6 +56,7 @@ def logits(model) -> np.ndarray:
     return np.concatenate(PagedRun(model, 2).step(IDS))
 
 
+@pytest.mark.slow
 def test_experts_in_blocks_are_the_decoded_ones(zoo):
     """In plain XLA, in float32: a tile of one expert is made floats where it is multiplied."""
     packed = loaded(zoo, dtype="float32")
@@ -106,6 +107,7 @@ def test_a_row_does_not_depend_on_its_neighbours(zoo):
     np.testing.assert_array_equal(*alone)
 
 
+@pytest.mark.slow
 def test_a_converted_folder_has_the_same_experts(zoo, tmp_path):
     config = EngineConfig.from_options(model=str(zoo))
     folder = convert(config, tmp_path / "out", progress=False).folder
@@ -133,6 +135,7 @@ def test_gates_and_ups_of_two_types_are_refused_and_can_be_decoded(tmp_path):
     assert math.prod(model.leaf("layers.0.mlp.down.weight").shape) == EXPERTS * 256 * 512
 
 
+@pytest.mark.slow
 def test_experts_beside_one_matrix_of_floats(tmp_path):
     """Where one of both is not in blocks, neither is packed for the kernels."""
     kinds = (*LAYERS[0][:6], Q.BF16)

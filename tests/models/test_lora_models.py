@@ -78,6 +78,7 @@ def logits_of(model):
 
 
 @pytest.mark.parametrize("name", ["phi3", "qwen2", "gemma2", "qwen3_moe"])
+@pytest.mark.quick_cases(1)
 def test_a_step_with_several_adapters_gives_what_merged_weights_give(
     name, goldens, tmp_path, figure
 ):
@@ -106,6 +107,7 @@ def test_a_step_with_several_adapters_gives_what_merged_weights_give(
     assert np.abs(got[0] - wanted[1][0]).max() > 0.01, "the adapter does nothing"
 
 
+@pytest.mark.slow
 def test_rslora_patterns_and_16_bit_files(goldens, tmp_path):
     base = goldens / "llama2"
     model = make_model(base)
@@ -136,6 +138,7 @@ def test_rslora_patterns_and_16_bit_files(goldens, tmp_path):
     assert read_adapter(adapter, model, SHAPE).rank == 7
 
 
+@pytest.mark.slow
 def test_packed_matrices_have_adapters_beside_them(goldens, tmp_path):
     from forge_kernels import cpu
 

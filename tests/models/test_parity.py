@@ -135,6 +135,7 @@ def test_the_residual_stream_can_be_read(stories):
 
 
 @pytest.mark.parametrize(("kv", "least", "most"), [("int8", 0.01, 0.04), ("fp8", 0.05, 0.2)])
+@pytest.mark.quick_cases(1)
 def test_caches_in_8_bits_stay_close_to_hugging_faces_logits(kv, least, most):
     """About half and twice what was measured: 0.02 for int8, 0.11 for fp8, on random weights."""
     loaded = forge_jax.load(str(FIXTURES / "goldens" / "llama31"), progress=False)
@@ -149,6 +150,7 @@ def test_caches_in_8_bits_stay_close_to_hugging_faces_logits(kv, least, most):
 @pytest.mark.parametrize(
     ("seqs", "storage"), [(1, "uint16"), (16, "uint16"), (1, "int8"), (16, "uint8")]
 )
+@pytest.mark.quick_cases(1)
 def test_a_decode_step_copies_neither_weights_nor_cache(seqs, storage):
     """A step compiled from shapes alone; a slow path of XLA:CPU shows as temporary bytes."""
     spec = forge_jax.models.ModelSpec(

@@ -60,6 +60,7 @@ def divergence(exact: np.ndarray, other: np.ndarray) -> tuple[float, float]:
     return float(kl), float((exact.argmax(axis=1) == other.argmax(axis=1)).mean())
 
 
+@pytest.mark.slow
 def test_packed_bfloat16_is_as_close_to_float32_as_plain_bfloat16(exact, figure):
     plain, _ = divergence(exact, predictions("bfloat16"))
     packed, same = divergence(exact, predictions("bfloat16", FORMS["bf16"]))

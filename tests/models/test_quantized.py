@@ -216,6 +216,7 @@ def test_values_are_exactly_those_of_the_definition(written):
         np.testing.assert_array_equal(ours, want, module)
 
 
+@pytest.mark.quick_cases(4)
 def test_logits_are_those_of_the_definition(written, figure):
     """Activations that are rounded and lie between two steps may fall to either: in few rows."""
     case = written.case
@@ -265,6 +266,7 @@ PACKED = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.quick_cases(12)
 def test_products_of_bfloat16_rows_are_those_of_the_definition(name, kernels, tmp_path):
     """Packed for the kernels are those matrices that they hold exactly; int4 rounds x, too."""
     if kernels and not cpu.available():
@@ -444,6 +446,7 @@ ENGINE = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, 
     ("name", "dtype"),
     [("int8_rows", "bfloat16"), ("gptq_ordered_symmetric", "bfloat16"), ("fp8_blocks", "float32")],
 )
+@pytest.mark.quick_cases(1)
 def test_greedy_continuations_are_the_same_alone_and_in_a_batch(name, dtype, tmp_path):
     """Of the first two the CPU kernels compute; of the last numpy knows the tokens, too."""
     exact = write(CASES[name], tmp_path, torch_dtype=dtype)

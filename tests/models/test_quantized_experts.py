@@ -109,6 +109,7 @@ def definition(case: Case, exact, x, round_rows=None) -> np.ndarray:
     return x + writer.mixture(exact, y, MOE, round_rows or case.round_rows)
 
 
+@pytest.mark.quick_cases(5)
 def test_experts_are_those_of_the_definition(written, figure):
     case, x = written.case, rows(40)
     want, ours = definition(case, written.exact, x) - x, block(written.loaded, x) - x
@@ -147,6 +148,7 @@ def test_a_row_does_not_depend_on_its_neighbours(written):
 
 
 @pytest.mark.parametrize("name", ["fp8_blocks", "int8_matrix_static", "gptq_ordered"])
+@pytest.mark.quick_cases(1)
 def test_what_is_computed_in_chunks_is_the_same(name, tmp_path, monkeypatch):
     """As where there is no CPU: floats are made of two experts at a time."""
     write_experts(CASES[name], tmp_path)
@@ -179,6 +181,7 @@ def mixed(loaded: LoadedModel, x, experts, weights, by=None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["fp8_blocks", "gptq_ordered", "int8_rows"])
+@pytest.mark.quick_cases(1)
 def test_logits_are_those_of_the_definition(name, tmp_path):
     case = CASES[name]
     exact = write_experts(case, tmp_path)
@@ -191,6 +194,7 @@ def test_logits_are_those_of_the_definition(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", PACKED)
+@pytest.mark.quick_cases(2)
 def test_experts_that_the_kernels_hold_are_packed(name, tmp_path):
     if not cpu.available():
         pytest.skip("no CPU kernels on this machine")
@@ -223,6 +227,7 @@ def test_experts_that_the_kernels_hold_are_packed(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "dtype"), [("int8_rows", "bfloat16"), ("w4a16", "bfloat16"), ("fp8_blocks", "float32")]
 )
+@pytest.mark.slow
 def test_greedy_continuations_are_the_same_alone_and_in_a_batch(name, dtype, tmp_path):
     write_experts(CASES[name], tmp_path, torch_dtype=dtype)
     llm = LLM(str(tmp_path), deterministic=True, **ENGINE)

@@ -60,6 +60,7 @@ def test_other_combinations_refuse_a_gradient(dtype, kv_dtype, implementation, l
         jax.eval_shape(jax.grad(loss), loaded.leaves[index])
 
 
+@pytest.mark.slow
 def test_16_bit_weights_have_a_gradient_with_a_float32_cache():
     loaded = forge_jax.load(str(FIXTURES / "goldens/llama2"), dtype="bfloat16", progress=False)
     exact = forge_jax.load(str(FIXTURES / "goldens/llama2"), progress=False)

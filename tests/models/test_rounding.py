@@ -71,6 +71,7 @@ def load(folder, kind, dtype="float32"):
     [("qwen2", "int8"), ("gemma2", "fp8"), ("phi3", "int4"), ("mixtral", "int4")]
     + [("qwen3_moe", kind) for kind in ("int8", "fp8")],
 )
+@pytest.mark.quick_cases(1)
 def test_logits_are_those_of_the_rounded_weights_as_floats(name, kind, goldens):
     """Tied and not, with biases, stored together, with other activations, with experts."""
     folder = goldens / name

@@ -153,6 +153,7 @@ def test_a_step_s_operations_and_phases_add_up_to_it(xla):
             assert 0 < sum(within) <= us
 
 
+@pytest.mark.slow
 def test_other_kernels_are_named_by_the_difference(cpp, xla):
     decode, prefill = compare(read_traces(cpp), read_traces(xla))
     for found, kind in ((decode, "decode"), (prefill, "mixed")):

@@ -228,6 +228,7 @@ def in_the_middle(source: Path, target: Path, count: int):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.quick_cases(1)
 def test_a_run_that_was_ended_goes_on_to_the_same_file(tmp_path, number):
     source = write(tmp_path / "in", [*prompts(30, max_tokens=8), b"not JSON"])
     batch(source, tmp_path / "whole", "--no-prefix-cache")
@@ -486,6 +487,7 @@ def evaluation():
     return module
 
 
+@pytest.mark.slow
 def test_the_example_evaluates_the_bundled_model(evaluation, tmp_path, capsys):
     out = tmp_path / "answers.jsonl"
     small = "--deterministic --kernels xla --max-model-len 128".split()  # little to compile

@@ -269,6 +269,7 @@ def test_what_cannot_be_asked_is_one_line(arguments, message, capsys, monkeypatc
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_text_is_continued_as_the_server_would():
     same = [*SMALL, "--max-tokens", "12"]
     plain = run("generate", "forge-tiny", "-", *same, input="Once upon a time")

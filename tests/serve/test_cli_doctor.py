@@ -86,6 +86,7 @@ def test_a_sound_installation_and_a_model_that_fits(monkeypatch, capsys):
     assert fault.level == "problem" and "this machine has free 0.00 GB" in fault.what
 
 
+@pytest.mark.slow
 def test_planted_faults_are_found_in_a_real_process(tmp_path):
     blocked = tmp_path / "a-file"
     blocked.write_text("")
@@ -126,12 +127,14 @@ def test_planted_faults_are_found_in_a_real_process(tmp_path):
     assert found(report, "nowhere/at-all: ", "could not be downloaded")["level"] == "problem"
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_here_is_not_downloaded():
     probed = examination._probe(60.0, "model", "nowhere/at-all", HF_HUB_OFFLINE="1")
     [note] = examination._model_faults("nowhere/at-all", probed, {})
     assert note.level == "note" and "has not been downloaded yet" in note.what
 
 
+@pytest.mark.slow
 def test_what_does_not_come_back_is_given_up(tmp_path):
     """A plugin that hangs while JAX looks for devices; what was said before is not lost."""
     plugin = tmp_path / "jax_plugins" / "hangs"

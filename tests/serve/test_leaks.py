@@ -156,6 +156,7 @@ def engine(kind: str) -> Engine | EngineProcess:
 
 
 @pytest.mark.parametrize(("kind", "count"), [("fake", 1500), ("fake process", 800), ("real", 600)])
+@pytest.mark.slow
 async def test_nothing_is_left_behind(start, kind, count):
     server = await start(engine(kind))
     await check(server.url, partial(held, server), count)
@@ -188,6 +189,7 @@ async def test_nothing_is_left_behind_by_ten_thousand_real_requests():
             process.kill()
 
 
+@pytest.mark.slow
 async def test_a_leak_would_be_seen(start, monkeypatch):
     server = await start(engine("fake"))
     kept: list[bytearray] = []

@@ -44,6 +44,7 @@ def parsed(answer: dict[str, Any], context_lens: list[int]) -> Iterator[tuple[fl
         )
 
 
+@pytest.mark.slow
 async def test_answers_are_scored_as_in_python(llm):
     encode = llm.tokenizer.encode
     contexts = [encode(context) for context, _ in CONTEXTS_AND_ANSWERS]

@@ -340,6 +340,7 @@ def naive_drafts(model: DraftModel, leaves, seqs: list[list[int]]) -> list[list[
     return drafts
 
 
+@pytest.mark.slow
 def test_it_generates_what_the_model_does_and_reads_nothing_that_nobody_wrote(made):
     model, leaves = made
     rng = random.Random(4)
@@ -484,6 +485,7 @@ def llm(stories) -> LLM:
     return llm
 
 
+@pytest.mark.slow
 def test_the_first_layers_of_the_model_draft_with_its_own_weights(llm, stories):
     core = llm._core
     assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
@@ -548,6 +550,7 @@ def test_steps_that_raise_make_the_draft_model_begin_anew(llm):
     assert not core.speculator.has_failed and drafter._pool.num_used == 0
 
 
+@pytest.mark.slow
 def test_by_rejection_it_drafts_on_through_failures_and_ends_alone(stories, monkeypatch):
     options = OPTIONS | {"deterministic": False, "draft_verification": "rejection"}
     llm = LLM(str(stories), **options, draft_model=str(stories))
