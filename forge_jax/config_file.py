@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from forge_jax.errors import ModelError
@@ -12,15 +12,29 @@ MAX_TOKEN_LIST = 1024
 
 
 class Config:
-    """`config.json` with checks: each getter names the field that is wrong."""
+    """`config.json` with checks: each getter names the field that is wrong.
 
-    def __init__(self, values: Mapping[str, Any], where: str = "config.json"):
-        self.values, self.where = values, where
+    `defaults`: the values of fields that the file leaves out.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str = "config.json",
+        defaults: Mapping[str, Any] | None = None,
+    ):
+        self.values, self.where = {**(defaults or {}), **values}, where
+        self._left_out = frozenset(defaults or ()) - frozenset(values)
 
     def error(self, name: str, want: str) -> ModelError:
+        missing = ", the default of a missing field" if name in self._left_out else ""
         return ModelError(
-            f"{self.where}: {name} must be {want}, not {shown(self.values.get(name))}"
+            f"{self.where}: {name} must be {want}, not {shown(self.values.get(name))}{missing}"
         )
+
+    def leaves_out(self, name: str) -> bool:
+        """True if the value of this field is a default."""
+        return name in self._left_out
 
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
@@ -49,7 +63,7 @@ class Config:
             raise self.error(name, f"a finite number above {low:g}, at most {high:g}")
         return float(value)
 
-    def boolean(self, name: str, default: bool) -> bool:
+    def boolean(self, name: str, default: bool | None = None) -> bool:
         value = self.values.get(name) if self.has(name) else default
         if type(value) is not bool:
             raise self.error(name, "true or false")
@@ -61,10 +75,16 @@ class Config:
             raise self.error(name, "a string")
         return value
 
-    def with_defaults(self, **values: Any) -> Config:
-        """The same, with `values` for fields that the file does not have."""
-        own = {name: value for name, value in self.values.items() if value is not None}
-        return Config({**self.values, **values, **own}, self.where)
+    def with_defaults(self, defaults: Mapping[str, Any], nullable: Collection[str] = ()) -> Config:
+        """The same, with `defaults` for fields that the file leaves out.
+
+        Raises:
+          ModelError: a field that has a default is null, and is not one of the `nullable` ones.
+        """
+        for name in defaults:
+            if name in self.values and self.values[name] is None and name not in nullable:
+                raise ModelError(f"{self.where}: {name} must not be null: set it, or leave it out")
+        return Config(self.values, self.where, defaults)
 
     def section(self, name: str) -> Config | None:
         value = self.values.get(name)

@@ -54,6 +54,8 @@ from forge_kernels.threads import for_each
 if TYPE_CHECKING:
     from forge_jax.parallel.mesh import TensorMesh
 
+_COMPARED_ROWS = 4096  # at once
+
 
 @dataclass(frozen=True, eq=False)
 class CheckedTensors:
@@ -185,10 +187,11 @@ def load_weights(
       One array per leaf, in the order of `model.leaves`.
 
     Raises:
-      CheckpointError: as `check_weights`.
+      CheckpointError: as `check_weights`; or the head is said to be the embedding and is not.
     """
     assert model.shards == (1 if mesh is None else mesh.shards)
     checked = check_weights(model, folder)
+    _check_tied_head(model, folder, checked)
     leaves: dict[str, jax.Array] = {}
     with _bar(model, progress) as bar:
         if mesh is None:
@@ -211,20 +214,54 @@ def read_shards(model: Model, folder: Path, *, progress: bool = True) -> dict[st
     """The shards of every leaf of a model that is cut, on the host, as `stored_shape` says.
 
     Raises:
-      CheckpointError: as `check_weights`.
+      CheckpointError: as `load_weights`.
     """
+    checked = check_weights(model, folder)
+    _check_tied_head(model, folder, checked)
     arrays = {
         name: np.empty(stored_shape(model, name), leaf.dtype)
         for name, leaf in zip(model.names, model.leaves, strict=True)
     }
     with _bar(model, progress) as bar:
-        shards = _host_shards(model, check_weights(model, folder), range(model.shards))
+        shards = _host_shards(model, checked, range(model.shards))
         for name, index, host in shards:
             is_cut = arrays[name].ndim > host.ndim
             if is_cut or index == 0:
                 arrays[name][index if is_cut else ...] = host
             bar.update(host.nbytes / model.shards)
     return arrays
+
+
+def _check_tied_head(model: Model, folder: Path, checked: CheckedTensors | CheckedLeaves) -> None:
+    """Refuses a head that is not the embedding, though `tie_word_embeddings` says so.
+
+    transformers compares the two, and computes with the head where they differ.
+    """
+    if not isinstance(checked, CheckedTensors) or not model.spec.tie_word_embeddings:
+        return
+    head = checked.stored.get("lm_head.weight")
+    embedding = checked.stored["model.embed_tokens.weight"]
+    if head is None or head == embedding or _same_values(head, embedding):
+        return
+    raise CheckpointError(
+        f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from "
+        "model.embed_tokens.weight: set tie_word_embeddings to false in config.json, "
+        "or remove lm_head.weight"
+    )
+
+
+def _same_values(a: TensorSource, b: TensorSource) -> bool:
+    if a.shape != b.shape or len(a.shape) != 2:
+        return False
+    rows, columns = a.shape
+    for first in range(0, rows, _COMPARED_ROWS):
+        size = min(_COMPARED_ROWS, rows - first), columns
+        parts = [np.empty(size, each.dtype) for each in (a, b)]
+        for each, part in zip((a, b), parts, strict=True):
+            each.read_rows(part, first)
+        if not np.array_equal(parts[0].astype(np.float32), parts[1].astype(np.float32)):
+            return False
+    return True
 
 
 def _bar(model: Model, progress: bool) -> tqdm:

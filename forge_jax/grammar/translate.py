@@ -27,6 +27,17 @@ _KEYWORDS = frozenset(
 
 # llguidance's messages quote what the client sent, which ours must not: they may be logged.
 _REASONS: tuple[tuple[str, str], ...] = (
+    (
+        r"^circular references with sibling keys",
+        "not supported: other keywords beside a $ref that leads back to itself",
+    ),
+    (
+        r"^Resource '.*' is not present in a registry",
+        "a $ref (or $schema) leads out of the schema, and nothing is fetched: put what it refers "
+        "to into $defs",
+    ),
+    (r"^Pointer '.*' does not exist", "a $ref leads to a place that the schema does not have"),
+    (r"^(minProperties|required) > maxProperties", "no text satisfies it"),
     (r"Unknown format", "a format is not known"),
     (r"Invalid type", "a type is not one of JSON's"),
     (r"oneOf constraints", "the schemas of a oneOf do not exclude each other"),

@@ -42,7 +42,7 @@ def read_spec(folder: Path) -> ModelSpec:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise config.error("architectures", "a list of one name")
     architecture = find_architecture(names[0])
-    spec = architecture.read_spec(config, generation)
+    spec = architecture.read(config, generation)
     record = read_record(folder)
     return spec if record is None else dataclasses.replace(spec, dtype=record.dtype)
 

@@ -154,18 +154,16 @@ def decoder_spec(
     generation: Config,
     architecture: str,
     *,
-    activation: str | None = "silu",
     activation_name: str = "hidden_act",
-    eps: float = 1e-6,
-    tied: bool = False,
+    whole_heads: bool = False,
     rope: RopeSpec | None = None,
     **parts: Any,
 ) -> ModelSpec:
-    """The spec of a decoder from its `config.json` and `generation_config.json`.
+    """The spec of a decoder from its `config.json`, with defaults, and `generation_config.json`.
 
     Args:
-      activation, eps, tied: Hugging Face's defaults, where the file does not say.
       activation_name: of the field.
+      whole_heads: `hidden_size` must be a multiple of the heads even where `head_dim` is given.
       rope: instead of what the file says for all layers.
       parts: what is the family's own.
 
@@ -173,7 +171,9 @@ def decoder_spec(
       UnsupportedModelError: an option that is not implemented, by name.
       ModelError: a field is missing, or has the wrong type or range.
     """
-    name = config.string(activation_name, activation)
+    _refuse_what_changes_layers(config)
+    read_layer_types(config)  # checked even where the family does not use it
+    name = config.string(activation_name)
     if name not in ACTIVATIONS:
         raise UnsupportedModelError(
             f"{config.where}: {activation_name} {shown(name)} is not supported; "
@@ -184,18 +184,12 @@ def decoder_spec(
     kv_heads = config.integer("num_key_value_heads", heads, high=MAX_HEADS)
     if heads % kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
-    if not config.has("head_dim") and hidden_size % heads:
+    if (whole_heads or not config.has("head_dim")) and hidden_size % heads:
         raise config.error("num_attention_heads", f"a divisor of hidden_size ({hidden_size})")
-    head_dim = config.integer("head_dim", hidden_size // heads, high=MAX_WIDTH)
-    if head_dim % 2:
-        raise config.error("head_dim", "even, for rotary embeddings")
+    head_dim = read_head_dim(config)
     vocab_size = config.integer("vocab_size", high=MAX_VOCAB)
     max_positions = config.integer("max_position_embeddings", high=MAX_POSITIONS)
-    eos_token_ids = dict.fromkeys(
-        generation.token_ids("eos_token_id", vocab_size)
-        + config.token_ids("eos_token_id", vocab_size)
-    )
-    bos_token_ids = config.token_ids("bos_token_id", vocab_size)
+    bos_token_ids = _own_token_ids(config, "bos_token_id", vocab_size)
     return ModelSpec(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -206,46 +200,111 @@ def decoder_spec(
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        rms_norm_eps=config.number("rms_norm_eps", eps),
+        rms_norm_eps=config.number("rms_norm_eps"),
         rope=rope or read_rope(config, max_positions, head_dim),
-        tie_word_embeddings=config.boolean("tie_word_embeddings", tied),
+        tie_word_embeddings=config.boolean("tie_word_embeddings"),
         dtype=read_dtype(config),
         quantization=read_quantization(config),
         block_types=read_block_types(config),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
-        eos_token_ids=tuple(eos_token_ids),
+        eos_token_ids=_end_ids(config, generation, vocab_size),
         activation=ACTIVATIONS[name],
         **parts,
     )
 
 
+def _refuse_what_changes_layers(config: Config) -> None:
+    """Refuses fields that transformers reads in every family, and that have no counterpart here."""
+    for name in ("use_bidirectional_attention", "per_layer_config"):
+        if config.values.get(name):
+            raise UnsupportedModelError(f"{config.where}: {name} is not supported")
+    if not config.boolean("is_causal", True):
+        raise UnsupportedModelError(f"{config.where}: is_causal false is not supported")
+
+
+def read_head_dim(config: Config) -> int:
+    """The width of a head: by default `hidden_size` over the number of heads."""
+    hidden_size = config.integer("hidden_size", high=MAX_WIDTH)
+    heads = config.integer("num_attention_heads", high=MAX_HEADS)
+    head_dim = config.integer("head_dim", hidden_size // heads, high=MAX_WIDTH)
+    if head_dim % 2:
+        raise config.error("head_dim", "even, for rotary embeddings")
+    return head_dim
+
+
+def _end_ids(config: Config, generation: Config, vocab_size: int) -> tuple[int, ...]:
+    """Those of both files; the default counts only where there is no `generation_config.json`."""
+    ids = generation.token_ids("eos_token_id", vocab_size)
+    if not (generation.values and config.leaves_out("eos_token_id")):
+        ids += _own_token_ids(config, "eos_token_id", vocab_size)
+    return tuple(dict.fromkeys(ids))
+
+
+def _own_token_ids(config: Config, name: str, vocab_size: int) -> tuple[int, ...]:
+    if config.leaves_out(name):  # a default may lie beyond a small vocabulary: nothing samples it
+        default = config.values[name]
+        return () if default is None or default >= vocab_size else (default,)
+    return config.token_ids(name, vocab_size)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_layer_types(config: Config) -> tuple[str, ...] | None:
+    """For each layer `full_attention` or `sliding_attention`; None: the file does not say."""
+    types = config.values.get("layer_types")
+    if types is None:
+        return None
+    layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    if (
+        not isinstance(types, list)
+        or len(types) != layers
+        or any(kind not in (FULL, SLIDING) for kind in types)
+    ):
+        raise config.error("layer_types", f"a list of {layers}, each {SLIDING} or {FULL}")
+    return tuple(types)
+
+
+def read_window(config: Config) -> int | None:
+    """How many keys a query sees; None: all."""
+    if not config.has("sliding_window"):
+        return None
+    return config.integer("sliding_window", high=MAX_POSITIONS)
+
+
 def read_windows(
-    config: Config, windowed: Callable[[int], bool], size: int | None = None
+    config: Config, window: int | None, windowed: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
     """The window of each layer: by `layer_types` where the file has them, else by `windowed`.
 
     Args:
+      window: of layers that have one.
       windowed: whether the layer of this index has one, where the file does not say.
-      size: Hugging Face's default; None: no window.
+
+    Raises:
+      ModelError: a layer has a window, and its size is not given.
     """
-    layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    if not config.has("sliding_window") and size is None:
-        return ()
-    window = config.integer("sliding_window", size, high=MAX_POSITIONS)
-    types = config.values.get("layer_types")
+    types, layers = read_layer_types(config), config.integer("num_hidden_layers", high=MAX_LAYERS)
     if types is None:
-        return tuple(window if windowed(layer) else None for layer in range(layers))
-    known = ("sliding_attention", "full_attention")
-    if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
-        raise config.error("layer_types", f"a list of {layers}, each {' or '.join(known)}")
-    return tuple(window if kind == known[0] else None for kind in types)
+        types = [SLIDING if windowed(layer) else FULL for layer in range(layers)]
+    if window is None and SLIDING in types:
+        raise config.error("sliding_window", "set (and used): layers have a window")
+    return tuple(window if kind == SLIDING else None for kind in types) if window else ()
 
 
-def read_experts(config: Config, *, count: int, per_token: int, **parts: Any) -> ExpertSpec | None:
+def window_everywhere(config: Config, window: int | None) -> tuple[int | None, ...]:
+    """The same window in every layer, whatever `layer_types` says."""
+    return (window,) * config.integer("num_hidden_layers", high=MAX_LAYERS) if window else ()
+
+
+def read_experts(
+    config: Config, own_name: str, *, least: int = 1, **parts: Any
+) -> ExpertSpec | None:
     """The experts of a model; None: it has none.
 
     Args:
-      count, per_token: Hugging Face's defaults, where the file does not say.
+      own_name: of the field that counts them, in transformers' class of the family.
+      least: how many there must be.
       parts: what is the family's own.
 
     Raises:
@@ -256,18 +315,19 @@ def read_experts(config: Config, *, count: int, per_token: int, **parts: Any) ->
             raise UnsupportedModelError(
                 f"{config.where}: {name} is not supported: experts that every token takes"
             )
-    # transformers 5 writes one name for all families, older files have the family's own.
-    name = "num_local_experts" if config.has("num_local_experts") else "num_experts"
-    count = config.integer(name, count, low=0, high=MAX_EXPERTS)
+    # Both names are the same field to transformers: the one that is not the family's own counts.
+    alias = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[own_name]
+    name = alias if alias in config.values else own_name
+    count = config.integer(name, low=least, high=MAX_EXPERTS)
     if count == 0:
         return None
-    activation = config.string("hidden_act", "silu")
+    activation = config.string("hidden_act")
     if ACTIVATIONS.get(activation) != "silu":
         raise UnsupportedModelError(
             f"{config.where}: hidden_act {shown(activation)} is not supported with experts; "
             "supported: silu, swish"
         )
-    per_token = config.integer("num_experts_per_tok", per_token, high=MAX_EXPERTS)
+    per_token = config.integer("num_experts_per_tok", high=MAX_EXPERTS)
     if per_token > count:
         raise config.error("num_experts_per_tok", f"at most {name} ({count})")
     return ExpertSpec(count=count, per_token=per_token, **parts)
@@ -286,35 +346,62 @@ def read_dtype(config: Config) -> str:
 
 
 def read_rope(config: Config, max_position_embeddings: int, head_dim: int) -> RopeSpec:
-    """Rotary embeddings from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
-    section = config.section("rope_parameters") or config.section("rope_scaling")
-    partial = section if section and section.has("partial_rotary_factor") else config
-    if partial.number("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(f"{partial.where}: partial_rotary_factor is not supported")
+    """Rotary embeddings from `rope_scaling`, else from `rope_parameters`, as in transformers.
+
+    `rope_scaling` replaces `rope_parameters` as a whole; `rope_theta` beside them is the default of
+    the one inside. An `original_max_position_embeddings` beside them comes before the one inside.
+    """
+    scaling, parameters = config.section("rope_scaling"), config.section("rope_parameters")
+    section = scaling if scaling is not None and scaling.values else parameters
     if section is None:
-        return RopeSpec(theta=config.number("rope_theta", 10000.0))
-    return rope_of(section, config, max_position_embeddings, head_dim)
+        section = Config({}, config.where)
+    for name in (FULL, SLIDING):
+        if name in section.values:
+            raise UnsupportedModelError(
+                f"{section.where}: {name} is not supported: all layers of this architecture "
+                "have one rotation"
+            )
+    return rope_of(section, config, max_position_embeddings, head_dim, beside=True)
+
+
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def rope_of(
-    section: Config, config: Config, max_position_embeddings: int, head_dim: int
+    section: Config,
+    config: Config,
+    max_position_embeddings: int,
+    head_dim: int,
+    *,
+    theta_name: str = "rope_theta",
+    beside: bool = False,
 ) -> RopeSpec:
-    """Rotary embeddings from the section of `config` that describes them."""
-    # `type` is the spelling of before transformers 4.43.
-    kind = section.string("rope_type", section.string("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise UnsupportedModelError(
-            f"{section.where}: rope type {shown(kind)} is not supported; "
-            f"supported: {', '.join(ROPE_TYPES)}"
-        )
-    theta = (section if section.has("rope_theta") else config).number("rope_theta", 10000.0)
+    """Rotary embeddings from the section of `config` that describes them.
+
+    Args:
+      theta_name: of the field of `config` that counts where the section has no `rope_theta`.
+      beside: whether `original_max_position_embeddings` of `config` comes before the section's.
+    """
+    partial = section if section.has("partial_rotary_factor") else config
+    if partial.number("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(f"{partial.where}: partial_rotary_factor is not supported")
+    kind = _rope_type(section)
+    if "rope_theta" in section.values:
+        theta = section.number("rope_theta")
+    else:
+        theta = config.number(theta_name)
     if kind == "default":
         return RopeSpec(theta=theta)
-    if kind == "longrope":
-        return _longrope(section, config, theta, max_position_embeddings, head_dim)
-    factor = section.number("factor")
     if kind == "linear":
-        return RopeSpec(type=kind, theta=theta, factor=factor)
+        return RopeSpec(type=kind, theta=theta, factor=section.number("factor"))
+    original, holder = max_position_embeddings, section
+    if beside and _ORIGINAL in config.values:
+        holder = config
+    if _ORIGINAL in holder.values:
+        original = holder.integer(_ORIGINAL, low=2, high=MAX_POSITIONS)
+    if kind == "longrope":
+        return _longrope(section, theta, max_position_embeddings, original, head_dim)
+    factor = section.number("factor")
     low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
     if low >= high:
         raise section.error("high_freq_factor", f"above low_freq_factor ({low:g})")
@@ -324,38 +411,58 @@ def rope_of(
         factor=factor,
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_position_embeddings=section.integer(
-            "original_max_position_embeddings", max_position_embeddings
-        ),
+        original_max_position_embeddings=original,
     )
 
 
+def _rope_type(section: Config) -> str:
+    """`rope_type`, or `type`, its spelling of before transformers 4.43.
+
+    transformers ignores a `type` beside a `rope_type`. Here it must not say something else.
+    """
+    old = section.values.get("type")
+    if "rope_type" in section.values:
+        kind = section.string("rope_type")
+        old = "longrope" if old == "su" else old
+        if isinstance(old, str) and old != kind:
+            raise UnsupportedModelError(
+                f"{section.where}: type {shown(old)} contradicts rope_type {shown(kind)}: "
+                "remove the wrong one"
+            )
+    else:
+        kind = section.string("type") if "type" in section.values else "default"
+    if kind not in ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"{section.where}: rope type {shown(kind)} is not supported; "
+            f"supported: {', '.join(ROPE_TYPES)}"
+        )
+    return kind
+
+
 def _longrope(
-    section: Config, config: Config, theta: float, max_position_embeddings: int, head_dim: int
+    section: Config, theta: float, max_position_embeddings: int, original: int, head_dim: int
 ) -> RopeSpec:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a factor for each pair.
 
     There are two lists, for sequences up to the original length and for longer ones. A model with
     a longer context takes the second for all: keys that are in the cache cannot change.
     """
-    name = "original_max_position_embeddings"
-    original = (section if section.has(name) else config).integer(name, max_position_embeddings)
-    extended = max_position_embeddings > original
-    field = "long_factor" if extended else "short_factor"
-    factors = section.values.get(field)
-    pairs = head_dim // 2
-    if (
-        not isinstance(factors, list)
-        or len(factors) != pairs
-        or any(isinstance(f, bool) or not isinstance(f, int | float) for f in factors)
-        or any(not 0 < f < 1e9 for f in factors)
-    ):
-        raise section.error(field, f"a list of {pairs} positive numbers")
+    extended, pairs = max_position_embeddings > original, head_dim // 2
+    lists = {}
+    for field in ("short_factor", "long_factor"):
+        lists[field] = factors = section.values.get(field)
+        if (
+            not isinstance(factors, list)
+            or len(factors) != pairs
+            or any(isinstance(f, bool) or not isinstance(f, int | float) for f in factors)
+            or any(not 0 < f < 1e9 for f in factors)
+        ):
+            raise section.error(field, f"a list of {pairs} positive numbers")
     stretch = section.number("factor", max_position_embeddings / original)
-    default = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    default = math.sqrt(1 + math.log(stretch) / math.log(max(original, 2))) if stretch > 1 else 1.0
     return RopeSpec(
         type="longrope",
         theta=theta,
-        factors=tuple(float(factor) for factor in factors),
+        factors=tuple(float(f) for f in lists["long_factor" if extended else "short_factor"]),
         attention_factor=section.number("attention_factor", default),
     )

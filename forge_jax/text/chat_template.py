@@ -34,6 +34,7 @@ MAX_DATE_FORMAT = 256
 LONG_PIECE = 1024  # characters; what is longer may have taken long to make
 
 _TRIAL = "qwxz"  # a text that no template has
+_SPEAKERS = ("system", "user", "assistant")
 _TRIAL_SHARE = 1 / 64  # of the budget of a rendering
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # What a template can raise while it runs on messages of a shape that it does not expect.
@@ -72,7 +73,7 @@ class ChatTemplate:
             templates = {DEFAULT: templates}
         self.sources = dict(templates or {})
         self.special_tokens = dict(special_tokens or {})
-        self._parts_only: dict[tuple[int, str], bool] = {}
+        self._shown: dict[tuple[int, str, int], bool] = {}
         self.slow = False  # whether a short rendering has taken long: not for an event loop
         environment = _environment(now)
         self._compiled = {
@@ -115,9 +116,9 @@ class ChatTemplate:
     ) -> str:
         """The conversation as text.
 
-        messages                OpenAI's shape. Content is text, or a list of text parts, which are
-                                joined; other parts are refused. A template that shows only lists
-                                is given lists of one.
+        messages                OpenAI's shape. Content is text, or a list of text parts: a template
+                                that does not show lists is given their texts joined, one that
+                                shows only lists is given lists of one. Other parts are refused.
         add_generation_prompt   end with the beginning of the assistant's turn
         continue_final_message  leave the last message open, for the model to go on with it
         kwargs                  further variables of the template (`enable_thinking=False`)
@@ -166,13 +167,11 @@ class ChatTemplate:
                 param="continue_final_message",
             )
         template = self._template_for(variables["tools"])
+        for message in variables["messages"]:
+            self._adapt_content(template, message)
         final_text = ""
         if continue_final_message:
             final_text = _mark_final_message(variables["messages"])
-        for message in variables["messages"]:
-            content = message.get("content")
-            if isinstance(content, str) and self._wants_parts(template, message["role"]):
-                message["content"] = _parts(content)
         # Request variables may replace the model's special tokens, as with Hugging Face.
         context = {"add_generation_prompt": add_generation_prompt}
         context |= self.special_tokens | variables
@@ -220,25 +219,49 @@ class ChatTemplate:
             param="messages",
         )
 
-    def _wants_parts(self, template: jinja2.Template, role: str) -> bool:
-        """Whether the template shows contents of this role only if they are lists of parts.
+    def _adapt_content(self, template: jinja2.Template, message: dict[str, Any]) -> None:
+        """Makes the content of a message the text or the list that the template shows.
 
-        Templates that were made for images may do that. It is tried out, once for each role.
+        A list stays one where the template shows lists: as with Hugging Face, the template decides
+        what stands between its parts. Templates that were made for images may show only lists.
         """
-        if role not in ("system", "user", "assistant"):
-            return False
-        key = (id(template), role)
-        if key not in self._parts_only:
-            self._parts_only[key] = not self._shows(template, role, str) and self._shows(
-                template, role, _parts
-            )
-        return self._parts_only[key]
+        role, content = message["role"], message.get("content")
+        if isinstance(content, list) and not self._shows(template, role, 2):
+            message["content"] = content = "".join(part["text"] for part in content)
+        if (
+            isinstance(content, str)
+            and role in _SPEAKERS
+            and not self._shows(template, role, 0)
+            and self._shows(template, role, 1)
+        ):
+            message["content"] = [_part(content)]
 
-    def _shows(self, template: jinja2.Template, role: str, content: Callable[[str], Any]) -> bool:
-        """Whether a text of that role is in what is rendered, but not within a printed list."""
-        user, tried = {"role": "user", "content": content("x")}, {"role": role}
-        tried["content"] = content(_TRIAL)
+    def _shows(self, template: jinja2.Template, role: str, parts: int) -> bool:
+        """Whether the template shows a list of so many parts of this role, or with 0 a text.
+
+        It is tried out, once for each role. What is printed as a list does not count.
+        """
+        key = (id(template), role, parts)
+        if key not in self._shown:
+            self._shown[key] = role in (*_SPEAKERS, "tool") and self._tried(template, role, parts)
+        return self._shown[key]
+
+    def _tried(self, template: jinja2.Template, role: str, parts: int) -> bool:
+        texts = [f"{_TRIAL}{i}{_TRIAL}" for i in range(parts or 1)]
+
+        def said(text: str) -> Any:
+            return [_part(text)] if parts else text
+
+        user = {"role": "user", "content": said("x")}
+        tried: dict[str, Any] = {"role": role, "content": list(map(_part, texts))}
+        if not parts:
+            tried["content"] = texts[0]
         conversation = {"user": [tried], "system": [tried, user], "assistant": [user, tried, user]}
+        if role == "tool":
+            function = {"name": "f", "arguments": {}}
+            call = {"id": "call00000", "type": "function", "function": function}
+            asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+            conversation["tool"] = [user, asked, {**tried, "tool_call_id": call["id"], "name": "f"}]
         context = {"messages": conversation[role], "tools": None, "documents": None}
         try:
             with budget(_TRIAL_SHARE):
@@ -247,8 +270,8 @@ class ChatTemplate:
                 )
         except (OverLimitError, *_TEMPLATE_FAULTS):
             return False
-        _, found, rest = text.partition(_TRIAL)
-        return bool(found) and not rest.startswith(("'}", '"}'))
+        ends = [text.partition(each)[1:] for each in texts]
+        return all(found and not rest.startswith(("'}", '"}')) for found, rest in ends)
 
     def _placeholders(self, variables: dict[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
         """One private-use character per special token that occurs in the variables.
@@ -373,7 +396,7 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError("each message must be an object with a role", param="messages")
     if isinstance(message.get("content"), list):
-        message["content"] = "".join(map(_part_text, message["content"]))
+        message["content"] = [_part(_part_text(part)) for part in message["content"]]
     # Reasoning goes by several names on the wire. Templates read the first, gpt-oss's the second.
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((message[name] for name in names if message.get(name) is not None), None)
@@ -382,8 +405,8 @@ def _message(message: Any) -> dict[str, Any]:
     return message
 
 
-def _parts(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}]
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def _part_text(part: Any) -> str:
@@ -468,14 +491,18 @@ def _with_escapes(hidden: Mapping[str, str]) -> dict[str, str]:
 
 
 def _mark_final_message(messages: list[dict[str, Any]]) -> str:
-    """Appends the tag to the last message's content and returns the content without it."""
+    """Appends the tag to the last message's text, or last part, and returns it without the tag."""
     content = messages[-1].get("content") if messages else None
+    holder, key = (messages[-1], "content") if messages else ({}, "content")
+    if isinstance(content, list) and content:
+        holder, key = content[-1], "text"
+        content = content[-1]["text"]
     if not isinstance(content, str):
         raise RequestError(
             "continue_final_message needs a last message with text to continue",
             param="continue_final_message",
         )
-    messages[-1]["content"] = content + _CONTINUE_TAG
+    holder[key] = content + _CONTINUE_TAG
     return content
 
 

@@ -16,7 +16,7 @@ from forge_serve.parsers.call_grammar import call_grammar, reasoning_lead
 from forge_serve.parsers.families import CALL_FORMS, Families
 from forge_serve.parsers.reasoning import ReasoningParser, ReasoningTokens
 from forge_serve.parsers.tool_calls import CallForm, ToolCallParser
-from forge_serve.protocol import ChatRequest
+from forge_serve.protocol import ChatRequest, text_of
 from forge_serve.structured import demand
 from forge_serve.tools import ToolChoice
 
@@ -168,7 +168,7 @@ class ChatAnswers:
         if form is None:
             return False
         if self.request.continue_final_message:
-            return form.is_open_in(self.request.template_messages()[-1]["content"])
+            return form.is_open_in(text_of(self.request.template_messages()[-1]))
         end = prompt.token_ids[-PROMPT_END_TOKENS:]
         text = tokenizer.decode(end, skip_special_tokens=False) if tokenizer else ""
         return form.is_open_after(text)

@@ -25,6 +25,7 @@ from forge_serve.protocol import (
     CompletionRequest,
     GenerateRequest,
     GenerationRequest,
+    text_of,
 )
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ async def _encode_chat(engine: StreamingEngine, request: ChatRequest) -> Prompt:
     messages = request.template_messages()
     options = request.template_options()
     if request.truncate_prompt_tokens is None:
-        check_text_size(engine, (message["content"] for message in messages), "messages")
+        check_text_size(engine, map(text_of, messages), "messages")
     # Templates may show whatever a message holds: the calls of tools, say.
     if not template.slow and len(msgspec.json.encode((messages, options))) < THREAD_FROM_CHARS:
         return Prompt(template.encode(messages, tokenizer, **options))

@@ -435,7 +435,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return tool_choice(self.tools, self.tool_choice)
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as a chat template takes them: plain dictionaries, contents as text.
+        """The messages as a chat template takes them: plain dictionaries.
+
+        Contents are texts, or lists of text parts, of which the template decides what becomes.
 
         Raises:
           RequestError: for a content part that is not text, or a call that is not of a function.
@@ -538,6 +540,12 @@ def prompts_of(
     return prompt  # type: ignore[return-value]
 
 
+def text_of(message: Mapping[str, Any]) -> str:
+    """All of the text of a message as a template takes it."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
 def _template_message(i: int, message: Message) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
@@ -545,7 +553,7 @@ def _template_message(i: int, message: Message) -> dict[str, Any]:
             if part.type != "text" or part.text is None:
                 path = f"messages[{i}].content[{j}]"
                 raise RequestError(f"{path}: only text parts are supported", param=path)
-        content = "".join(part.text for part in content if part.text is not None)
+        content = [{"type": "text", "text": part.text} for part in content]
     if content is None and message.role != "assistant":
         raise RequestError(
             f"messages[{i}].content is required for this role", param=f"messages[{i}].content"

@@ -400,7 +400,7 @@ def _choice(kind: type, schema: Schema, about: About) -> None:
 def _responses(kind: type, schema: Schema, about: About) -> None:
     fields, limits = schema["properties"], about.limits
     fields["n"]["maximum"] = fields["best_of"]["maximum"] = 1
-    something = {"not": {"enum": [None, "", []]}}
+    something = {"not": {"enum": [None, []]}}
     schema["anyOf"] = [
         {"required": ["input"], "properties": {"input": something}},
         {

@@ -103,6 +103,11 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         return None if self.reasoning is None else self.reasoning.effort
 
     @property
+    def given(self) -> str | list[Item]:
+        """The input; nothing, where a response is only continued."""
+        return [] if self.input is None else self.input
+
+    @property
     def wants_logprobs(self) -> bool:
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
@@ -115,8 +120,10 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         GenerationRequest.check(self)
         if self.num_samples != 1:
             raise RequestError("n must be 1 here: ask for a chat completion", param="n")
-        if not self.input and self.previous_response_id is None:
+        if self.input is None and self.previous_response_id is None:
             raise RequestError("input is required", param="input")
+        if self.input == [] and self.previous_response_id is None:
+            raise RequestError("input must not be empty", param="input")
         if isinstance(self.input, list):
             for i, item in enumerate(self.input):
                 check_item(f"input[{i}]", item)
@@ -211,7 +218,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         )
 
     def _messages(self, before: Sequence[Item]) -> list[Message]:
-        given = self.input or []
+        given = self.given
         asked = [Item(role="user", content=given)] if isinstance(given, str) else given
         found = messages([*before, *asked])
         if not self.instructions:

@@ -72,7 +72,7 @@ class StoredResponses:
         """Enters a response that is to be stored."""
         if not form.kept:
             return None
-        items = list(input_items(form.asked.input or [], form.unique_id))
+        items = list(input_items(form.asked.given, form.unique_id))
         response = StoredResponse(
             form.id, _tenant(http), Turn(form.previous, _json(items)), form.snapshot,
             background=form.background,

@@ -109,6 +109,23 @@ REFUSED = {
         lambda: GrammarSpec.json_schema({"not": {}, "x-guidance": {"lenient": True}}),
         "not supported: not$",
     ),
+    "a cycle with more beside it": (
+        lambda: GrammarSpec.json_schema(
+            {
+                "$ref": "#/$defs/limit",
+                "$defs": {"limit": {"properties": {"a": {"$ref": "#/$defs/limit", "minItems": 1}}}},
+            }
+        ),
+        r"not supported: other keywords beside a \$ref that leads back to itself$",
+    ),
+    "another document": (
+        lambda: GrammarSpec.json_schema({"items": {"$ref": "https://a.example/nested.json#/max"}}),
+        r"a \$ref \(or \$schema\) leads out of the schema, and nothing is fetched: put what it",
+    ),
+    "a place that is not there": (
+        lambda: GrammarSpec.json_schema({"$ref": "#/$defs/limit"}),
+        r"a \$ref leads to a place that the schema does not have$",
+    ),
     "nothing": (lambda: GrammarSpec.json_schema(False), "must be an object"),
     "no text": (
         lambda: GrammarSpec.json_schema({"type": "number", "minimum": 5, "maximum": 1}),

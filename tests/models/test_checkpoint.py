@@ -198,6 +198,26 @@ def test_what_a_thread_raises_ends_the_reading(folder, tensors, monkeypatch):
         load_weights(model, folder, progress=False)
 
 
+def test_a_head_that_differs_from_the_embedding_it_should_be_is_refused(
+    folder, tensors, monkeypatch
+):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    monkeypatch.setattr(load, "_COMPARED_ROWS", 100)  # of 331
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.copy()
+    save_file(tensors, folder / "model.safetensors")
+    np.testing.assert_array_equal(read(folder)["head.weight"], embedding)
+    for head in (tensors["lm_head.weight"] * 1, embedding[:-1], embedding.astype(np.float16)):
+        head[-1, -1] += 1
+        save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match="set tie_word_embeddings to false in config"):
+            read(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    save_file(tensors, folder / "model.safetensors")
+    read(folder)
+
+
 def test_missing_experts_are_named_in_the_form_that_is_there(tmp_path):
     source = GOLDENS / "mixtral"
     model = build_model(read_spec(source))
@@ -225,7 +245,7 @@ def test_a_map_may_transpose(folder, tensors, monkeypatch):
         (head,) = weights["head.weight"]
         return weights | {"head.weight": (Tensor(head.name, head.shape[::-1], transpose=True),)}
 
-    architecture = type(llama)(read_spec=llama.read_spec, weights=transposed)
+    architecture = replace(llama, weights=transposed)
     monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", architecture)
     head = tensors["lm_head.weight"]
     save_file(tensors | {"lm_head.weight": head.T.copy()}, folder / "model.safetensors")

@@ -85,8 +85,9 @@ def test_longrope_in_both_spellings(spec_of):
     assert spec_of("phi3_long", without, rope_scaling={"type": "longrope", **old}) == new
     assert new.rope.factors == tuple(section["long_factor"])
     assert new.rope.attention_factor == pytest.approx((1 + np.log(16) / np.log(32)) ** 0.5)
-    section["original_max_position_embeddings"] = 512
-    short = spec_of("phi3_long", rope_parameters=section)
+    section["original_max_position_embeddings"] = 512  # the one beside the section counts
+    assert spec_of("phi3_long", rope_parameters=section) == new
+    short = spec_of("phi3_long", original_max_position_embeddings=512)
     assert short.rope.factors == tuple(section["short_factor"])
     assert short.rope.attention_factor == 1.0
 
@@ -109,7 +110,7 @@ def test_which_layers_have_experts(spec_of):
     assert layers("qwen3_moe", mlp_only_layers=[2, 5], decoder_sparse_step=3) == []
     assert layers("qwen3_moe", mlp_only_layers=[2], decoder_sparse_step=3) == [5]
     assert layers("qwen3_moe_step") == [1, 3, 5]
-    assert layers("qwen3", num_experts=4) == []
+    assert layers("qwen3", ("layer_types",), num_experts=4) == []
     assert spec_of("qwen3_moe", num_local_experts=0).experts is None
 
 
@@ -130,7 +131,7 @@ def test_experts_in_both_spellings_and_by_default(spec_of):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("mixtral", {"num_local_experts": "8"}, "num_local_experts must be an integer from 0"),
+        ("mixtral", {"num_local_experts": "8"}, "num_local_experts must be an integer from 1"),
         (
             "mixtral",
             {"num_experts_per_tok": 5},
@@ -165,7 +166,13 @@ def test_experts_in_both_spellings_and_by_default(spec_of):
         ),
         (
             "phi3_long",
-            {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 7}},
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [1.0] * 7,
+                }
+            },
             "long_factor must be a list of 8 positive numbers",
         ),
         ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is not supported"),

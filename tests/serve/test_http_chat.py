@@ -88,6 +88,11 @@ async def test_messages_reach_the_template_as_text(start):
     assert await prompt_of(begun, continue_final_message=True) == template.encode(
         begun, tokenizer, add_generation_prompt=False, continue_final_message=True
     )
+    template.__init__(
+        "{% for m in messages %}{{ m.content if m.content is string else "
+        "m.content | map(attribute='text') | join('+') }}{% endfor %}"
+    )
+    assert tokenizer.decode(await prompt_of([{"role": "user", "content": parts}])) == "Hel+lo"
     long = [{"role": "user", "content": "a b " * 1100}, *USER]
     assert await prompt_of(long) == template.encode(long, tokenizer)
 

@@ -785,6 +785,17 @@ async def test_what_cannot_be_done_is_refused_by_name(start, more, param):
     assert server.service.responses.num_responses == 0
 
 
+async def test_an_empty_text_is_an_input(start):
+    server = await start(scripted_engine("x", template=families.HERMES))
+    made = await created(server, input="")
+    assert made["usage"]["input_tokens"] > 0
+    _, listed = await server.get(f"{PATH}/{made['id']}/input_items")
+    assert [item["content"] for item in listed["data"]] == [[{"type": "input_text", "text": ""}]]
+    for nothing, message in ((None, "input is required"), ([], "input must not be empty")):
+        status, answer = await server.post(PATH, ask(input=nothing))
+        assert (status, answer["error"]["message"]) == (400, message)
+
+
 @pytest.mark.parametrize(
     ("query", "param"),
     [

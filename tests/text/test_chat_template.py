@@ -110,6 +110,42 @@ PARTS = (
 )
 
 
+LINES = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{{ m.content | map(attribute='text') | join('\n') }}{% endif %}{% endfor %}"
+)
+SEVERAL = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_a_template_that_shows_lists_joins_their_parts_itself(role):
+    chat = [*HELLO, {"role": role, "content": SEVERAL}]
+    assert render(LINES, chat, add_generation_prompt=False) == f"<user>hello<{role}>a\nb"
+    assert render(LINES, [{"role": "ipython", "content": SEVERAL}]) == "<ipython>ab"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        CHATML,  # prints the list
+        CHATML.replace("message.content", "message.content | tojson"),
+        CHATML.replace("message.content", "message.content[:64]"),
+        LINES.replace("m.content | map(attribute='text') | join('\n')", "m.content[0].text"),
+        LINES.replace("m.content | map(attribute='text') | join('\n')", "raise_exception('no')"),
+    ],
+)
+def test_a_template_that_does_not_show_every_part_is_given_one_text(source):
+    assert render(source, user(SEVERAL)) == render(source, user("ab"))
+
+
+def test_a_list_of_parts_can_be_continued():
+    chat = [*HELLO, {"role": "assistant", "content": SEVERAL}]
+    text = render(LINES, chat, continue_final_message=True, add_generation_prompt=False)
+    assert text == "<user>hello<assistant>a\nb"
+    text = render(CHATML, chat, continue_final_message=True, add_generation_prompt=False)
+    assert text.endswith("<|im_start|>assistant\nab")
+
+
 def test_a_template_that_shows_only_parts_is_given_parts():
     chat = [{"role": "system", "content": "a"}, *user("b<|x|>"), {"role": "tool", "content": "c"}]
     assert render(PARTS, chat) == "system: a;user: b<|x|>;tool: ;"

@@ -125,6 +125,7 @@ class _Reader:
             "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
             "rope_theta": self.number("rope.freq_base", 10000.0),
             "rope_scaling": self.rope_scaling(),
+            **self.original_positions(),
             "tie_word_embeddings": "output.weight" not in self.gguf.tensors,
             "attention_bias": "blk.0.attn_q.bias" in self.gguf.tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in self.gguf.tensors,
@@ -159,14 +160,13 @@ class _Reader:
 
     def rope_scaling(self) -> dict[str, Any] | None:
         tensors = self.gguf.tensors
-        original = self.integer("rope.scaling.original_context_length", self.positions, low=1)
-        if ROPE_LONG in tensors or ROPE_SHORT in tensors:
+        if self.has_long_factors():
+            original = self.original_positions()["original_max_position_embeddings"]
             factor = self.positions / original
             return {
                 "rope_type": "longrope",
                 "long_factor": self.factors(ROPE_LONG),
                 "short_factor": self.factors(ROPE_SHORT),
-                "original_max_position_embeddings": original,
                 "attention_factor": self.number(
                     "rope.scaling.attn_factor",
                     math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
@@ -185,6 +185,16 @@ class _Reader:
         if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
             return None
         return {"rope_type": kind, "factor": factor}
+
+    def has_long_factors(self) -> bool:
+        return ROPE_LONG in self.gguf.tensors or ROPE_SHORT in self.gguf.tensors
+
+    def original_positions(self) -> dict[str, int]:
+        """Beside `rope_scaling`, where transformers looks for it first."""
+        if not self.has_long_factors():
+            return {}
+        name = "rope.scaling.original_context_length"
+        return {"original_max_position_embeddings": self.integer(name, self.positions, low=1)}
 
     def factors(self, name: str) -> list[float]:
         tensor = self.gguf.tensors.get(name)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from forge_jax.checkpoint.weight_map import WeightMap, decoder_weights
 from forge_jax.config_file import Config
@@ -12,9 +13,28 @@ from forge_jax.models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How the config of an architecture is read, and its tensors are mapped."""
+    """How the config of an architecture is read, and its tensors are mapped.
 
-    read_spec: Callable[[Config, Config], ModelSpec]  # config.json, generation_config.json
+    Attributes:
+      read_spec: reads `config.json`, with defaults, and `generation_config.json`.
+      defaults: of fields that `config.json` may leave out: those of transformers' configuration
+        class. None: the value follows from others.
+      nullable: fields with a default whose null has a meaning of its own in transformers. Of all
+        others it is refused, as there.
+    """
+
+    read_spec: Callable[[Config, Config], ModelSpec]
+    defaults: Mapping[str, Any]
+    nullable: frozenset[str] = frozenset()
     weights: Callable[[ModelSpec], WeightMap] = decoder_weights
     # Of another form that its checkpoints come in: taken where more of these tensors are there.
     other_weights: Callable[[ModelSpec], WeightMap] | None = None
+
+    def read(self, config: Config, generation: Config) -> ModelSpec:
+        """The spec of a model from the two files as they are.
+
+        Raises:
+          as `forge_jax.models.spec.decoder_spec`.
+        """
+        nullable = {"bos_token_id", "eos_token_id", *self.nullable}
+        return self.read_spec(config.with_defaults(self.defaults, nullable), generation)

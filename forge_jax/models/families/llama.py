@@ -4,17 +4,41 @@ from forge_jax.config_file import Config
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec, decoder_spec
 
+DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
 
 def _read_spec(config: Config, generation: Config) -> ModelSpec:
-    bias = config.boolean("attention_bias", False)
+    bias = config.boolean("attention_bias")
     return decoder_spec(
         config,
         generation,
         "LlamaForCausalLM",
+        whole_heads=True,
         attention_bias=bias,
         output_bias=bias,
-        mlp_bias=config.boolean("mlp_bias", False),
+        mlp_bias=config.boolean("mlp_bias"),
     )
 
 
-ARCHITECTURE = Architecture(read_spec=_read_spec)
+ARCHITECTURE = Architecture(
+    read_spec=_read_spec,
+    defaults=DEFAULTS,
+    nullable=frozenset({"num_key_value_heads", "head_dim"}),
+)

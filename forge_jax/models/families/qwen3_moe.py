@@ -3,14 +3,47 @@
 from forge_jax.checkpoint.weight_map import ExpertNames, decoder_weights
 from forge_jax.config_file import Config
 from forge_jax.models.families.architecture import Architecture
-from forge_jax.models.families.qwen2 import qwen_windows
-from forge_jax.models.spec import MAX_LAYERS, MAX_WIDTH, ModelSpec, decoder_spec, read_experts
+from forge_jax.models.families.qwen2 import qwen_window
+from forge_jax.models.spec import (
+    MAX_LAYERS,
+    MAX_WIDTH,
+    ModelSpec,
+    decoder_spec,
+    read_experts,
+    window_everywhere,
+)
+
+DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
 
 
 def _dense_layers(config: Config) -> frozenset[int]:
     """By `mlp_only_layers`; of the others each `decoder_sparse_step`-th has experts."""
     layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    step = config.integer("decoder_sparse_step", 1)
+    step = config.integer("decoder_sparse_step")
     named = config.values.get("mlp_only_layers")
     named = [] if named is None else named
     if not isinstance(named, list) or any(
@@ -21,7 +54,7 @@ def _dense_layers(config: Config) -> frozenset[int]:
 
 
 def _read_spec(config: Config, generation: Config) -> ModelSpec:
-    bias = config.boolean("attention_bias", False)
+    bias = config.boolean("attention_bias")
     return decoder_spec(
         config,
         generation,
@@ -29,13 +62,13 @@ def _read_spec(config: Config, generation: Config) -> ModelSpec:
         attention_bias=bias,
         output_bias=bias,
         qk_norm="head",
-        windows=qwen_windows(config),
+        windows=window_everywhere(config, qwen_window(config)),
         experts=read_experts(
             config,
-            count=128,
-            per_token=8,
-            intermediate_size=config.integer("moe_intermediate_size", 768, high=MAX_WIDTH),
-            normalised=config.boolean("norm_topk_prob", False),
+            "num_experts",
+            least=0,
+            intermediate_size=config.integer("moe_intermediate_size", high=MAX_WIDTH),
+            normalised=config.boolean("norm_topk_prob"),
             dense_layers=_dense_layers(config),
         ),
     )
@@ -43,6 +76,8 @@ def _read_spec(config: Config, generation: Config) -> ModelSpec:
 
 ARCHITECTURE = Architecture(
     read_spec=_read_spec,
+    defaults=DEFAULTS,
+    nullable=frozenset({"sliding_window", "mlp_only_layers"}),
     weights=decoder_weights,
     other_weights=lambda spec: decoder_weights(spec, experts=ExpertNames(fused=True)),
 )

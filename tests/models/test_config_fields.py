@@ -1,0 +1,287 @@
+"""`config.json` is read as transformers reads it, field by field, or refused by name.
+
+`tests/fixtures/goldens/make_configs.py` made both tables with transformers: defaults of the fields
+of its configuration classes, and what its models do with some thousand small configurations.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forge_jax.config_file import Config
+from forge_jax.errors import ModelError
+from forge_jax.models import ModelSpec, spec
+from forge_jax.models.decoder import rope_frequencies, rope_kind
+from forge_jax.models.families import ARCHITECTURES
+
+GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
+DEFAULTS = json.loads((GOLDENS / "config_defaults.json").read_text())["fields"]
+TABLE = json.loads((GOLDENS / "config_variants.json").read_text())
+LENGTH = TABLE["length"]
+FAMILIES = sorted(ARCHITECTURES)
+
+# Fields that are read, and that are none of the class of their family in transformers.
+OTHERS = {
+    *("rope_scaling", "torch_dtype", "dtype", "is_causal", "per_layer_config", "model_type"),
+    *("partial_rotary_factor", "quantization_config", "compression_config", "gguf_types"),
+    *("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"),
+    *("sliding_window_pattern", "use_bidirectional_attention", "layer_types"),
+    *("original_max_position_embeddings", "num_experts", "num_local_experts", "head_dim"),
+}
+# Why configurations are refused that transformers can compute.
+REFUSALS = (
+    r"rope type '(yarn|dynamic)' is not supported",
+    r"type '\w+' contradicts rope_type '\w+'",
+    r"partial_rotary_factor is not supported",
+    r"(full|sliding)_attention is not supported: all layers of this architecture have one rotation",
+    r"rope_parameters: \w+ is not supported: put it into full_attention or sliding_attention",
+    r"num_attention_heads must be a divisor of hidden_size",
+    r"hidden_act\w* '\w+' is not supported",
+    r"layer_types must be a list of 4, each",
+    r"(per_layer_config|use_bidirectional_attention|is_causal false) is not supported",
+)
+
+
+def spec_of(name: str, config: dict) -> ModelSpec:
+    return ARCHITECTURES[name].read(Config(config), Config({}))
+
+
+def variants_of(name: str) -> list[tuple[dict, str, int]]:
+    """(config, what differs from the family's base, the number of its result)."""
+    return [
+        (
+            {k: v for k, v in (TABLE["bases"][name] | changes).items() if k not in without},
+            f"{changes} without {without}",
+            result,
+        )
+        for family, changes, without, result in TABLE["variants"]
+        if family == name
+    ]
+
+
+def described(model: ModelSpec) -> dict:
+    """A spec in the words of the table."""
+    silu = model.activation == "silu"
+    return {
+        "layers": [_layer(model, index, silu) for index in range(model.num_hidden_layers)],
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "eps": model.rms_norm_eps,
+        "tied": model.tie_word_embeddings,
+        "embedding_scale": model.embedding_scale,
+        "logit_scale": model.logit_scale,
+        "logit_soft_cap": model.logit_soft_cap,
+        "bos_token_id": model.bos_token_id,
+        "eos_token_ids": list(model.eos_token_ids),
+        "dtype": model.dtype,
+    }
+
+
+def _layer(model: ModelSpec, index: int, silu: bool) -> dict:
+    rope = rope_kind(model, index)
+    table = None
+    if rope is not None:
+        angles = np.outer([1, LENGTH - 1], rope_frequencies(rope, model.head_dim))
+        table = (np.stack([np.cos(angles), np.sin(angles)]) * rope.attention_factor).ravel()
+    experts = model.experts_of(index)
+    mlp = {"mlp_bias": model.mlp_bias, "inner": model.intermediate_size}
+    if experts is not None:
+        sizes = [experts.count, experts.per_token, experts.intermediate_size]
+        mlp = {"experts": sizes, "normalised": experts.normalised}
+    return {
+        "window": model.window(index),
+        "scale": model.sm_scale,
+        "soft_cap": model.attention_soft_cap,
+        "heads": model.num_attention_heads,
+        "kv_heads": model.num_key_value_heads,
+        "head_dim": model.head_dim,
+        "rope": None if table is None else table.tolist(),
+        "biases": [model.attention_bias, model.output_bias],
+        "residual_scale": model.residual_scale,
+        "activation": [_silu(x) if silu else _gelu(x) for x in (-1.5, 0.7)],
+        **mlp,
+    }
+
+
+def _silu(x: float) -> float:
+    return x / (1 + math.exp(-x))
+
+
+def _gelu(x: float) -> float:
+    return x / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def expected(result: dict) -> dict:
+    layers = [TABLE["layers"][index] for index in result["layers"]]
+    want = {**result, "layers": layers}
+    size = result["vocab_size"]  # ids beyond it, of defaults, cannot be sampled
+    ends = want.pop("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    want["eos_token_ids"] = [token for token in ends if token < size]
+    if want["bos_token_id"] is not None and want["bos_token_id"] >= size:
+        want["bos_token_id"] = None
+    want["dtype"] = want["dtype"] or "float32"
+    return want
+
+
+def differences(ours: object, theirs: object, at: str = "") -> list[str]:
+    """Where they differ, to the digits that the table has."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        return [
+            line
+            for key, value in theirs.items()
+            for line in differences(ours.get(key), value, f"{at}.{key}")
+        ]
+    if isinstance(theirs, list) and isinstance(ours, list) and len(ours) == len(theirs):
+        return [
+            line
+            for index, (a, b) in enumerate(zip(ours, theirs, strict=True))
+            for line in differences(a, b, f"{at}[{index}]")
+        ]
+    if isinstance(theirs, float) and isinstance(ours, int | float):
+        same = math.isclose(ours, theirs, rel_tol=6e-4, abs_tol=1e-4)
+    else:
+        same = ours == theirs
+    return [] if same else [f"{at}: {ours}, transformers {theirs}"]
+
+
+@cache
+def first_difference(model: ModelSpec, result: int) -> str | None:
+    lines = differences(described(model), expected(TABLE["results"][result]))
+    return lines[0] if lines else None
+
+
+def faults(name: str) -> tuple[list[str], Counter]:
+    """What is read in another way than by transformers; what was refused, and how often."""
+    found, refusals = [], Counter()
+    for config, case, result in variants_of(name):
+        refused = TABLE["results"][result].get("refused")
+        try:
+            model = spec_of(name, config)
+        except ModelError as error:
+            reason = next((each for each in REFUSALS if re.search(each, str(error))), None)
+            refusals["transformers" if refused else reason] += 1
+            if refused is None and reason is None:
+                found.append(f"{case}: refused: {error}")
+            continue
+        refusals["read"] += 1
+        if refused is not None:
+            found.append(f"{case}: read; transformers refuses it: {refused}")
+        elif line := first_difference(model, result):
+            found.append(f"{case}: {line}")
+    return found, refusals
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_variants_are_read_as_by_transformers_or_refused(name):
+    found, refusals = faults(name)
+    assert not found, f"{len(found)} of {sum(refusals.values())}:\n" + "\n".join(found[:40])
+    assert refusals["read"] > 0.3 * sum(refusals.values())
+    assert refusals["read"] + refusals["transformers"] > 0.7 * sum(refusals.values())
+
+
+def _prefer_rope_parameters(config, *rest, read=spec.read_rope):
+    if config.has("rope_parameters"):
+        config = Config({**config.values, "rope_scaling": None})
+    return read(config, *rest)
+
+
+PLANTS = {
+    "a default": ("SmolLM3ForCausalLM", {"rope_theta": 1e4}, {}),
+    "no default": ("MistralForCausalLM", {"sliding_window": None}, {}),
+    "rope_parameters before rope_scaling": (
+        "LlamaForCausalLM",
+        {},
+        {"read_rope": _prefer_rope_parameters},
+    ),
+    "layer_types ignored": (
+        "Qwen2ForCausalLM",
+        {},
+        {"read_layer_types": lambda config: None},
+    ),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_fault_is_found(plant, monkeypatch):
+    name, defaults, functions = PLANTS[plant]
+    own = ARCHITECTURES[name]
+    planted = replace(own, defaults={**own.defaults, **defaults})
+    monkeypatch.setitem(ARCHITECTURES, name, planted)
+    for function, wrong in functions.items():
+        monkeypatch.setattr(spec, function, wrong)
+    assert faults(name)[0]
+
+
+class Recorder(dict):
+    """Keeps the names of the fields that are asked for."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.seen: set[str] = set()
+
+    def get(self, name, default=None):
+        self.seen.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name):
+        self.seen.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name):
+        self.seen.add(name)
+        return super().__contains__(name)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_field_that_is_read_has_transformers_default(name):
+    own, theirs = ARCHITECTURES[name], DEFAULTS[name]
+    config = Config(TABLE["bases"][name]).with_defaults(own.defaults, own.defaults)
+    config.values = values = Recorder(config.values)
+    own.read_spec(config, Config({}))
+    assert values.seen - theirs.keys() <= OTHERS
+    follows = {"rope_parameters", "layer_types"}  # from the lack of them, by code
+    assert (values.seen & theirs.keys()) - own.defaults.keys() <= follows
+    for field in own.defaults.keys() & theirs.keys():
+        assert own.defaults[field] == theirs[field]["default"], field
+    assert own.defaults.keys() - theirs.keys() <= OTHERS
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_missing_field_is_its_default_and_a_null_only_where_it_means_something(name):
+    own, theirs, base = ARCHITECTURES[name], DEFAULTS[name], TABLE["bases"][name]
+
+    def outcome(config):
+        try:
+            return spec_of(name, config)
+        except ModelError as error:
+            return str(error).removesuffix(", the default of a missing field")
+
+    for field, entry in theirs.items():
+        if field not in own.defaults:
+            continue
+        missing = {key: value for key, value in base.items() if key != field}
+        if entry["default"] is not None and not field.endswith("_token_id"):
+            assert outcome(missing) == outcome({**base, field: entry["default"]}), field
+        if not entry["null"]:
+            assert f"{field} must not be null" in str(outcome({**base, field: None}))
+    optional = {field for field, entry in theirs.items() if entry["null"]}
+    assert own.nullable <= optional
+
+
+def test_default_end_tokens_count_only_without_a_generation_config():
+    own, base = ARCHITECTURES["LlamaForCausalLM"], dict(TABLE["bases"]["LlamaForCausalLM"])
+    assert own.read(Config(base), Config({"eos_token_id": 5})).eos_token_ids == (5, 2)
+    del base["eos_token_id"]
+    assert own.read(Config(base), Config({})).eos_token_ids == (2,)
+    assert own.read(Config(base), Config({"eos_token_id": 5})).eos_token_ids == (5,)
+    assert own.read(Config(base), Config({"temperature": 1.0})).eos_token_ids == ()
+    assert own.read(Config({**base, "eos_token_id": None}), Config({})).eos_token_ids == ()
