@@ -412,7 +412,7 @@ class EngineProcess(StreamingEngine):
             self._transport = transport
             self._send_what_may_run()
 
-    def _receive(self, message: FromEngine) -> None:
+    def _receive(self, message: FromEngine) -> None:  # noqa: C901
         self._heard_s = self._clock()
         match message:
             case News():
