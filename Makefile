@@ -1,18 +1,10 @@
-# make serve   serves the bundled model on 127.0.0.1:8000
-# make test    runs the fast tests in two processes; ARGS="-n 0" for one
-# make test-all   runs every test that CI requires, the slow ones included
-# make fuzz    sends the server 50,000 odd requests; ARGS="--fuzz-seed N" for others
-# make test-cuda-compile   compiles the GPU kernels and a step for an H200; needs no GPU
-# make test-clients   drives a server with the clients of others: SDKs, agents, evaluations, a router, Ray
-# make test-browser   opens the page in headless Chromium, and uses it
-# make pictures   makes those of docs/profiling.md, with TensorBoard and headless Chromium
-# make site    builds the documents into a site, in ./site
-# make figures   writes the tables of docs/models.md from the tests
-# They make .venv and install what they need the first time, and not again until the pins change.
-# The compilers for the GPU (300 MB) have an environment of their own, .venv-aot; so have the clients
-# of others (.venv-clients), what builds the site (.venv-docs), what TensorBoard shows profiles with
-# (.venv-pictures, 600 MB), and what drives the browser (.venv-browser), which is the system's: where
+# `make` lists the targets. They make .venv and install what they need the first time, and not again until
+# the pins change. The compilers for the GPU (300 MB) have an environment of their own, .venv-aot; so have
+# the clients of others (.venv-clients), what builds the site (.venv-docs), what TensorBoard shows profiles
+# with (.venv-pictures, 600 MB), and what drives the browser (.venv-browser), which is the system's: where
 # there is none, and this is root's Debian, it is installed.
+
+.DEFAULT_GOAL := help
 
 PYTHON := $(shell for p in python3.12 python3 python3.13 python3.14 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
@@ -21,60 +13,64 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-all test-clients test-browser test-cuda-compile soak fuzz lint format docs site pictures figures train-forge-tiny clean
+.PHONY: help serve test test-all test-clients test-browser test-cuda-compile soak fuzz lint format docs site pictures figures train-forge-tiny clean
 
-serve: .venv/.serve
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+serve: .venv/.serve ## serve the bundled model on 127.0.0.1:8000; MODEL=org/name for another, ARGS="..." for flags
 	@exec $(BIN)/forge-jax serve $(MODEL) $(ARGS)
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: .venv/.dev
+test: .venv/.dev ## run the fast tests in two processes; ARGS="-n 0" for one
 	$(PYTEST) -m "not slow and not soak and not fuzz" $(ARGS)
 
-test-all: .venv/.dev
+test-all: .venv/.dev ## run every test that CI requires, the slow ones included
 	$(PYTEST) -m "not soak and not fuzz" $(ARGS)
 
-test-clients: .venv/.serve .venv-clients/.clients
+test-clients: .venv/.serve .venv-clients/.clients ## drive a server with other projects' SDKs, agents, evaluations, a router and Ray
 	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini tests/clients $(ARGS)
 
-test-browser: .venv/.serve .venv-browser/.driver
+test-browser: .venv/.serve .venv-browser/.driver ## use the page in headless Chromium
 	.venv-browser/bin/python -m pytest -c tests/browser/pytest.ini tests/browser $(ARGS)
 
-test-cuda-compile: .venv-aot/.aot
+test-cuda-compile: .venv-aot/.aot ## compile the GPU kernels and a step for an H200; needs no GPU
 	PYTHONPATH=$(CURDIR) .venv-aot/bin/python tests/aot/cuda_compile.py $(ARGS)
 
-soak: .venv/.dev
+soak: .venv/.dev ## run the long tests: leaks, millions of scheduler steps
 	$(BIN)/python -m pytest -m soak --timeout 3600
 
-fuzz: .venv/.dev
+fuzz: .venv/.dev ## send the server 50,000 odd requests; ARGS="--fuzz-seed N" for others
 	$(BIN)/python -m pytest -m fuzz --timeout 1200 -s tests/fuzz $(ARGS)
 
-lint: .venv/.dev
+lint: .venv/.dev ## check style, types and import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/lint-imports --no-cache --no-logo
 
-format: .venv/.dev
+format: .venv/.dev ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: .venv/.dev
+docs: .venv/.dev ## write the generated documents: configuration.md, cli.md
 	$(BIN)/python -m forge_serve.config_docs
 
-site: .venv-docs/.docs
+site: .venv-docs/.docs ## build the documents into a site, in ./site
 	.venv-docs/bin/sphinx-build -q -E -n -W --keep-going -b html -c docs/site . site
 	@echo "built site/index.html"
 
-pictures: .venv/.dev .venv-pictures/.pictures
+pictures: .venv/.dev .venv-pictures/.pictures ## make the pictures of docs/profiling.md, with TensorBoard and headless Chromium
 	.venv-pictures/bin/python -m tests.browser.profile_pictures $(ARGS)
 
-figures: .venv/.dev
+figures: .venv/.dev ## write the tables of docs/models.md from the tests
 	$(BIN)/python tests/figures.py
 
-train-forge-tiny: .venv/.dev
+train-forge-tiny: .venv/.dev ## train the bundled model again
 	$(BIN)/python -m training.forge_tiny
 
-clean:
+clean: ## remove the environments and the site
 	rm -rf .venv .venv-aot .venv-clients .venv-browser .venv-pictures .venv-docs site
 
 .venv/.python:

@@ -1,41 +1,126 @@
 """forge-jax: an LLM inference engine compiled by JAX/XLA.
 
-The names below are the public surface. They are imported on first use, so that `import forge_jax`
-costs nothing and does not import jax.
+`__all__` is the public surface. Names are imported on first use, so `import forge_jax` imports
+neither jax nor any other dependency.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forge_jax.config import EngineConfig as EngineConfig
-    from forge_jax.engine import Engine as Engine
-    from forge_jax.llm import LLM as LLM
-    from forge_jax.research import decode_step as decode_step
-    from forge_jax.research import forward as forward
-    from forge_jax.research import load as load
-    from forge_jax.research import logits as logits
-    from forge_jax.research import new_kv as new_kv
-    from forge_jax.sampling_params import SamplingParams as SamplingParams
+    from forge_jax.adapters import LoadedAdapter
+    from forge_jax.config import (
+        BatchConfig,
+        CacheConfig,
+        EngineConfig,
+        ModelConfig,
+        ParallelConfig,
+        SpeculationConfig,
+    )
+    from forge_jax.engine import Engine
+    from forge_jax.errors import (
+        CheckpointError,
+        ConfigError,
+        ContextLengthError,
+        EngineError,
+        ForgeError,
+        GrammarError,
+        LostAdapterError,
+        ModelError,
+        NumericalError,
+        OverloadedError,
+        RequestError,
+        StepError,
+        UnsupportedModelError,
+    )
+    from forge_jax.grammar.spec import GrammarSpec
+    from forge_jax.llm import LLM
+    from forge_jax.outputs import Completion, Delta, RequestOutput
+    from forge_jax.process.client import EngineProcess
+    from forge_jax.research import LoadedModel, decode_step, forward, load, logits, new_kv
+    from forge_jax.sampling_params import SamplingParams
+    from forge_jax.schedule.plan import TokenLogprobs
+    from forge_jax.schedule.request import FinishReason
+    from forge_jax.speculate.speculator import SpeculationStats
+    from forge_jax.streams import EngineStats, QueueLimits, Stream
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the only copy: pyproject.toml reads it from here
 
-_HOME = {
-    "LLM": "forge_jax.llm",
-    "Engine": "forge_jax.engine",
-    "EngineConfig": "forge_jax.config",
-    "SamplingParams": "forge_jax.sampling_params",
-    "load": "forge_jax.research",
-    "new_kv": "forge_jax.research",
-    "forward": "forge_jax.research",
-    "logits": "forge_jax.research",
-    "decode_step": "forge_jax.research",
+_MODULES = {
+    "forge_jax.adapters": ("LoadedAdapter",),
+    "forge_jax.config": (
+        "BatchConfig",
+        "CacheConfig",
+        "EngineConfig",
+        "ModelConfig",
+        "ParallelConfig",
+        "SpeculationConfig",
+    ),
+    "forge_jax.engine": ("Engine",),
+    "forge_jax.errors": (
+        "CheckpointError",
+        "ConfigError",
+        "ContextLengthError",
+        "EngineError",
+        "ForgeError",
+        "GrammarError",
+        "LostAdapterError",
+        "ModelError",
+        "NumericalError",
+        "OverloadedError",
+        "RequestError",
+        "StepError",
+        "UnsupportedModelError",
+    ),
+    "forge_jax.grammar.spec": ("GrammarSpec",),
+    "forge_jax.llm": ("LLM",),
+    "forge_jax.outputs": ("Completion", "Delta", "RequestOutput"),
+    "forge_jax.process.client": ("EngineProcess",),
+    "forge_jax.research": ("LoadedModel", "decode_step", "forward", "load", "logits", "new_kv"),
+    "forge_jax.sampling_params": ("SamplingParams",),
+    "forge_jax.schedule.plan": ("TokenLogprobs",),
+    "forge_jax.schedule.request": ("FinishReason",),
+    "forge_jax.speculate.speculator": ("SpeculationStats",),
+    "forge_jax.streams": ("EngineStats", "QueueLimits", "Stream"),
 }
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
 __all__ = [
     "LLM",
+    "BatchConfig",
+    "CacheConfig",
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "ContextLengthError",
+    "Delta",
     "Engine",
     "EngineConfig",
+    "EngineError",
+    "EngineProcess",
+    "EngineStats",
+    "FinishReason",
+    "ForgeError",
+    "GrammarError",
+    "GrammarSpec",
+    "LoadedAdapter",
+    "LoadedModel",
+    "LostAdapterError",
+    "ModelConfig",
+    "ModelError",
+    "NumericalError",
+    "OverloadedError",
+    "ParallelConfig",
+    "QueueLimits",
+    "RequestError",
+    "RequestOutput",
     "SamplingParams",
+    "SpeculationConfig",
+    "SpeculationStats",
+    "StepError",
+    "Stream",
+    "TokenLogprobs",
+    "UnsupportedModelError",
     "__version__",
     "decode_step",
     "forward",
@@ -46,6 +131,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
     if name not in _HOME:
         raise AttributeError(f"module 'forge_jax' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

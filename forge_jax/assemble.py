@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> EngineParts:
+def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> EngineParts:  # noqa: PLR0915
     """Resolves, checks, compiles and loads; blocks until the engine can run.
 
     What is not compiled by then is `EngineParts.late`.

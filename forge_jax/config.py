@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from forge_jax.errors import ConfigError
 
@@ -254,7 +254,7 @@ def flags_of(*sections: Any) -> list[str]:
             flag = known.metadata.get("flag", "--" + known.name.replace("_", "-"))
             if flag is None or not known.repr or value == known.default:
                 continue
-            for each in value if isinstance(value, tuple) else (value,):
+            for each in cast(tuple[Any, ...], value if isinstance(value, tuple) else (value,)):
                 words += [flag] if isinstance(each, bool) else [flag, str(each)]
     return words
 
@@ -328,7 +328,7 @@ def split_lora(option: str) -> tuple[str, str]:
 
 def _check_types(section: Any) -> None:
     """Choices and whole numbers; the command line has checked its own, Python has not."""
-    for name, kind in get_type_hints(type(section)).items():
+    for name, kind in get_type_hints(section.__class__).items():
         value, flag = getattr(section, name), "--" + name.replace("_", "-")
         if get_origin(kind) is Literal and value not in get_args(kind):
             choices = ", ".join(map(str, get_args(kind)))

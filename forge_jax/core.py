@@ -414,7 +414,7 @@ class EngineCore:
         self._failed = False
         return outputs
 
-    def _tick(self) -> Outputs:
+    def _tick(self) -> Outputs:  # noqa: C901, PLR0915
         phases, speculator = self.phases, self.speculator
         phases.begin()
         gains: list[Gain] | None = None  # of the step that has been read

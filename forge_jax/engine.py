@@ -295,7 +295,7 @@ class Engine(StreamingEngine):
             self._commands.append((verb, argument))
             self._wake.notify()
 
-    def _run(self) -> None:
+    def _run(self) -> None:  # noqa: C901
         """The engine thread: commands in, one tick, news out; asleep when there is no work."""
         core, commands = self._core, self._commands
         try:

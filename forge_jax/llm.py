@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -296,7 +296,7 @@ class LLM:
                 bar.set_postfix_str(f"{tokens} tokens", refresh=False)
 
     @contextmanager
-    def _running(self, requests: Seq[Request]) -> Iterator[_Mailbox]:
+    def _running(self, requests: Seq[Request]) -> Generator[_Mailbox]:
         """Queues requests, and gives up what is left of them at the end, however it comes."""
         mailbox: _Mailbox = []
         try:
@@ -402,8 +402,11 @@ class _Interrupts:
         self._arrived: list[tuple[Any, ...]] = []
         self._in_main = threading.current_thread() is threading.main_thread()
         if self._in_main:
-            self._before = signal.signal(signal.SIGINT, lambda *args: self._arrived.append(args))
+            self._before = signal.signal(signal.SIGINT, self._arrive)
         return self
+
+    def _arrive(self, *args: Any) -> None:
+        self._arrived.append(args)
 
     def __exit__(self, *_: object) -> None:
         if self._in_main:
@@ -419,9 +422,9 @@ class _Interrupts:
 
 @dataclass(slots=True)
 class _Sample:
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text: list[str] = field(default_factory=list[str])
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     last: Delta | None = None
 
 
@@ -459,7 +462,7 @@ class _Collected:
 
     def output(self, prompt: str | None) -> RequestOutput:
         asked = self.request.params.logprobs is not None
-        completions = []
+        completions: list[Completion] = []
         for index, s in enumerate(self._samples):
             assert s.last is not None and s.last.finish_reason is not None
             completions.append(

@@ -161,7 +161,7 @@ def decode_step(
     """
     rows, seqs = tokens.shape[0], kv_lens.shape[0]
     blocks, _, _, block_size, _ = kv[0].shape
-    row = jnp.arange(rows)
+    row = jnp.arange(rows)  # pyright: ignore[reportUnknownMemberType]
     seq = jnp.minimum(jnp.sum(cu_q_lens[None, 1:] <= row[:, None], axis=1), seqs - 1)
     positions = kv_lens[seq] - cu_q_lens[seq + 1] + row
     slots = block_tables[seq, positions // block_size] * block_size + positions % block_size

@@ -1,5 +1,8 @@
 """What a client may ask of the sampler: one frozen object per request, checked where it is made."""
 
+# Values are checked at run time because callers may not use a type checker.
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -81,7 +84,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float], hash=False)
     logprobs: int | None = None  # alternatives per token, 0..20; None: no logprobs at all
     prompt_logprobs: int | None = None  # the same for the prompt's tokens (echo with logprobs)
     stop: Sequence[str] = ()

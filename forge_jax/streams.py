@@ -5,6 +5,9 @@ process. Both hand over the news of a step together, by request, and `StreamingE
 stream its part.
 """
 
+# `Stream`, `StreamingEngine` and `_Queue` use each other's private attributes.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import asyncio

@@ -118,7 +118,7 @@ class FakeDevice:
         as a row with logits depends on it, and whatever reads that KV faults as well.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         *,
         num_blocks: int,

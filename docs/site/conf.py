@@ -32,9 +32,15 @@ CONTENTS = {
     ],
     "Models": ["models", "model-files", "adding-a-model"],
     "Understand": ["architecture", "decisions", "testing", "benchmarks", "comparisons"],
-    "Project": ["roadmap", "dependencies", "log"],
+    "Project": ["roadmap", "stability", "dependencies", "log"],
 }
-BESIDE = ["benchmarks/README", "training/forge_tiny/README", "CONTRIBUTING", "CHANGELOG"]
+BESIDE = [
+    "benchmarks/README",
+    "training/forge_tiny/README",
+    "CONTRIBUTING",
+    "SECURITY",
+    "CHANGELOG",
+]
 
 project = "forge-jax"
 extensions = ["myst_parser"]

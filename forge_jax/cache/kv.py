@@ -23,7 +23,10 @@ GIB = 1 << 30
 CPU_KV_BYTES = GIB // 2  # default on the CPU, where the device reports nothing
 CPU_MEMORY_PART = 0.25  # and never more than this part of what is available
 
-EIGHT_BITS = {"fp8": np.dtype(jnp.float8_e4m3fn), "int8": np.dtype(np.int8)}  # by `--kv-dtype`
+EIGHT_BITS: dict[str, np.dtype] = {  # by `--kv-dtype`
+    "fp8": np.dtype(jnp.float8_e4m3fn),
+    "int8": np.dtype(np.int8),
+}
 
 
 def element_dtype(kv_dtype: str, model_dtype: DTypeLike) -> np.dtype:

@@ -3,12 +3,15 @@
 Making one checks its outer form only. Whether it can be compiled, the compiler says.
 """
 
+# Arguments are checked at run time because callers may not use a type checker.
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from forge_jax.errors import RequestError
 
@@ -126,14 +129,15 @@ def _text(value: Any, what: str) -> str:
 def _closed(schema: Any) -> Any:
     """The schema with `additionalProperties: false` in every object that does not say."""
     if isinstance(schema, Mapping):
+        given = cast(Mapping[str, Any], schema)
         closed = {
             key: value if key in ("const", "enum", "default", "examples") else _closed(value)
-            for key, value in schema.items()
+            for key, value in given.items()
         }
-        names_some = isinstance(schema.get("properties"), Mapping)
-        if schema.get("type") == "object" or (names_some and "type" not in schema):
+        names_some = isinstance(given.get("properties"), Mapping)
+        if given.get("type") == "object" or (names_some and "type" not in given):
             closed.setdefault("additionalProperties", False)
         return closed
     if isinstance(schema, list):
-        return [_closed(item) for item in schema]
+        return [_closed(item) for item in cast(list[Any], schema)]
     return schema

@@ -702,7 +702,7 @@ class Model:
         """Bytes of all weights, of one shard if it is cut."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
 
-    def forward(
+    def forward(  # noqa: PLR0913
         self,
         leaves: Leaves,
         kv: KV,

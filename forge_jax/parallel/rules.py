@@ -160,7 +160,7 @@ def axis_of(name: str, spec: ModelSpec, shards: int) -> int | None:
     return cut.axis
 
 
-def cut_of(name: str, spec: ModelSpec, shards: int) -> Cut | None:
+def cut_of(name: str, spec: ModelSpec, shards: int) -> Cut | None:  # noqa: PLR0911
     """How the leaf `name` is cut; None: every device has all of it."""
     if shards == 1:
         return None

@@ -130,7 +130,7 @@ class Sequence:
     queued_s: float = 0.0  # the scheduler's clock at arrival
     status: Status = Status.WAITING
     slot: int | None = None
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list[int])
     num_computed: int = 0
     num_pending: int = 0
     num_verifying: int = 0  # drafts in flight
@@ -147,7 +147,7 @@ class Sequence:
     resume_after: int = -1  # a preempted sequence may run again once this step has been read
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, chained
+    block_hashes: list[bytes] = field(default_factory=list[bytes])  # of full blocks, chained
     # Fixed from here on, and read for every row of every step.
     key: tuple[str, int] = field(init=False)
     salt: str = field(init=False)

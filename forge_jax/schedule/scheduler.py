@@ -338,7 +338,7 @@ class Scheduler:
         assert self._in_flight or not self._requests, "there is work, and none of it can run"
         return None
 
-    def _schedule(
+    def _schedule(  # noqa: C901, PLR0915
         self, drafts: Mapping[Sequence, Seq[int]] | None, masks_late: bool, pools: bool | None
     ) -> StepPlan | None:
         """As `schedule`: of sequences that pool, or of the others; of all if `pools` is None."""

@@ -420,7 +420,7 @@ class DraftModel:
         whole on each, and all compute the same; None: `device` is alone.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: Model,
         *,

@@ -161,7 +161,7 @@ class Runner:
         then the same bits whatever else is in the step.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: Model,
         *,

@@ -109,7 +109,7 @@ class ErrorReply(msgspec.Struct, frozen=True):
         return response
 
 
-def error_reply(error: BaseException) -> ErrorReply:
+def error_reply(error: BaseException) -> ErrorReply:  # noqa: C901, PLR0911
     """The reply to an exception; one that is nobody's on purpose is logged with its traceback."""
     match error:
         case UnauthorizedError():

@@ -234,7 +234,7 @@ class Generation:
     counts that of each choice; empty: there is none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         engine: StreamingEngine,
         prompts: Sequence[Prompt],

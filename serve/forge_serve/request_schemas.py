@@ -189,7 +189,7 @@ def _nullable(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def _generation(kind: type, schema: Schema, about: About) -> None:
+def _generation(kind: type, schema: Schema, about: About) -> None:  # noqa: C901
     """What all generating requests have in common."""
     if not issubclass(kind, GenerationRequest):
         return

@@ -134,7 +134,7 @@ def check_logprob_values(
         )
 
 
-def _check_limits(request: GenerationRequest, limits: Limits) -> None:
+def _check_limits(request: GenerationRequest, limits: Limits) -> None:  # noqa: C901
     if not 1 <= request.num_samples <= limits.n:
         raise RequestError(f"n must be between 1 and {limits.n}", param="n")
     if isinstance(request, CompletionRequest):

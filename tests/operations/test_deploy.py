@@ -58,6 +58,7 @@ KUBERNETES = {
 POD = KUBERNETES["Deployment"]["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+CUDA = yaml.safe_load((DEPLOY / "compose.cuda.yaml").read_text())
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
 
 
@@ -203,7 +204,9 @@ def test_the_image_has_the_packages_that_the_wheel_is_made_of():
     copied = {word for line in dockerfile("COPY") for word in line.split()}
     for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
         assert package.split("/")[0] in copied
-    assert {project["project"]["readme"], *project["project"]["license-files"]} <= copied
+    readme = project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["fragments"]
+    files = {fragment["path"] for fragment in readme} | set(project["project"]["license-files"])
+    assert files | {project["tool"]["hatch"]["version"]["path"].split("/")[0]} <= copied
     extras = project["project"]["optional-dependencies"]
     for extra in re.findall(r"EXTRA=(\w+)", DOCKERFILE):
         assert extra in extras
@@ -268,6 +271,25 @@ def test_compose_gives_each_program_the_address_of_the_next():
     sources = DEPLOY / "grafana/provisioning/datasources/prometheus.yml"
     (source,) = yaml.safe_load(sources.read_text())["datasources"]
     assert source["url"] == "http://prometheus:9090" and "prometheus" in COMPOSE["services"]
+
+
+def test_compose_with_cuda_adds_the_extra_and_the_gpus_to_the_same_server():
+    (name,) = CUDA["services"]
+    assert name in COMPOSE["services"] and CUDA.keys() == {"services"}
+    service = CUDA["services"][name]
+    # `-f` twice merges mappings: what is not here stays as in compose.yaml.
+    assert service.keys() == {"image", "build", "deploy"} and service.keys() - {"build"} <= (
+        service.keys() - COMPOSE["services"][name].keys()
+    )
+    assert service["build"] == {"args": {"EXTRA": "cuda13"}}
+    (argument,) = service["build"]["args"]
+    assert f'{argument}=""' in dockerfile("ARG")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert service["build"]["args"][argument] in extras["optional-dependencies"]
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    for file in ("compose.yaml", "compose.cuda.yaml"):
+        assert f"-f deploy/{file}" in (DEPLOY / "compose.cuda.yaml").read_text()
 
 
 def test_grafana_is_given_the_dashboard_where_it_looks_for_it():

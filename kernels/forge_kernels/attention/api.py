@@ -39,7 +39,7 @@ _FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
 _BITS = {jnp.dtype(jnp.uint16): _FLOATS[1:], jnp.dtype(jnp.uint8): (_FLOAT8,)}
 
 
-def ragged_paged_attention(
+def ragged_paged_attention(  # noqa: PLR0913
     q: jax.Array,
     kv: jax.Array | QuantizedKV,
     block_tables: jax.Array,

@@ -74,7 +74,7 @@ def unsupported(
     return None
 
 
-def mosaic_attention(
+def mosaic_attention(  # noqa: PLR0913
     q: jax.Array,  # bf16 or f16[T, H, D]
     kv: jax.Array | QuantizedKV,  # the same type[N, 2, K, bs, D], or 8 bits and scales
     block_tables: jax.Array,  # i32[S, max_blocks]

@@ -154,7 +154,7 @@ class Plan(NamedTuple):
     unpack: jax.Array  # i32[T, H]: the row of the output's slices; past the end for none
 
 
-def make_plan(
+def make_plan(  # noqa: PLR0915
     geometry: Geometry,
     kv_lens: jax.Array,  # i32[S]
     cu_q_lens: jax.Array,  # i32[S + 1]

@@ -46,7 +46,7 @@ UNIFORM_TILES = 8  # tiles of query rows that go together
 NO_SCORE = -1e30  # the running maximum before any score: finite, so that exp(-inf - NO_SCORE) is 0
 
 
-def xla_attention(
+def xla_attention(  # noqa: PLR0913, PLR0915
     q: jax.Array,  # float[T, H, D]
     kv: jax.Array | QuantizedKV,  # dtype[N, 2, K, bs, D]
     block_tables: jax.Array,  # i32[S, max_blocks]

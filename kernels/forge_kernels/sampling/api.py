@@ -103,7 +103,7 @@ def filter_threshold(
     return jnp.maximum(from_order_key(jnp.maximum(by_k, by_p)), by_min_p)
 
 
-def sample(
+def sample(  # noqa: PLR0913
     logits: jax.Array,
     *,
     temperature: jax.Array,

@@ -1,0 +1,94 @@
+"""The commands of contributors and of CI: `make`, `.ci/run` and the workflows."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+PARTS = {
+    "lint": ["lint"],
+    "tests": ["test-all"],
+    "site": ["site"],
+    "browser": [".venv-browser/.driver", "test-browser"],
+    "cuda-compile": [".venv-aot/.aot", "test-cuda-compile ARGS=--quick"],
+}
+
+
+@pytest.fixture
+def run_ci(tmp_path):
+    """Runs `.ci/run` with a `make` that only notes its arguments, and fails for one target."""
+
+    def run(*parts: str, failing: str = "-") -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        log = tmp_path / "log"
+        log.write_text("")
+        make = tmp_path / "make"
+        make.write_text(
+            f'#!/bin/sh\necho "$*" >> {log}\n'
+            f'[ "$1" != "{failing}" ] || {{ echo "ERROR: no network"; exit 1; }}\n'
+        )
+        make.chmod(0o755)
+        env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+        command = ["bash", str(ROOT / ".ci" / "run"), *parts]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        return done, log.read_text().splitlines()
+
+    return run
+
+
+def test_ci_runs_every_part_in_order_by_default(run_ci):
+    done, targets = run_ci()
+    assert done.returncode == 0
+    assert targets == [target for part in PARTS.values() for target in part]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_ci_runs_a_part_by_name(run_ci, part):
+    done, targets = run_ci(part)
+    assert (done.returncode, targets) == (0, PARTS[part])
+
+
+def test_ci_stops_at_the_first_part_that_fails(run_ci):
+    done, targets = run_ci(failing="test-all")
+    assert done.returncode == 1 and targets == ["lint", "test-all"]
+
+
+def test_ci_names_what_it_leaves_out_and_why(run_ci):
+    done, targets = run_ci("browser", "lint", failing=".venv-browser/.driver")
+    assert (done.returncode, targets) == (0, [".venv-browser/.driver", "lint"])
+    assert "left out: test-browser" in done.stdout and "ERROR: no network" in done.stdout
+
+
+def test_ci_rejects_an_unknown_part_before_it_runs_anything(run_ci):
+    done, targets = run_ci("lint", "linting")
+    assert (done.returncode, targets) == (2, [])
+    assert "no such part: linting; choose from: lint tests site" in done.stderr
+
+
+def test_the_workflow_runs_every_part_on_the_pinned_python():
+    job = WORKFLOW["jobs"]["part"]
+    assert job["strategy"]["matrix"]["part"] == list(PARTS)
+    *actions, run = job["steps"]
+    assert run["run"] == "bash .ci/run ${{ matrix.part }}"
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action["uses"]) for action in actions)
+    (python,) = (action["with"] for action in actions if "setup-python" in action["uses"])
+    assert (ROOT / python["python-version-file"]).is_file() and python["cache"] == "pip"
+    assert all((ROOT / file).is_file() for file in python["cache-dependency-path"].split())
+
+
+@pytest.mark.parametrize("form", ["bug.yml", "model.yml"])
+def test_an_issue_form_asks_for_the_output_of_doctor(form):
+    body = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / form).read_text())["body"]
+    asked = [item for item in body if "forge-jax doctor" in str(item["attributes"].get("label"))]
+    assert asked and asked[0]["validations"]["required"]
+
+
+def test_bare_make_lists_every_target():
+    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = re.findall(r"^make ([\w-]+) +\S", done.stdout, re.MULTILINE)
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert listed and sorted(listed) == sorted(phony.split())
