@@ -1,6 +1,6 @@
 """How fast does a server answer? Workloads against any OpenAI-compatible server.
 
-    python -m benchmarks.serving                                  # our own, the bundled model
+    python -m benchmarks.serving --workload all                   # our own, the bundled model
     python -m benchmarks.serving --url http://127.0.0.1:8000 --workload baseline --rate 8
     python -m benchmarks.serving --trace azure.csv --trace-scale 0.1 --max-requests 200
 
@@ -16,7 +16,7 @@ import dataclasses
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ from forge_serve.bench.workload import WARM_UP, Sizes, Vocabulary, Workload
 
 Make = Callable[[int], Workload]  # of a round
 Traces = Mapping[Path, Sequence[TraceEntry]]
+ALL = "all"
+THROUGHPUT = ("workload", "answered", "requests/s", "output tokens/s", "all tokens/s")
+LATENCIES = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "whole request"}
+PERCENTILES = ("p50", "p95", "p99")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,43 +99,40 @@ def counted(before: dict[str, float], after: dict[str, float]) -> dict[str, floa
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report's tables."""
+    """The report's table, and below it what it does not show."""
     server = report["server"]
     lines = [f"{reports.heading(report)}; {server['model']}, context {server['context']}", ""]
-    header = ("workload", "answered", "requests/s", "output tokens/s", "all tokens/s")
-    rows = [
-        (
-            entry["workload"],
-            f"{entry['completed']} of {entry['requests']}",
-            number(entry["requests_per_s"], 1),
-            number(entry["output_tokens_per_s"]),
-            number(entry["total_tokens_per_s"]),
-        )
-        for entry in report["runs"]
-        if "unsupported" not in entry
-    ]
-    lines += [reports.table(header, rows), "", _latency_table(report["runs"]), ""]
+    lines += [f"Latencies in ms, {' / '.join(PERCENTILES)}.", ""]
+    rows = [row for entry in report["runs"] if "unsupported" not in entry for row in _rows(entry)]
+    lines += [reports.table([*THROUGHPUT, *LATENCIES.values()], rows), ""]
     for entry in report["runs"]:
         lines += [f"- {entry['workload']}: {remark}" for remark in _remarks(entry)]
     return "\n".join(lines)
 
 
-def _latency_table(runs: Sequence[dict[str, Any]]) -> str:
-    columns = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "whole request"}
-    rows = []
-    for entry in runs:
-        if "unsupported" in entry:
-            continue
-        members = {f"{entry['workload']}: {g}": m for g, m in entry.get("groups", {}).items()}
-        for name, figures in {entry["workload"]: entry, **members}.items():
-            rows.append([name, *(_spread(figures[column]) for column in columns)])
-    return reports.table(["ms, p50 / p95 / p99", *columns.values()], rows)
+def _rows(entry: dict[str, Any]) -> Iterator[list[str]]:
+    """A workload's row of the table, and one for each of its groups of requests."""
+    yield [
+        entry["workload"],
+        f"{entry['completed']} of {entry['requests']}",
+        number(entry["requests_per_s"], 1),
+        number(entry["output_tokens_per_s"]),
+        number(entry["total_tokens_per_s"]),
+        *_latencies(entry),
+    ]
+    for name, figures in entry.get("groups", {}).items():
+        blank = [""] * (len(THROUGHPUT) - 1)
+        yield [f"{entry['workload']}: {name}", *blank, *_latencies(figures)]
+
+
+def _latencies(figures: dict[str, Any]) -> list[str]:
+    return [_spread(figures[column]) for column in LATENCIES]
 
 
 def _spread(spread: dict[str, float] | None) -> str:
     if spread is None:
         return "-"
-    return " / ".join(number(spread[p], 1) for p in ("p50", "p95", "p99"))
+    return " / ".join(number(spread[p], 1) for p in PERCENTILES)
 
 
 def _remarks(entry: dict[str, Any]) -> list[str]:
@@ -248,7 +249,9 @@ def _makers(
     args: argparse.Namespace, vocabulary: Vocabulary, sizes: Sizes, traces: Traces
 ) -> list[Make]:
     """What was asked for, checked, as functions of the round."""
-    names = args.workload or ([] if args.trace else list(workloads.WORKLOADS))
+    names = args.workload or ([] if args.trace else [ALL])
+    if ALL in names:
+        names = list(workloads.WORKLOADS)
     if (args.input_len or args.output_len) and names != ["baseline"]:
         raise BenchmarkError("--input-len and --output-len are for --workload baseline alone")
 
@@ -320,9 +323,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--workload",
         nargs="+",
-        choices=tuple(workloads.WORKLOADS),
+        choices=(ALL, *workloads.WORKLOADS),
         metavar="NAME",
-        help=f"default: all of {', '.join(workloads.WORKLOADS)}",
+        help=f"{', '.join(workloads.WORKLOADS)}, or {ALL} of them (default: {ALL})",
     )
     what.add_argument("--requests", type=int, default=64, help="of each workload (default 64)")
     what.add_argument("--input-len", type=int, help="tokens, of baseline")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from forge_jax.config import LORA_NAME
 from forge_jax.errors import ModelError, RequestError
 from forge_jax.schedule.request import LoraRef
+from forge_jax.suggest import did_you_mean
 
 Run = Callable[[Callable[[], None]], None]  # does something between two steps
 
@@ -62,7 +63,10 @@ class Adapters:
         """Raises `RequestError` if there is no adapter of the name."""
         with self._lock:
             if name not in self._loaded:
-                raise RequestError("there is no LoRA adapter of this name", param="lora")
+                raise RequestError(
+                    f"there is no LoRA adapter of this name{did_you_mean(name, self._loaded)}",
+                    param="lora",
+                )
             return self._loaded[name].ref
 
     def check(self, ref: LoraRef) -> None:
@@ -128,7 +132,10 @@ class Adapters:
         """
         with self._lock:
             if name not in self._loaded:
-                raise RequestError("there is no LoRA adapter of this name", param="lora_name")
+                raise RequestError(
+                    f"there is no LoRA adapter of this name{did_you_mean(name, self._loaded)}",
+                    param="lora_name",
+                )
             count = in_use(self._loaded[name].ref)
             if count:
                 raise RequestError(

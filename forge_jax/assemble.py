@@ -76,13 +76,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> EngineParts:  # noqa: PLR0915
+def assemble(  # noqa: PLR0915
+    config: EngineConfig, startup: StartupTimes | None = None, folder: Path | None = None
+) -> EngineParts:
     """Resolves, checks, compiles and loads; blocks until the engine can run.
 
     What is not compiled by then is `EngineParts.late`.
 
     Args:
       startup: where the phases are noted; default: from now on.
+      folder: the model's, as `resolve` found it; default: it is looked for.
 
     Raises:
       ModelError: the model cannot be served.
@@ -90,7 +93,7 @@ def assemble(config: EngineConfig, startup: StartupTimes | None = None) -> Engin
     """
     startup = startup or StartupTimes()
     with startup.phase("config"):
-        folder = resolve(config.model.model, config.model.revision)
+        folder = folder or resolve(config.model.model, config.model.revision)
         spec = read_model_spec(config, folder)
         device = choose_device(config)
         mesh = choose_mesh(config, device)

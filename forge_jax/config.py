@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from forge_jax.errors import ConfigError
+from forge_jax.aliases import ALIASES, IMPLIED, our_options
+from forge_jax.errors import ConfigError, ForgeError
+from forge_jax.suggest import did_you_mean
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 MAX_NUM_SEQS = 4096  # each is a row of the largest decode executable
@@ -33,8 +38,9 @@ Pooling = Literal["last", "mean"]  # of hidden states, for an embedding
 def option(default: Any, doc: str, *, secret: bool = False, **metadata: Any) -> Any:
     """A configuration field: its default, its documentation, and how the command line spells it.
 
-    `flag=None` keeps it off the command line; `flag="--no-x"` is a switch that turns it off. A
-    `secret` is in no repr.
+    `flag=None` keeps it off the command line; `flag="--no-x"` is a switch that turns it off.
+    `essential=True` puts it into the short `--help`; `--help-all` has every flag. A `secret` is in
+    no repr.
     """
     return field(default=default, repr=not secret, metadata={"doc": doc, **metadata})
 
@@ -45,9 +51,13 @@ class ModelConfig:
         "forge-tiny", "a folder, a .gguf file, a Hugging Face id, or forge-tiny", flag=None
     )
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
-    dtype: DType = option("auto", "type of weights and activations; auto: the checkpoint's")
+    dtype: DType = option(
+        "auto", "type of weights and activations; auto: the checkpoint's", essential=True
+    )
     quantization: Rounding = option(
-        "none", "store the matrices in fewer bits, rounded as they are read"
+        "none",
+        "store the matrices in fewer bits, rounded as they are read",
+        essential=True,
     )
     gguf_weights: GGUFWeights = option(
         "packed",
@@ -58,7 +68,9 @@ class ModelConfig:
         "auto", "xla: do not use the C++ kernels on a CPU, only what XLA makes itself"
     )
     max_model_len: int | None = option(
-        None, "longest prompt plus output; auto: the model's, or what the KV cache has room for"
+        None,
+        "longest prompt plus output; auto: the model's, or what the KV cache has room for",
+        essential=True,
     )
     chat_template: str | None = option(
         None, "a Jinja chat template: a file, its text, or the name of one of the model's own"
@@ -71,7 +83,9 @@ class ModelConfig:
         "what an embedding is made of: the last token's final hidden state, or the mean of all",
     )
     lora: tuple[str, ...] = option(
-        (), "a LoRA adapter in PEFT's form, as NAME=FOLDER: requests name it; may be repeated"
+        (),
+        "a LoRA adapter in PEFT's form, as NAME=FOLDER: requests name it; may be repeated",
+        essential=True,
     )
     max_loras: int | None = option(
         None, "LoRA adapters at once, and so room to load more later; auto: as many as --lora names"
@@ -83,15 +97,17 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     block_size: int | None = option(None, "tokens per KV block; auto: 64 on GPU, 16 on CPU")
-    num_blocks: int | None = option(None, "KV blocks; auto: what the memory allows")
+    num_blocks: int | None = option(None, "KV blocks; auto: what the memory allows", essential=True)
     kv_dtype: KVDType = option(
         "auto",
         "type of keys and values; auto: the model's; fp8 and int8, with a scale for each token and "
         "head, take about half the memory of a 16-bit type",
+        essential=True,
     )
     memory_fraction: float = option(
         0.9,
         "part of a GPU's memory to use; on CPU the KV cache takes 0.5 GiB at most, see num-blocks",
+        essential=True,
     )
     kv_cache: Literal["paged", "contiguous"] = option(
         "paged", "contiguous gives each sequence one block of max-model-len tokens"
@@ -104,7 +120,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    max_num_seqs: int = option(256, "sequences that run at the same time")
+    max_num_seqs: int = option(256, "sequences that run at the same time", essential=True)
     max_num_batched_tokens: int | None = option(
         None, "tokens of one step, prompts and decodes together; auto: 2048 on GPU, 512 on CPU"
     )
@@ -135,6 +151,7 @@ class SpeculationConfig:
         "off",
         "guess tokens and verify several in one step: from what the text itself repeats (ngram), "
         "from that and earlier outputs of the same tenant (suffix), with a smaller model (draft)",
+        essential=True,
     )
     max_draft_tokens: int = option(
         7, "most guessed tokens of one sequence in one step; how many is decided from step to step"
@@ -143,6 +160,7 @@ class SpeculationConfig:
         None,
         "model that guesses, with the same vocabulary: a folder, a .gguf file, a Hugging Face id, "
         "or self for the first layers of the model",
+        essential=True,
     )
     draft_layers: int | None = option(None, "how many layers --draft-model self has")
     draft_verification: Verification = option(
@@ -154,10 +172,12 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    backend: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs")
+    backend: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs", essential=True)
     device: int = option(0, "index of the device")
     tensor_parallel: int = option(
-        1, "devices that share the model, from --device on: each has a part of every matrix"
+        1,
+        "devices that share the model, from --device on: each has a part of every matrix",
+        essential=True,
     )
     command_buffers: bool = option(
         True,
@@ -184,6 +204,10 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        with python_names():
+            self._check()
+
+    def _check(self) -> None:
         for section in dataclasses.fields(self):
             _check_types(getattr(self, section.name))
         positive = (
@@ -231,18 +255,82 @@ class EngineConfig:
     def from_options(cls, **options: Any) -> EngineConfig:
         """Makes a config from flat field names: `from_options(dtype="float32", max_num_seqs=8)`.
 
+        Names of other engines are accepted, too: `tensor_parallel_size=2`.
+
         Raises:
-          ConfigError: for a name that no section has.
+          ConfigError: for a name that no section has, or a value that cannot be.
         """
+        with python_names():
+            options = our_options(options, _fields())
         sections: dict[str, Any] = {}
         for section in dataclasses.fields(cls):
             section_type = section.default_factory
             names = {f.name for f in dataclasses.fields(section_type)}  # type: ignore[arg-type]
             given = {name: options.pop(name) for name in sorted(names & options.keys())}
             sections[section.name] = section_type(**given)  # type: ignore[operator]
-        if options:
-            raise ConfigError(f"no such option: {', '.join(sorted(options))}")
+        assert not options, f"not of any section: {options}"
         return cls(**sections)
+
+
+@contextmanager
+def python_names() -> Iterator[None]:
+    """Has errors of the body name options as Python arguments: `--no-prefix-cache` is
+    `prefix_cache=False`. The message with flags stays in `on_command_line`.
+    """
+    try:
+        yield
+    except ForgeError as error:
+        if error.on_command_line is None and error.args:
+            error.on_command_line = str(error)
+            error.args = (in_python(error.on_command_line), *error.args[1:])
+        raise
+
+
+def in_python(message: str) -> str:
+    """The message with options of `EngineConfig` as Python arguments instead of flags."""
+    return _FLAG.sub(_as_argument, message)
+
+
+_FLAG = re.compile(r"(?<![\w-])(?P<flag>--[a-z][a-z0-9-]*)(?: (?P<value>-?\d+(?:\.\d+)?\b|\w+))?")
+
+
+def _as_argument(found: re.Match[str]) -> str:
+    flag, value = found["flag"], found["value"]
+    names = {other.flag: other.name for other in (*ALIASES, *IMPLIED)}
+    fields = {_flag_of(known): known for known in _fields().values()}
+    if flag not in fields:
+        return found[0].replace(flag, names.get(flag, flag), 1)
+    known = fields[flag]
+    if isinstance(known.default, bool):
+        return found[0].replace(flag, f"{known.name}={not known.default}", 1)
+    choices = get_args(_hints()[known.name])
+    if value is None:
+        return known.name
+    if value in choices or (known.name == "draft_model" and value == SELF):
+        return f'{known.name}="{value}"'
+    numeric = not isinstance(known.default, str) and value.lstrip("-").replace(".", "").isdigit()
+    return f"{known.name}{'=' if numeric else ' '}{value}"
+
+
+@cache
+def _fields() -> dict[str, dataclasses.Field[Any]]:
+    """Every field of the engine's sections, by name."""
+    sections = [section.default_factory for section in dataclasses.fields(EngineConfig)]
+    return {
+        known.name: known
+        for section in sections
+        for known in dataclasses.fields(section)  # type: ignore[arg-type]
+    }
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    sections = [section.default_factory for section in dataclasses.fields(EngineConfig)]
+    return {name: hint for each in sections for name, hint in get_type_hints(each).items()}
+
+
+def _flag_of(known: dataclasses.Field[Any]) -> str:
+    return known.metadata.get("flag") or "--" + known.name.replace("_", "-")
 
 
 def flags_of(*sections: Any) -> list[str]:
@@ -327,12 +415,19 @@ def split_lora(option: str) -> tuple[str, str]:
 
 
 def _check_types(section: Any) -> None:
-    """Choices and whole numbers; the command line has checked its own, Python has not."""
+    """Choices, numbers and switches; the command line has checked its own, Python has not."""
     for name, kind in get_type_hints(section.__class__).items():
         value, flag = getattr(section, name), "--" + name.replace("_", "-")
         if get_origin(kind) is Literal and value not in get_args(kind):
-            choices = ", ".join(map(str, get_args(kind)))
-            raise ConfigError(f"{flag} must be one of {choices}, not {value!r}")
+            choices = get_args(kind)
+            raise ConfigError(
+                f"{flag} must be one of {', '.join(choices)}, not {value!r}"
+                f"{did_you_mean(value, choices) if isinstance(value, str) else ''}"
+            )
         whole = kind is int or (int in get_args(kind) and value is not None)
         if whole and type(value) is not int:
             raise ConfigError(f"{flag} must be a whole number, not {value!r}")
+        if kind is float and type(value) not in (int, float):
+            raise ConfigError(f"{flag} must be a number, not {value!r}")
+        if kind is bool and type(value) is not bool:
+            raise ConfigError(f"{name} must be True or False, not {value!r}")

@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_jax.config import EngineConfig
+from forge_jax.checkpoint.hub import resolve
+from forge_jax.config import EngineConfig, python_names
 from forge_jax.core import EngineCore, EngineParts, Late, Limits, Outputs, Pooler
 from forge_jax.errors import EngineError, ForgeError
 from forge_jax.garbage import short_pauses
@@ -87,10 +88,20 @@ class Engine(StreamingEngine):
           ConfigError: the configuration does not fit the model or the machine.
         """
         startup = startup or StartupTimes()
-        from forge_jax.assemble import assemble
+        with python_names():
+            with startup.phase("config"):
+                folder = resolve(config.model.model, config.model.revision)
+            device = config.parallel
+            log.info(
+                "loading %s%s: the first start with these settings compiles for some ten seconds "
+                "or more, later ones take seconds",
+                config.model.model,
+                "" if device.backend == "auto" else f" on {device.backend}:{device.device}",
+            )
+            from forge_jax.assemble import assemble
 
-        startup.reached("import")
-        return cls(assemble(config, startup), queue_limits)
+            startup.reached("import")
+            return cls(assemble(config, startup, folder), queue_limits)
 
     @classmethod
     def fake(

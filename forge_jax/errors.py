@@ -19,7 +19,13 @@
 
 
 class ForgeError(Exception):
-    """The root: catch this to catch everything that forge-jax raises on purpose."""
+    """The root: catch this to catch everything that forge-jax raises on purpose.
+
+    `str()` names options as Python arguments where Python code set them. `on_command_line` is then
+    the same message with options as flags; None where the two do not differ.
+    """
+
+    on_command_line: str | None = None
 
 
 class ConfigError(ForgeError):

@@ -31,6 +31,7 @@ MAX_BYTES = {
     "pytorch_model.bin.index.json": 64 * MIB,
 }
 MAX_DEPTH = 64  # of JSON
+GGUF_SUFFIX = ".gguf"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from forge_jax.adapters import Adapters, LoadedAdapter
 from forge_jax.assemble import assemble
-from forge_jax.config import EngineConfig, Pooling
+from forge_jax.config import EngineConfig, Pooling, python_names
 from forge_jax.core import EngineParts, token_ids
 from forge_jax.errors import RequestError
 from forge_jax.outputs import Completion, Delta, RequestOutput
@@ -39,7 +39,8 @@ class LLM:
 
     Args:
       model: a folder, a .gguf file, a Hugging Face id, or "forge-tiny", the bundled model.
-      options: any field of `EngineConfig`'s sections: `LLM("forge-tiny", dtype="float32")`.
+      options: any field of `EngineConfig`'s sections: `LLM("forge-tiny", dtype="float32")`. Names
+        that vLLM gives them are accepted, too: `tensor_parallel_size=2`.
 
     Raises:
       ModelError: the model cannot be served; the message says why.
@@ -47,7 +48,8 @@ class LLM:
     """
 
     def __init__(self, model: str = "forge-tiny", **options: Any):
-        self._start(assemble(EngineConfig.from_options(model=str(model), **options)))
+        with python_names():
+            self._start(assemble(EngineConfig.from_options(model=str(model), **options)))
 
     @classmethod
     def from_pretrained(cls, model: str, **options: Any) -> LLM:
@@ -117,7 +119,8 @@ class LLM:
             with self._lock, self._parts.guard():
                 put()
 
-        self._adapters.load(name, str(path), between_steps)
+        with python_names():
+            self._adapters.load(name, str(path), between_steps)
 
     def unload_lora(self, name: str) -> None:
         """Forgets a LoRA adapter.

@@ -24,7 +24,7 @@ from forge_jax.checkpoint.converted import read_record
 from forge_jax.checkpoint.gguf import is_gguf
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import load_weights
-from forge_jax.config import GGUFWeights
+from forge_jax.config import GGUFWeights, python_names
 from forge_jax.errors import ModelError
 from forge_jax.models import KV, Leaves, Model, ModelSpec, build_model, read_spec
 from forge_jax.models.decoder import WeightForms
@@ -51,6 +51,7 @@ class LoadedModel:
         return self.leaves[self.model.names.index(name)]
 
 
+@python_names()
 def load(
     model: str,
     *,

@@ -6,8 +6,9 @@ import importlib.resources
 import re
 from pathlib import Path
 
-from forge_jax.checkpoint.gguf import SUFFIX
 from forge_jax.errors import ModelError
+from forge_jax.files import GGUF_SUFFIX
+from forge_jax.suggest import did_you_mean
 
 BUNDLED = "forge-tiny"
 FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model"]
@@ -28,6 +29,15 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
     The cache is Hugging Face's own: HF_HOME and HF_TOKEN mean what they mean there.
     """
+    return local(model) or _download(model, revision)
+
+
+def local(model: str) -> Path | None:
+    """Finds what needs no download: a folder or GGUF file; None for the form of a Hugging Face id.
+
+    Raises:
+      ModelError: it is none of these.
+    """
     if model == BUNDLED:
         folder = Path(str(importlib.resources.files("forge_jax"))) / "bundled" / BUNDLED
         if not (folder / "config.json").exists():
@@ -37,24 +47,43 @@ def resolve(model: str, revision: str | None = None) -> Path:
     if model and path.is_dir():
         return _only_gguf(path) or path
     if model and path.exists():
-        if path.suffix != SUFFIX:
+        if path.suffix != GGUF_SUFFIX:
             raise ModelError(
-                f"{model} is a file, and no {SUFFIX} file: give the folder that holds config.json"
+                f"{model} is a file, and no {GGUF_SUFFIX} file: give the folder that holds "
+                "config.json"
             )
         return path
     if not HUB_ID.fullmatch(model):
         raise ModelError(
-            f"no model {model!r}: it is neither {BUNDLED}, nor an existing folder or {SUFFIX} "
-            "file, nor a Hugging Face id (organisation/name)"
+            f"no model {model!r}: it is neither {BUNDLED}, nor an existing folder or {GGUF_SUFFIX} "
+            f"file, nor a Hugging Face id (organisation/name){did_you_mean(model, _near(path))}"
         )
-    return _download(model, revision)
+    return None
+
+
+def _near(path: Path) -> list[str]:
+    """What the path might have been: the bundled model, and models beside it."""
+    try:
+        beside = list(path.parent.iterdir())
+    except OSError:
+        return [BUNDLED]
+    found = [each for each in beside if each.suffix == GGUF_SUFFIX or each.is_dir()]
+    return [BUNDLED, *map(str, found)]
+
+
+def _cached() -> list[str]:
+    """The ids of the models in Hugging Face's cache."""
+    from huggingface_hub import constants
+
+    folders = Path(constants.HF_HUB_CACHE).glob("models--*--*")
+    return [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders]
 
 
 def _only_gguf(folder: Path) -> Path | None:
     """The GGUF file of a folder that has nothing else to read; None if it has none."""
     if (folder / "config.json").exists():
         return None
-    files = sorted(file for file in folder.glob(f"*{SUFFIX}") if file.is_file())
+    files = sorted(file for file in folder.glob(f"*{GGUF_SUFFIX}") if file.is_file())
     if len(files) > 1:
         names = ", ".join(file.name for file in files[:10]) + (", ..." if files[10:] else "")
         raise ModelError(f"{folder} has {len(files)} GGUF files: give one of them: {names}")
@@ -83,12 +112,12 @@ def _download(model: str, revision: str | None) -> Path:
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
             f"no model {model!r} on the Hugging Face Hub, nor a folder of that name; check the "
-            "spelling, or set HF_TOKEN if it is private"
+            f"spelling, or set HF_TOKEN if it is private{did_you_mean(model, _cached())}"
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise ModelError(
             f"{at} is not in the cache and the Hugging Face Hub cannot be reached: connect, or "
-            "copy the model here and give its folder"
+            f"copy the model here and give its folder{did_you_mean(model, _cached())}"
         ) from error
     except errors.HFValidationError as error:
         raise ModelError(f"{model!r} is not a Hugging Face id: {error}") from error

@@ -53,7 +53,9 @@ class WireError(msgspec.Struct, array_like=True, frozen=True):
     def of(cls, error: errors.ForgeError) -> WireError:
         kind = type(error).__name__
         return cls(
-            kind if kind in _ERRORS else "EngineError", str(error), getattr(error, "param", None)
+            kind if kind in _ERRORS else "EngineError",
+            error.on_command_line or str(error),
+            getattr(error, "param", None),
         )
 
     def error(self) -> errors.ForgeError:

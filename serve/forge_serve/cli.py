@@ -13,26 +13,33 @@ from pathlib import Path
 from typing import Any
 
 import forge_jax
+from forge_jax.aliases import check_implied
 from forge_jax.config import EngineConfig, ModelConfig, ParallelConfig
-from forge_jax.errors import ConfigError
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.profile.config import Workload
 from forge_serve import profile_cli
 from forge_serve.batch.config import SERVER_FLAGS, BatchRunConfig
 from forge_serve.commands import bench, chat, doctor, generate
+from forge_serve.commands.engine import check_model
 from forge_serve.config import ServerConfig
 from forge_serve.flags import (
     ENGINE_SECTIONS,
     MODEL,
+    MODEL_ARGUMENT,
     Commands,
     Parser,
+    add_config,
     add_debug,
     add_model,
+    add_model_flag,
     add_sections,
+    as_flags,
     chosen,
+    take_model,
     taken,
 )
 from forge_serve.limits import Limits
+from forge_serve.options_file import read_options
 from forge_serve.outcome import INTERRUPTED, guarded, leave
 
 SECTIONS: dict[str, type] = {
@@ -41,8 +48,7 @@ SECTIONS: dict[str, type] = {
     "limits": Limits,
 }
 BATCH_SECTIONS: dict[str, type] = {
-    "files": BatchRunConfig,
-    **{name: section for name, section in SECTIONS.items() if section is not ServerConfig},
+    name: section for name, section in SECTIONS.items() if section is not ServerConfig
 }
 # What decides the weights that `convert` writes.
 CONVERT = (
@@ -94,7 +100,9 @@ def make_parser() -> Parser:
     _add_convert(commands)
     doctor.add_to(commands)
     for command in subparsers(parser).values():
+        add_config(command)
         add_debug(command)
+        command.add_aliases()
     return parser
 
 
@@ -126,14 +134,47 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     startup = StartupTimes()
+    argv = as_flags(argv)
     if argv[:2] == ["profile", profile_cli.DIFF]:
         return profile_cli.diff(argv[2:])
-    options = vars(make_parser().parse_args(argv))
-    run, debug, _ = options.pop("run"), options.pop("debug"), options.pop("command")
+    parser = make_parser()
+    options = _parsed(parser, argv)
+
+    def command() -> int:
+        given = _with_file(parser, argv, options)
+        run = given.pop("run")
+        return _serve(given, startup) if run is _serve else run(given)
+
+    return guarded(command, debug=options["debug"])
+
+
+def _parsed(parser: Parser, argv: list[str]) -> dict[str, Any]:
+    """The values of all flags. Ends the process for words that cannot be read."""
+    namespace, unknown = parser.parse_known_args(argv)
+    options = vars(namespace)
+    if unknown:
+        commands = subparsers(parser)
+        commands[options["command"]].unknown(unknown, commands)
+    return options
+
+
+def _with_file(parser: Parser, argv: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with those of `--config` for what the command line does not set.
+
+    Raises:
+      ConfigError: the file or a combination of options is wrong.
+    """
+    command = subparsers(parser)[options["command"]]
+    if options["config"] is not None:
+        command.set_defaults(**read_options(command, options["config"]))
+        options = _parsed(parser, argv)
+    for name in ("debug", "config", "command"):
+        del options[name]
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
-    if run is _serve:
-        return guarded(lambda: _serve(options, startup), debug=debug)
-    return guarded(lambda: run(options), debug=debug)
+    check_implied(options.pop("implied", ()), lambda option: options.get(option) not in (None, ()))
+    if MODEL_ARGUMENT in options:
+        take_model(options, command.options["--model"].default)
+    return options
 
 
 def _add_serve(commands: Commands) -> None:
@@ -160,16 +201,15 @@ def _add_batch(commands: Commands) -> None:
         "output", type=Path, metavar="OUT", help="answers; those that it has are not made again"
     )
     batch.add_argument(
-        "model_at_end",
+        MODEL_ARGUMENT,
         nargs="?",
         metavar="MODEL",
         help=f"{MODEL.metadata['doc']} (default: {MODEL.default})",
     )
-    batch.add_argument("--model", metavar="MODEL", help="the same as a flag")
+    add_model_flag(batch)
+    add_sections(batch, {"files": BatchRunConfig}, all_essential=True)
     add_sections(batch, BATCH_SECTIONS)
-    group = batch.add_argument_group("as of the server")
-    for flag in chosen(ServerConfig, SERVER_FLAGS):
-        flag.add_to(group)
+    batch.add_flags("as of the server", chosen(ServerConfig, SERVER_FLAGS))
     batch.set_defaults(run=_batch)
 
 
@@ -184,7 +224,8 @@ def _add_profile(commands: Commands) -> None:
     profile.add_argument(
         "--logdir", default="profile", metavar="DIR", help="where to (default: profile)"
     )
-    add_sections(profile, {"workload": Workload, **ENGINE_SECTIONS})
+    add_sections(profile, {"workload": Workload}, all_essential=True)
+    add_sections(profile, ENGINE_SECTIONS)
     profile.set_defaults(run=profile_cli.record)
 
 
@@ -198,8 +239,7 @@ def _add_convert(commands: Commands) -> None:
     convert.add_argument("model", metavar="MODEL", help=MODEL.metadata["doc"])
     convert.add_argument("out", metavar="OUT", help="a folder that is not there yet, or is empty")
     for section in (ModelConfig, ParallelConfig):
-        for flag in chosen(section, CONVERT):
-            flag.add_to(convert)
+        convert.add_flags(None, chosen(section, CONVERT), all_essential=True)
     convert.set_defaults(run=_convert)
 
 
@@ -209,6 +249,8 @@ def _serve(options: dict[str, Any], startup: StartupTimes) -> int:
         limits = Limits(**taken(options, Limits))
         server = ServerConfig(**taken(options, ServerConfig), limits=limits)
         engine = EngineConfig.from_options(**options)
+        if not server.fake:
+            check_model(engine)
         from forge_serve.server import serve
 
         return serve(engine, server, startup)
@@ -219,6 +261,7 @@ def _serve(options: dict[str, Any], startup: StartupTimes) -> int:
 def _convert(options: dict[str, Any]) -> int:
     out = options.pop("out")
     config = EngineConfig.from_options(**options)
+    check_model(config)
     from forge_jax.convert import convert, summary
 
     print(summary(convert(config, out)))
@@ -226,10 +269,6 @@ def _convert(options: dict[str, Any]) -> int:
 
 
 def _batch(options: dict[str, Any]) -> int:
-    at_end = options.pop("model_at_end")
-    if at_end is not None and options["model"] is not None:
-        raise ConfigError("MODEL and --model: give one of them")
-    options["model"] = at_end or options["model"] or MODEL.default
     gc.disable()  # until the engine is ready, as `serve` has it
     try:
         config = BatchRunConfig(
@@ -240,6 +279,8 @@ def _batch(options: dict[str, Any]) -> int:
         limits = Limits(**taken(options, Limits))
         server = ServerConfig(**{n: options.pop(n) for n in SERVER_FLAGS}, limits=limits)
         engine = EngineConfig.from_options(**options)
+        if not server.fake:
+            check_model(engine)
         from forge_serve.batch.run import batch
 
         return batch(engine, server, config)

@@ -22,10 +22,14 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,*]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of the machine's")
-    port: int = option(8000, "port to listen on; 0: any free one")
+    host: str = option(
+        "127.0.0.1", "address to listen on; 0.0.0.0: all of the machine's", essential=True
+    )
+    port: int = option(8000, "port to listen on; 0: any free one", essential=True)
     served_model_name: str | None = option(
-        None, "name of the model in requests and answers; default: MODEL as given"
+        None,
+        "name of the model in requests and answers; default: MODEL as given",
+        essential=True,
     )
     lora_folder: str | None = option(
         None, "folder whose LoRA adapters clients may load and unload; default: they may not"
@@ -37,7 +41,9 @@ class ServerConfig:
         "auto", "how the model marks its reasoning; auto: as its chat template shows"
     )
     request_log: bool = option(True, "do not log a line per request", flag="--no-request-log")
-    log_format: LogFormat = option("text", "form of the log; json: an object in each line")
+    log_format: LogFormat = option(
+        "text", "form of the log; json: an object in each line", essential=True
+    )
     otlp_traces_endpoint: str | None = option(
         None,
         "URL that takes OpenTelemetry's traces, such as http://localhost:4318/v1/traces: send it a "
@@ -71,7 +77,9 @@ class ServerConfig:
         flag="--stall-timeout",
     )
     engine_process: bool = option(
-        False, "run the engine in a process of its own, which is started again if it dies"
+        False,
+        "run the engine in a process of its own, which is started again if it dies",
+        essential=True,
     )
     max_stored_responses: int = option(
         1024, "responses of /v1/responses that are kept for later requests; 0: none"
@@ -83,7 +91,9 @@ class ServerConfig:
         None, "a folder for profiles: turns on POST /start_profile and /stop_profile"
     )
     fake: bool = option(
-        False, "serve a fake device without weights: deterministic text at any speed"
+        False,
+        "serve a fake device without weights: deterministic text at any speed",
+        essential=True,
     )
     fake_step_time_ms: float = option(0.0, "milliseconds that a step of the fake device takes")
     api_key: tuple[str, ...] = option(
@@ -93,12 +103,18 @@ class ServerConfig:
         secret=True,
     )
     api_key_file: str | None = option(
-        None, "a file with such keys, one in each line; # begins a comment"
+        None,
+        "a file with API keys that clients must send, one in each line; # begins a comment",
+        essential=True,
     )
     tls_cert: str | None = option(
-        None, "a file with the certificate, in PEM form, and those it depends on: serve HTTPS"
+        None,
+        "a file with the certificate, in PEM form, and those it depends on: serve HTTPS",
+        essential=True,
     )
-    tls_key: str | None = option(None, "a file with the certificate's private key, in PEM form")
+    tls_key: str | None = option(
+        None, "a file with the certificate's private key, in PEM form", essential=True
+    )
     cors_origin: tuple[str, ...] = option(
         (),
         "an origin (https://example.org) whose web pages may use the server, or * for all; may be "

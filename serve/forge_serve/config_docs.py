@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+from forge_jax.aliases import REFUSED_VALUES, VALUES, flag_of
 from forge_jax.profile.config import Workload
-from forge_serve import profile_cli
+from forge_serve import aliases, profile_cli
 from forge_serve.batch.config import SERVER_FLAGS, BatchRunConfig
 from forge_serve.cli import SECTIONS, make_parser, subparsers
 from forge_serve.config import ServerConfig
@@ -23,6 +24,24 @@ _HEAD = """\
 The flags of `forge-jax serve [MODEL]`. In Python the same names, with underscores, are the fields
 of `EngineConfig` and `ServerConfig`; those of the limits, without `max_`, of `ServerConfig.limits`.
 This page is generated from them by `python -m forge_serve.config_docs`.
+
+`forge-jax serve --help` shows the essential flags, `--help-all` every flag.
+
+## A file of flags
+
+`--config FILE` reads flags from a TOML file. Every command takes it, for its own flags:
+
+```toml
+model = "Qwen/Qwen3-0.6B"
+port = 8001
+max-num-seqs = 64          # --max-num-seqs; max_num_seqs is the same key
+no-prefix-cache = true     # or, by the field's name: prefix_cache = false
+lora = ["sql=adapters/sql", "chat=adapters/chat"]
+```
+
+Keys are flags without their dashes, at the top level of the file. The command line overrides the
+file; a flag that may be repeated replaces the file's whole list. Where "auto" is a value, it is a
+text. A key that is no flag of the command, or a value of the wrong type, is an error.
 """
 
 _PROFILE_HEAD = """
@@ -50,11 +69,45 @@ cache, the batch, speculation, the device and the limits; of the server,
 
 """
 
+_ALIASES_HEAD = """
+## Names of other engines
+
+Flags of vLLM, SGLang and smaller engines are accepted, also in `--config`. No help shows them.
+`LLM` and `EngineConfig.from_options` accept those of the engine as arguments, with underscores.
+The opposite of a switch, such as `--enable-prefix-caching`, is accepted, too.
+
+| flag elsewhere | here |
+|---|---|
+"""
+
+_VALUES_HEAD = """
+Values of other engines:
+
+| flag | value elsewhere | here |
+|---|---|---|
+"""
+
+_IMPLIED_HEAD = """
+These switches ask for what always holds. They are accepted and change nothing:
+
+| flag elsewhere | why |
+|---|---|
+"""
+
+_REFUSED_HEAD = """
+These have no counterpart. They are refused, with this reason:
+
+| flag elsewhere | reason |
+|---|---|
+"""
+
 _CLI_HEAD = """\
 # The command line
 
-`forge-jax COMMAND --help` says all of this, too; the page is generated from it by
-`python -m forge_serve.config_docs`. [configuration.md](configuration.md) has the flags as tables.
+`forge-jax COMMAND --help-all` says all of this, too; `--help` shows the essential flags. The page
+is generated from them by `python -m forge_serve.config_docs`. [configuration.md](configuration.md)
+has the flags as tables, [files of flags](configuration.md#a-file-of-flags) for `--config`, and the
+[names of other engines](configuration.md#names-of-other-engines) that are accepted.
 
 What is wrong is one line on stderr that begins with `forge-jax: error:` and says what to do; where
 it comes from, `--debug` shows, which every command takes. What was asked for is on stdout,
@@ -88,7 +141,7 @@ def cli_page() -> str:
 
 def _help(parser: Parser) -> str:
     parser.formatter_class = partial(HelpFormatter, width=HELP_WIDTH)  # type: ignore[assignment]
-    return f"\n## {parser.prog}\n\n```text\n{parser.format_help()}```\n"
+    return f"\n## {parser.prog}\n\n```text\n{parser.format_help(everything=True)}```\n"
 
 
 def page() -> str:
@@ -103,7 +156,44 @@ def page() -> str:
     named = [f"`{flag.flag}`" for flag in flags(ServerConfig) if flag.name in SERVER_FLAGS]
     parts.append(_BATCH_HEAD.format(server=f"{', '.join(named[:-1])} and {named[-1]}"))
     parts += _table(BatchRunConfig)
-    return "".join([*parts, _PROFILE_HEAD, *_table(Workload)])
+    return "".join([*parts, _PROFILE_HEAD, *_table(Workload), *_other_names()])
+
+
+def _other_names() -> Iterator[str]:
+    """The tables of flags of other engines."""
+    ours = {flag.name: flag for section in SECTIONS.values() for flag in flags(section)}
+    yield _ALIASES_HEAD
+    for alias in aliases.ALIASES:
+        flag = ours.get(alias.option)
+        names = f"`{alias.flag}`" + (f", `{alias.short}`" if alias.short else "")
+        if alias.convert is not None:
+            target = {
+                "lora": "`--lora` for each adapter",
+                "speculation": "`--speculation`, `--max-draft-tokens` and `--draft-model`",
+                "cors_origin": "`--cors-origin` for each origin",
+            }[alias.option]
+        elif flag is None:
+            target = "`MODEL`"
+        elif flag.switch:
+            on = alias.inverted if flag.default else not alias.inverted
+            names = f"`{alias.flag if on else alias.negative}`"
+            target = f"`{flag.flag}`"
+        else:
+            target = f"`{flag.flag}`"
+        yield f"| {names} | {target} |\n"
+    yield _VALUES_HEAD
+    for option, values in VALUES.items():
+        for theirs, value in values.items():
+            yield f"| `{ours[option].flag}` | `{theirs}` | `{value}` |\n"
+    for option, reasons in REFUSED_VALUES.items():
+        for theirs, reason in reasons.items():
+            yield f"| `{ours[option].flag}` | `{theirs}` | refused: {_cell(reason)} |\n"
+    yield _IMPLIED_HEAD
+    for implied in aliases.IMPLIED:
+        yield f"| `{implied.flag}` | {_cell(implied.reason)} |\n"
+    yield _REFUSED_HEAD
+    for name, reason in aliases.REFUSED.items():
+        yield f"| `{flag_of(name)}` | {_cell(reason)} |\n"
 
 
 def _table(section: type) -> list[str]:

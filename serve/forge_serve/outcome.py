@@ -58,7 +58,7 @@ def _told(error: BaseException) -> str:
         case KeyboardInterrupt():
             return "interrupted"
         case ForgeError():
-            return f"error: {error}"
+            return f"error: {error.on_command_line or error}"
         case OSError(filename=str() as name, strerror=str() as reason):
             return f"error: {name}: {reason}"
         case MemoryError():

@@ -11,6 +11,7 @@ from typing import Any
 
 from forge_jax.config import EngineConfig
 from forge_jax.profile.config import Workload
+from forge_serve.commands.engine import check_model
 from forge_serve.flags import Parser, add_debug
 from forge_serve.outcome import guarded
 
@@ -47,7 +48,10 @@ def make_diff_parser() -> Parser:
 
 def diff(argv: Sequence[str]) -> int:
     """Prints the difference and writes what the flags ask for. Returns the exit status."""
-    options = make_diff_parser().parse_args(argv)
+    parser = make_diff_parser()
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.unknown(unknown, {})
     return guarded(lambda: _diff(options), debug=options.debug)
 
 
@@ -79,6 +83,7 @@ def record(options: dict[str, Any]) -> int:
     names = [field.name for field in dataclasses.fields(Workload)]
     workload = Workload(**{name: options.pop(name) for name in names})
     config = EngineConfig.from_options(**options)
+    check_model(config)
     from forge_jax.profile.workload import record
 
     for written in record(config, workload, folder):

@@ -69,7 +69,8 @@ def serve(
     logging.getLogger("aiohttp.server").addFilter(_without_traceback)
     raise_file_limit()
     with bind(server_config.host, server_config.port) as sock:
-        announce(engine_config, server_config)
+        if server_config.fake:
+            warn_of_ignored(engine_config)
         warn_of_exposure(sock, server_config)
 
         def load() -> StreamingEngine:
@@ -83,18 +84,9 @@ def serve(
     return 0
 
 
-def announce(engine_config: EngineConfig, server_config: ServerConfig) -> None:
-    """Says what is about to be loaded, since that may take a while, or what --fake ignores."""
-    model, device = engine_config.model, engine_config.parallel
-    if not server_config.fake:
-        where = "" if device.backend == "auto" else f" on {device.backend}:{device.device}"
-        log.info(
-            "loading %s%s: the first start with these settings compiles for some ten seconds or "
-            "more, later ones take seconds",
-            model.model,
-            where,
-        )
-        return
+def warn_of_ignored(engine_config: EngineConfig) -> None:
+    """Says which flags --fake ignores."""
+    model = engine_config.model
     ignored = [
         "MODEL" if field.name == "model" else "--" + field.name.replace("_", "-")
         for field in dataclasses.fields(model)

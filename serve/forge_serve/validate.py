@@ -82,7 +82,7 @@ def decode_form[Body: msgspec.Struct](body: bytes, kind: type[Body], limits: Lim
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         detail = str(error) if isinstance(error, msgspec.DecodeError) else "it is not UTF-8"
         raise RequestError(f"the body is not valid JSON: {detail}") from error
-    _ignored.tell(plain.keys() - _names(kind))
+    _ignored.tell(plain.keys() - _names(kind), _names(kind))
     return request
 
 

@@ -62,6 +62,20 @@ def test_each_workload_is_answered_in_full(url, capsys, tmp_path):
     assert set(by_name["chunked_prefill"]["groups"]) == {"decoder", "long"}
 
 
+def test_all_workloads_are_one_table(url, capsys, tmp_path):
+    told = report(capsys, tmp_path, "--url", url, "--requests", "2", "--workload", "all")
+    names = [run["workload"] for run in told["runs"]]
+    assert names == list(workloads.WORKLOADS)
+    lines = told["text"].splitlines()
+    [head] = [index for index, line in enumerate(lines) if line.startswith("| workload |")]
+    table = lines[head : lines.index("", head)]
+    assert [line for line in lines if line.startswith("|")] == table
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in table[2:]]
+    assert [row for row in rows if ": " not in row] == names
+    assert "chunked_prefill: decoder" in rows
+    assert {line.count("|") for line in table} == {table[0].count("|")}
+
+
 def test_structured_output_is_checked(url, capsys, tmp_path):
     told = report(capsys, tmp_path, "--url", url, "--requests", "2", "--workload", "structured")
     [run] = told["runs"]

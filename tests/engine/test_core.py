@@ -59,7 +59,7 @@ def test_the_switches_change_no_token(switches, limits):
 
 
 def test_a_chunk_size_without_chunks_is_refused():
-    with pytest.raises(ConfigError, match=r"--prefill-chunk-size.*--no-chunked-prefill"):
+    with pytest.raises(ConfigError, match=r"prefill_chunk_size.*chunked_prefill=False"):
         EngineConfig.from_options(prefill_chunk_size=8, chunked_prefill=False)
 
 

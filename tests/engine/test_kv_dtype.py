@@ -154,7 +154,7 @@ def test_contiguous_blocks_tell_the_story_too(stories):
 
 
 def test_an_unknown_type_is_named_with_the_choices():
-    with pytest.raises(ConfigError, match="--kv-dtype must be one of auto, fp8, int8, not 'fp4'"):
+    with pytest.raises(ConfigError, match="kv_dtype must be one of auto, fp8, int8, not 'fp4'"):
         LLM("forge-tiny", kv_dtype="fp4")
 
 

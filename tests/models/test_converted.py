@@ -281,7 +281,7 @@ def test_options_that_the_weights_are_not_are_refused(llama2, stories, tmp_path)
     with pytest.raises(CheckpointError, match=r"--quantization int8: .* without any"):
         engine_leaves(llama2, quantization="int8")
     drafted = {"speculation": "draft", "draft_model": str(converted(stories, tmp_path / "out"))}
-    with pytest.raises(CheckpointError, match=r"--dtype bfloat16: .*out was converted to float32"):
+    with pytest.raises(CheckpointError, match=r'dtype="bfloat16": .*out was converted to float32'):
         LLM(stories, dtype="bfloat16", **drafted)
 
 
@@ -300,7 +300,7 @@ def test_packed_weights_without_kernels_name_the_remedy(goldens, tmp_path, monke
     monkeypatch.setattr(library, "_why_not", library.functools.cache(library._why_not.__wrapped__))
     with pytest.raises(ConfigError, match=r"could not be built .*--kernels xla for all machines"):
         engine_leaves(out)
-    with pytest.raises(ModelError, match="with --kernels xla"):
+    with pytest.raises(ModelError, match='with kernels="xla"'):
         load(out)
 
 
@@ -535,12 +535,12 @@ def test_a_folder_for_several_devices_is_written_without_them_and_not_taken_by_o
     out, model = tmp_path / "out", goldens / "llama2"
     assert cli.main(["convert", str(model), str(out), "--tensor-parallel", "2"]) == 0
     assert "GB of weights for each of 2 devices, float32" in capsys.readouterr().out
-    with pytest.raises(CheckpointError, match="out was converted for 2 devices: use --tensor-par"):
+    with pytest.raises(CheckpointError, match="converted for 2 devices: use tensor_parallel"):
         load(out)
     for device, q in enumerate(np.split(weights_of(model)[Q0], 2)):
         stored = np.fromfile(out / WEIGHTS / "layers.0.attention.qkv.weight" / "0.0.0", np.float32)
         assert np.array_equal(np.split(stored, 2)[device][: q.size], q.ravel())
-    with pytest.raises(ConfigError, match=r"--draft-model .* converted for 2 devices, and a"):
+    with pytest.raises(ConfigError, match=r"draft_model .* converted for 2 devices, and a"):
         LLM(str(model), speculation="draft", draft_model=str(out))
     other = tmp_path / "other"
     assert cli.main(["convert", str(model), str(other), "--tensor-parallel", "3"]) == 1

@@ -476,7 +476,7 @@ def test_the_flag_does_not_quantise_again(quantization, tmp_path):
     write(CASES["gptq"], tmp_path, torch_dtype="bfloat16")
     with pytest.raises(
         ConfigError,
-        match=rf"--quantization {quantization}: .* quantised already \(gptq, by .*json: quant",
+        match=rf'quantization="{quantization}": .* quantised already \(gptq, by .*json: quant',
     ):
         LLM(str(tmp_path), quantization=quantization, **ENGINE)
 

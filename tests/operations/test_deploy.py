@@ -34,7 +34,7 @@ from forge_serve.app import Service, make_app
 from forge_serve.auth import HEALTH_PATHS
 from forge_serve.cli import SECTIONS, make_parser
 from forge_serve.config import ServerConfig
-from forge_serve.flags import flags
+from forge_serve.flags import MODEL_ARGUMENT, flags, take_model
 from forge_serve.record import RequestRecord
 from forge_serve.server import make_runner
 
@@ -65,7 +65,10 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
 def options(command: list[str]) -> dict[str, Any]:
     """The values of a command line's flags; it must be one that forge-jax takes."""
     assert Path(command[0]).name == "forge-jax"
-    return vars(make_parser().parse_args(command[1:]))
+    found = vars(make_parser().parse_args(command[1:]))
+    if MODEL_ARGUMENT in found:
+        take_model(found, None)
+    return found
 
 
 def routes() -> set[str]:

@@ -113,5 +113,5 @@ def test_one_device_needs_no_mesh():
 
 
 def test_what_a_mesh_has_not_is_refused():
-    with pytest.raises(ConfigError, match="--tensor-parallel must be at least 1, not 0"):
+    with pytest.raises(ConfigError, match="tensor_parallel must be at least 1, not 0"):
         config(tensor_parallel=0)

@@ -192,7 +192,7 @@ async def test_keys_are_neither_logged_nor_shown(start, caplog, capsys, tmp_path
             assert "sk-" not in await response.text()
         async with running.http.get(running.url + "/stats", headers=bearer(key)) as response:
             assert "sk-" not in await response.text()
-    server.announce(EngineConfig(), config)
+    server.warn_of_ignored(EngineConfig())
     with socket.create_server(("127.0.0.1", 0)) as sock:
         print(server.serving_line(sock, running.service))
     with pytest.raises(SystemExit):

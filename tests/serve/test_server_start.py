@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -222,21 +223,40 @@ async def test_a_request_that_is_being_tokenised_when_the_end_comes_is_told_to_c
     assert (status, answer["error"]["code"]) == (503, "not_ready")
 
 
-def test_the_log_says_what_is_loaded_and_that_it_may_take_a_while(caplog):
+def test_the_log_says_what_is_loaded_and_that_it_may_take_a_while(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr("forge_jax.engine.resolve", lambda *_: Path("folder"))
+
+    def assemble(*_: Any) -> Any:
+        raise ModelError("far enough")
+
+    monkeypatch.setattr("forge_jax.assemble.assemble", assemble)
     config = EngineConfig.from_options(model="org/model", backend="cuda", device=1)
-    server.announce(config, ServerConfig())
+    with pytest.raises(ModelError, match="far enough"):
+        Engine.load(config)
     [message] = caplog.messages
     assert "loading org/model on cuda:1" in message and "compiles" in message
 
 
+def test_a_model_that_is_not_there_fails_before_the_log_says_that_it_is_loaded(caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+
+    def resolve(*_: Any) -> Any:
+        raise ModelError("no model")
+
+    monkeypatch.setattr("forge_jax.engine.resolve", resolve)
+    with pytest.raises(ModelError, match="no model"):
+        Engine.load(EngineConfig.from_options(model="org/model"))
+    assert caplog.messages == []
+
+
 def test_what_the_fake_device_ignores_is_named(caplog):
     config = EngineConfig.from_options(model="org/model", dtype="float32", max_model_len=99)
-    server.announce(config, ServerConfig(fake=True))
+    server.warn_of_ignored(config)
     [message] = caplog.messages
     assert message.endswith("it ignores MODEL, --dtype")
     caplog.clear()
-    server.announce(EngineConfig(), ServerConfig(fake=True))
+    server.warn_of_ignored(EngineConfig())
     assert caplog.messages == []
 
 

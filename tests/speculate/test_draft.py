@@ -608,18 +608,18 @@ def test_both_caches_are_cut_together():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speculation": "draft"}, "needs a --draft-model"),
-        ({"speculation": "draft", "draft_model": "self"}, "self needs --draft-layers"),
-        ({"speculation": "draft", "draft_model": "x", "draft_layers": 1}, "self only"),
+        ({"speculation": "draft"}, "needs a draft_model"),
+        ({"speculation": "draft", "draft_model": "self"}, 'self" needs draft_layers'),
+        ({"speculation": "draft", "draft_model": "x", "draft_layers": 1}, 'self" only'),
         ({"speculation": "draft", "draft_model": "self", "draft_layers": 0}, "at least 1"),
-        ({"speculation": "ngram", "draft_model": "x"}, "--draft-model is for --speculation draft"),
-        ({"draft_layers": 2}, "--draft-layers is for --speculation draft"),
-        ({"draft_verification": "rejection"}, "choose a --speculation, or leave it out"),
+        ({"speculation": "ngram", "draft_model": "x"}, 'draft_model is for speculation="draft"'),
+        ({"draft_layers": 2}, 'draft_layers is for speculation="draft"'),
+        ({"draft_verification": "rejection"}, "choose a speculation, or leave it out"),
         (
             {"draft_verification": "rejection", "speculation": "ngram", "deterministic": True},
-            "use --draft-verification coupled, or leave --deterministic out",
+            'use draft_verification="coupled", or leave deterministic=True out',
         ),
-        ({"draft_verification": "both"}, "--draft-verification must be one of coupled, rejection"),
+        ({"draft_verification": "both"}, "draft_verification must be one of coupled, rejection"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, message):

@@ -1,7 +1,7 @@
 """GGUF: llama.cpp's file format, of weights, configuration and tokenizer in one file."""
 
 from forge_jax.checkpoint.gguf.config import config_of
-from forge_jax.checkpoint.gguf.reader import SUFFIX, GGUFFile, is_gguf, read_gguf
+from forge_jax.checkpoint.gguf.reader import GGUFFile, is_gguf, read_gguf
 from forge_jax.checkpoint.gguf.weights import open_gguf
 
-__all__ = ["SUFFIX", "GGUFFile", "config_of", "is_gguf", "open_gguf", "read_gguf"]
+__all__ = ["GGUFFile", "config_of", "is_gguf", "open_gguf", "read_gguf"]

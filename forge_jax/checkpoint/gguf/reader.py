@@ -19,9 +19,8 @@ from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.quants import FORMATS, UNSUPPORTED, BlockFormat
 from forge_jax.checkpoint.stored import MAX_NAME, MAX_TENSORS
 from forge_jax.errors import CheckpointError, UnsupportedModelError
-from forge_jax.files import file_size, shown
+from forge_jax.files import GGUF_SUFFIX, file_size, shown
 
-SUFFIX = ".gguf"
 MAX_DIMENSIONS = 4
 MAX_ENTRIES = 65_536  # of the metadata
 MAX_ELEMENTS = 2**24  # of an array of numbers in it
@@ -100,7 +99,7 @@ class GGUFFile:
 
 def is_gguf(model: Path) -> bool:
     """Whether a model's path is that of a GGUF file, and not of a folder."""
-    return model.suffix == SUFFIX and not model.is_dir()
+    return model.suffix == GGUF_SUFFIX and not model.is_dir()
 
 
 def read_gguf(file: Path) -> GGUFFile:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_jax.config import MAX_NUM_SEQS, option
 from forge_jax.errors import ConfigError
-from forge_serve.commands.engine import add_engine, configs, model_at, quiet_logs
+from forge_serve.commands.engine import add_engine, check_model, configs, model_at, quiet_logs
 from forge_serve.flags import Commands, add_model, add_sections, taken
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def add_to(commands: Commands) -> None:
     )
     add_model(parser)
     parser.add_argument("--json", action="store_true", help="write one JSON object")
-    add_sections(parser, {"measurement": BenchFlags})
+    add_sections(parser, {"measurement": BenchFlags}, all_essential=True)
     add_engine(parser)
     parser.set_defaults(run=run)
 
@@ -130,6 +130,8 @@ def _of_engine(flags: BenchFlags, options: dict[str, Any]) -> dict[str, Any]:
     from forge_serve.server import load_engine
 
     engine_config, server_config = configs(options)
+    if not server_config.fake:
+        check_model(engine_config)
     quiet_logs()
     startup = StartupTimes()
     engine = load_engine(engine_config, server_config, startup)

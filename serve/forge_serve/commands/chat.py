@@ -61,7 +61,7 @@ def add_to(commands: Commands) -> None:
         epilog=EPILOG,
     )
     add_model(parser)
-    add_sections(parser, {"chat": ChatFlags, "sampling": SamplingFlags})
+    add_sections(parser, {"chat": ChatFlags, "sampling": SamplingFlags}, all_essential=True)
     add_engine(parser)
     parser.set_defaults(run=run)
 

@@ -26,9 +26,7 @@ LEFT_OUT = ("seed", "pooling", "lora", "max_loras", "max_lora_rank")
 def add_engine(parser: Parser) -> None:
     """The flags of an engine."""
     for title, section_flags in _groups():
-        group = parser.add_argument_group(title)
-        for flag in section_flags:
-            flag.add_to(group)
+        parser.add_flags(title, section_flags)
 
 
 def configs(options: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:
@@ -38,6 +36,17 @@ def configs(options: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:
     return EngineConfig.from_options(**options), server
 
 
+def check_model(config: EngineConfig) -> None:
+    """Fails at once for a model that cannot be, before anything heavy is imported.
+
+    Raises:
+      ModelError: it is neither here nor the form of a Hugging Face id.
+    """
+    from forge_jax.checkpoint.hub import local
+
+    local(config.model.model)
+
+
 def load(options: dict[str, Any]) -> LocalSource:
     """The engine that the options ask for. Says on a terminal what it waits for.
 
@@ -45,6 +54,8 @@ def load(options: dict[str, Any]) -> LocalSource:
       ForgeError: it cannot be had.
     """
     engine, server = configs(options)
+    if not server.fake:
+        check_model(engine)
     quiet_logs()
     if sys.stderr.isatty() and not server.fake:
         print(f"loading {engine.model.model} …", file=sys.stderr)

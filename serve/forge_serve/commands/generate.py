@@ -41,7 +41,7 @@ def add_to(commands: Commands) -> None:
         action="store_true",
         help="write one JSON object at the end, as /v1/completions would answer",
     )
-    add_sections(parser, {"sampling": CompletionFlags})
+    add_sections(parser, {"sampling": CompletionFlags}, all_essential=True)
     add_engine(parser)
     parser.set_defaults(run=run)
 

@@ -1,0 +1,22 @@
+"""The nearest known name to one that does not exist, for error messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+CUTOFF = 0.6  # of difflib's ratio; below it a suggestion is noise
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name most similar to `name`, ignoring case; None if none is similar."""
+    import difflib
+
+    by_folded = {each.casefold(): each for each in known}
+    found = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=CUTOFF)
+    return by_folded[found[0]] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `"; did you mean X?"`, or `""` if no known name is similar."""
+    found = nearest(name, known)
+    return "" if found is None else f"; did you mean {found}?"

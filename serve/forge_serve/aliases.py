@@ -1,0 +1,59 @@
+"""Flags of other engines: `forge_jax.aliases`, and those of their servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from forge_jax import aliases
+from forge_jax.aliases import Alias
+from forge_jax.errors import ConfigError
+
+IMPLIED = aliases.IMPLIED
+
+
+def _origins(value: Any) -> dict[str, Any]:
+    """vLLM's `allowed_origins`: a list, or its JSON text."""
+    try:
+        origins = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConfigError(f"--allowed-origins must be a JSON list, not {value!r}") from error
+    if not isinstance(origins, list) or not all(isinstance(each, str) for each in origins):
+        raise ConfigError(f"--allowed-origins must be a list of texts, not {value!r}")
+    return {"cors_origin": tuple(origins)}
+
+
+ALIASES = (
+    *aliases.ALIASES,
+    Alias("ssl_certfile", "tls_cert"),
+    Alias("ssl_keyfile", "tls_key"),
+    Alias("allowed_origins", "cors_origin", convert=_origins),
+    Alias("enable_log_requests", "request_log"),
+    Alias("disable_log_requests", "request_log", inverted=True),
+    Alias("disable_uvicorn_access_log", "request_log", inverted=True),
+)
+
+_TOOLS = "the parsers are built in: see --tool-call-parser"
+_TEXTS = "prompts and answers are never logged: leave it out"
+REFUSED: Mapping[str, str] = {
+    **aliases.REFUSED,
+    "response_role": "the role is always assistant: leave it out",
+    "chat_template_content_format": "the chat template decides it: leave it out",
+    "default_chat_template_kwargs": "requests set chat_template_kwargs",
+    "trust_request_chat_template": "requests cannot bring a template: use --chat-template",
+    "tool_parser_plugin": _TOOLS,
+    "tool_server": "the server runs no tools",
+    "max_log_len": _TEXTS,
+    "enable_log_outputs": _TEXTS,
+    "log_config_file": "see --log-format",
+    "uvicorn_log_level": "see --log-format and --no-request-log",
+    "uds": "the server listens on TCP: use --host and --port",
+    "root_path": "have the proxy remove the prefix",
+    "middleware": "there are no plugins: put a proxy in front",
+    "ssl_ca_certs": "client certificates are not checked: use --api-key-file, or a proxy",
+    "ssl_cert_reqs": "client certificates are not checked: use --api-key-file, or a proxy",
+    "allow_credentials": "browsers send keys in a header: see --cors-origin",
+    "allowed_methods": "the methods of each path are fixed: see --cors-origin",
+    "allowed_headers": "the headers are fixed: see --cors-origin",
+}
