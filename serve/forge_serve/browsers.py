@@ -91,7 +91,8 @@ def _is_origin_of(origin: str, host: str) -> bool:
 def _host_name(authority: str) -> str:
     """The host of `Host`, in lower case, without port, brackets and final dot."""
     if authority.startswith("["):
-        return authority[1:].partition("]")[0].lower()
+        name, _, rest = authority[1:].partition("]")
+        return name.lower() if not rest or rest.startswith(":") else authority
     return authority.partition(":")[0].removesuffix(".").lower()
 
 

@@ -263,7 +263,7 @@ def test_a_panic_while_the_tokenizer_is_made_names_the_file(folder, monkeypatch)
     class PanicException(BaseException):
         pass
 
-    def panics(*_):
+    def panics(*_, **__):
         raise PanicException("no entry found for key")
 
     monkeypatch.setattr(TokenBytes, "of", panics)
