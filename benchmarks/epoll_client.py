@@ -174,7 +174,7 @@ def http_request(path: str, body: dict[str, Any]) -> bytes:
     """The bytes of a POST with a JSON body on a keep-alive connection."""
     data = json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: benchmark\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(data)}\r\n\r\n"
     )
     return head.encode() + data

@@ -29,7 +29,12 @@ from forge_jax.cache.kv import (
     fit_num_blocks,
     kv_shape,
 )
-from forge_jax.cache_folder import default_cache_folder, drop_broken_entries, private_folder_fault
+from forge_jax.cache_folder import (
+    default_cache_folder,
+    drop_broken_entries,
+    foreign_entries_fault,
+    is_url,
+)
 from forge_jax.checkpoint.adapter import check_adapter, read_adapter
 from forge_jax.checkpoint.converted import Record, read_record
 from forge_jax.checkpoint.gguf import is_gguf
@@ -66,6 +71,7 @@ from forge_kernels import cpu
 from forge_kernels.attention import Implementation
 from forge_kernels.attention.cpu_ffi import unsupported
 from forge_kernels.linear import Format
+from forge_kernels.private_files import private_folder_fault
 
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Leaves, Model
@@ -587,21 +593,28 @@ def _choose_draft(
 
 
 def use_compilation_cache(config: EngineConfig) -> None:
-    """Turns JAX's persistent compilation cache on or off, for the whole process.
+    """Turn JAX's persistent compilation cache on or off, for the whole process.
 
-    Only the user may write to its folder: an executable that is read from it is run.
+    Only the user may write to its folder: an executable that is read from it is run. A folder that
+    JAX's own setting names is held to that too, unless it is a URL.
 
     Raises:
-      ConfigError: `--compile-cache` names a folder that cannot be used, or others can write to.
+      ConfigError: `--compile-cache` or JAX's setting names a folder that cannot be used, or that
+        others can write to.
     """
     parallel = config.parallel
     named, from_jax = parallel.compile_cache_dir, jax.config.jax_compilation_cache_dir
     enabled = parallel.compile_cache
-    if enabled and (named is not None or from_jax is None):
-        folder = Path(named) if named is not None else default_cache_folder()
-        fault = private_folder_fault(folder)
+    if enabled and (named is not None or not is_url(from_jax)):
+        default = str(default_cache_folder())
+        folder = Path(named or from_jax or default)
+        fault = private_folder_fault(folder) or foreign_entries_fault(folder)
         if fault and named is not None:
             raise ConfigError(f"--compile-cache {named}: {fault}")
+        if fault and from_jax not in (None, default):
+            raise ConfigError(
+                f"JAX_COMPILATION_CACHE_DIR {from_jax}: {fault}, or use --no-compile-cache"
+            )
         if fault:
             log.warning("no compilation cache, every start compiles anew: %s: %s", folder, fault)
             enabled = False

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import stat
 import sys
 import zlib
 from pathlib import Path
+
+from forge_kernels.private_files import file_fault, foreign_write_fault
 
 ENTRIES = "*-cache"  # JAX's names of executables
 LOOKED = ".looked"  # its time: when the last look at the entries began
@@ -22,19 +25,34 @@ def default_cache_folder() -> Path:
     return base / "forge-jax" / "xla"
 
 
-def private_folder_fault(folder: Path) -> str | None:
-    """Makes the folder if there is none; what is wrong with it, and what to do."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-    except OSError as error:
-        return error.strerror or str(error)
-    if status.st_uid != os.getuid():
-        return "belongs to another user: name a folder of your own"
-    if status.st_mode & 0o022:
-        return "others can write to it: chmod 700 it, or name another"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return "it cannot be written to: chmod 700 it, or name another"
+def is_url(place: str | None) -> bool:
+    """True of a bucket (`gs://...`), which JAX takes for a cache and which has no mode."""
+    return place is not None and "://" in place
+
+
+def foreign_entries_fault(folder: Path) -> str | None:
+    """Remove files that others wrote, or can write to. Return what cannot be removed, or None.
+
+    They may have been put there before the folder became private, and JAX runs what it finds.
+    """
+    for base, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(base, name)
+            try:
+                status = path.lstat()
+                if stat.S_ISDIR(status.st_mode):
+                    fault = foreign_write_fault(path)
+                    if fault is not None:
+                        return f"{path} in it: {fault}"
+                    continue
+                fault = file_fault(status)
+                if fault is not None:
+                    path.unlink()
+                    log.warning("removed from the compilation cache: %s: %s", path.name, fault)
+            except FileNotFoundError:  # another process has removed it
+                pass
+            except OSError as error:
+                return f"{path} in it cannot be removed: {error.strerror}"
     return None
 
 

@@ -145,7 +145,7 @@ def _copy_text(source: Path, target: Path) -> None:
             read_text(source / name)  # no more than is read of such a file
             shutil.copyfile(source / name, target / name)
     for file in sorted((source / TEMPLATES).glob("*.jinja")):
-        read_text(file, "chat_template.jinja")
+        read_text(file, "chat_template.jinja", root=source)
         (target / TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(file, target / TEMPLATES / file.name)
 

@@ -27,6 +27,7 @@ from forge_jax.observe.engine_state import Capture, EngineState
 from forge_jax.observe.spans import span
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.outputs import Delta
+from forge_jax.panics import is_panic
 from forge_jax.schedule.request import FinishReason, LoraRef, Request
 from forge_jax.streams import EngineStats as EngineStats
 from forge_jax.streams import QueueLimits, StreamingEngine
@@ -382,7 +383,9 @@ class Engine(StreamingEngine):
     def _queue_in_core(self, request: Request) -> None:
         try:
             self._core.add(request)
-        except Exception as error:  # costs this request, not the engine
+        except BaseException as error:  # costs this request, not the engine
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             if not isinstance(error, ForgeError):
                 log.exception("request %s could not be queued", request.request_id)
                 error = EngineError("the request could not be queued")

@@ -1,7 +1,8 @@
 """The small files of a model folder, read as what they are: input from a stranger.
 
-A file's kind and size are checked before it is opened, the depth of JSON before anything walks it.
-What a field means, and which values are right, is its reader's matter. Nothing here runs anything.
+A file's kind, size and place are checked before it is opened, the depth of JSON before anything
+walks it. A link must lead to a file of the same model. What a field means, and which values are
+right, is its reader's matter. Nothing here runs anything.
 """
 
 from __future__ import annotations
@@ -35,16 +36,20 @@ GGUF_SUFFIX = ".gguf"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def read_text(file: Path, kind: str | None = None) -> str:
+def read_text(file: Path, kind: str | None = None, *, root: Path | None = None) -> str:
     """The UTF-8 text of a file, no larger than files of its `kind` (by default its name) may be.
 
+    Args:
+      root: as `file_size`.
+
     Raises:
-      CheckpointError: it is too large, no ordinary file, not UTF-8, or cannot be read.
+      CheckpointError: it is too large, no ordinary file, a link out of the model's folder, not
+        UTF-8, or cannot be read.
       FileNotFoundError: there is no such file.
     """
     limit = MAX_BYTES[kind or file.name]
     try:
-        size = file_size(file)
+        size = file_size(file, root)
         if size > limit:
             raise CheckpointError(
                 f"{file} has {size} bytes; at most {limit} are read of a file of its kind"
@@ -57,15 +62,20 @@ def read_text(file: Path, kind: str | None = None) -> str:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def read_json(file: Path, *, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
+def read_json(
+    file: Path, *, max_depth: int = MAX_DEPTH, root: Path | None = None
+) -> dict[str, Any]:
     """The JSON object in a file.
+
+    Args:
+      root: as `file_size`.
 
     Raises:
       CheckpointError: as `read_text`, or it holds no JSON object, or one nested deeper than
         `max_depth`.
       FileNotFoundError: there is no such file.
     """
-    text = read_text(file)
+    text = read_text(file, root=root)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -77,13 +87,17 @@ def read_json(file: Path, *, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     return value
 
 
-def file_size(file: Path) -> int:
-    """The bytes of an ordinary file.
+def file_size(file: Path, root: Path | None = None) -> int:
+    """Return the bytes of an ordinary file of a model.
 
-    A pipe or a device has no size and may never end: it is refused. So is a loop of links.
+    A pipe or a device has no size and may never end: it is refused. So is a loop of links, and a
+    link to a file that is not the model's, whose content a server would then give away.
+
+    Args:
+      root: the model's folder; default: the folder of the file.
 
     Raises:
-      CheckpointError: it is not an ordinary file.
+      CheckpointError: it is not an ordinary file of the model.
       FileNotFoundError: there is no such file.
     """
     try:
@@ -94,7 +108,27 @@ def file_size(file: Path) -> int:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{file} cannot be read: it is not an ordinary file")
+    _check_inside(file, file.parent if root is None else root)
     return found.st_size
+
+
+def _check_inside(file: Path, root: Path) -> None:
+    """Raise `CheckpointError` if links lead from the file out of `root`.
+
+    A snapshot in Hugging Face's cache (`models--ORG--NAME/snapshots/COMMIT`) has links to the blobs
+    of its model, two folders above.
+    """
+    target, folder = Path(os.path.realpath(file)), Path(os.path.realpath(root))
+    if target.is_relative_to(folder):
+        return
+    if folder.parent.name == "snapshots":
+        blobs = os.path.realpath(folder.parents[1] / "blobs")
+        if target.is_relative_to(blobs):
+            return
+    raise CheckpointError(
+        f"{file} is a link to {target}, which is not in the model's folder: if the file is the "
+        f"model's, copy it there (cp --remove-destination {target} {file})"
+    )
 
 
 def depth_exceeds(value: Any, limit: int) -> bool:

@@ -18,6 +18,8 @@ import jax
 
 import forge_jax
 from forge_jax.checkpoint.converted import WEIGHTS
+from forge_jax.errors import CheckpointError
+from forge_jax.files import file_size
 
 MODEL_FILES = ("*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja")
 WHOLE_BYTES = 16 << 20  # of a file that is read whole; of a larger one, samples
@@ -53,13 +55,24 @@ def system_fingerprint(folder: Path, device: jax.Device, settings: dict[str, Any
 def _model_files(folder: Path) -> list[tuple[str, Path]]:
     if folder.is_file():
         return [(folder.name, folder)]
-    return sorted({(file.name, file) for pattern in MODEL_FILES for file in folder.glob(pattern)})
+    files = {file for pattern in MODEL_FILES for file in folder.glob(pattern)}
+    return sorted((file.name, file) for file in files if _counts(file, folder))
 
 
 def _array_files(folder: Path) -> list[tuple[str, Path]]:
     """Of a converted folder, by their paths in it."""
-    files = (file for file in (folder / WEIGHTS).rglob("*") if file.is_file())
-    return sorted((file.relative_to(folder).as_posix(), file) for file in files)
+    files = (folder / WEIGHTS).rglob("*")
+    found = (file for file in files if not file.is_dir() and _counts(file, folder))
+    return sorted((file.relative_to(folder).as_posix(), file) for file in found)
+
+
+def _counts(file: Path, folder: Path) -> bool:
+    """False for what no reader takes: pipes, devices, broken links and files of others."""
+    try:
+        file_size(file, folder)
+    except (CheckpointError, FileNotFoundError):
+        return False
+    return True
 
 
 def _file_digest(file: Path, whole_bytes: int, num_samples: int) -> bytes:

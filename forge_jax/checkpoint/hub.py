@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from forge_jax.errors import ModelError
-from forge_jax.files import GGUF_SUFFIX
+from forge_jax.files import GGUF_SUFFIX, file_size
 from forge_jax.suggest import did_you_mean
 
 BUNDLED = "forge-tiny"
@@ -87,7 +87,10 @@ def _only_gguf(folder: Path) -> Path | None:
     if len(files) > 1:
         names = ", ".join(file.name for file in files[:10]) + (", ..." if files[10:] else "")
         raise ModelError(f"{folder} has {len(files)} GGUF files: give one of them: {names}")
-    return files[0] if files else None
+    if not files:
+        return None
+    file_size(files[0], folder)  # a link out of the folder is refused
+    return files[0]
 
 
 def _download(model: str, revision: str | None) -> Path:

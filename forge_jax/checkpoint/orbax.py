@@ -12,8 +12,6 @@ https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html
 from __future__ import annotations
 
 import logging
-import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ import numpy as np
 
 from forge_jax.checkpoint.stored import BFLOAT16, StoredTensor
 from forge_jax.errors import CheckpointError
-from forge_jax.files import read_json, shown
+from forge_jax.files import file_size, read_json, shown
 
 DESCRIPTION = ".zarray"
 
@@ -53,8 +51,9 @@ def open_arrays(
         way that `write_arrays` does not; all that is wrong is listed.
     """
     stored, faults = {}, []
+    root = folder.parent  # the model's folder
     for name, leaf in expected.items():
-        found = _open_array(folder / name, leaf)
+        found = _open_array(folder / name, leaf, root)
         if isinstance(found, str):
             faults.append(f"array {name} {found}")
         else:
@@ -65,10 +64,10 @@ def open_arrays(
     return stored
 
 
-def _open_array(folder: Path, leaf: jax.ShapeDtypeStruct) -> StoredTensor | str:
+def _open_array(folder: Path, leaf: jax.ShapeDtypeStruct, root: Path) -> StoredTensor | str:
     """The array, or what is wrong with it."""
     try:
-        found = read_json(folder / DESCRIPTION, max_depth=3)
+        found = read_json(folder / DESCRIPTION, max_depth=3, root=root)
     except (FileNotFoundError, NotADirectoryError):
         return "is missing"
     except CheckpointError as error:
@@ -79,16 +78,16 @@ def _open_array(folder: Path, leaf: jax.ShapeDtypeStruct) -> StoredTensor | str:
             return f"has {key} {shown(value)}, not {wanted}"
     file = folder / (".".join("0" * len(leaf.shape)) or "0")
     try:
-        status = os.stat(file, follow_symlinks=False)
+        if file.is_symlink():
+            return f"is in {file}, which is not an ordinary file"
+        size = file_size(file, root)
     except FileNotFoundError:
         return f"has no file {file.name}"
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         return f"cannot be opened: {error}"
-    if not stat.S_ISREG(status.st_mode):
-        return f"is in {file}, which is not an ordinary file"
     num_bytes = leaf.size * leaf.dtype.itemsize
-    if status.st_size != num_bytes:
-        return f"has {status.st_size} bytes, not {num_bytes}"
+    if size != num_bytes:
+        return f"has {size} bytes, not {num_bytes}"
     return StoredTensor(folder.name, file, leaf.dtype, leaf.shape, 0)
 
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge_jax.cache_folder import default_cache_folder, private_folder_fault
+from forge_jax.cache_folder import default_cache_folder, is_url
 from forge_jax.doctor.finding import Finding
 from forge_jax.observe.memory import host_bytes
+from forge_kernels.private_files import private_folder_fault
 
 PROC_DRIVER = Path("/proc/driver/nvidia")
 MAX_FILES_COUNTED = 100_000
@@ -129,10 +130,11 @@ class Cache:
 def caches() -> list[Cache]:
     from huggingface_hub import constants
 
-    compiled = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or default_cache_folder())
+    from_jax = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    compiled = None if is_url(from_jax) else Path(from_jax or default_cache_folder())
     kernels = default_cache_folder().parent / "kernels"
     return [
-        _cache("compiled executables", compiled, private=True),
+        *([_cache("compiled executables", compiled, private=True)] if compiled else []),
         _cache("CPU kernels", kernels, private=True),
         _cache("Hugging Face models", Path(constants.HF_HUB_CACHE), private=False),
     ]

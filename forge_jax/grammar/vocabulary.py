@@ -10,6 +10,8 @@ import llguidance
 import msgspec
 from tokenizers import AddedToken
 
+from forge_jax.panics import is_panic
+
 if TYPE_CHECKING:
     from forge_jax.text import Tokenizer
 
@@ -61,8 +63,10 @@ def canonical_tokenizer(
         made = llguidance.LLTokenizer(
             backend.to_str(), n_vocab=len(vocabulary.tokens), eos_token=vocabulary.end_ids
         )
-    except ValueError:
-        return None
+    except BaseException as error:
+        if isinstance(error, ValueError) or is_panic(error):
+            return None
+        raise
     special = frozenset(vocabulary.special_ids)
     for token, piece in enumerate(vocabulary.tokens):
         if token in special or not piece or piece[0] == 0xFF:  # which begins no text

@@ -243,7 +243,8 @@ async def _serve(sock: socket.socket) -> None:
 
 def main() -> None:
     gc.disable()  # until the engine is ready
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to everybody
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to everybody
+        signal.signal(number, signal.SIG_IGN)
     logging.getLogger("jax").setLevel(logging.WARNING)
     asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
 

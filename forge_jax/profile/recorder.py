@@ -15,6 +15,7 @@ import jax
 
 from forge_jax.errors import RequestError
 from forge_jax.observe import spans
+from forge_kernels.private_files import make_private_folder
 
 EXECUTABLES = "executables"  # the folder beside a trace
 ABOUT = "about.json"  # beside it, too
@@ -47,7 +48,7 @@ class Recorder:
             if _folder is not None:
                 raise RequestError("a profile is being taken: stop it first")
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_private_folder(folder)
             except OSError as error:
                 raise RequestError(f"profiles cannot be written: {error.strerror}") from error
             options = jax.profiler.ProfileOptions()

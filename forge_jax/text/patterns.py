@@ -22,6 +22,8 @@ from collections.abc import Iterator
 
 from tokenizers import Regex, pre_tokenizers
 
+from forge_jax.panics import is_panic
+
 MAX_PATTERN = 4096  # characters
 MAX_REPEAT = 1000  # `x{n}`, and the product of such numbers one in the other
 MAX_UNBOUNDED = 4  # quantifiers without an end in one alternative
@@ -254,8 +256,3 @@ def compiled(pattern: str) -> Regex:
         if isinstance(error, Exception) or is_panic(error):
             raise PatternError(f"it is not valid: {str(error)[:200]}") from None
         raise
-
-
-def is_panic(error: BaseException) -> bool:
-    """Whether the error is a panic of the library, which is no Exception in Python."""
-    return type(error).__name__ == "PanicException"

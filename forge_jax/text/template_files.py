@@ -52,7 +52,7 @@ def given_template(folder: Path, given: str | Path) -> dict[str, str]:
     if isinstance(given, str) and ("{" in given or "\n" in given):
         return {DEFAULT: given}
     try:
-        return {DEFAULT: read_text(Path(given), _KIND)}
+        return {DEFAULT: read_text(Path(given), _KIND, root=Path("/"))}  # wherever links lead
     except (OSError, CheckpointError) as error:
         named = folder_templates(folder)
         if str(given) in named:
@@ -71,7 +71,7 @@ def _from_files(folder: Path) -> dict[str, str]:
     except OSError as error:
         raise CheckpointError(f"{folder}/additional_chat_templates: {error}") from error
     for file in others[: MAX_TEMPLATES + 1]:
-        found[_name(file.stem, file)] = read_text(file, _KIND)
+        found[_name(file.stem, file)] = read_text(file, _KIND, root=folder)
     return found
 
 

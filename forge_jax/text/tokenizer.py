@@ -22,8 +22,8 @@ from tokenizers import Tokenizer as Backend
 from forge_jax.checkpoint.gguf import is_gguf
 from forge_jax.errors import CheckpointError, RequestError
 from forge_jax.files import read_json, shown
+from forge_jax.panics import panics_as
 from forge_jax.text.gguf import load_gguf_tokenizer
-from forge_jax.text.patterns import is_panic
 from forge_jax.text.token_bytes import ByteStream, TokenBytes
 from forge_jax.text.tokenizer_file import MAX_TOKEN_CHARS, add_configured, load_backend
 
@@ -92,6 +92,16 @@ class Tokenizer:
         or has an id beyond the model's width, `vocab_size`, or is not `tokenizer.json`.
         """
         folder = Path(path)
+        file = folder if is_gguf(folder) else folder / "tokenizer.json"
+
+        def unusable(panic: str) -> CheckpointError:
+            return CheckpointError(f"{file} is not a usable tokenizer: {panic}")
+
+        with panics_as(unusable):
+            return cls._of_folder(folder, vocab_size)
+
+    @classmethod
+    def _of_folder(cls, folder: Path, vocab_size: int | None) -> Tokenizer | None:
         if is_gguf(folder):
             found = load_gguf_tokenizer(folder, vocab_size)
             return None if found is None else cls(*found)
@@ -145,7 +155,8 @@ class Tokenizer:
         what it sent, so here they stay.
         """
         if self.table is None:
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            with panics_as(_cannot_decode):
+                return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         hidden = self.special_ids if skip_special_tokens else _NOTHING
         return ByteStream(self.table, hidden).push(ids).decode("utf-8", "replace")
 
@@ -155,7 +166,8 @@ class Tokenizer:
             return self.table[token_id]
         if token_id < 0 or self.backend.id_to_token(token_id) is None:
             return b""
-        return self.backend.decode([token_id], skip_special_tokens=False).encode()
+        with panics_as(_cannot_decode):
+            return self.backend.decode([token_id], skip_special_tokens=False).encode()
 
     def token_text(self, token_id: int) -> str:
         """The token as a printable string: U+FFFD for a part of a character."""
@@ -173,7 +185,9 @@ class Tokenizer:
             return True
         if self._normalized_pattern is None or self.backend.normalizer is None:
             return False
-        return bool(self._normalized_pattern.search(self.backend.normalizer.normalize_str(text)))
+        with panics_as(_cannot_encode):
+            normalized = self.backend.normalizer.normalize_str(text)
+        return bool(self._normalized_pattern.search(normalized))
 
     @cached_property
     def _normalized_pattern(self) -> re.Pattern[str] | None:
@@ -334,18 +348,23 @@ def _content(content: Any, key: str, file: Path) -> str:
 
 def _encode(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
     try:
-        if len(text) > LONG_TEXT:  # a batch of one lets other threads run meanwhile, `encode` not
-            return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A panic: Oniguruma's limit of steps, of a pattern that backtracks on this very text.
+        with panics_as(_cannot_encode):
+            if len(text) > LONG_TEXT:  # a batch of one lets other threads run meanwhile
+                return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
     except (TypeError, UnicodeEncodeError) as error:
         if any("\ud800" <= char <= "\udfff" for char in text):
             raise RequestError("text must be valid Unicode: it has a lone surrogate") from error
         raise
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        # Oniguruma's limit of steps: a pattern that backtracks on this very text.
-        raise RequestError("the model's tokenizer cannot encode this text") from error
+
+
+def _cannot_encode(panic: str) -> RequestError:
+    return RequestError("the model's tokenizer cannot encode this text")
+
+
+def _cannot_decode(panic: str) -> RequestError:
+    return RequestError("the model's tokenizer cannot decode these tokens")
 
 
 def _alternatives(strings: Iterable[str]) -> re.Pattern[str]:

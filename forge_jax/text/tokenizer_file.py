@@ -7,6 +7,7 @@ error there, and each would be ours later, in a table or on a request.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,8 @@ from tokenizers import Tokenizer as Backend
 
 from forge_jax.errors import CheckpointError
 from forge_jax.files import depth_exceeds, read_text, shown
-from forge_jax.text.patterns import PatternError, check_pattern, is_panic
+from forge_jax.panics import is_panic
+from forge_jax.text.patterns import PatternError, check_pattern
 
 MAX_TOKEN_ID = 2**22
 MAX_TOKEN_CHARS = 4096
@@ -34,6 +36,7 @@ MAX_DECODER_GROWTH = 4  # the same for tokens, all of which are decoded at the s
 MAX_WORD_CHARS = 200  # WordPiece takes quadratic time in it
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_TEMPLATES = {"single": ("A",), "pair": ("A", "B")}  # and the sequences in each
 COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
@@ -64,6 +67,8 @@ def _checked(data: dict[str, Any], text: str, file: Path, vocab_size: int | None
     _File(file, data, vocab_size).check()
     try:
         backend = Backend.from_str(text)
+        with contextlib.suppress(Exception):  # a panic here would be one for each text
+            backend.decode(backend.encode("a").ids)
     except BaseException as error:  # the library raises bare Exception, or panics
         if not isinstance(error, Exception) and not is_panic(error):
             raise
@@ -260,10 +265,42 @@ class _File:
                 growth *= self._growth(name, parent)
             elif parent.get("type") == "Prepend":
                 self._short(f"{name}.prepend", parent.get("prepend"))
+            if name == "post_processor" and not parent.keys().isdisjoint(_TEMPLATES):
+                self._template(name, parent)
             if growth > most:
                 self._fail(name, f"makes texts more than {most} times longer")
         if count > MAX_COMPONENTS and name != "post_processor":  # which lists special tokens
             self._fail(name, f"has more than {MAX_COMPONENTS} parts")
+
+    def _template(self, name: str, template: dict[str, Any]) -> None:
+        """The library takes for granted that a template's tokens and sequences are there."""
+        tokens = template.get("special_tokens")
+        if not isinstance(tokens, dict):
+            self._fail(f"{name}.special_tokens", "must be an object of special tokens")
+        for token, entry in tokens.items():
+            field = f"{name}.special_tokens[{shown(token)}]"
+            match entry:
+                case {"ids": [*ids], "tokens": [*texts]} if len(ids) == len(texts):
+                    for i in ids:
+                        self._id(field, token, i, self.limit)
+                case _:
+                    self._fail(field, "must have as many ids as tokens, not", entry)
+        for key, sequences in _TEMPLATES.items():
+            pieces = template.get(key)
+            if not isinstance(pieces, list):
+                self._fail(f"{name}.{key}", "must be a list, not", pieces)
+            for i, piece in enumerate(pieces):
+                match piece:
+                    case {"SpecialToken": {"id": str(token)}} if token in tokens:
+                        pass
+                    case {"SpecialToken": {"id": token}}:
+                        field = f"{name}.{key}[{i}].SpecialToken.id"
+                        self._fail(field, "has no entry in special_tokens:", token)
+                    case {"Sequence": {"id": sequence}} if sequence in sequences:
+                        pass
+                    case _:
+                        field = f"{name}.{key}[{i}]"
+                        self._fail(field, f"must be a special token or {sequences}, not", piece)
 
     def _component_text(self, field: str, key: str, text: Any) -> None:
         limit = MAX_CHARSMAP if key == "precompiled_charsmap" else MAX_COMPONENT_TEXT

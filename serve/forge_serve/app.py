@@ -20,14 +20,23 @@ from aiohttp import hdrs, web
 
 from forge_jax import __version__
 from forge_jax.errors import RequestError
+from forge_jax.panics import is_panic
 from forge_serve import answering, info, loras, messages, openapi, tokens
 from forge_serve.auth import TENANT, ApiKeys, tenant_salt
+from forge_serve.browsers import BrowserGuard
 from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
+from forge_serve.connections import only_chunked
 from forge_serve.cors import Cors
 from forge_serve.embeddings import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from forge_serve.engine_view import EngineView
-from forge_serve.errors import BodyTimeoutError, NotReadyError, UnknownModelError, error_reply
+from forge_serve.errors import (
+    BodyTimeoutError,
+    NotReadyError,
+    TransferCodingError,
+    UnknownModelError,
+    error_reply,
+)
 from forge_serve.event_stream import EventStream, Replay
 from forge_serve.generation import Generation, encode_prompts, truncated
 from forge_serve.loras import LoadLoraRequest, UnloadLoraRequest
@@ -181,8 +190,12 @@ class Service:
 def make_app(service: Service) -> web.Application:
     """The application. To be run with `handler_cancellation=True`: leaving must stop the work."""
     endpoints, cors = _Endpoints(service), Cors(service.config.cors_origin)
+    guard = BrowserGuard(service.config, has_keys=bool(service.api_keys))
     app = web.Application(
-        middlewares=[endpoints.envelope, cors.middleware, service.api_keys.middleware],
+        middlewares=[
+            *(endpoints.envelope, only_chunked, guard.middleware),
+            *(cors.middleware, service.api_keys.middleware),
+        ],
         client_max_size=service.config.limits.body_bytes,
     )
     app.on_response_prepare.append(_add_headers)
@@ -537,14 +550,16 @@ class _Endpoints:
         try:
             response = await handler(request)
             status = CLIENT_CLOSED if request.get(_CLIENT_LEFT) else response.status
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             reply = error_reply(error)
             trail.error = reply.name
             anthropic = request.path.startswith(messages.PATH)
             response = reply.response(messages.error_body(reply) if anthropic else None)
             if isinstance(error, web.HTTPMethodNotAllowed):
                 response.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
-            if isinstance(error, web.RequestPayloadError | BodyTimeoutError):
+            if isinstance(error, web.RequestPayloadError | BodyTimeoutError | TransferCodingError):
                 response.force_close()  # where this body ends, and the next request begins?
             status = response.status
         finally:

@@ -17,6 +17,8 @@ ToolCallParserName = Literal[
 ReasoningParserName = Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"]
 
 _API_KEY = re.compile(r"[!-~]{1,512}", re.ASCII)  # what a header can carry, without spaces
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", re.ASCII)
+ANY_HOST = "*"
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,*]+")
 
 
@@ -120,6 +122,11 @@ class ServerConfig:
         "an origin (https://example.org) whose web pages may use the server, or * for all; may be "
         "repeated",
     )
+    allowed_host: tuple[str, ...] = option(
+        (),
+        "a host name by which clients or a proxy reach the server, or * for all; may be repeated. "
+        "Default: without API keys on a loopback address localhost and IP addresses, else all",
+    )
     limits: Limits = field(
         default_factory=Limits, metadata={"doc": "what one request may ask for", "flag": None}
     )
@@ -155,7 +162,7 @@ class ServerConfig:
         self._check_exposure()
 
     def _check_exposure(self) -> None:
-        for name in ("api_key", "cors_origin"):
+        for name in ("api_key", "cors_origin", "allowed_host"):
             if isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} must be a tuple of strings")
         for key in self.api_key:
@@ -164,6 +171,12 @@ class ServerConfig:
             raise ConfigError("--api-key-file must not be empty: leave it out for no keys")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key: give both of them, or neither")
+        for name in self.allowed_host:
+            if name != ANY_HOST and not _HOST_NAME.fullmatch(name):
+                raise ConfigError(
+                    f"--allowed-host must be * or a name such as example.org, without scheme and "
+                    f"port, not {name}"
+                )
         for origin in self.cors_origin:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(

@@ -49,6 +49,18 @@ class UnauthorizedError(ForgeError):
     """The request has no API key, or one that this server does not know."""
 
 
+class HostNotAllowedError(ForgeError):
+    """The request was sent to a host name that is not this server's."""
+
+
+class ForeignSiteError(ForgeError):
+    """A browser sent the request for a page of another site."""
+
+
+class TransferCodingError(ForgeError):
+    """The body has a transfer coding that this server does not take."""
+
+
 class NotReadyError(ForgeError):
     """The server takes no requests at the moment: it is starting or stopping."""
 
@@ -115,6 +127,15 @@ def error_reply(error: BaseException) -> ErrorReply:  # noqa: C901, PLR0911
         case UnauthorizedError():
             code = "invalid_api_key"
             return ErrorReply(401, str(error), "invalid_request_error", None, code)
+        case HostNotAllowedError():
+            code = "host_not_allowed"
+            return ErrorReply(403, str(error), "invalid_request_error", None, code)
+        case TransferCodingError():
+            code = "transfer_coding_not_supported"
+            return ErrorReply(400, str(error), "invalid_request_error", None, code)
+        case ForeignSiteError():
+            code = "origin_not_allowed"
+            return ErrorReply(403, str(error), "invalid_request_error", None, code)
         case UnknownModelError():
             code = "model_not_found"
             return ErrorReply(404, str(error), "invalid_request_error", error.param, code)

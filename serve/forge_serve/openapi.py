@@ -43,6 +43,7 @@ GENERATES = (*READS, 504)
 STATUSES = {
     400: "The body is not what its schema says, or asks for more than the server allows.",
     401: "No API key, or an unknown one.",
+    403: "A browser sent it for another site, or to a host name that is not the server's.",
     404: "The server has no such model, adapter or response, or takes no profiles.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
@@ -84,7 +85,7 @@ class Operation:
       example: such a body.
       answer: the type of its JSON; None: it answers with `content_type`; None as well: nothing.
       events: the type of an event of its stream, if it has one.
-      errors: the statuses of its errors, beside 401.
+      errors: the statuses of its errors, beside 401 and 403.
       also: other statuses that come with `answer`.
       parameters: of its path and query.
     """
@@ -391,7 +392,8 @@ def _described(
     for status in operation.also:
         answered[status] = _response(status, STATUSES[status], content, method)
     closed = about.api_keys and path not in OPEN_PATHS
-    for status in sorted({*operation.errors, *((401,) if closed else ())}):
+    refusals = (401,) if closed else () if about.api_keys else (403,)
+    for status in sorted({*operation.errors, *refusals}):
         content = {JSON: {"schema": error}}
         answered[status] = _response(status, STATUSES[status], content, method)
     described: dict[str, Any] = {

@@ -34,6 +34,7 @@ from forge_jax.errors import ConfigError
 from forge_jax.observe.log import configure
 from forge_serve.app import Service, make_app
 from forge_serve.config import ServerConfig
+from forge_serve.connections import Runner
 from forge_serve.record import TENANT_CHARS
 from forge_serve.tls import ssl_context
 
@@ -54,7 +55,7 @@ HURRY_S = 3.0  # from the second signal to the end, however busy the device is
 def serve(
     engine_config: EngineConfig, server_config: ServerConfig, startup: StartupTimes | None = None
 ) -> int:
-    """Serves until SIGTERM or SIGINT. Returns the exit status.
+    """Serves until SIGTERM, SIGINT or SIGHUP. Returns the exit status.
 
     Args:
       startup: where the phases of the start are noted; default: from now on.
@@ -168,8 +169,7 @@ async def _serve(
     for number, tenant in enumerate(service.api_keys.tenants, start=1):
         log.info("API key %d is tenant %s in the log", number, tenant[:TENANT_CHARS])
     last_timers: list[asyncio.TimerHandle] = []  # that end the process, if nothing else does
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _on_signal, stop, service, last_timers, number)
+    handle_signals(loop, stop, service, last_timers)
     runner = make_runner(service)
     await runner.setup()
     site = web.SockSite(runner, sock, backlog=BACKLOG, ssl_context=tls)
@@ -206,8 +206,9 @@ def make_runner(service: Service, *, last_bytes_s: float = LAST_BYTES_S) -> web.
       last_bytes_s: how long answers may take to leave after the end.
     """
     limits = service.config.limits
-    return web.AppRunner(
+    return Runner(
         make_app(service),
+        body_bytes=limits.body_bytes,
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=last_bytes_s,
@@ -263,6 +264,23 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
         return uvloop.new_event_loop
     return None
+
+
+def handle_signals(
+    loop: asyncio.AbstractEventLoop,
+    stop: asyncio.Event,
+    service: Service,
+    last_timers: list[asyncio.TimerHandle],
+) -> None:
+    """Drain on SIGTERM, SIGINT and SIGHUP.
+
+    A terminal that is closed sends SIGHUP, its shell may send another: these do not hurry the end,
+    as a second SIGTERM does. Under `nohup` SIGHUP stays ignored.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, stop, service, last_timers, number)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, stop.set)
 
 
 def _on_signal(

@@ -393,6 +393,41 @@ def test_a_cache_folder_that_others_can_write_to_is_refused(
         use(compile_cache=False, compile_cache_dir=str(tmp_path))
 
 
+def test_the_folder_of_jaxs_own_setting_is_checked_too(tmp_path, jax_cache):
+    tmp_path.chmod(0o777)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"JAX_COMPILATION_CACHE_DIR .*others can write .*--no-compile-cache"
+    ):
+        use()
+    use(compile_cache=False)
+    tmp_path.chmod(0o700)
+    use()
+    assert jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_compilation_cache_dir", "gs://bucket/folder")
+    use()
+    assert jax.config.jax_compilation_cache_dir == "gs://bucket/folder"
+    assert not Path("gs:").exists()
+
+
+def test_executables_that_others_can_write_are_removed(tmp_path, jax_cache, caplog):
+    """They may be from a time when the folder was open to all."""
+    use(compile_cache_dir=str(tmp_path))
+    (tmp_path / "own-cache").write_bytes(b"whole, in some form")
+    (tmp_path / "below").mkdir()
+    for name in ("planted-cache", "below/planted"):
+        (tmp_path / name).write_bytes(b"whole, in some form")
+        (tmp_path / name).chmod(0o666)
+    (tmp_path / "link-cache").symlink_to("own-cache")
+    use(compile_cache_dir=str(tmp_path))
+    left = sorted(path.name for path in tmp_path.rglob("*") if not path.name.startswith("."))
+    assert left == ["below", "own-cache"]
+    assert caplog.text.count("removed from the compilation cache") == 3
+    (tmp_path / "below").chmod(0o777)
+    with pytest.raises(ConfigError, match=r"below in it: others can write to it"):
+        use(compile_cache_dir=str(tmp_path))
+
+
 def test_xla_takes_the_option_that_turns_command_buffers_off():
     options = compiler_options("gpu", command_buffers=False, deterministic=False)
     [(name, value)] = options.items()

@@ -133,6 +133,35 @@ def test_only_the_user_may_look_into_the_cache(fake):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+def test_a_folder_that_others_can_write_to_gives_no_kernels(fake):
+    folder = fake / "cache"
+    planted = build("avx2", folder)
+    folder.chmod(0o777)
+    with pytest.raises(BuildError, match=r"nothing is loaded from .*others can write to it"):
+        build("avx2", folder)
+    folder.chmod(0o700)
+    fake.chmod(0o777)  # where the folder can be replaced
+    with pytest.raises(BuildError, match=r"others can write to .*, which it is in"):
+        build("avx2", folder)
+    fake.chmod(0o700)
+    assert build("avx2", folder) == planted
+
+
+@pytest.mark.parametrize("kind", ["writable", "link"])
+def test_a_library_that_others_can_write_is_built_again(fake, caplog, kind):
+    path = build("avx2", fake / "cache")
+    path.write_text("planted")
+    if kind == "writable":
+        path.chmod(0o666)
+    else:
+        path.rename(fake / "planted")
+        path.symlink_to(fake / "planted")
+    assert build("avx2", fake / "cache") == path
+    assert path.read_text() == "a library\n" and not path.is_symlink()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert "the CPU kernels are built again" in caplog.text
+
+
 def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "forge-jax" / "kernels"
@@ -184,6 +213,23 @@ def test_a_machine_without_kernels_is_told_once(fresh, monkeypatch, caplog):
 def test_a_library_that_cannot_be_loaded_is_a_build_error(fresh, fake):
     with pytest.raises(BuildError, match="could not be loaded"):
         cpu.load("avx2", fake / "cache")
+
+
+def test_the_library_that_was_checked_is_the_one_that_is_loaded(cpu_kernels, tmp_path, monkeypatch):
+    """Another file takes its name between the check and the call of the loader."""
+    path = tmp_path / "library.so"
+    shutil.copyfile(build(cpu_kernels), path)
+    path.chmod(0o700)
+    loads = library.ctypes.CDLL
+
+    def load(name: str):
+        (tmp_path / "other").write_text("planted")
+        (tmp_path / "other").replace(path)
+        return loads(name)
+
+    monkeypatch.setattr(library.ctypes, "CDLL", load)
+    assert library._load_private(path).forge_pack
+    assert path.read_text() == "planted"
 
 
 # ---- in a process of its own --------------------------------------------------------------------

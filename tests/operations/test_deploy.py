@@ -11,6 +11,7 @@ import configparser
 import dataclasses
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
@@ -28,8 +29,8 @@ import yaml
 from aiohttp import web
 from promql import label_values, reads
 
-from forge_jax.cache_folder import private_folder_fault
 from forge_jax.engine import Engine
+from forge_kernels.private_files import private_folder_fault
 from forge_serve.app import Service, make_app
 from forge_serve.auth import HEALTH_PATHS
 from forge_serve.cli import SECTIONS, make_parser
@@ -341,7 +342,9 @@ def test_a_pod_is_killed_later_than_it_is_left_out_and_than_the_server_calls_its
     assert seconds("startupProbe") > 600
 
 
-def test_a_claims_folders_stay_the_servers_own(tmp_path):
+def test_a_claims_folders_stay_the_servers_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
     # What Kubernetes makes of an empty volume with an fsGroup, and at later starts of a filled one.
     tmp_path.chmod(0o2777)
     cache = tmp_path / "cache" / "forge-jax" / "xla"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import stat
 
 import ml_dtypes
 import numpy as np
@@ -30,6 +31,15 @@ from forge_kernels import cpu
 from forge_serve import cli
 
 STEPS = 4
+
+
+def test_only_the_user_may_look_into_a_profile(tmp_path):
+    folder = tmp_path / "profiles" / "one"
+    recorder = Recorder(dict, "nothing")
+    recorder.start(folder)
+    recorder.stop()
+    for made in (folder.parent, folder):
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ async def test_what_resembles_an_open_path_is_closed(closed, path):
 async def test_what_is_no_key_opens_nothing(closed, headers):
     port = int(closed.url.rpartition(":")[2])
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
-    request = f"GET /stats HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{lines}\r\n"
+    request = f"GET /stats HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{lines}\r\n"
     answer = await _raw(port, request.encode("utf-8", "surrogateescape"))
     assert answer.split()[1] in (b"401", b"400")
     assert KEY_A.encode() not in answer
@@ -124,7 +124,7 @@ async def test_each_key_opens_everything(closed):
 async def test_a_body_is_not_read_without_a_key(closed):
     """The answer comes while the body is still on its way."""
     port = int(closed.url.rpartition(":")[2])
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n{"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{"
     assert (await _raw(port, head, until=b"\r\n")).split()[1] == b"401"
 
 

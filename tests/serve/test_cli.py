@@ -285,7 +285,7 @@ def test_what_is_not_http_is_one_line_in_the_log():
             assert process.stdout is not None and process.stderr is not None
             match = re.search(r"http://127\.0\.0\.1:(\d+)", process.stdout.readline())
             assert match
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
             malformed = (
                 head + b"Transfer-Encoding: chunked\r\n\nzz\r\n",
                 head + b"Content-Length: many\r\n\r\n",

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from forge_jax.cache_folder import private_folder_fault
 from forge_jax.doctor import examination, machine, packages
 from forge_jax.doctor.examination import _device_faults, _Probed
 from forge_jax.doctor.finding import Finding
+from forge_kernels.private_files import private_folder_fault
 from forge_serve import cli
 
 FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli", "doctor"]

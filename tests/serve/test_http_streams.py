@@ -221,6 +221,28 @@ async def test_a_request_that_fails_in_the_middle_is_an_error(start, monkeypatch
     assert status == 200, "the next request does not suffer"
 
 
+async def test_a_panic_of_a_library_costs_its_request_only(start, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    def panics(*_, **__):
+        raise PanicException("a secret")
+
+    server = await start(Engine.fake())
+    assert server.engine.tokenizer is not None
+    with monkeypatch.context() as patch:  # on the event loop
+        patch.setattr(server.engine.tokenizer, "encode", panics)
+        status, answer = await server.post("/tokenize", {"prompt": "a"})
+    assert status == 500 and answer["error"]["code"] == "internal_error"
+    assert "secret" not in answer["error"]["message"]
+    with monkeypatch.context() as patch:  # on the engine's thread
+        patch.setattr(server.engine._core, "add", panics)
+        status, answer = await server.post("/v1/completions", {"prompt": "a"})
+    assert status == 503 and "secret" not in answer["error"]["message"]
+    status, _ = await server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+    assert status == 200, "the next request does not suffer"
+
+
 @pytest.mark.parametrize("failing", [3, 20], ids=["in the middle", "the last"])
 async def test_an_event_that_cannot_be_made_is_an_error_of_its_request(start, monkeypatch, failing):
     server = await start(Engine.fake(step_time_s=0.002))
@@ -301,7 +323,10 @@ async def _post(
     loop = asyncio.get_running_loop()
     await loop.sock_connect(reader, ("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
     data = json.dumps(body)
-    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
+    )
     await loop.sock_sendall(reader, (head + data).encode())
 
 

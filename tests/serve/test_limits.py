@@ -191,7 +191,7 @@ HEADS: dict[str, Callable[[int], bytes]] = {  # everything before a body that ha
 
 
 def head(target: str, *headers: str) -> bytes:
-    lines = (f"GET {target} HTTP/1.1", "Host: x", "Connection: close", *headers, "", "")
+    lines = (f"GET {target} HTTP/1.1", "Host: localhost", "Connection: close", *headers, "", "")
     return "\r\n".join(lines).encode()
 
 

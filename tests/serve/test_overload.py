@@ -106,7 +106,9 @@ async def test_a_body_that_does_not_arrive_is_given_up(start, monkeypatch):
     server = await start(Engine.fake())
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+    )
     async with asyncio.timeout(60):
         answer = await reader.readuntil(b"}}")
     assert answer.startswith(b"HTTP/1.1 408") and b"request_timeout" in answer
@@ -212,7 +214,7 @@ async def test_idle_connections_cost_little_and_stop_nobody(start):
     idle = [await asyncio.open_connection(host, int(port)) for _ in range(400)]
     assert (await running.post("/v1/completions", SHORT))[0] == 200
     for reader, writer in idle[::40]:
-        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
     for _, writer in idle:
         writer.close()
@@ -255,7 +257,7 @@ async def test_ten_thousand_idle_connections():
         assert per_connection < 40 * 1024
         assert among_ms < 2.0 * alone_ms
         for reader, writer in idle[:: count // 50]:
-            writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         for _, writer in idle:
             writer.transport.abort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import re
+import shutil
 import sys
 import time
 import types
@@ -21,6 +22,7 @@ from forge_jax.errors import CheckpointError, ModelError, RequestError
 from forge_jax.models import read_spec
 from forge_jax.text import ChatTemplate, Tokenizer, patterns, tokenizer_file
 from forge_jax.text.patterns import PatternError, check_pattern
+from forge_jax.text.token_bytes import TokenBytes
 from forge_jax.text.tokenizer import _alternatives
 
 MIB = 2**20
@@ -257,6 +259,63 @@ def test_a_panic_of_the_library_is_an_error_like_others(folder, monkeypatch):
         tokenizer.encode("a")
 
 
+def test_a_panic_while_the_tokenizer_is_made_names_the_file(folder, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    def panics(*_, **__):
+        raise PanicException("no entry found for key")
+
+    monkeypatch.setattr(TokenBytes, "of", panics)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a usable.*no entry found"):
+        Tokenizer.from_folder(folder())
+    tokenizer = Tokenizer.__new__(Tokenizer)
+    tokenizer.table, tokenizer.backend = None, types.SimpleNamespace(decode=panics)
+    with pytest.raises(RequestError, match="cannot decode these tokens"):
+        tokenizer.decode([1])
+
+
+SEQUENCE = {"Sequence": {"id": "A", "type_id": 0}}
+SPECIAL = {"SpecialToken": {"id": "a", "type_id": 0}}
+
+
+def template(single=(SEQUENCE,), pair=(SEQUENCE,), **tokens) -> dict:
+    return {"type": "TemplateProcessing", "single": list(single), "pair": list(pair),
+            "special_tokens": {k: {"id": k, **entry} for k, entry in tokens.items()}}  # fmt: skip
+
+
+ONE = {"ids": [0], "tokens": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [
+        (template([SPECIAL, SEQUENCE]), r"single\[0\]\.SpecialToken\.id has no entry"),
+        (template([SPECIAL], b=ONE), r"post_processor\.single\[0\]\.SpecialToken\.id has no entry"),
+        (template(pair=[SEQUENCE, SPECIAL]), r"pair\[1\]\.SpecialToken\.id has no entry"),
+        (template([{"Sequence": {"id": "B", "type_id": 0}}]), r"single\[0\] must be"),
+        (template(a={"ids": [0, 1], "tokens": ["a"]}), "must have as many ids as tokens"),
+        (template(a={"ids": [2**32 - 1], "tokens": ["a"]}), "an id that is not from 0 to"),
+        (template(a={"ids": [None], "tokens": ["a"]}), "an id that is not from 0 to"),
+        ({"type": "TemplateProcessing", "single": [SPECIAL], "pair": []}, "special_tokens must be"),
+        (template(["a"]), r"single\[0\] must be a special token"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_template_that_names_what_is_not_there_is_refused(folder, processor, message, wrapped):
+    """The library panics at the first text, and not before."""
+    if wrapped:
+        processor = {"type": "Sequence", "processors": [processor]}
+    with pytest.raises(CheckpointError, match=rf"tokenizer\.json.*{message}"):
+        Tokenizer.from_folder(folder({"post_processor": processor}))
+
+
+def test_a_template_whose_tokens_are_there_is_good(folder):
+    path = folder({"post_processor": template([SPECIAL, SEQUENCE], a=ONE)})
+    tokenizer = Tokenizer.from_folder(path)
+    assert tokenizer is not None and tokenizer.encode("b") == [0, 1]
+
+
 # Patterns
 
 EXPLODING = [
@@ -367,7 +426,7 @@ def test_code_in_a_folder_is_not_imported(tmp_path):
         values = json.loads((source / name).read_text()) if (source / name).exists() else {}
         (tmp_path / name).write_text(json.dumps(values | auto_map))
     for name in ("tokenizer.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(source / name)
+        shutil.copyfile(source / name, tmp_path / name)
     read_spec(tmp_path)
     open_checkpoint(tmp_path)
     load(tmp_path)

@@ -1,8 +1,9 @@
 """Builds the C++ kernels with the platform's compiler, once, into the user's cache.
 
 The library is keyed by its sources, the headers' jaxlib, the compiler and its flags, so a change of
-any of them builds anew, and two versions never meet. Only the user may write to the folder: what is
-found there is loaded. Processes that start together wait for the one that builds.
+any of them builds anew, and two versions never meet. Only the user, or root, may write to the
+folder and the library, because it is loaded. Processes that start together wait for the one that
+builds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from forge_kernels.private_files import foreign_write_fault, make_private_folder, open_private
 
 SOURCES = Path(__file__).parent / "src"
 FLAGS = ("-O2", "-DNDEBUG", "-std=c++17", "-fPIC", "-shared", "-pthread")
@@ -90,10 +93,12 @@ def default_folder() -> Path:
 
 
 def build(isa: str, folder: Path | None = None) -> Path:
-    """The shared library for one instruction set: from the cache, or built now.
+    """Return the shared library for one instruction set: from the cache, or built now.
+
+    A library that another user wrote, or can write to, is built again.
 
     Raises:
-      BuildError: no compiler, or it failed; the message ends with what it said.
+      BuildError: no compiler, or it failed, with its last lines; or others can write to the folder.
     """
     import jax
 
@@ -101,12 +106,17 @@ def build(isa: str, folder: Path | None = None) -> Path:
     compiler = find_compiler()
     flags = (*FLAGS, *ISAS[isa][1])
     try:
+        make_private_folder(folder)
+        fault = foreign_write_fault(folder)
+        if fault is not None:
+            raise BuildError(
+                f"nothing is loaded from {folder}: {fault} (XDG_CACHE_HOME names its parent)"
+            )
         path = folder / f"{isa}-{_key(compiler, flags)}.so"
-        if path.exists():
+        if _is_usable(path):
             return path
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _one_at_a_time(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
-            if path.exists():
+            if _is_usable(path):
                 return path
             built = Path(scratch) / path.name
             log.info("building the CPU kernels (%s) with %s", isa, compiler[0])
@@ -117,11 +127,23 @@ def build(isa: str, folder: Path | None = None) -> Path:
             if done.returncode:
                 last = "\n".join(done.stderr.strip().splitlines()[-5:])
                 raise BuildError(f"{compiler[0]} could not build the CPU kernels: {last}")
+            built.chmod(0o700)
             built.replace(path)
     except OSError as error:
         raise BuildError(f"the CPU kernels could not be built: {error}") from error
     log.info("built in %.1f s; the next start finds them in %s", time.perf_counter() - start, path)
     return path
+
+
+def _is_usable(library: Path) -> bool:
+    try:
+        os.close(open_private(library))
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        log.warning("the CPU kernels are built again: %s", error)
+        return False
+    return True
 
 
 @contextlib.contextmanager

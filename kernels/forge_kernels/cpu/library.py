@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from forge_kernels.cpu.build import BuildError, best_isa, build, cpu_features
+from forge_kernels.private_files import open_private
 
 TARGETS = (
     *("forge_linear", "forge_experts", "forge_embed"),
@@ -36,7 +37,7 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
     if loaded is None:
         path = build(isa or best_isa(cpu_features()), folder)
         try:
-            loaded = ctypes.CDLL(str(path))
+            loaded = _load_private(path)
         except OSError as error:  # a file system that nothing may be run from, another libc
             raise BuildError(f"{path} could not be loaded: {error}") from error
         for name in TARGETS:
@@ -44,7 +45,7 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
         loaded.forge_isa.restype = ctypes.c_char_p
         loaded.forge_pack.restype = None
-        _loaded.append(loaded)
+        _loaded.append((loaded, path.stem))
     return loaded.forge_isa().decode()
 
 
@@ -63,17 +64,26 @@ def _why_not() -> str | None:
     return None
 
 
-_loaded: list[ctypes.CDLL] = []
+def _load_private(path: Path) -> ctypes.CDLL:
+    """Load the file that has been checked, whatever has its name by now."""
+    descriptor = open_private(path)
+    try:
+        opened = Path(f"/proc/self/fd/{descriptor}")
+        return ctypes.CDLL(str(opened if opened.exists() else path))
+    finally:
+        os.close(descriptor)
+
+
+_loaded: list[tuple[ctypes.CDLL, str]] = []  # and its name, without a suffix
 
 
 def _library() -> ctypes.CDLL | None:
-    return _loaded[0] if _loaded else None
+    return _loaded[0][0] if _loaded else None
 
 
 def identity() -> str | None:
     """Names what has been loaded: its instruction set, sources, compiler and flags."""
-    loaded = _library()
-    return None if loaded is None else Path(loaded._name).stem
+    return _loaded[0][1] if _loaded else None
 
 
 def library() -> ctypes.CDLL:

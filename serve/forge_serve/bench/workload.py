@@ -16,6 +16,8 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from forge_jax.checkpoint.hub import BUNDLED, resolve
+from forge_jax.errors import CheckpointError
+from forge_jax.text.tokenizer_file import load_backend
 from forge_serve.bench.errors import BenchmarkError
 
 ALL = "all"  # the group of requests that belong to no special one
@@ -121,11 +123,13 @@ class Vocabulary:
     @classmethod
     def from_file(cls, path: Path) -> Vocabulary:
         """Of a tokenizer.json, or of the folder that it is in."""
-        file = path / "tokenizer.json" if path.is_dir() else path
+        file = path / "tokenizer.json" if path.is_dir() else path.resolve()
         try:
-            backend = Backend.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception for whatever is wrong
-            raise BenchmarkError(f"--tokenizer {path}: no usable tokenizer.json there") from error
+            backend = load_backend(file)
+        except (CheckpointError, FileNotFoundError) as error:
+            raise BenchmarkError(
+                f"--tokenizer {path}: no usable tokenizer.json there: {error}"
+            ) from error
         backend.no_truncation()
         backend.no_padding()
         return cls.of(backend)

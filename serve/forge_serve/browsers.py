@@ -1,0 +1,109 @@
+"""Refuses requests that a browser sends on behalf of another site's page.
+
+Two attacks reach a server that a firewall or the loopback address protects, because the browser is
+inside. DNS rebinding: a page's own host name suddenly means this machine, and the browser takes the
+server for that page's. The `Host` header still has the page's name. Cross-site request forgery: a
+page posts to the server, and does not need to read the answer. The browser says so in
+`Sec-Fetch-Site` and `Origin`, which no script can change.
+
+With API keys neither works, because a page has no key. Clients other than browsers send neither
+header and are not affected.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Awaitable, Callable
+
+from aiohttp import hdrs, web
+
+from forge_serve.config import ANY_HOST, ServerConfig
+from forge_serve.errors import ForeignSiteError, HostNotAllowedError
+
+SEC_FETCH_SITE = "Sec-Fetch-Site"
+SAFE_METHODS = frozenset((hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS))  # change nothing
+OWN_SITES = frozenset(("same-origin", "none"))  # none: the user's own doing, such as a bookmark
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class BrowserGuard:
+    """Checks the `Host` of all requests, and the origin of those that may change something.
+
+    Args:
+      has_keys: the server asks for API keys.
+    """
+
+    def __init__(self, config: ServerConfig, *, has_keys: bool):
+        listed = {name.lower() for name in config.allowed_host}
+        local = not has_keys and _is_loopback(config.host)
+        self._checks_host = ANY_HOST not in listed and bool(listed or local)
+        self._hosts = frozenset({"localhost", config.host.lower(), *listed})
+        self._checks_origin = not has_keys and "*" not in config.cors_origin
+        self._origins = frozenset(config.cors_origin)
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Raise `HostNotAllowedError` or `ForeignSiteError` for a request that is refused."""
+        if self._checks_host and not self._is_own_host(request):
+            raise HostNotAllowedError(
+                "this server is not reached by this host name: use localhost or an IP address, or "
+                "start it with --allowed-host"
+            )
+        if self._checks_origin and request.method not in SAFE_METHODS:
+            self._check_origin(request)
+        return await handler(request)
+
+    def _is_own_host(self, http: web.Request) -> bool:
+        """An address is as good as a listed name: DNS rebinding needs a name."""
+        given = http.headers.getall(hdrs.HOST, [])
+        if not given:  # HTTP/1.0; browsers always send it
+            return True
+        name = _host_name(given[0])
+        return len(given) == 1 and (name in self._hosts or _is_address(name))
+
+    def _check_origin(self, http: web.Request) -> None:
+        """The rules of Go's `http.CrossOriginProtection`, which need no token and no cookie."""
+        origin = http.headers.get(hdrs.ORIGIN)
+        if origin in self._origins:
+            return
+        site = http.headers.get(SEC_FETCH_SITE)
+        if site is not None:
+            own = site in OWN_SITES
+        else:  # a client that is no browser, or a page that was not loaded by HTTPS
+            own = origin is None or _is_origin_of(origin, http.headers.get(hdrs.HOST, ""))
+        if not own:
+            raise ForeignSiteError(
+                "this server takes no requests from pages of other sites: start it with "
+                "--cors-origin to allow this one"
+            )
+
+
+def _is_origin_of(origin: str, host: str) -> bool:
+    scheme, separator, authority = origin.lower().partition("://")
+    port = _DEFAULT_PORTS.get(scheme, "")
+    return bool(separator and authority) and authority.removesuffix(port) == (
+        host.lower().removesuffix(port)
+    )
+
+
+def _host_name(authority: str) -> str:
+    """The host of `Host`, in lower case, without port, brackets and final dot."""
+    if authority.startswith("["):
+        name, _, rest = authority[1:].partition("]")
+        return name.lower() if not rest or rest.startswith(":") else authority
+    return authority.partition(":")[0].removesuffix(".").lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    """True of an address that only this machine reaches, and of the names that mean one."""
+    return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"

@@ -1,0 +1,177 @@
+"""Requests that a browser sends for another site's page: refused, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from forge_jax.engine import Engine
+from forge_jax.errors import ConfigError
+from forge_serve.config import ServerConfig
+
+PAGE = "https://page.example"
+BODY = b'{"prompt": "a", "max_tokens": 1}'
+
+
+async def status_of(server, method="POST", path="/v1/completions", **headers) -> tuple[int, str]:
+    """The status, and the error's code."""
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    data = BODY if method == "POST" else None
+    async with server.http.request(method, server.url + path, data=data, headers=headers) as got:
+        answer = await got.json() if got.content_type == "application/json" else {}
+    return got.status, answer.get("error", {}).get("code", "")
+
+
+def port_of(server) -> str:
+    return server.url.rpartition(":")[2]
+
+
+# ---- Host ----------------------------------------------------------------------------------------
+
+
+FOREIGN_HOSTS = (
+    *("rebound.example", "rebound.example:8000", "localhost.rebound.example", "127.0.0.1.example"),
+    *("2130706433", "local", "", "[::1].rebound.example", "127.0.0.1@rebound.example"),
+)
+
+
+async def test_a_host_name_of_others_is_refused(server):
+    for host in FOREIGN_HOSTS:
+        for path in ("/", "/v1/models", "/health", "/metrics", "/nowhere"):
+            got = await status_of(server, "GET", path, Host=host)
+            assert got == (403, "host_not_allowed"), (host, path)
+
+
+async def test_nothing_runs_for_a_host_name_of_others(server):
+    assert await status_of(server, Host="rebound.example") == (403, "host_not_allowed")
+    assert await status_of(server, "OPTIONS", Host="rebound.example") == (403, "host_not_allowed")
+    assert server.engine.stats().steps == 0
+
+
+async def test_localhost_and_addresses_are_the_servers_own(server):
+    for host in (
+        *("localhost", "LOCALHOST:1234", "localhost.", "127.0.0.1", "127.8.9.1:1"),
+        *("[::1]", "[::1]:8000", "192.168.1.5:8000"),
+    ):
+        assert (await status_of(server, Host=host))[0] == 200, host
+
+
+async def test_two_hosts_are_refused(server):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(port_of(server)))
+    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+    assert (await reader.readline()).split()[1] in (b"400", b"403")
+    writer.close()
+
+
+async def test_a_request_of_http_1_0_needs_no_host(server):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(port_of(server)))
+    writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+    assert (await reader.readline()).split()[1] == b"200"
+    writer.close()
+
+
+async def test_further_host_names_are_listed(start):
+    server = await start(Engine.fake(), ServerConfig(allowed_host=("Proxy.Example", "other")))
+    for host in ("proxy.example", "proxy.example:443", "other:80", "localhost", "127.0.0.1"):
+        assert (await status_of(server, Host=host))[0] == 200
+    assert await status_of(server, Host="rebound.example") == (403, "host_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ({"allowed_host": ("*",)}, 200),
+        ({"host": "0.0.0.0"}, 200),  # by which names it is reached is not known
+        ({"host": "gpu1.example"}, 200),
+        ({"host": "0.0.0.0", "allowed_host": ("gpu1.example",)}, 403),
+        ({"host": "::1"}, 403),
+        ({"host": "localhost"}, 403),
+        ({"host": "127.0.0.2"}, 403),
+        ({"api_key": ("sk-1",)}, 200),  # a page has no key
+        ({"api_key": ("sk-1",), "allowed_host": ("gpu1.example",)}, 403),
+    ],
+)
+async def test_where_host_names_are_checked(start, options, status):
+    server = await start(Engine.fake(), ServerConfig(**options))
+    got, _ = await status_of(server, "GET", "/health", Host="name.example")
+    assert got == status
+
+
+@pytest.mark.parametrize(
+    "name", ["", "http://example.org", "a:80", "a b", "*.example.org", "[::1]"]
+)
+def test_an_allowed_host_is_a_plain_name(name):
+    with pytest.raises(ConfigError, match="--allowed-host must be"):
+        ServerConfig(allowed_host=(name,))
+
+
+# ---- Origin --------------------------------------------------------------------------------------
+
+
+FOREIGN_PAGES = (
+    {"Origin": PAGE},
+    {"Origin": "null"},
+    {"Origin": "http://localhost:1"},
+    {"Origin": "https://127.0.0.1.example"},
+    {"Origin": PAGE, "Sec_Fetch_Site": "cross-site"},
+    {"Origin": PAGE, "Sec_Fetch_Site": "same-site"},
+    {"Sec_Fetch_Site": "cross-site"},
+)
+
+
+async def test_a_page_of_another_site_posts_nothing(server):
+    for headers in FOREIGN_PAGES:
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json"):
+            got = await status_of(server, **headers, Content_Type=kind)
+            assert got == (403, "origin_not_allowed"), (headers, kind)
+    assert server.engine.stats().steps == 0
+
+
+async def test_nor_does_it_change_the_server(server):
+    for path in ("/start_profile", "/v1/load_lora_adapter", "/v1/responses/r/cancel"):
+        assert await status_of(server, path=path, Origin=PAGE) == (403, "origin_not_allowed")
+
+
+async def test_nor_does_it_delete(server):
+    status = await status_of(server, "DELETE", "/v1/responses/r", Origin=PAGE)
+    assert status == (403, "origin_not_allowed")
+
+
+async def test_clients_that_are_no_browsers_and_the_servers_own_page_post(server):
+    port = port_of(server)
+    for headers in (
+        {},
+        {"Origin": f"http://127.0.0.1:{port}"},
+        {"Origin": f"http://127.0.0.1:{port}", "Sec_Fetch_Site": "same-origin"},
+        {"Origin": "http://localhost", "Host": "localhost:80"},
+        {"Origin": "http://localhost:80", "Host": "localhost"},
+        {"Sec_Fetch_Site": "none"},
+        # A proxy ends TLS and does not hand the name on: the browser says that it is one site.
+        {"Origin": "https://proxy.example", "Sec_Fetch_Site": "same-origin"},
+    ):
+        assert await status_of(server, **headers) == (200, ""), headers
+
+
+async def test_reading_is_left_to_cors(server):
+    assert (await status_of(server, "GET", "/health", Origin=PAGE))[0] == 200
+
+
+async def test_an_origin_that_cors_allows_posts(start):
+    server = await start(Engine.fake(), ServerConfig(cors_origin=(PAGE,)))
+    assert (await status_of(server, Origin=PAGE, Sec_Fetch_Site="cross-site"))[0] == 200
+    other = await status_of(server, Origin="https://other.example", Sec_Fetch_Site="cross-site")
+    assert other == (403, "origin_not_allowed")
+    server = await start(Engine.fake(), ServerConfig(cors_origin=("*",)))
+    assert (await status_of(server, Origin="https://other.example"))[0] == 200
+
+
+async def test_with_keys_a_page_needs_one(start):
+    server = await start(Engine.fake(), ServerConfig(api_key=("sk-1",)))
+    assert (await status_of(server, Origin=PAGE))[0] == 401
+    assert (await status_of(server, Origin=PAGE, Authorization="Bearer sk-1"))[0] == 200
+
+
+async def test_the_openai_client_is_not_a_browser(server):
+    answer = await server.openai.completions.create(model=server.model, prompt="a", max_tokens=1)
+    assert answer.usage is not None and answer.usage.completion_tokens == 1
