@@ -30,7 +30,7 @@ class Process:
 def test_a_silent_process_is_frozen():
     process = Process()
     assert process.live(100) is None
-    assert process.live(TIMEOUT_S, beats=False) is None
+    assert process.live(TIMEOUT_S - LOOK_S, beats=False) is None
     assert "has sent nothing for 10 s" in process.live(LOOK_S, beats=False)
 
 
