@@ -28,6 +28,7 @@ SELF = "self"  # as a draft model: the first layers of the model itself
 LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}", re.ASCII)
 MAX_LORAS = 64  # each is multiplied with every row
 MAX_LORA_RANK = 512
+MAX_ENGINE_TIMEOUT_S = 24 * 3600
 MAX_DRAFT_TOKENS = 31  # each is a row of the executables that verify
 Rounding = Literal["none", "int8", "fp8", "int4"]  # of weights, as they are read
 GGUFWeights = Literal["packed", "decoded"]
@@ -193,6 +194,12 @@ class ParallelConfig:
     compile_cache: bool = option(
         True, "compile at every start, and keep nothing", flag="--no-compile-cache"
     )
+    engine_timeout_s: float = option(
+        120.0,
+        "with --engine-process: seconds without a heartbeat, or without a completed step while "
+        "there is work, after which the process is killed and replaced; at least 1, or 0: never",
+        flag="--engine-timeout",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +253,12 @@ class EngineConfig:
             raise ConfigError(f"--block-size must be a multiple of 8, not {block_size}")
         if self.parallel.compile_cache_dir is not None and not self.parallel.compile_cache:
             raise ConfigError("--compile-cache and --no-compile-cache: leave one of them out")
+        timeout_s = self.parallel.engine_timeout_s
+        if timeout_s != 0.0 and not 1.0 <= timeout_s <= MAX_ENGINE_TIMEOUT_S:
+            raise ConfigError(
+                f"--engine-timeout must be from 1 to {MAX_ENGINE_TIMEOUT_S} seconds, or 0, which "
+                f"turns it off, not {timeout_s}"
+            )
         if not 0.0 < self.cache.memory_fraction <= 1.0:
             raise ConfigError(
                 f"--memory-fraction must be in (0, 1], not {self.cache.memory_fraction}"

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_jax import supervise
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import EngineConfig, python_names
 from forge_jax.core import EngineCore, EngineParts, Late, Limits, Outputs, Pooler
@@ -68,6 +69,7 @@ class Engine(StreamingEngine):
         self._pooling: Future[None] | None = None  # until what pools can run
         self._recorder: Recorder | None = None  # made with the first profile
         self._held: list[Outputs] = []  # news that have not been delivered yet
+        self._turn_s: float | None = None  # when this turn began; None: the thread waits for work
         self._delivered_s = self._clock()
 
     @classmethod
@@ -139,10 +141,10 @@ class Engine(StreamingEngine):
         self._parts.startup.reached("serving")
         if late is None:
             self._ready()
-        self._thread = threading.Thread(target=self._run, name="forge-engine", daemon=True)
-        self._thread.start()
+        self._thread = supervise.start_thread(self._run, "forge-engine", self._thread_failed)
         if late is not None:
-            late.on_compiled(lambda: self._command("adopt", late))
+            adopt = partial(self._command, "adopt", late)
+            late.on_compiled(supervise.guarded(adopt, "adopting executables", self._thread_failed))
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Takes no more requests, waits up to `drain_s` for the running ones, aborts the rest."""
@@ -188,7 +190,11 @@ class Engine(StreamingEngine):
         else:
             self._command("add", request)
             return
-        task = asyncio.get_running_loop().create_task(self._add_later(request, compile_soon))
+        task = supervise.start_task(
+            self._add_later(request, compile_soon),
+            f"queueing request {request.request_id}",
+            partial(self._add_failed, request),
+        )
         self._compiling[request.request_id] = request, task
 
     async def _add_later(
@@ -199,13 +205,14 @@ class Engine(StreamingEngine):
             await compile_soon()
         except ForgeError as error:
             self._deliver([{request.request_id: _ends(request, "error", error)}])
-        except Exception:
-            log.exception("request %s: what it needs could not be compiled", request.request_id)
-            failure = EngineError("what the request needs could not be compiled")
-            self._deliver([{request.request_id: _ends(request, "error", failure)}])
         else:
             self._command("add", request)
         del self._compiling[request.request_id]
+
+    def _add_failed(self, request: Request, error: BaseException) -> None:
+        self._compiling.pop(request.request_id, None)
+        failure = EngineError("what the request needs could not be compiled")
+        self._deliver([{request.request_id: _ends(request, "error", failure)}])
 
     async def _pooling_soon(self, pooler: Pooler) -> None:
         """Until what pools has been compiled, in a thread, and the engine thread will adopt it."""
@@ -213,6 +220,8 @@ class Engine(StreamingEngine):
             thread = ThreadPoolExecutor(1, thread_name_prefix="forge-pooling")
             self._pooling = thread.submit(self._compile_pooling, pooler)
             thread.shutdown(wait=False)
+            # Whoever waits for it may have gone by its end.
+            supervise.watch(self._pooling, "compiling what pools", expected=(ForgeError,))
         await asyncio.shield(asyncio.wrap_future(self._pooling))
 
     def _compile_pooling(self, pooler: Pooler) -> None:
@@ -293,7 +302,7 @@ class Engine(StreamingEngine):
             preemptions=scheduler.num_preemptions,
             recoveries=core.num_recoveries,
             restarts=0,
-            stalled_s=core.stalled_s,
+            stalled_s=max(core.stalled_s, self._turn_seconds()),
             prefix_cache_queries=pool.queried_tokens,
             prefix_cache_hits=pool.hit_tokens,
             compilations_after_ready=self._parts.compilations(),
@@ -301,6 +310,11 @@ class Engine(StreamingEngine):
             startup_seconds=self._parts.startup.seconds,
             speculation=None if core.speculator is None else core.speculator.stats(),
         )
+
+    def _turn_seconds(self) -> float:
+        """For how long the engine thread has been in one turn: commands may hang, too."""
+        began_s = self._turn_s
+        return 0.0 if began_s is None else self._clock() - began_s
 
     def _command(self, verb: str, argument: Any) -> None:
         with self._wake:
@@ -310,45 +324,48 @@ class Engine(StreamingEngine):
     def _run(self) -> None:  # noqa: C901
         """The engine thread: commands in, one tick, news out; asleep when there is no work."""
         core, commands = self._core, self._commands
-        try:
-            with contextlib.ExitStack() as while_ready, self._parts.guard():
-                if self._state == "ready":
-                    while_ready.enter_context(short_pauses())
-                while True:
-                    if not commands and not core.has_work:
-                        with self._wake:
-                            while not commands:
-                                self._wake.wait()
-                    while commands:
-                        verb, argument = commands.popleft()
-                        if verb not in ("add", "abort"):  # the others may take long
-                            self._deliver_held()
-                        if verb == "add":
-                            self._queue_in_core(argument)
-                        elif verb == "abort":
-                            core.abort(argument)
-                        elif verb == "call":
-                            _do(*argument)
-                        elif verb == "pool":
-                            argument.adopt_pooling()
-                        elif verb == "adopt":
-                            if self._adopt(argument):
-                                while_ready.enter_context(short_pauses())
-                        else:
-                            self._deliver([core.drain()])
-                            return
-                    outputs = core.tick(self._before_wait)
-                    self._before_wait()  # where no step was waited for
-                    if outputs:
-                        self._held.append(outputs)
-                    if not core.has_work:
+        with contextlib.ExitStack() as while_ready, self._parts.guard():
+            if self._state == "ready":
+                while_ready.enter_context(short_pauses())
+            while True:
+                if not commands and not core.has_work:
+                    self._turn_s = None
+                    with self._wake:
+                        while not commands:
+                            self._wake.wait()
+                self._turn_s = self._clock()
+                while commands:
+                    verb, argument = commands.popleft()
+                    if verb not in ("add", "abort"):  # the others may take long
                         self._deliver_held()
-        except BaseException as error:  # whatever ends this thread, the streams must learn of it
-            log.exception("the engine thread failed")
+                    if verb == "add":
+                        self._queue_in_core(argument)
+                    elif verb == "abort":
+                        core.abort(argument)
+                    elif verb == "call":
+                        _do(*argument)
+                    elif verb == "pool":
+                        argument.adopt_pooling()
+                    elif verb == "adopt":
+                        if self._adopt(argument):
+                            while_ready.enter_context(short_pauses())
+                    else:
+                        self._deliver([core.drain()])
+                        return
+                outputs = core.tick(self._before_wait)
+                self._before_wait()  # where no step was waited for
+                if outputs:
+                    self._held.append(outputs)
+                if not core.has_work:
+                    self._deliver_held()
+
+    def _thread_failed(self, error: BaseException) -> None:
+        """After whatever ended the engine thread: the streams must learn of it."""
+        self._state = "failed"
+        try:
             self._deliver_held()
-            self._state = "failed"
-            failure = EngineError(f"the engine failed: {type(error).__name__}")
-            self._call(self._fail, failure)
+        finally:
+            self._call(self._fail, EngineError(f"the engine failed: {type(error).__name__}"))
 
     def _before_wait(self) -> None:
         """Hands over the news of the step that was read last.

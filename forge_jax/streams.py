@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from forge_jax import supervise
 from forge_jax.config import Pooling
 from forge_jax.core import Limits, Outputs, check_request, token_ids
 from forge_jax.errors import EngineError, OverloadedError, RequestError
@@ -435,7 +436,8 @@ class StreamingEngine(ABC):
                 self.abort(request_id)
         if self._loop is not loop:
             self._loop = loop
-            loop.call_soon(self._fan_out)  # which the loop before may have been closed without
+            # The loop before may have been closed without it.
+            loop.call_soon(self._guarded_fan_out)
 
     async def _drain(self, seconds: float) -> None:
         """Waits so long for the running requests, and aborts the rest."""
@@ -450,12 +452,15 @@ class StreamingEngine(ABC):
         self._news.extend(outputs)
         if not self._fan_out_due:
             self._fan_out_due = True
-            self._call(self._fan_out)
+            self._call(self._guarded_fan_out)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody listens
                 self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _guarded_fan_out(self) -> None:
+        supervise.guarded(self._fan_out, "handing out the news", self._broken)()
 
     def _fan_out(self) -> None:
         """Hands the news on, all steps' of a request at once. It runs on the event loop."""
@@ -485,10 +490,20 @@ class StreamingEngine(ABC):
         if not self._streams:
             self._idle.set()
 
+    def _broken(self, error: BaseException) -> None:
+        """Ends an engine that cannot go on, and every stream with an error; on the event loop."""
+        self._state = "failed"
+        for request_id in list(self._streams):
+            self.abort(request_id)
+        self._fail(EngineError(f"the engine failed: {type(error).__name__}"))
+
     def _fail(self, failure: EngineError) -> None:
         """Ends every stream with an error."""
-        for stream in self._streams.values():
-            stream._put([Delta(i, finish_reason="error", error=failure) for i in stream._open])
+        for stream in list(self._streams.values()):
+            try:
+                stream._put([Delta(i, finish_reason="error", error=failure) for i in stream._open])
+            except Exception:  # the others have to end, too
+                log.exception("request %s: its error could not be received", stream.request_id)
         self._streams.clear()
         self._queue.clear()
         self._idle.set()

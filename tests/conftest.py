@@ -130,6 +130,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fuzz", "make fuzz")
     group.addoption("--fuzz-cases", type=int, default=50_000, help="bodies to send, at least")
     group.addoption("--fuzz-seed", type=int, default=0, help="which bodies")
+    group = parser.getgroup("chaos", "tests/serve/test_chaos.py")
+    group.addoption("--chaos-seed", type=int, default=0, help="when engines die")
+
+
+@pytest.fixture
+def chaos_seed(request: pytest.FixtureRequest) -> int:
+    """Decides when engines are killed: `--chaos-seed`."""
+    return request.config.getoption("--chaos-seed")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

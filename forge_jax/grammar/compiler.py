@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forge_jax.errors import OverloadedError
+from forge_jax import supervise
+from forge_jax.errors import ForgeError, OverloadedError
 from forge_jax.grammar.spec import GrammarSpec, refused
 
 if TYPE_CHECKING:
@@ -221,5 +222,9 @@ class _Recent[T]:
 async def _patiently[T](future: Future[T]) -> T:
     try:
         return await asyncio.wait_for(asyncio.wrap_future(future), QUEUE_S)
+    except asyncio.CancelledError:
+        supervise.watch(future, "compiling a grammar that nobody waits for", expected=(ForgeError,))
+        raise
     except TimeoutError:
+        supervise.watch(future, "compiling a grammar that nobody waits for", expected=(ForgeError,))
         raise OverloadedError("too many grammars wait to be compiled: try again later") from None

@@ -57,6 +57,9 @@ class Probe:
             if error.args:
                 raise OverloadedError("no grammar can be compiled now: try again later") from None
             return "it takes too long to compile"
+        except ValueError:  # likewise
+            self.close()
+            raise OverloadedError("no grammar can be compiled now: try again later") from None
         except (OSError, EOFError):
             self.close()
             return "it needs more memory than a grammar may have"
@@ -85,7 +88,8 @@ class Probe:
                 raise TimeoutError
             read(process.stdout, Verdict)
             return process
-        except (OSError, EOFError, TimeoutError) as error:
+        except (OSError, EOFError, TimeoutError, ValueError) as error:
+            # ValueError: another thread has closed the pipes, at the engine's end.
             self.close()
             raise OverloadedError("grammars cannot be compiled now: try again later") from error
 

@@ -11,9 +11,11 @@ import os
 import resource
 import sys
 import threading
+from functools import partial
 
 import psutil
 
+from forge_jax import supervise
 from forge_jax.errors import RequestError
 from forge_jax.grammar.build import build
 from forge_jax.grammar.probe import Hello, Verdict, read, write
@@ -45,14 +47,15 @@ def main() -> None:
         else:
             write(answers, Verdict())
 
+    def end(error: BaseException) -> None:
+        os._exit(1)  # no verdict: the peer starts another process
+
     while True:
         try:
             spec = read(sys.stdin.buffer, GrammarSpec)
         except EOFError:
             return
-        thread = threading.Thread(target=answer, args=(spec,))
-        thread.start()
-        thread.join()
+        supervise.start_thread(partial(answer, spec), "trying a grammar", end).join()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ All that must survive is here: the requests that were accepted and the tokens th
 When the process ends, whatever the reason, a new one is started, and every request that was not
 finished is sent to it with its output so far. It goes on with the next token, as a preempted
 sequence does, and its reader sees a pause. In the deterministic tier the tokens after it are those
-that would have come without.
+that would have come without. A process that is frozen is killed first (`Watchdog`).
 """
 
 # `EngineProcess` and `_Connection` use each other's private methods. Messages that no case takes
@@ -21,6 +21,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -31,6 +32,7 @@ from pathlib import Path
 
 import msgspec
 
+from forge_jax import supervise
 from forge_jax.adapters import Adapters, LoadedAdapter, Run
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import EngineConfig
@@ -47,6 +49,7 @@ from forge_jax.process.messages import (
     Frames,
     FromEngine,
     Hello,
+    Loading,
     LoadLora,
     Look,
     Looked,
@@ -64,6 +67,7 @@ from forge_jax.process.messages import (
     frame,
     from_engine,
 )
+from forge_jax.process.watchdog import LOOK_S, Watchdog
 from forge_jax.recovery import Bisection
 from forge_jax.schedule.request import LoraRef, Request
 from forge_jax.streams import EngineStats, QueueLimits, StreamingEngine
@@ -72,6 +76,10 @@ from forge_jax.text.load import load_text
 MAX_LAUNCHES = 5  # that may fail one after the other
 RECEIVE_BYTES = 1 << 20
 EXIT_S = 5.0  # for the process to end by itself
+KILL_S = 10.0  # for a process to end that has been killed: not in the middle of a driver's call
+# A successor finds what the first process downloaded and compiled. It gets so many times as long.
+LAUNCH_FACTOR = 10
+PROFILE_ALLOWANCE = 4.0  # times the timeout: a profile that is written may hold the interpreter
 WORKER = ("-m", "forge_jax.process.worker")
 
 log = logging.getLogger(__name__)
@@ -110,14 +118,34 @@ class _Process:
     hello: Hello
     frames: Frames = field(default_factory=Frames)
     early: list[FromEngine] = field(default_factory=list[FromEngine])  # came right behind the hello
+    launch_s: float = 0.0  # until the hello
 
-    def end(self) -> int:
-        """Ends it, at once if need be; its exit status."""
+    def end(self) -> str:
+        """Ends it, at once if need be; how it ended."""
         self.sock.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.process.wait(EXIT_S)
-        self.process.kill()
-        return self.process.wait()
+        return _ended(self.process)
+
+
+class _Birth:
+    """A process that is being started by one thread, and may be given up by another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._given_up = False
+
+    def begun(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._process = process
+            if self._given_up:
+                process.kill()
+
+    def give_up(self) -> None:
+        """Kill the process that there is, or will be: `_launch` fails soon."""
+        with self._lock:
+            self._given_up = True
+            if self._process is not None:
+                self._process.kill()
 
 
 class EngineProcess(StreamingEngine):
@@ -137,6 +165,14 @@ class EngineProcess(StreamingEngine):
         self._start_message = start
         self._process: _Process | None = process
         self._transport: asyncio.WriteTransport | None = None
+        self._connection: _Connection | None = None  # whose transport that is
+        self._timeout_s = start.config.parallel.engine_timeout_s
+        self._watchdog = Watchdog(self._timeout_s)
+        self._watching: asyncio.Task[None] | None = None
+        # None: no limit but the watchdog's.
+        self._launch_limit_s = (
+            self._timeout_s + LAUNCH_FACTOR * process.launch_s if self._timeout_s else None
+        )
         self._journal: dict[str, _Entry] = {}
         self._bisection: Bisection[str] = Bisection()
         self._pauses = contextlib.ExitStack()
@@ -179,10 +215,10 @@ class EngineProcess(StreamingEngine):
         Raises:
           ModelError: the model cannot be served; the message says why.
           ConfigError: the configuration does not fit the model or the machine.
-          EngineError: the process could not be started, or ended.
+          EngineError: the process could not be started, or ended, or is frozen.
         """
         start = Start(config, log_format=log_format)
-        return cls(start, _launch(start), queue_limits=queue_limits)
+        return cls(start, _launch(start, _Birth()), queue_limits=queue_limits)
 
     @classmethod
     def fake(
@@ -197,7 +233,7 @@ class EngineProcess(StreamingEngine):
         """The same on a fake device, as `Engine.fake`."""
         config = config or EngineConfig()
         start = Start(config, True, step_time_s, max_model_len, log_format=log_format)
-        return cls(start, _launch(start), queue_limits=queue_limits)
+        return cls(start, _launch(start, _Birth()), queue_limits=queue_limits)
 
     @property
     def pid(self) -> int | None:
@@ -214,7 +250,12 @@ class EngineProcess(StreamingEngine):
         self._state = self._stats.state
         self._pauses.enter_context(short_pauses())
         self._attach_loop()
-        self._recovery = asyncio.get_running_loop().create_task(self._connect(self._process))
+        self._recovery = supervise.start_task(
+            self._begin(self._process), "connecting to the engine process", self._give_up
+        )
+        self._watching = supervise.start_task(
+            self._watch(), "the watchdog of the engine process", self._give_up
+        )
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Takes no more requests, waits up to `drain_s` for the running ones, aborts the rest."""
@@ -226,13 +267,14 @@ class EngineProcess(StreamingEngine):
                 break
             await asyncio.sleep(0.01)
         self._state = "stopped"
-        if self._recovery is not None:
-            self._recovery.cancel()
-            await asyncio.wait([self._recovery])
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        tasks = [task for task in (self._recovery, self._watching) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._disconnect()
         self._give_up_loading()
+        self._end_asking()
         if self._process is not None:
             process, self._process = self._process, None
             await asyncio.to_thread(process.end)
@@ -313,11 +355,13 @@ class EngineProcess(StreamingEngine):
                 self._end(request_id, "error", error)
 
     def stats(self) -> EngineStats:
-        silent_s = self._clock() - self._heard_s if self._journal else 0.0
+        silent_s = 0.0
+        if self._transport is not None:
+            silent_s = self._clock() - self._heard_s
         return dataclasses.replace(
             self._stats,
             state=self._state,
-            healthy=self._state in ("serving", "ready", "stopping") and self._transport is not None,
+            healthy=self._state in ("serving", "ready", "stopping"),
             stalled_s=max(self._stats.stalled_s, silent_s - 1.0, 0.0),
             restarts=self.num_restarts,
         )
@@ -401,21 +445,54 @@ class EngineProcess(StreamingEngine):
         self._limits, self.vocab_size = hello.limits, hello.limits.vocab_size
         self._stats = hello.stats
 
-    async def _connect(self, process: _Process) -> None:
-        """Listens to a process, and gives it what is not finished and may run."""
+    async def _begin(self, process: _Process) -> None:
+        if not await self._connect(process):
+            self._died(process)
+
+    async def _connect(self, process: _Process) -> bool:
+        """Listens to a process, and gives it what is not finished and may run.
+
+        Returns False if the process has ended already.
+        """
         loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_unix_connection(
+        transport, connection = await loop.create_unix_connection(
             lambda: _Connection(self, process), sock=process.sock
         )
+        if connection.lost or transport.is_closing():
+            return False
+        if self._state in ("failed", "stopped"):
+            transport.abort()
+            raise EngineError("the engine failed while its process was connected")
+        self._transport, self._connection = transport, connection
         self._heard_s = self._clock()
-        if not transport.is_closing():  # else it is lost already
-            self._transport = transport
-            self._send_what_may_run()
+        self._watchdog.begin()
+        if self._state == "recovering":
+            self._state = self._stats.state
+        self._send_what_may_run()
+        return True
+
+    def _disconnect(self) -> None:
+        transport, self._transport, self._connection = self._transport, None, None
+        if transport is not None:
+            transport.abort()
+
+    async def _watch(self) -> None:
+        """Kills a process that is frozen; its streams go on in the next one."""
+        while self._state not in ("stopped", "failed"):
+            await asyncio.sleep(LOOK_S)
+            if self._transport is None or self._process is None:
+                continue
+            why = self._watchdog.look(PROFILE_ALLOWANCE if self._profiling else 1.0)
+            if why is not None:
+                log.error("the engine process %s: it is killed and replaced", why)
+                self._process.process.kill()
+                self._transport.abort()
 
     def _receive(self, message: FromEngine) -> None:  # noqa: C901
         self._heard_s = self._clock()
         match message:
             case News():
+                self._watchdog.progress()
                 outputs = message.to_outputs()
                 for request_id, deltas in outputs.items():
                     entry = self._journal.get(request_id)
@@ -423,10 +500,11 @@ class EngineProcess(StreamingEngine):
                         entry.take(deltas)
                         if not entry.outputs:
                             del self._journal[request_id]
-                self._cleared(outputs)
                 self._news.append(outputs)
+                self._cleared(outputs)
                 self._fan_out()
             case Stats():
+                self._watchdog.beat(message.stats.stalled_s)
                 self._stats = message.stats
                 if self._state in ("serving", "ready") and message.stats.state != "failed":
                     self._state = message.stats.state
@@ -456,14 +534,20 @@ class EngineProcess(StreamingEngine):
                     assert error is not None
                     looking.set_exception(error.error())
 
-    def _lost(self, process: _Process) -> None:
-        """The process has ended, or says what nobody understands."""
-        self._transport = None
+    def _lost(self, connection: _Connection) -> None:
+        """A connection has ended, and its process with it."""
+        if connection is self._connection:  # else nobody listens to it
+            self._died(connection.process)
+
+    def _died(self, process: _Process) -> None:
+        self._disconnect()
+        process.process.kill()
         self._give_up_loading()
         self._end_asking()
-        if self._state not in ("serving", "ready"):
+        if self._state not in ("serving", "ready", "stopping"):
             return
-        self._state = "recovering"
+        if self._state != "stopping":
+            self._state = "recovering"
         self.num_restarts += 1
         reached: list[tuple[str, int]] = []
         for request_id, entry in list(self._journal.items()):
@@ -476,70 +560,122 @@ class EngineProcess(StreamingEngine):
             log.error("request %s: the engine crashed each time that it ran: given up", request_id)
             error = StepError("the engine crashed each time it computed this request")
             self._end(request_id, "error", error)
-        self._recovery = asyncio.get_running_loop().create_task(self._recover(process))
+        self._recovery = supervise.start_task(
+            self._recover(process), "the recovery of the engine process", self._give_up
+        )
 
     async def _recover(self, process: _Process) -> None:
-        process.process.kill()
-        status = await asyncio.to_thread(process.end)
+        ending = await asyncio.to_thread(process.end)
         log.error(
-            "the engine process ended with status %d; %d requests wait for the next",
-            status,
-            len(self._journal),
+            "the engine process %s; %d requests wait for the next", ending, len(self._journal)
         )
         for attempt in range(MAX_LAUNCHES):
-            start = msgspec.structs.replace(
-                self._start_message, config=self._again, adapters=self.loras
-            )
-            launching = asyncio.ensure_future(asyncio.to_thread(_launch, start))
-            try:
-                new = await asyncio.shield(launching)
-            except asyncio.CancelledError:
-                launching.add_done_callback(_end_unused)
-                raise
-            except ForgeError as error:
-                log.error("the engine process could not be started again: %s", error)
-                await asyncio.sleep(min(0.2 * 2**attempt, 5.0))
+            if attempt:
+                await asyncio.sleep(min(0.2 * 2 ** (attempt - 1), 5.0))
+            new = await self._launch_again()
+            if new is None:
                 continue
+            self._process = new
             self._introduce(new.hello)
             for name, reason in new.hello.lost_adapters.items():
                 self._lose(name, reason)
-            self._process, self._state = new, self._stats.state
-            await self._connect(new)
-            log.info("a new engine process goes on with %d requests", len(self._journal))
+            if await self._connect(new):
+                log.info("a new engine process goes on with %d requests", len(self._journal))
+                return
+            ending = await asyncio.to_thread(new.end)
+            log.error("the new engine process %s before it was sent anything", ending)
+        self._give_up(EngineError(f"its process could not be started {MAX_LAUNCHES} times"))
+
+    async def _launch_again(self) -> _Process | None:
+        """A process that has said hello; None, and a line in the log, if there is none."""
+        start = msgspec.structs.replace(
+            self._start_message, config=self._again, adapters=self.loras
+        )
+        birth = _Birth()
+        launching = supervise.start_task(
+            asyncio.to_thread(_launch, start, birth, self._launch_limit_s),
+            "the launch of an engine process",
+            None,
+            expected=(Exception,),  # it is logged here
+        )
+        try:
+            return await asyncio.shield(launching)
+        except asyncio.CancelledError:
+            birth.give_up()
+            await asyncio.wait([launching])
+            if launching.exception() is None:
+                await asyncio.to_thread(launching.result().end)
+            raise
+        except ForgeError as error:
+            log.error("the engine process could not be started again: %s", error)
+        except Exception:
+            log.exception("the engine process could not be started again")
+        return None
+
+    def _give_up(self, error: BaseException) -> None:
+        """Nothing will be computed any more: every stream ends with an error."""
+        if self._state in ("failed", "stopped"):
             return
         self._state = "failed"
+        log.error("the engine failed, and will not be started again: %s", error)
+        self._disconnect()
+        if self._process is not None:
+            self._process.process.kill()
         self._journal.clear()
-        self._fail(EngineError("the engine process cannot be started again"))
+        self._bisection = Bisection()
+        self._give_up_loading()
+        self._end_asking()
+        reason = str(error) if isinstance(error, ForgeError) else type(error).__name__
+        self._fail(EngineError(f"the engine failed: {reason}"))
+
+    _broken = _give_up
 
 
 class _Connection(asyncio.Protocol):
     def __init__(self, engine: EngineProcess, process: _Process):
         self._engine = engine
-        self._process = process
+        self.process = process
+        self.lost = False
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: asyncio.WriteTransport) -> None:  # type: ignore[override]
         self._transport = transport
-        for message in self._process.early:
-            self._engine._receive(message)
+        self._receive(self.process.early)
 
     def data_received(self, data: bytes) -> None:
         try:
-            for message in decoded(self._process.frames, data, from_engine):
-                self._engine._receive(message)
+            messages = list(decoded(self.process.frames, data, from_engine))
         except ValueError:
             log.exception("the engine process says what nobody understands")
-            self._transport.abort()  # type: ignore[attr-defined]
+            self._transport.abort()
+        else:
+            self._receive(messages)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._engine._lost(self._process)
+        self.lost = True
+        supervise.guarded(self._engine._lost, "the end of a connection", self._engine._give_up)(
+            self
+        )
+
+    def _receive(self, messages: list[FromEngine]) -> None:
+        # What raises here may have been half done: journal and streams could differ.
+        receive = supervise.guarded(
+            self._engine._receive, "a message of the engine process", self._engine._give_up
+        )
+        for message in messages:
+            receive(message)
 
 
-def _launch(start: Start) -> _Process:
+def _launch(start: Start, birth: _Birth, limit_s: float | None = None) -> _Process:
     """Starts a process and waits until it can serve.
 
+    Args:
+      birth: gives it up, from another thread.
+      limit_s: seconds that it may take altogether; None: as long as it has a heartbeat.
+
     Raises:
-      ForgeError: it cannot, for a reason of its own; or it ended.
+      ForgeError: it cannot, for a reason of its own; or it ended, or it is frozen.
     """
+    begun_s = time.monotonic()
     ours, theirs = socket.socketpair()
     command = [sys.executable, *WORKER, str(theirs.fileno())]
     try:
@@ -548,27 +684,77 @@ def _launch(start: Start) -> _Process:
         )
     except OSError as error:
         ours.close()
-        raise EngineError("the engine process could not be started") from error
+        raise EngineError(f"the engine process could not be started: {error.strerror}") from error
     finally:
         theirs.close()
-    frames = Frames()
+    birth.begun(process)
     try:
-        ours.sendall(frame(start))
-        while data := ours.recv(RECEIVE_BYTES):
-            messages = list(decoded(frames, data, from_engine))
-            match messages:
-                case [Hello() as hello, *early]:
-                    return _Process(process, ours, hello, frames, early)
-                case [Refused(error), *_]:
-                    raise error.error()
-        raise EngineError("the engine process ended before it could serve: see its log")
-    except BaseException:
+        hello, frames, early = _await_hello(ours, start, limit_s)
+    except BaseException as error:
         ours.close()
-        process.kill()
-        process.wait()
+        if isinstance(error, ConnectionError):
+            ending = _ended(process)
+            message = f"the engine process {ending} before it could serve: see its log"
+            raise EngineError(message) from error
+        _kill(process)
+        if isinstance(error, OSError | ValueError):
+            raise EngineError(f"the engine process cannot be talked to: {error}") from error
         raise
+    return _Process(process, ours, hello, frames, early, time.monotonic() - begun_s)
 
 
-def _end_unused(launching: asyncio.Future[_Process]) -> None:
-    if not launching.cancelled() and launching.exception() is None:
-        launching.result().process.kill()
+def _await_hello(
+    sock: socket.socket, start: Start, limit_s: float | None
+) -> tuple[Hello, Frames, list[FromEngine]]:
+    """Sends a process what to load, and waits until it can serve: what it says then.
+
+    Raises:
+      ConnectionError: it has ended.
+      EngineError: it is frozen.
+      ForgeError: it cannot serve, for a reason of its own.
+    """
+    timeout_s = start.config.parallel.engine_timeout_s
+    silence, launch, frames = Watchdog(timeout_s), Watchdog(limit_s or 0.0), Frames()
+    sock.settimeout(timeout_s or None)
+    sock.sendall(frame(start))
+    sock.settimeout(LOOK_S)
+    while True:
+        why = silence.look()
+        if why is None and launch.look() is not None:
+            why = f"could not serve after {limit_s:.0f} s"
+        if why is not None:
+            raise EngineError(f"the engine process {why} while it started: it was killed")
+        try:
+            data = sock.recv(RECEIVE_BYTES)
+        except TimeoutError:
+            continue
+        if not data:
+            raise ConnectionResetError
+        silence.beat()
+        messages = decoded(frames, data, from_engine)
+        match [message for message in messages if not isinstance(message, Loading)]:
+            case [Hello() as hello, *early]:
+                return hello, frames, early
+            case [Refused(error), *_]:
+                raise error.error()
+
+
+def _ended(process: subprocess.Popen[bytes]) -> str:
+    """How a process ended that has closed its connection, and may take a moment to go."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        status = process.wait(EXIT_S)
+        return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    return _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> str:
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_S)
+        return "was killed"
+    log.error(
+        "the engine process %d does not end, though it was killed: it hangs in the kernel, and may "
+        "still hold the device's memory",
+        process.pid,
+    )
+    return "does not end"

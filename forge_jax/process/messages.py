@@ -167,8 +167,12 @@ class Look(msgspec.Struct, tag="look"):
 ToEngine = Start | Submit | Abort | LoadLora | UnloadLora | Profile | Look
 
 
+class Loading(msgspec.Struct, tag="loading"):
+    """The heartbeat until there is a hello; from then on, `Stats` is."""
+
+
 class Hello(msgspec.Struct, tag="hello"):
-    """The first message from the process: it can serve."""
+    """From the process, when it can serve: the first message but for heartbeats."""
 
     name: str
     max_model_len: int
@@ -222,7 +226,7 @@ class Looked(msgspec.Struct, tag="looked"):
     error: WireError | None = None
 
 
-FromEngine = Hello | Refused | News | Stats | LoraLoaded | Profiled | Looked
+FromEngine = Loading | Hello | Refused | News | Stats | LoraLoaded | Profiled | Looked
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

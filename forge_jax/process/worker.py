@@ -16,11 +16,13 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from forge_jax import supervise
 from forge_jax.core import Outputs
 from forge_jax.engine import Engine
 from forge_jax.errors import EngineError, ForgeError, RequestError
@@ -31,6 +33,7 @@ from forge_jax.process.messages import (
     Frames,
     FromEngine,
     Hello,
+    Loading,
     LoadLora,
     Look,
     Looked,
@@ -62,11 +65,8 @@ class _Worker(asyncio.Protocol):
     def __init__(self) -> None:
         self._frames = Frames()
         self._engine: Engine | None = None
-        self._loading = False
         self._news: Outputs = {}  # of this turn of the event loop
-        self._profiling: set[asyncio.Task[None]] = set()
         self._one_profile = asyncio.Lock()
-        self._looking: set[asyncio.Task[None]] = set()
         self._one_look = asyncio.Lock()
         self._sent: EngineStats | None = None
         self._sent_s = 0.0
@@ -75,6 +75,7 @@ class _Worker(asyncio.Protocol):
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
         self._loop = asyncio.get_running_loop()
+        self._soon(self._tell_of_life, "the heartbeat")
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -85,14 +86,14 @@ class _Worker(asyncio.Protocol):
             os._exit(1)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        os._exit(0)
+        os._exit(0 if exc is None or isinstance(exc, ConnectionError) else 1)
 
     def _receive(self, message: ToEngine) -> None:
         engine = self._engine
         match message:
             case Start(log_format=log_format):
                 configure(log_format, process="engine")
-                threading.Thread(target=self._load, args=(message,), daemon=True).start()
+                supervise.start_thread(partial(self._load, message), "loading the model", _die)
             case Submit(request) if engine is not None:
                 try:
                     stream = engine.submit_request(request)
@@ -108,18 +109,13 @@ class _Worker(asyncio.Protocol):
                 engine.abort(request_id)
             case LoadLora(ref, path) if engine is not None:
                 load = partial(self._load_lora, engine, ref, path)
-                threading.Thread(target=load, daemon=True).start()
+                supervise.start_thread(load, "loading a LoRA adapter", _die)
             case UnloadLora(name) if engine is not None and engine.adapters is not None:
                 engine.adapters.drop(name)  # the peer knows that nobody takes it
             case Profile(folder) if engine is not None:
-                task = self._loop.create_task(self._profile(engine, folder))
-                self._profiling.add(task)
-                task.add_done_callback(self._profiling.discard)
-
+                self._start(self._profile(engine, folder), "a profile")
             case Look() if engine is not None:
-                task = self._loop.create_task(self._look(engine))
-                self._looking.add(task)
-                task.add_done_callback(self._looking.discard)
+                self._start(self._look(engine), "a look at the engine")
 
     async def _look(self, engine: Engine) -> None:
         async with self._one_look:
@@ -127,6 +123,10 @@ class _Worker(asyncio.Protocol):
                 self._send(Looked(await engine.look()))
             except ForgeError as error:
                 self._send(Looked(error=WireError.of(error)))
+            except Exception as error:
+                log.exception("the engine could not be looked at")
+                failure = EngineError(f"it could not be looked at: {type(error).__name__}")
+                self._send(Looked(error=WireError.of(failure)))
 
     def _load_lora(self, engine: Engine, ref: LoraRef, path: str) -> None:
         answer = LoraLoaded(ref.identity)
@@ -138,7 +138,7 @@ class _Worker(asyncio.Protocol):
             log.exception("a LoRA adapter could not be loaded")
             failure = EngineError(f"the adapter could not be loaded: {type(error).__name__}")
             answer.error = WireError.of(failure)
-        self._loop.call_soon_threadsafe(self._send, answer)
+        self._soon(partial(self._send, answer), "answering")
 
     async def _profile(self, engine: Engine, folder: str | None) -> None:
         async with self._one_profile:
@@ -170,13 +170,13 @@ class _Worker(asyncio.Protocol):
             if engine.adapters is not None:
                 lost = engine.adapters.restore(start.adapters)
         except ForgeError as error:
-            self._loop.call_soon_threadsafe(self._send, Refused(WireError.of(error)))
+            self._soon(partial(self._send, Refused(WireError.of(error))), "answering")
         except BaseException as error:
             log.exception("the model could not be loaded")
             failure = EngineError(f"the model could not be loaded: {type(error).__name__}")
-            self._loop.call_soon_threadsafe(self._send, Refused(WireError.of(failure)))
+            self._soon(partial(self._send, Refused(WireError.of(failure))), "answering")
         else:
-            self._loop.call_soon_threadsafe(self._begin, engine, lost)
+            self._soon(partial(self._begin, engine, lost), "beginning")
 
     def _begin(self, engine: Engine, lost: dict[str, str]) -> None:
         self._engine = engine
@@ -199,12 +199,29 @@ class _Worker(asyncio.Protocol):
         )
         self._tell_stats()
 
+    def _tell_of_life(self) -> None:
+        """The heartbeat until there are stats to tell."""
+        if self._engine is None:
+            self._later(IDLE_STATS_S, self._tell_of_life, "the heartbeat")
+            self._send(Loading())
+
+    # What fails here ends the process: its peer starts another.
+
+    def _soon(self, call: Callable[[], None], name: str) -> None:
+        self._loop.call_soon_threadsafe(supervise.guarded(call, name, _die))
+
+    def _later(self, seconds: float, call: Callable[[], None], name: str) -> None:
+        self._loop.call_later(seconds, supervise.guarded(call, name, _die))
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        supervise.start_task(work, name, _die)
+
     def _send(self, message: FromEngine) -> None:
         self._transport.write(frame(message))
 
     def _gather(self, request_id: str, deltas: list[Delta]) -> None:
         if not self._news:
-            self._loop.call_soon(self._send_news)
+            self._soon(self._send_news, "sending news")
         self._news.setdefault(request_id, []).extend(deltas)
 
     def _send_news(self) -> None:
@@ -216,7 +233,7 @@ class _Worker(asyncio.Protocol):
 
     def _tell_stats(self) -> None:
         """Tells what has changed meanwhile, and now and then that nothing has: it is alive."""
-        self._loop.call_later(STATS_S, self._tell_stats)
+        self._later(STATS_S, self._tell_stats, "the heartbeat")
         late = time.monotonic() - self._sent_s > IDLE_STATS_S
         self._end_if_failed()
         if late or (self._engine is not None and self._engine.stats() != self._sent):
@@ -233,6 +250,11 @@ class _Worker(asyncio.Protocol):
         if self._engine is not None and self._engine.stats().state == "failed":
             log.error("the engine failed: its process ends")
             os._exit(1)
+
+
+def _die(error: BaseException) -> None:
+    """Ends a process that cannot do what it has to."""
+    os._exit(1)
 
 
 async def _serve(sock: socket.socket) -> None:

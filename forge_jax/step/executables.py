@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import jax
 
+from forge_jax import supervise
 from forge_jax.cache.kv import GIB
 from forge_jax.observe.compilations import expected
 
@@ -70,6 +71,7 @@ class Executables:
 
     def on_done(self, name: str, call: Callable[[], None]) -> None:
         """Has `call` called once `is_done`: by the thread that compiled it, or now."""
+        call = supervise.guarded(call, f"adopting {name}", None)
         self._futures[name].add_done_callback(lambda _: call())
 
     def memory_bytes(self, name: str) -> int:

@@ -104,6 +104,7 @@ class Service:
         self.api_keys = ApiKeys.of(config)
         self.engine: StreamingEngine | None = None
         self.stopping = False
+        self._broken = False  # a part of the server has failed that it cannot do without
         self.created_s = int(time.time())
         self.metrics = Metrics(lambda: self.model_name, lambda: self.engine, lambda: self.state)
         self.tracing = Tracing.of(config)
@@ -124,12 +125,18 @@ class Service:
             return "stopping"
         if self.engine is None:
             return "starting"
+        if self._broken:
+            return "failed"
         stats = self.engine.stats()
         if stats.state not in SERVES:
             return stats.state
         if not stats.healthy:
             return "failed"
         return "stalled" if stats.stalled_s > self.config.stall_timeout_s else stats.state
+
+    def fail(self, error: BaseException) -> None:
+        """Have /health report "failed": a task that the server cannot do without has ended."""
+        self._broken = True
 
     def trail(self, http: web.Request) -> Trail:
         """Of a request that has just arrived."""

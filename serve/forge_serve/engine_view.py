@@ -12,6 +12,8 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+from forge_jax import supervise
+from forge_jax.errors import ForgeError
 from forge_serve.errors import NotReadyError
 from forge_serve.generation import answer_id
 
@@ -60,8 +62,9 @@ class EngineView:
     async def _state(self, engine: StreamingEngine) -> EngineState:
         look = self._look
         if look is None or (look.done() and time.monotonic() >= self._next_s):
-            look = self._look = asyncio.get_running_loop().create_task(self._take(engine))
-            look.add_done_callback(lambda done: done.cancelled() or done.exception())
+            look = self._look = supervise.start_task(
+                self._take(engine), "a look at the engine", None, expected=(ForgeError,)
+            )
         try:
             async with asyncio.timeout(LONGEST_S):
                 return await asyncio.shield(look)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from forge_jax import supervise
 from forge_jax.errors import ContextLengthError, EngineError, RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.errors import DeadlineError, StoppingError
@@ -357,9 +358,11 @@ class Generation:
         if self._timeout_s is not None:
             left_s = self._submitted_s + self._timeout_s - time.monotonic()
             loop = asyncio.get_running_loop()
-            self._deadline = loop.call_later(max(left_s, 0.0), self._expire)
+            expire = supervise.guarded(self._expire, "a request's deadline", self._broken)
+            self._deadline = loop.call_later(max(left_s, 0.0), expire)
         for prompt, stream in enumerate(self._streams):
-            stream.push_to(partial(self._arrived, prompt))
+            arrived = partial(self._arrived, prompt)
+            stream.push_to(supervise.guarded(arrived, "taking a request's news", self._broken))
 
     def close(self) -> None:
         """Aborts what still runs, and counts the request."""
@@ -385,6 +388,14 @@ class Generation:
             self.failure = DeadlineError(f"the request took longer than {self._timeout_s:g} s")
             self._hand_on(self._gathered)
 
+    def _broken(self, error: BaseException) -> None:
+        """End the request with the error of a callback, which had no caller to raise it to."""
+        receive, self._receive = self._receive, None
+        self.failure = error if isinstance(error, Exception) else EngineError(str(error))
+        self._abort()
+        if receive is not None:
+            receive([])
+
     def _arrived(self, prompt: int, deltas: list[Delta]) -> None:
         if self._receive is None:
             return
@@ -395,7 +406,10 @@ class Generation:
         self._gathered += news
         if not self._hand_on_due:  # the other prompts get theirs before anything else runs
             self._hand_on_due = True
-            asyncio.get_running_loop().call_soon(self._hand_on_gathered)
+            hand_on = supervise.guarded(
+                self._hand_on_gathered, "handing on a request's news", self._broken
+            )
+            asyncio.get_running_loop().call_soon(hand_on)
 
     def _hand_on_gathered(self) -> None:
         news, self._gathered = self._gathered, []

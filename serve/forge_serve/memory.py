@@ -42,12 +42,19 @@ class MemoryGuard:
         self._shed = shed
         self._in_use = in_use or host_memory_in_use
         self._short = False
+        self._blind = False  # the last check raised
         self._gave_back_s = -GIVE_BACK_S
 
     async def watch(self) -> None:
-        """Checks for ever."""
+        """Checks for ever. A check that raises is logged, once until one succeeds."""
         while self._watermark < 1.0:
-            self.check()
+            try:
+                self.check()
+                self._blind = False
+            except Exception:
+                if not self._blind:
+                    log.exception("the host's memory cannot be watched")
+                self._blind = True
             await asyncio.sleep(CHECK_S)
 
     def check(self) -> None:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_jax import supervise
 from forge_jax.errors import ForgeError, RequestError
 from forge_serve.errors import ProfilesOffError
 
@@ -35,7 +36,6 @@ class Profiles:
         self._name: str | None = None  # of the one that is being taken
         self._timer: asyncio.Task[None] | None = None  # ends one that nobody ends
         self._lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[str]] = set()
 
     async def start(self, engine: StreamingEngine) -> str:
         """Begins one: its name.
@@ -71,7 +71,9 @@ class Profiles:
             name = f"{datetime.now(UTC):%Y-%m-%d-%H%M%S-%f}"
             await engine.start_profile(folder / name)
             self._name = name
-            self._timer = asyncio.get_running_loop().create_task(self._stop_later(engine))
+            self._timer = supervise.start_task(
+                self._stop_later(engine), f"ending the profile {name}", None
+            )
         return name
 
     async def _stop(self, engine: StreamingEngine) -> str:
@@ -89,13 +91,10 @@ class Profiles:
         async with self._lock:
             name, self._name, self._timer = self._name, None, None
             log.warning("the profile %s is ended after %.0f s", name, self._longest_s)
-            with contextlib.suppress(ForgeError):
-                await engine.stop_profile()
+            await engine.stop_profile()
 
     async def _to_the_end(self, work: Coroutine[Any, Any, str]) -> str:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = supervise.start_task(work, "a profile", None, expected=(ForgeError,))
         return await asyncio.shield(task)
 
     def _checked_folder(self) -> Path:

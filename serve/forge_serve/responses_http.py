@@ -205,10 +205,10 @@ class _Background:
 
     def _finish(self, events: Sequence[bytes], error: str | None = None) -> None:
         self._generation.close()
-        self._ended(error)
         if self._response.log is not None:
             self._response.log.add(events, last=True)
         self._store.finish(self._response, self._form.head, self._form.output)
+        self._ended(error)  # last: if it raises, the response has ended for its readers
 
 
 def whole_number(http: web.Request, name: str, default: int) -> int:

@@ -22,13 +22,13 @@ import shlex
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
+from forge_jax import supervise
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
 from forge_jax.observe.log import configure
@@ -175,8 +175,8 @@ async def _serve(
     site = web.SockSite(runner, sock, backlog=BACKLOG, ssl_context=tls)
     await site.start()
     try:
-        loading = _in_daemon_thread(load)
-        stopped = asyncio.ensure_future(stop.wait())
+        loading = supervise.in_thread(load, "loading the model")
+        stopped = supervise.start_task(stop.wait(), "waiting for a signal", service.fail)
         await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             return False
@@ -184,7 +184,9 @@ async def _serve(
         engine.start()
         service.engine = engine
         print(serving_line(sock, service), flush=True)
-        watching = asyncio.ensure_future(service.memory.watch())
+        watching = supervise.start_task(
+            service.memory.watch(), "watching the host's memory", service.fail
+        )
         await stopped
         watching.cancel()
         ready = engine.stats().state != "serving"
@@ -193,7 +195,9 @@ async def _serve(
         service.stopping = True
         await runner.cleanup()
         if service.tracing is not None:  # a collector may not answer
-            await asyncio.wait([_in_daemon_thread(service.tracing.close)], timeout=LAST_SPANS_S)
+            closing = supervise.in_thread(service.tracing.close, "sending the last spans")
+            supervise.watch(closing, "sending the last spans")
+            await asyncio.wait([closing], timeout=LAST_SPANS_S)
         for timer in last_timers:
             timer.cancel()
     return ready
@@ -292,9 +296,9 @@ def _on_signal(
         return
     if service.engine is None:
         os._exit(128 + number)
-    service.engine.abort_all()
     loop = asyncio.get_running_loop()
     last_timers.append(loop.call_later(HURRY_S, os._exit, 128 + number))
+    service.engine.abort_all()
 
 
 def raise_file_limit() -> None:
@@ -303,29 +307,3 @@ def raise_file_limit() -> None:
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _in_daemon_thread[T](function: Callable[[], T]) -> asyncio.Future[T]:
-    """Runs a function in a thread that does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is None:
-            future.set_result(result)  # type: ignore[arg-type]
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except BaseException as caught:
-            error = caught
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name="forge-load", daemon=True).start()
-    return future

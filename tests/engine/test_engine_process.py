@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import struct
+import threading
 import time
 
 import pytest
@@ -276,7 +277,7 @@ async def test_the_process_ends_when_nobody_is_connected():
 
 
 async def test_an_engine_that_cannot_be_started_again_says_so(engine, monkeypatch):
-    def refuse(start):
+    def refuse(*_):
         raise EngineError("no more processes")
 
     monkeypatch.setattr(client, "_launch", refuse)
@@ -326,6 +327,256 @@ async def test_the_bundled_model_goes_on_with_the_same_bits():
         assert engine.system_fingerprint is not None
     finally:
         await engine.stop()
+
+
+# ---- how an engine process fails -----------------------------------------------------------------
+
+EXITS = "import sys; sys.exit(1)"
+# Says that it is there, and then nothing any more, not even whether it is alive.
+HOLDS_ITS_BREATH = """
+import os, signal, sys
+from forge_jax.process import worker
+worker.Engine.fake = lambda **_: os.kill(os.getpid(), signal.SIGSTOP)
+worker.main()
+"""
+# Beats, and loads for ever.
+LOADS_FOR_EVER = """
+import time
+from forge_jax.process import worker
+worker.Engine.fake = lambda **_: time.sleep(600)
+worker.main()
+"""
+GIBBERISH = """
+import socket, sys, time
+sock = socket.socket(fileno=int(sys.argv[1]))
+sock.sendall(bytes(range(200, 250)))
+time.sleep(600)
+"""
+HANGS = """
+import os, time
+from forge_jax.process import worker
+from forge_jax.testing import FakeDevice
+
+read = FakeDevice.read
+
+def read_or_hang(self, pending):
+    if self.num_steps > 40 and not os.path.exists({marker!r}):
+        open({marker!r}, "w").close()
+        time.sleep(600)
+    return read(self, pending)
+
+FakeDevice.read = read_or_hang
+worker.main()
+"""
+
+
+@pytest.fixture
+def brief_pauses(monkeypatch):
+    """Between two launches."""
+    sleep = asyncio.sleep
+    monkeypatch.setattr(client.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
+    [
+        (EXITS, "ended with status 1 before it could serve"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed by signal 9 before it could serve"),
+        (GIBBERISH, "cannot be talked to"),
+        (HOLDS_ITS_BREATH, "has sent nothing for . s while it started"),
+    ],
+    ids=["exits", "killed", "gibberish", "frozen"],
+)
+def test_a_first_start_that_fails_says_how(worker, message, monkeypatch):
+    monkeypatch.setattr(client, "WORKER", ("-c", worker))
+    timeout_s = 1.0 if worker == HOLDS_ITS_BREATH else 120.0
+    with pytest.raises(EngineError, match=message):
+        EngineProcess.fake(config=EngineConfig.from_options(engine_timeout_s=timeout_s))
+
+
+async def test_a_worker_that_ends_at_once_is_launched_again_until_it_is_given_up(
+    engine, monkeypatch, caplog, brief_pauses
+):
+    serving = asyncio.ensure_future(outcomes(engine, [([1], SamplingParams(max_tokens=4000))]))
+    await until(lambda: engine.stats().num_running, "running")
+    monkeypatch.setattr(client, "WORKER", ("-c", EXITS))
+    os.kill(engine.pid, signal.SIGKILL)
+    [found] = await serving
+    assert found[0][4] == "error" and "could not be started 5 times" in str(found[0][5])
+    failed = [r for r in caplog.records if "could not be started again" in r.getMessage()]
+    assert len(failed) == client.MAX_LAUNCHES
+    assert engine.stats().state == "failed" and not engine.stats().healthy
+    with pytest.raises(EngineError, match="failed"):
+        engine.submit([1], SamplingParams(), request_id="late")
+
+
+async def test_successors_may_be_killed_at_any_moment_of_their_birth(
+    engine, monkeypatch, brief_pauses
+):
+    """Also before they have read what to load, when sending it fails."""
+    popen, kills = client.subprocess.Popen, iter((0.0, None, 0.1, 0.3))
+
+    def popen_and_kill(*args, **kwargs):
+        process = popen(*args, **kwargs)
+        after_s = next(kills, "never")
+        if after_s is None:
+            process.kill()
+            process.wait()
+        elif isinstance(after_s, float):
+            threading.Timer(after_s, process.kill).start()
+        return process
+
+    work = jobs(12, seed=11)
+    expected = await undisturbed(work)
+    serving = asyncio.ensure_future(outcomes(engine, work))
+    await until(lambda: engine.stats().steps > 5, "steps")
+    monkeypatch.setattr(client.subprocess, "Popen", popen_and_kill)
+    os.kill(engine.pid, signal.SIGKILL)
+    assert await serving == expected
+    await until(lambda: engine.stats().state == "ready", "ready again")
+    assert next(kills, "none") == "none"
+
+
+@pytest.mark.parametrize("place", ["_introduce", "_connect", "_receive", "_send_what_may_run"])
+async def test_what_fails_in_a_recovery_ends_every_stream(engine, monkeypatch, caplog, place):
+    """Planted where nobody awaits: the engine is "failed", and the log has the traceback."""
+    work = [([i], SamplingParams(max_tokens=4000)) for i in range(3)]
+    serving = asyncio.ensure_future(outcomes(engine, work))
+    await until(lambda: engine.stats().num_running, "running")
+
+    def planted(*_):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(engine, place, planted)
+    os.kill(engine.pid, signal.SIGKILL)
+    for found in await serving:
+        assert found[0][4] == "error" and isinstance(found[0][5], EngineError)
+    assert engine.stats().state == "failed" and not engine.stats().healthy
+    assert any(r.exc_info and r.exc_info[0] is ZeroDivisionError for r in caplog.records)
+    assert not engine._streams and not engine._journal
+
+
+@pytest.mark.parametrize("place", ["_begin", "_watch"])
+async def test_what_fails_beside_the_streams_ends_them(monkeypatch, caplog, place):
+    async def planted(*_):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(EngineProcess, place, planted)
+    engine = EngineProcess.fake()
+    engine.start()
+    try:
+        [found] = await outcomes(engine, [([1], SamplingParams(max_tokens=4000))])
+        assert found[0][4] == "error" and "ZeroDivisionError" in str(found[0][5])
+        assert engine.stats().state == "failed"
+        assert any(r.exc_info and r.exc_info[0] is ZeroDivisionError for r in caplog.records)
+    finally:
+        await engine.stop()
+
+
+async def test_stop_ends_a_successor_that_is_being_born(engine, monkeypatch):
+    """It does not wait until that one has loaded, which may take minutes."""
+    monkeypatch.setattr(client, "WORKER", ("-c", LOADS_FOR_EVER))
+    births = []
+    begun = client._Birth.begun
+    monkeypatch.setattr(
+        client._Birth, "begun", lambda self, process: (births.append(process), begun(self, process))
+    )
+    os.kill(engine.pid, signal.SIGKILL)
+    await until(lambda: births, "a successor")
+    async with asyncio.timeout(WAIT_S):
+        await engine.stop()
+    assert engine.stats().state == "stopped" and births[0].returncode == -signal.SIGKILL
+
+
+async def test_a_crash_while_it_drains_is_a_pause_too(engine):
+    work = [([1, 2, 3], SamplingParams(max_tokens=1000, seed=1, ignore_eos=True))]
+    serving = asyncio.ensure_future(outcomes(engine, work))
+    await until(lambda: engine.stats().num_running, "running")
+    stopping = asyncio.ensure_future(engine.stop(drain_s=WAIT_S))
+    await until(lambda: engine.stats().state == "stopping", "stopping")
+    os.kill(engine.pid, signal.SIGKILL)
+    assert await serving == await undisturbed(work)
+    await stopping
+    assert engine.num_restarts == 1
+
+
+# ---- an engine process that is frozen ------------------------------------------------------------
+
+
+async def frozen_and_replaced(engine: EngineProcess, work, freeze) -> None:
+    expected = await undisturbed(work)
+    serving = asyncio.ensure_future(outcomes(engine, work))
+    await until(lambda: engine.stats().steps > 10, "steps")
+    assert not serving.done()
+    engine._watchdog._timeout_s = 3.0  # of this process: a start may take its time
+    freeze()
+    assert await serving == expected
+    assert engine.num_restarts >= 1
+    await until(lambda: engine.stats().state == "ready", "ready again")
+
+
+async def test_a_stopped_process_is_replaced_and_its_streams_go_on(caplog):
+    engine = EngineProcess.fake(step_time_s=0.02)
+    engine.start()
+    try:
+        pid = engine.pid
+        await frozen_and_replaced(engine, jobs(12, 7), lambda: os.kill(pid, signal.SIGSTOP))
+        assert "the engine process has sent nothing for" in caplog.text
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    finally:
+        await engine.stop()
+
+
+async def test_a_step_that_hangs_is_replaced_though_the_process_is_alive(
+    monkeypatch, tmp_path, caplog
+):
+    code = HANGS.format(marker=str(tmp_path / "has hung"))
+    monkeypatch.setattr(client, "WORKER", ("-c", code))
+    engine = EngineProcess.fake(step_time_s=0.01)
+    engine.start()
+    try:
+        await frozen_and_replaced(engine, jobs(12, 8), lambda: None)
+        assert "the engine process has completed no step for" in caplog.text
+        assert (tmp_path / "has hung").exists()
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
+    [(HOLDS_ITS_BREATH, "has sent nothing for"), (LOADS_FOR_EVER, "could not serve after")],
+    ids=["frozen", "loading"],
+)
+async def test_a_successor_that_hangs_in_its_birth_is_replaced(
+    worker, message, monkeypatch, caplog, brief_pauses
+):
+    engine = EngineProcess.fake(step_time_s=0.002)
+    engine.start()
+    right = client.WORKER, engine._again, engine._launch_limit_s
+    try:
+        [job] = jobs(1, seed=9)
+        monkeypatch.setattr(client, "WORKER", ("-c", worker))
+        if worker == LOADS_FOR_EVER:
+            engine._launch_limit_s = 3.0
+        else:
+            engine._again = EngineConfig.from_options(engine_timeout_s=1.0)
+        os.kill(engine.pid, signal.SIGKILL)
+        serving = asyncio.ensure_future(outcomes(engine, [job]))
+        await until(lambda: message in caplog.text, message)
+        assert engine.stats().state == "recovering"
+        monkeypatch.setattr(client, "WORKER", right[0])
+        engine._again, engine._launch_limit_s = right[1:]
+        assert await serving == await undisturbed([job])
+    finally:
+        await engine.stop()
+
+
+def test_the_timeout_has_a_range():
+    for wrong in (-1.0, 0.5, float("nan"), 1e9):
+        with pytest.raises(ConfigError, match="--engine-timeout must be from 1 to 86400 seconds"):
+            EngineConfig.from_options(engine_timeout_s=wrong)
+    assert EngineConfig.from_options(engine_timeout_s=0.0).parallel.engine_timeout_s == 0.0
 
 
 # ---- messages ------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ import yaml
 from aiohttp import web
 from promql import label_values, reads
 
+from forge_jax.config import ParallelConfig
 from forge_jax.engine import Engine
 from forge_kernels.private_files import private_folder_fault
 from forge_serve.app import Service, make_app
@@ -340,6 +341,9 @@ def test_a_pod_is_killed_later_than_it_is_left_out_and_than_the_server_calls_its
 
     assert seconds("readinessProbe") < ServerConfig.stall_timeout_s < seconds("livenessProbe")
     assert seconds("startupProbe") > 600
+    # A frozen engine is replaced before its pod is killed.
+    killed_s = ServerConfig.stall_timeout_s + seconds("livenessProbe")
+    assert killed_s > ParallelConfig.engine_timeout_s + 60
 
 
 def test_a_claims_folders_stay_the_servers_own(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from aiohttp import web
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from forge_jax import supervise
 from forge_jax.config import EngineConfig
 from forge_jax.errors import EngineError, OverloadedError, RequestError
 from forge_serve import answering
@@ -106,7 +107,7 @@ async def answer(
     slots = engine.stats().num_slots
     window = _Window(config.in_flight or slots + max(slots, MIN_WAITING), BYTES_IN_FLIGHT)
     progress = Progress(counts, lambda: engine.stats().generation_tokens, quiet=config.quiet)
-    refreshing = asyncio.ensure_future(progress.keep_fresh())
+    refreshing = supervise.start_task(progress.keep_fresh(), "the progress bar", None)
     run = _Run(service, lines, output, window, progress, counts)
     try:
         with logging_redirect_tqdm():

@@ -1,0 +1,91 @@
+"""Engines that die at any moment, of servers as users start them: no byte of an answer differs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.serve.chaos import chaos
+from tests.server_process import running
+
+SERVE = "import sys; from forge_serve.cli import main; sys.exit(main())"
+FAKE = ("--fake", "--fake-step-time-ms", "2")
+# What decides when a frozen engine counts as one: long enough for imports on a busy machine.
+PATIENCE = ("--engine-timeout", "8", "--stall-timeout", "1")
+
+
+@contextmanager
+def serving(*flags: str, code: str = SERVE) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server with an engine process: its URL, and the process."""
+    command = [sys.executable, "-c", code, "serve", *flags]
+    command += ["--engine-process", "--port", "0", "--no-request-log"]
+    with running(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        found = re.search(r" at (http://\S+);", process.stdout.readline())
+        assert found, "the server did not start"
+        yield found[1], process
+
+
+async def test_streams_survive_a_few_deaths(chaos_seed):
+    plan = ["decode", "prefill", "birth"]
+    with serving(*FAKE) as (url, process):
+        report = await chaos(url, process, seed=chaos_seed, plan=plan, max_tokens=30)
+    assert not report.faults, report
+    assert report.deaths.total() >= len(plan) and report.polls["recovering"], report
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_streams_survive_many_deaths(chaos_seed):
+    plan = ["decode"] * 12 + ["prefill"] * 4 + ["birth"] * 8 + ["loading"] * 4
+    plan += ["frozen", "frozen birth"]
+    with serving(*FAKE, *PATIENCE) as (url, process):
+        report = await chaos(url, process, seed=chaos_seed, plan=plan)
+    assert not report.faults, report
+    assert report.deaths.total() >= len(plan) and report.polls["stalled"], report
+
+
+LOSES_A_TOKEN = f"""
+from forge_jax.process import client
+
+take = client._Entry.take
+
+def take_and_lose(self, deltas):
+    take(self, deltas)
+    for tokens in self.outputs.values():
+        if len(tokens) == 11:
+            tokens.pop()
+
+client._Entry.take = take_and_lose
+{SERVE}
+"""
+SAYS_IT_IS_WELL = f"""
+import dataclasses
+from forge_jax.process import client
+
+stats = client.EngineProcess.stats
+client.EngineProcess.stats = lambda self: dataclasses.replace(stats(self), state="ready")
+{SERVE}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [(LOSES_A_TOKEN, "differs"), (SAYS_IT_IS_WELL, "never: recovering")],
+    ids=["journal", "health"],
+)
+async def test_the_chaos_finds_what_is_planted(code, found, chaos_seed, monkeypatch):
+    monkeypatch.setattr("tests.serve.chaos.WAIT_S", 10.0)
+    with serving(*FAKE, code=code) as (url, process):
+        try:
+            report = await chaos(url, process, seed=chaos_seed, plan=["decode"] * 3, max_tokens=60)
+            faults = str(report.faults)
+        except* AssertionError as group:
+            faults = str(group.exceptions)
+    assert found in faults

@@ -1,0 +1,399 @@
+"""What runs by itself cannot fail in silence: the helper, each place that uses it, and no other."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_jax import SamplingParams, supervise
+from forge_jax.engine import Engine
+from forge_jax.errors import EngineError, RequestError
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = [ROOT / "forge_jax", ROOT / "serve" / "forge_serve", ROOT / "kernels" / "forge_kernels"]
+
+# What starts something that nobody has to await.
+STARTS = {
+    "create_task", "ensure_future", "Thread", "Timer", "start_new_thread", "run_in_executor",
+    "ThreadPoolExecutor", "ProcessPoolExecutor", "add_done_callback", "call_soon", "call_later",
+    "call_at", "call_soon_threadsafe", "add_signal_handler",
+}  # fmt: skip
+# (file, what) -> why its exception reaches somebody.
+ALLOWED = {
+    ("forge_jax/doctor/examination.py", "ThreadPoolExecutor"): "each future's result is read",
+    ("forge_jax/engine.py", "ThreadPoolExecutor"): "its one future is watched",
+    ("forge_jax/grammar/compiler.py", "ThreadPoolExecutor"): "futures are awaited, or watched",
+    ("forge_jax/step/executables.py", "ThreadPoolExecutor"): "futures are read by their names",
+    ("forge_jax/step/executables.py", "add_done_callback"): "the callback is guarded",
+    ("forge_jax/streams.py", "call_soon"): "the callback is guarded",
+    ("forge_jax/streams.py", "call_soon_threadsafe"): "guarded, or `_fail`, which catches",
+    ("forge_jax/process/client.py", "call_soon_threadsafe"): "its exception goes to a future",
+    ("forge_jax/process/worker.py", "call_soon_threadsafe"): "guarded: it ends the process",
+    ("forge_jax/process/worker.py", "call_later"): "guarded: it ends the process",
+    ("kernels/forge_kernels/threads.py", "ThreadPoolExecutor"): "its results are read",
+    ("serve/forge_serve/batch/run.py", "create_task"): "of a TaskGroup, which raises",
+    ("serve/forge_serve/batch/run.py", "add_done_callback"): "counts, and awakes",
+    ("serve/forge_serve/batch/run.py", "add_signal_handler"): "cancels a task",
+    ("serve/forge_serve/bench/client.py", "create_task"): "of a TaskGroup, which raises",
+    ("serve/forge_serve/event_stream.py", "call_at"): "a comment that fails costs no event",
+    ("serve/forge_serve/generation.py", "call_soon"): "the callback is guarded",
+    ("serve/forge_serve/generation.py", "call_later"): "the callback is guarded",
+    ("serve/forge_serve/server.py", "call_later"): "ends the process",
+    ("serve/forge_serve/server.py", "add_signal_handler"): "arms the timer that ends the process",
+}
+
+
+def started(source: str) -> set[str]:
+    """What of `STARTS` a module calls, by the name that it is written with."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            found |= {name} & STARTS
+    return found
+
+
+def test_nothing_is_started_without_supervision():
+    found = {
+        (file.relative_to(ROOT).as_posix(), name)
+        for package in PACKAGES
+        for file in package.rglob("*.py")
+        if file.name != "supervise.py"
+        for name in started(file.read_text())
+    }
+    assert not found - ALLOWED.keys(), "start it with forge_jax.supervise"
+    assert not ALLOWED.keys() - found, "these are gone: take them off the list"
+
+
+def test_the_check_sees_what_is_started():
+    source = "loop.create_task(f())\nThread(target=f)\nasyncio.get_running_loop().call_soon(f)"
+    assert started(source) == {"create_task", "Thread", "call_soon"}
+
+
+# ---- the helper ----------------------------------------------------------------------------------
+
+
+class Planted(Exception):
+    pass
+
+
+def planted(*_: Any, **__: Any) -> Any:
+    raise Planted("planted")
+
+
+async def planted_soon(*_: Any, **__: Any) -> Any:
+    await asyncio.sleep(0)
+    raise Planted("planted")
+
+
+def tracebacks(caplog: pytest.LogCaptureFixture) -> int:
+    """How many log lines have the planted exception's traceback."""
+    return sum(
+        record.levelno == logging.ERROR and bool(record.exc_info) and record.exc_info[0] is Planted
+        for record in caplog.records
+    )
+
+
+async def turns(condition: Callable[[], Any] = lambda: False, number: int = 5000) -> None:
+    """Lets the event loop turn, until something holds."""
+    for _ in range(number):
+        if condition():
+            return
+        await asyncio.sleep(0.001 if number > 10 else 0)
+
+
+async def test_the_error_of_a_task_reaches_its_owner_and_the_log(caplog):
+    errors = []
+    supervise.start_task(planted_soon(), "a task", errors.append)
+    await turns(lambda: errors)
+    assert isinstance(errors[0], Planted) and tracebacks(caplog) == 1
+    assert "a task failed: Planted: planted" in caplog.text
+    assert not supervise._tasks
+
+
+async def test_cancellation_and_expected_errors_are_no_failures(caplog):
+    errors = []
+    task = supervise.start_task(asyncio.sleep(600), "a task", errors.append)
+    await asyncio.sleep(0)
+    task.cancel()
+    other = supervise.start_task(planted_soon(), "a task", errors.append, expected=(Planted,))
+    with pytest.raises(Planted):
+        await other
+    await turns(number=5)
+    assert task.cancelled() and not errors and not caplog.records
+
+
+async def test_a_task_is_held_until_it_ends():
+    """The event loop has but a weak reference."""
+    import gc
+
+    arrived = asyncio.Event()
+
+    async def wait() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    task = supervise.start_task(wait(), "a task", None)
+    task.add_done_callback(lambda _: arrived.set())
+    name = task.get_name()
+    del task
+    gc.collect()
+    [held] = [task for task in supervise._tasks if task.get_name() == name]
+    held.cancel()
+    await arrived.wait()
+
+
+def test_the_error_of_a_thread_reaches_its_owner_and_the_log(caplog):
+    errors: list[BaseException] = []
+    supervise.start_thread(planted, "a thread", errors.append).join()
+    supervise.start_thread(lambda: exec("raise SystemExit(3)"), "a thread", errors.append).join()
+    assert [type(error) for error in errors] == [Planted, SystemExit] and tracebacks(caplog) == 1
+
+
+async def test_the_result_or_the_error_of_a_thread_is_awaited():
+    assert await supervise.in_thread(lambda: 5, "a thread") == 5
+    with pytest.raises(Planted):
+        await supervise.in_thread(planted, "a thread")
+
+
+def test_the_error_of_a_thread_whose_loop_is_gone_is_logged(caplog):
+    import threading
+
+    begun, closed = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        begun.set()
+        closed.wait(60)
+        planted()
+
+    async def start() -> None:
+        supervise.in_thread(fail, "a thread")
+        await asyncio.to_thread(begun.wait)
+
+    before = threading.active_count()
+    asyncio.run(start())
+    closed.set()
+    for thread in threading.enumerate():
+        if thread.name == "a thread":
+            thread.join()
+    assert tracebacks(caplog) == 1 and threading.active_count() <= before
+
+
+def test_the_error_of_a_callback_and_of_a_future_reaches_its_owner_and_the_log(caplog):
+    errors: list[BaseException] = []
+    supervise.guarded(planted, "a callback", errors.append)()
+    future: Future[None] = Future()
+    supervise.watch(future, "a future", errors.append)
+    future.set_exception(Planted("planted"))
+    assert len(errors) == 2 and tracebacks(caplog) == 2
+
+
+def test_an_owner_that_fails_is_logged_too(caplog):
+    supervise.guarded(planted, "a callback", planted)()
+    assert tracebacks(caplog) == 2 and "could not be handled" in caplog.text
+
+
+# ---- the engine ----------------------------------------------------------------------------------
+
+LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
+
+
+async def end_of(stream) -> Any:
+    """The last delta of a stream."""
+    async with asyncio.timeout(60):
+        return [delta async for deltas in stream for delta in deltas][-1]
+
+
+@pytest.fixture
+async def engine():
+    engine = Engine.fake(step_time_s=0.001)
+    engine.start()
+    yield engine
+    await engine.stop()
+
+
+@pytest.mark.parametrize("place", ["tick", "abort", "drain"])
+async def test_what_fails_in_the_engine_thread_fails_the_engine(engine, place, monkeypatch, caplog):
+    stream = engine.submit([1], LONG, request_id="a")
+    await anext(stream)
+    monkeypatch.setattr(engine._core, place, planted)
+    engine._command("stop" if place == "drain" else "abort", "somebody")
+    end = await end_of(stream)
+    assert end.finish_reason == "error" and isinstance(end.error, EngineError)
+    assert engine.stats().state == "failed" and not engine.stats().healthy
+    assert tracebacks(caplog) == 1
+
+
+async def test_news_that_cannot_be_handed_out_fail_the_engine(engine, monkeypatch, caplog):
+    streams = [engine.submit([1], LONG, request_id=name) for name in "ab"]
+    monkeypatch.setattr(engine._queue, "pop", planted)
+    for stream in streams:
+        end = await end_of(stream)
+        assert end.finish_reason == "error" and isinstance(end.error, EngineError)
+    assert engine.stats().state == "failed" and tracebacks(caplog) >= 1
+    await turns(lambda: not engine.stats().num_used_blocks)
+    assert not engine.stats().num_used_blocks  # nor does anybody compute them any further
+
+
+async def test_a_reader_that_fails_at_the_end_keeps_the_end_from_nobody(engine, caplog):
+    first, second = (engine.submit([1], LONG, request_id=name) for name in "ab")
+    first.push_to(lambda deltas: planted() if deltas[-1].finish_reason else None)
+    await anext(second)
+    engine._broken(ValueError("planted"))
+    end = await end_of(second)
+    assert end.finish_reason == "error" and tracebacks(caplog) == 1
+
+
+async def test_a_grammar_that_fails_to_compile_ends_its_request(engine, monkeypatch, caplog):
+    from forge_jax.grammar import GrammarSpec
+
+    monkeypatch.setattr(engine.grammars, "compile_soon", planted_soon)
+    params = SamplingParams(structured_outputs=GrammarSpec("regex", "a+"))
+    end = await end_of(engine.submit([1], params, request_id="a"))
+    assert end.finish_reason == "error" and "could not be compiled" in str(end.error)
+    assert not engine._compiling and tracebacks(caplog) == 1
+    assert engine.stats().state == "ready"
+
+
+async def test_a_compilation_that_nobody_waits_for_is_logged(engine, monkeypatch, caplog):
+    """Its client left while a thread was at it."""
+    import threading
+
+    from forge_jax.grammar import GrammarSpec
+
+    begun, go_on = threading.Event(), threading.Event()
+
+    def compile_and_fail(spec):
+        begun.set()
+        go_on.wait(60)
+        planted()
+
+    monkeypatch.setattr(engine.grammars, "_compile", compile_and_fail)
+    params = SamplingParams(structured_outputs=GrammarSpec("regex", "a+"))
+    stream = engine.submit([1], params, request_id="a")
+    await asyncio.to_thread(begun.wait)
+    stream.abort()
+    assert (await end_of(stream)).finish_reason == "abort"
+    await turns(number=5)
+    go_on.set()
+    await turns(lambda: tracebacks(caplog))
+    assert tracebacks(caplog) == 1
+
+
+def test_an_executable_that_cannot_be_adopted_is_logged(caplog):
+    from forge_jax.step.executables import Executables
+
+    executables = Executables()
+    future: Future[Any] = Future()
+    executables._futures["step"] = future
+    executables.on_done("step", planted)
+    future.set_result(None)
+    assert tracebacks(caplog) == 1
+    executables.close()
+
+
+async def test_a_pooling_executable_that_fails_to_compile_ends_its_request(engine, caplog):
+    class Pooler:
+        can_pool = False
+        compile_pooling = staticmethod(planted)
+
+    engine._parts.pooler = Pooler()
+    params = SamplingParams(max_tokens=0, detokenize=False)
+    end = await end_of(engine.submit([1], params, request_id="a", pooling="mean"))
+    assert end.finish_reason == "error" and tracebacks(caplog) == 2
+
+
+# ---- the engine process --------------------------------------------------------------------------
+
+DIES = """
+from forge_jax.process import worker
+
+def planted(*_, **__):
+    raise ZeroDivisionError("planted")
+
+{plant}
+worker.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        "worker._Worker._begin = planted",
+        "worker._Worker._load = planted",
+        "worker._Worker._tell_of_life = planted",
+    ],
+)
+def test_what_fails_in_a_process_that_starts_is_an_error_of_the_start(plant, monkeypatch, capfd):
+    from forge_jax.process import client
+
+    monkeypatch.setattr(client, "WORKER", ("-c", DIES.format(plant=plant)))
+    with pytest.raises(EngineError, match="before it could serve"):
+        client._launch(client.Start(client.EngineConfig(), True), client._Birth())
+    assert "ZeroDivisionError: planted" in capfd.readouterr().err
+
+
+ONCE = """
+import os
+from forge_jax.process import worker
+
+right = worker._Worker.{place}
+
+def fail_once(self):
+    if not os.path.exists({marker!r}):
+        open({marker!r}, "w").close()
+        raise ZeroDivisionError("planted")
+    right(self)
+
+worker._Worker.{place} = fail_once
+worker.main()
+"""
+
+
+@pytest.mark.parametrize("place", ["_send_news", "_tell_stats"])
+async def test_what_fails_once_in_a_process_costs_it_and_no_token(
+    place, monkeypatch, tmp_path, capfd
+):
+    from forge_jax.process import client
+
+    code = ONCE.format(place=place, marker=str(tmp_path / "has failed"))
+    monkeypatch.setattr(client, "WORKER", ("-c", code))
+    engine = client.EngineProcess.fake()
+    engine.start()
+    try:
+        params = SamplingParams(max_tokens=50, ignore_eos=True, seed=1)
+        async with asyncio.timeout(60):
+            tokens = [
+                token
+                async for deltas in engine.submit([1], params, request_id="a")
+                for delta in deltas
+                for token in delta.token_ids
+            ]
+        assert len(tokens) == 50 and engine.num_restarts == 1
+        assert "ZeroDivisionError: planted" in capfd.readouterr().err
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize("place", ["look", "start_profile"])
+async def test_what_fails_on_demand_in_a_process_is_the_answer(place, monkeypatch, tmp_path):
+    from forge_jax.process import client
+
+    plant = f"worker.Engine.{place} = planted"
+    monkeypatch.setattr(client, "WORKER", ("-c", DIES.format(plant=plant)))
+    engine = client.EngineProcess.fake()
+    engine.start()
+    try:
+        await engine._settled()
+        with pytest.raises((EngineError, RequestError), match="ZeroDivisionError"):
+            async with asyncio.timeout(60):
+                await (engine.look() if place == "look" else engine.start_profile(tmp_path))
+        assert engine.stats().state == "ready" and engine.num_restarts == 0
+    finally:
+        await engine.stop()
