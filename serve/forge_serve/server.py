@@ -200,6 +200,7 @@ async def _serve(
     finally:
         service.stopping = True
         await runner.cleanup()
+        service.workers.close()
         if service.tracing is not None:  # a collector may not answer
             await asyncio.wait([_in_daemon_thread(service.tracing.close)], timeout=LAST_SPANS_S)
         for timer in last_timers:
