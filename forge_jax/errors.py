@@ -11,6 +11,7 @@
     └── EngineError            the engine failed or has been shut down
         ├── NumericalError          one request's logits were not finite
         ├── GrammarError            one request's output could not be held to its grammar
+        │   └── GrammarLimitError       because that costs more than one request may cost
         ├── StepError               one request made the step fail that computes it, each time
         └── LostAdapterError        its LoRA adapter could not be loaded again after a crash
 
@@ -77,6 +78,10 @@ class NumericalError(EngineError):
 
 class GrammarError(EngineError):
     """The output of this request cannot be held to its grammar any further."""
+
+
+class GrammarLimitError(GrammarError):
+    """The grammar of this request costs more than one may: a simpler one is needed."""
 
 
 class LostAdapterError(EngineError):

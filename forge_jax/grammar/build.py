@@ -9,13 +9,13 @@ from forge_jax.errors import GrammarError
 from forge_jax.grammar.masks import mask_width
 from forge_jax.grammar.matcher import Matcher
 from forge_jax.grammar.spec import GrammarSpec, refused
-from forge_jax.grammar.translate import reason, to_llguidance
+from forge_jax.grammar.translate import MAX_STEP_FUEL, reason, to_llguidance
 
-# What one mask may cost everybody, and what a matcher may hold: 500,000 of fuel are some 30 ms, a
-# state of the lexer is a kilobyte or two. With llguidance's own limit of fuel, 200,000, some
-# schemas of the wild fail on large vocabularies.
+# What one mask may cost everybody, and what a matcher may hold: a state of the lexer is a kilobyte
+# or two. With llguidance's own limit of fuel, 200,000, some schemas of the wild fail on large
+# vocabularies.
 _PARSER_LIMITS = llguidance.LLParserLimits(
-    step_lexer_fuel=500_000,
+    step_lexer_fuel=MAX_STEP_FUEL,
     step_max_items=100_000,
     max_lexer_states=10_000,
     max_grammar_size=200_000,

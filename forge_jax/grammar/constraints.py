@@ -10,15 +10,17 @@ list of allowed tokens alone has the same mask at each step, and waits for nothi
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
-from forge_jax.errors import ForgeError, GrammarError, RequestError
+from forge_jax.errors import ForgeError, GrammarError, GrammarLimitError, RequestError
 from forge_jax.grammar.masks import bits, mask_width
 from forge_jax.schedule.plan import SequenceResult, StepPlan
 from forge_jax.schedule.request import Sequence
@@ -30,7 +32,21 @@ if TYPE_CHECKING:
     from forge_jax.grammar.token_filter import Follower, TokenFilter
 
 MAX_THREADS = 8
+MASK_BURST_S, MASK_S = 0.5, 0.01  # CPU time of a request's masks: at once, and for each mask
 MANY = 3  # one in so many
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Charge:
+    """What following the grammar of a request has cost everybody, all of its samples together."""
+
+    spent_s: float = 0.0  # CPU time
+    masks: int = 0
+
+    @property
+    def over(self) -> bool:
+        """True if it is more than one request may cost."""
+        return self.spent_s > MASK_BURST_S + MASK_S * self.masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +55,7 @@ class _Held:
 
     matcher: Matcher | None
     follower: Follower | None
+    charge: _Charge
     not_stops: np.ndarray | None = None  # the mask of min_tokens, if the step applies one
 
     @property
@@ -81,10 +98,19 @@ class Constraints:
     Args:
       vocab_size: the model's output width.
       end_ids: the tokens that end an output.
+      clock: CPU seconds of the calling thread, by which requests are charged for their masks.
     """
 
-    def __init__(self, vocab_size: int, end_ids: Collection[int]):
+    def __init__(
+        self,
+        vocab_size: int,
+        end_ids: Collection[int],
+        *,
+        clock: Callable[[], float] = time.thread_time,
+    ):
+        self._clock = clock
         self._held: dict[Sequence, _Held] = {}
+        self._charges: WeakValueDictionary[str, _Charge] = WeakValueDictionary()  # by request id
         self._foreseen: dict[Sequence, GrammarError | None] = {}  # who has had what it will gain
         self._dead_ends: dict[Sequence, RequestError] = {}  # behind drafts of the step in flight
         self._words = mask_width(vocab_size)
@@ -98,7 +124,7 @@ class Constraints:
     def _pool(self) -> MaskPool:
         from forge_jax.grammar.matcher import MaskPool
 
-        return MaskPool(min(os.cpu_count() or 1, MAX_THREADS))
+        return MaskPool(min(os.cpu_count() or 1, MAX_THREADS), clock=self._clock)
 
     def __bool__(self) -> bool:
         """Whether any sequence has a constraint."""
@@ -113,6 +139,7 @@ class Constraints:
         held = _Held(
             None if grammar is None else grammar.matcher(),
             None if tokens is None else tokens.follower(),
+            self._charges.setdefault(seq.request_id, _Charge()),
             self._all_but(seq.stop_ids) if seq.params.held_tokens else None,
         )
         if seq.num_output:
@@ -203,10 +230,22 @@ class Constraints:
         if not work:
             return {}
         filled = [(matcher, row.first, row.drafts) for matcher, row in work.items()]
-        return {
-            work[matcher].seq: GrammarError("the grammar became too complex to follow")
-            for matcher in self._pool.fill(filled, masks)
-        }
+        failed: dict[Sequence, GrammarError] = {}
+        for matcher in self._pool.fill(filled, masks):
+            try:
+                matcher.check()
+                failed[work[matcher].seq] = GrammarError("no token can continue this output")
+            except GrammarError as error:
+                failed[work[matcher].seq] = error
+        for matcher, row in work.items():
+            charge = row.held.charge
+            charge.spent_s += matcher.spent_s
+            charge.masks += 1 + len(row.drafts)
+            matcher.spent_s = 0.0
+        for row in work.values():
+            if row.held.charge.over:
+                failed.setdefault(row.seq, _too_slow(row.held.charge))
+        return failed
 
     def _finish(self, row: _Rows, masks: np.ndarray) -> RequestError | None:
         """Takes from the masks of a sequence what its lists exclude, and ends that come too early.
@@ -237,6 +276,13 @@ class Constraints:
                 mask[:] = -1  # should it come to that, the token is no valid one
         return None
 
+    def _accept(self, held: _Held, token_ids: Seq[int]) -> None:
+        begin_s = self._clock()
+        try:
+            held.accept(token_ids)
+        finally:
+            held.charge.spent_s += self._clock() - begin_s
+
     def foresee(self, results: Iterable[tuple[Sequence, SequenceResult]]) -> None:
         """Takes the results of a step of single tokens, ahead of the same gains for `follow`."""
         for seq, got in results:
@@ -245,7 +291,7 @@ class Constraints:
                 continue
             self._foreseen[seq] = None
             try:
-                held.accept(got.token_ids)
+                self._accept(held, got.token_ids)
             except GrammarError as error:
                 self._foreseen[seq] = error
 
@@ -263,7 +309,7 @@ class Constraints:
             error: ForgeError | None = None
             try:
                 if seq not in self._foreseen:
-                    held.accept(got.token_ids)
+                    self._accept(held, got.token_ids)
                 elif (known := self._foreseen.pop(seq)) is not None:
                     raise known
                 complete = held.stopped
@@ -276,6 +322,14 @@ class Constraints:
             if complete or seq.finished:
                 del self._held[seq]
         return over
+
+
+def _too_slow(charge: _Charge) -> GrammarLimitError:
+    return GrammarLimitError(
+        f"the grammar takes too long to follow: {charge.masks} masks took "
+        f"{1e3 * charge.spent_s:.0f} ms of CPU time, at most {1e3 * MASK_BURST_S:.0f} ms and "
+        f"{1e3 * MASK_S:.0f} ms for each mask: send a simpler one"
+    )
 
 
 def _holds(seq: Sequence, num_output: int) -> bool:

@@ -1,4 +1,4 @@
-"""The process of a `Probe`: compiles what it is sent, and says whether that went well.
+"""The process of a `Probe`: compiles and tries what it is sent, and says whether that went well.
 
     python -m forge_jax.grammar.probe_worker
 
@@ -20,6 +20,7 @@ from forge_jax.errors import RequestError
 from forge_jax.grammar.build import build
 from forge_jax.grammar.probe import Hello, Verdict, read, write
 from forge_jax.grammar.spec import PARAM, GrammarSpec
+from forge_jax.grammar.trial import try_out
 from forge_jax.grammar.vocabulary import llguidance_tokenizer
 
 STACK_BYTES = 4 << 20
@@ -39,13 +40,14 @@ def main() -> None:
 
     def answer(spec: GrammarSpec) -> None:
         try:
-            build(spec, tokenizer, len(vocabulary.tokens))
+            grammar = build(spec, tokenizer, len(vocabulary.tokens))
+            why = try_out(grammar, len(vocabulary.tokens), vocabulary.end_ids)
         except RequestError as error:
             write(answers, Verdict(str(error).removeprefix(f"{PARAM}: ")))
         except MemoryError:
             os._exit(1)
         else:
-            write(answers, Verdict())
+            write(answers, Verdict(why and f"the {spec.kind} cannot be used: {why}"))
 
     def end(error: BaseException) -> None:
         os._exit(1)  # no verdict: the peer starts another process

@@ -25,6 +25,8 @@ _KEYWORDS = frozenset(
     "patternProperties oneOf anyOf allOf multipleOf format pattern".split()
 )
 
+MAX_STEP_FUEL = 500_000  # of the lexer, for one mask or one token: some 30 ms
+
 # llguidance's messages quote what the client sent, which ours must not: they may be logged.
 _REASONS: tuple[tuple[str, str], ...] = (
     (
@@ -50,6 +52,9 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "it is too complex",
     ),
 )
+_ITEMS = re.compile(r"Current row has (\d+) items; max is (\d+)")
+_EXPRESSIONS = re.compile(r"too many expressions constructed")
+_META = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # what means something in a regular expression
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\):")
 
 
@@ -74,9 +79,10 @@ def _of_kind(spec: GrammarSpec) -> str:
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(spec.text)
         case "choice":
-            choices = json.loads(spec.text)
-            lark = "start: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in choices)
-            return llguidance.LLMatcher.grammar_from_lark(lark)
+            # One regular expression is one lexeme. As a rule of literals, each choice would be an
+            # item of the parser's row, which may have 2,000.
+            choices = (_META.sub(r"\\\g<0>", choice) for choice in json.loads(spec.text))
+            return llguidance.LLMatcher.grammar_from_regex("|".join(choices))
         case "grammar":
             try:
                 lark = any_to_lark(spec.text)
@@ -89,6 +95,17 @@ def _of_kind(spec: GrammarSpec) -> str:
 
 def reason(message: str) -> str:
     """Why llguidance refuses a grammar, without the client's words."""
+    items = _ITEMS.search(message)
+    if items is not None:
+        return (
+            f"it is too complex: {items[1]} alternatives are open at once, at most {items[2]}: "
+            "have fewer optional properties or alternatives"
+        )
+    if _EXPRESSIONS.search(message):
+        return (
+            f"it is too complex: a token takes more than {MAX_STEP_FUEL} steps of the lexer: "
+            "have smaller repetitions"
+        )
     if message.startswith("Unimplemented keys"):
         known = sorted(_KEYWORDS.intersection(re.findall(r'"([^"]+)"', message)))
         return f"not supported: {', '.join(known)}" if known else "a keyword is not supported"

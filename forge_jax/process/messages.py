@@ -38,6 +38,7 @@ _ERRORS = {
         errors.EngineError,
         errors.NumericalError,
         errors.GrammarError,
+        errors.GrammarLimitError,
         errors.StepError,
         errors.LostAdapterError,
     )

@@ -134,6 +134,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tokenizer: Tokenizer,
+        encode_text: Callable[[str, Callable[[str], list[int]]], list[int]] | None = None,
         /,
         *,
         add_generation_prompt: bool = True,
@@ -143,6 +144,9 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> list[int]:
         """The conversation as ids: those of the rendered text, special tokens recognised.
+
+        `encode_text` is given the rendered text and what encodes a part of it, and returns the ids;
+        default: those of the whole text.
 
         Special tokens written inside messages, tools, documents or kwargs are encoded as the plain
         text that they are. (Not seen through: a template that puts a special token together from
@@ -155,7 +159,10 @@ class ChatTemplate:
             marks = {token: mark for mark, token in hidden.items()}
             variables = _replaced(variables, tokenizer.special_pattern, marks)
         text = self._render(variables, add_generation_prompt, continue_final_message)
-        return tokenizer.encode_template(text, None if hidden is None else _with_escapes(hidden))
+        plain_text = None if hidden is None else _with_escapes(hidden)
+        if encode_text is None:
+            return tokenizer.encode_template(text, plain_text)
+        return encode_text(text, lambda part: tokenizer.encode_template(part, plain_text))
 
     def _render(
         self, variables: dict[str, Any], add_generation_prompt: bool, continue_final_message: bool

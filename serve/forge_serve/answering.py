@@ -7,6 +7,7 @@ Every function raises what `errors.error_reply` makes a reply of.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from forge_jax.errors import RequestError
+from forge_jax.sampling_params import SamplingParams
 from forge_serve import embeddings
 from forge_serve.embeddings import PoolingRequest
-from forge_serve.generation import Generation, News, encode_prompts, truncated
+from forge_serve.generation import Generation, News, Prompt, encode_prompts
 from forge_serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -27,6 +29,7 @@ from forge_serve.responses import ResponseForm
 from forge_serve.validate import check_logprob_values, decode
 
 if TYPE_CHECKING:
+    from forge_jax.streams import StreamingEngine
     from forge_serve.app import Service
 
 type Request = CompletionRequest | ChatRequest | GenerateRequest | PoolingRequest
@@ -50,6 +53,7 @@ async def begin[Form: ResponseForm](
     *,
     unique_id: Callable[[], str],
     cache_salt: str,
+    tenant: str = "",
     lora: str | None = None,
 ) -> tuple[Generation, Form]:
     """Submits a request. The caller has to close the generation.
@@ -57,6 +61,7 @@ async def begin[Form: ResponseForm](
     Args:
       unique_id: called when all has been checked: what the answer's id ends with.
       cache_salt: what keeps the request's cached prefixes apart.
+      tenant: with whom the request shares its turns in the queues.
       lora: the adapter that its model's name means.
 
     Raises:
@@ -67,10 +72,15 @@ async def begin[Form: ResponseForm](
     engine = service.ready_engine()
     try:
         params, answers = request.sampling_params(), None
+        most = service.config.max_new_tokens
+        params = _limited(params, most, said=request.limits_output)
         if isinstance(request, ChatRequest):
             answers = service.chat_answers(request)
-        prompts = await encode_prompts(engine, request)
-        prompts = truncated(prompts, request, params.max_tokens, engine)
+        prompts = await encode_prompts(
+            engine, request, params.max_tokens, service.text_work(tenant)
+        )
+        if params.max_tokens is None and most is not None:
+            params = _with_room(params, most, prompts[0], engine)
         if answers is not None:
             params = await answers.params(params, prompts[0], engine)
         await engine.prepare(params)
@@ -104,6 +114,43 @@ async def begin[Form: ResponseForm](
     return generation, form
 
 
+def _limited(params: SamplingParams, most: int | None, *, said: bool) -> SamplingParams:
+    """The parameters with no more output tokens than this server allows.
+
+    Args:
+      said: whether the request says how many it wants.
+
+    Raises:
+      RequestError: it wants more.
+    """
+    asked = params.max_tokens
+    if most is None or asked is None or asked <= most:
+        return params
+    if said:
+        raise RequestError(
+            f"max_tokens is {asked}; this server allows at most {most} (--max-new-tokens)",
+            param="max_tokens",
+        )
+    return dataclasses.replace(params, max_tokens=most)
+
+
+def _with_room(
+    params: SamplingParams, most: int, prompt: Prompt, engine: StreamingEngine
+) -> SamplingParams:
+    """The parameters of a request that does not say how many output tokens it wants."""
+    limits = engine.limits
+    room = min(limits.context, limits.kv_tokens + 1) - len(prompt.token_ids)
+    if room <= most:
+        return params
+    if params.min_tokens > most:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}; this server allows at most {most} output tokens "
+            "(--max-new-tokens)",
+            param="min_tokens",
+        )
+    return dataclasses.replace(params, max_tokens=most)
+
+
 async def whole(generation: Generation, form: ResponseForm) -> bytes:
     """Waits for a generation; the whole answer, as JSON.
 
@@ -131,12 +178,13 @@ async def begin_pooling(
     *,
     unique_id: Callable[[], str],
     cache_salt: str,
+    tenant: str = "",
     lora: str | None = None,
 ) -> Generation:
     """Submits a request for pooled hidden states, as `begin` does others."""
     engine = service.ready_engine()
     request.check_sampling()
-    prompts = await embeddings.encode_inputs(engine, request)
+    prompts = await embeddings.encode_inputs(engine, request, service.text_work(tenant))
     engine = service.ready_engine()  # that may have taken long
     return Generation(
         engine,

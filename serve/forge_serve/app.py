@@ -38,7 +38,8 @@ from forge_serve.errors import (
     error_reply,
 )
 from forge_serve.event_stream import EventStream, Replay
-from forge_serve.generation import Generation, encode_prompts, truncated
+from forge_serve.generation import Generation, encode_prompts
+from forge_serve.limits import Limits
 from forge_serve.loras import LoadLoraRequest, UnloadLoraRequest
 from forge_serve.memory import MemoryGuard
 from forge_serve.messages import MessagesForm, MessagesRequest
@@ -69,7 +70,8 @@ from forge_serve.responses_http import (
 )
 from forge_serve.responses_store import ResponseStore
 from forge_serve.tracing import Tracing
-from forge_serve.validate import check, decode_form
+from forge_serve.validate import SMALL_BODY_BYTES, check, decode, decode_form
+from forge_serve.workers import TextWork, Workers
 
 if TYPE_CHECKING:
     from forge_jax.adapters import LoadedAdapter
@@ -87,6 +89,7 @@ _TRAIL = web.RequestKey("trail", Trail)
 _LORA = web.RequestKey("lora", str)  # the adapter that the model's name means, if it does
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 _CLIENTS_ID = web.RequestKey("clients_id", bool)  # whether a header of the client's has it
+_BODY_BYTES = web.RequestKey("body_bytes", int)
 _CLIENT_LEFT = web.RequestKey("client_left", bool)  # in the middle of a stream, or was given up
 
 Kind = type[CompletionRequest | ChatRequest | GenerateRequest | MessagesRequest | ResponsesRequest]
@@ -110,6 +113,7 @@ class Service:
         self.tracing = Tracing.of(config)
         self.memory = MemoryGuard(config.memory_watermark, self._shed)
         self.profiles = Profiles(config.profile_dir)
+        self.workers = Workers()
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
 
     @property
@@ -177,6 +181,10 @@ class Service:
             engine.tokenizer, engine.chat_template, config.tool_call_parser, config.reasoning_parser
         )
         return ChatAnswers.of(request, model)
+
+    def text_work(self, tenant: str) -> TextWork:
+        """The threads for texts, as one tenant may use them."""
+        return TextWork(self.workers, tenant, self.config.limits.text_bytes)
 
     def lora_of(self, name: str | None) -> str | None:
         """The LoRA adapter that a name means; None: the model itself, as without a name.
@@ -287,11 +295,14 @@ class _Endpoints:
         try:
             params = request.sampling_params()
             self._service.chat_answers(request)
-            prompts = await encode_prompts(engine, request)
-            [prompt] = truncated(prompts, request, params.max_tokens, engine)
+            work = self._text_work(http)
+            [prompt] = await encode_prompts(engine, request, params.max_tokens, work)
         except RequestError as error:
             raise request.in_its_words(error) from error
         return len(prompt.token_ids)
+
+    def _text_work(self, http: web.Request) -> TextWork:
+        return self._service.text_work(http.get(TENANT, ""))
 
     async def responses(self, http: web.Request) -> web.StreamResponse:
         generation, form = await self._begin(http, ResponsesRequest, ResponsesForm)
@@ -340,13 +351,13 @@ class _Endpoints:
         engine = self._service.ready_engine()
         request = await self._decode(http, TokenizeRequest)
         request.check_sampling()
-        return _json_response(await tokens.tokenize(engine, request))
+        return _json_response(await tokens.tokenize(engine, request, self._text_work(http)))
 
     async def detokenize(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
         request = await self._decode(http, DetokenizeRequest)
         request.check_sampling()
-        return _json_response(await tokens.detokenize(engine, request))
+        return _json_response(await tokens.detokenize(engine, request, self._text_work(http)))
 
     async def tokenizer_info(self, http: web.Request) -> web.StreamResponse:
         return web.json_response(tokens.tokenizer_info(self._service.ready_engine()))
@@ -390,13 +401,13 @@ class _Endpoints:
     async def load_lora_adapter(self, http: web.Request) -> web.StreamResponse:
         service = self._service
         engine, folder = service.ready_engine(), service.config.lora_folder
-        request = decode_form(await _body(http), LoadLoraRequest, service.config.limits)
+        request = await self._form(http, LoadLoraRequest)
         return web.Response(text=await loras.load(engine, request, folder, service.model_name))
 
     async def unload_lora_adapter(self, http: web.Request) -> web.StreamResponse:
         service = self._service
         engine, folder = service.ready_engine(), service.config.lora_folder
-        request = decode_form(await _body(http), UnloadLoraRequest, service.config.limits)
+        request = await self._form(http, UnloadLoraRequest)
         return web.Response(text=await loras.unload(engine, request, folder))
 
     async def health(self, http: web.Request) -> web.StreamResponse:
@@ -492,6 +503,7 @@ class _Endpoints:
             request,
             unique_id=lambda: _adopted_id(http, request),
             cache_salt=tenant_salt(http, request.cache_salt),
+            tenant=http.get(TENANT, ""),
             lora=http.get(_LORA),
         )
         http[_TRAIL].generation = generation
@@ -518,6 +530,7 @@ class _Endpoints:
             form_type,
             unique_id=unique_id,
             cache_salt=tenant_salt(http, request.cache_salt),
+            tenant=http.get(TENANT, ""),
             lora=http.get(_LORA),
         )
         http[_TRAIL].generation = generation
@@ -527,24 +540,47 @@ class _Endpoints:
         self, http: web.Request, kind: Kind
     ) -> CompletionRequest | ChatRequest | GenerateRequest:
         request = await self._decode(http, kind)
+        limits = self._service.config.limits
         if isinstance(request, MessagesRequest):
-            request = request.chat()
-            check(request, self._service.config.limits)
+            return await self._read_apart(http, lambda: _checked(request.chat(), limits))
         if isinstance(request, ResponsesRequest):
-            request = self.stored.chat(http, request)
-            try:
-                check(request, self._service.config.limits)
-            except RequestError as error:
-                raise request.in_its_words(error) from error
+            chat = self.stored.chat_of(http, request)
+
+            def checked() -> ChatRequest:
+                made = chat()
+                try:
+                    return _checked(made, limits)
+                except RequestError as error:
+                    raise made.in_its_words(error) from error
+
+            return await self._read_apart(http, checked)
         return request
 
     async def _decode[Body: GenerationRequest](self, http: web.Request, kind: type[Body]) -> Body:
-        request = answering.read(self._service, await _body(http), kind)
+        body, limits = await self._body(http), self._service.config.limits
+        request = await self._read_apart(http, lambda: decode(body, kind, limits))
         lora = self._service.lora_of(request.model)
         if lora is not None:
             http[_LORA] = lora
         http[_TRAIL].model = lora or self._service.model_name
         return request
+
+    async def _form[Form: msgspec.Struct](self, http: web.Request, kind: type[Form]) -> Form:
+        body, limits = await self._body(http), self._service.config.limits
+        return await self._read_apart(http, lambda: decode_form(body, kind, limits))
+
+    async def _body(self, http: web.Request) -> bytes:
+        body = await _body(http)
+        http[_BODY_BYTES] = len(body)
+        return body
+
+    async def _read_apart[T](self, http: web.Request, read: Callable[[], T]) -> T:
+        """What `read` makes of the request's body; of a large one, in a thread."""
+        if http[_BODY_BYTES] <= SMALL_BODY_BYTES:
+            return read()
+        lane, tenant = self._service.workers.bodies, http.get(TENANT, "")
+        with lane.admit(tenant, http[_BODY_BYTES]):
+            return await lane.run(tenant, read)
 
     @web.middleware
     async def envelope(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -590,6 +626,11 @@ def _json_response(answer: Any) -> web.Response:
 
 def _json(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
+
+
+def _checked(request: ChatRequest, limits: Limits) -> ChatRequest:
+    check(request, limits)
+    return request
 
 
 async def _body(http: web.Request) -> bytes:

@@ -59,6 +59,11 @@ class ServerConfig:
         "seconds that a request may take at most; its own timeout may be shorter",
         flag="--request-timeout",
     )
+    max_new_tokens: int | None = option(
+        None,
+        "tokens that an output may have: more are refused, and it is the default where a request "
+        "does not say; default: what the context has room for",
+    )
     sse_keep_alive_s: float = option(
         15.0,
         "seconds without news after which a stream has a comment, for proxies on its way; 0: never",
@@ -151,6 +156,8 @@ class ServerConfig:
         ):
             if not value >= 0:
                 raise ConfigError(f"{flag} must not be negative, not {value}")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
         if self.profile_dir is not None and not self.profile_dir:
             raise ConfigError("--profile-dir must not be empty: leave it out for no profiles")
         endpoint = self.otlp_traces_endpoint

@@ -20,18 +20,17 @@ from forge_jax.errors import RequestError
 from forge_jax.pooled import normalized, stacked
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.generation import (
-    THREAD_FROM_CHARS,
     Generation,
     News,
     Prompt,
-    check_text_size,
     encode_texts,
-    truncated,
+    kept_tokens,
 )
 from forge_serve.protocol import MAX_COUNT, GenerationRequest, prompts_of
 
 if TYPE_CHECKING:
     from forge_jax.streams import StreamingEngine
+    from forge_serve.workers import TextWork
 
 PARAMS = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
 
@@ -254,26 +253,20 @@ def _similarity(first: np.ndarray, second: np.ndarray) -> list[float]:
     return products.sum(axis=1).tolist()
 
 
-async def encode_inputs(engine: StreamingEngine, request: PoolingRequest) -> list[Prompt]:
+async def encode_inputs(
+    engine: StreamingEngine, request: PoolingRequest, work: TextWork
+) -> list[Prompt]:
     """The inputs of a request as token ids, cut as it asks; long texts are tokenised in a thread.
 
     Raises:
       RequestError: one of them cannot be served; `param` is the name of that one.
+      OverloadedError: too much text waits to be tokenized.
     """
     inputs = request.inputs
-    texts = [each for each in inputs if isinstance(each.given, str)]
-    if texts and engine.tokenizer is None:
-        raise RequestError("this model has no tokenizer: send token ids", param=texts[0].param)
-    if request.truncate_prompt_tokens is None:
-        for each in texts:
-            check_text_size(engine, [str(each.given)], each.param)
     special = True if request.add_special_tokens is None else request.add_special_tokens
-    arguments = engine.tokenizer, [each.given for each in inputs], special
-    if sum(len(each.given) for each in texts) < THREAD_FROM_CHARS:
-        prompts = encode_texts(*arguments)
-    else:
-        prompts = await asyncio.to_thread(encode_texts, *arguments)
-    prompts = truncated(prompts, request, PARAMS.max_tokens, engine)
+    kept = kept_tokens(engine, request, PARAMS.max_tokens)
+    given = [(each.param, each.given) for each in inputs]
+    prompts = await encode_texts(engine, given, special, kept, work)
     for each, prompt in zip(inputs, prompts, strict=True):
         try:
             engine.check(prompt.token_ids, PARAMS)

@@ -17,12 +17,14 @@ from forge_jax.errors import (
     EngineError,
     ForgeError,
     GrammarError,
+    GrammarLimitError,
     LostAdapterError,
     NumericalError,
     OverloadedError,
     RequestError,
     StepError,
 )
+from forge_jax.grammar.spec import PARAM
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +166,9 @@ def error_reply(error: BaseException) -> ErrorReply:  # noqa: C901, PLR0911
             return ErrorReply(408, str(error), "invalid_request_error", None, "request_timeout")
         case NumericalError():
             return ErrorReply(500, str(error), "numerical_error", None, "numerical_error")
+        case GrammarLimitError():
+            code = "grammar_limit_exceeded"
+            return ErrorReply(400, str(error), "invalid_request_error", PARAM, code)
         case GrammarError():
             return ErrorReply(500, str(error), "server_error", None, "grammar_failed")
         case StepError():

@@ -28,15 +28,19 @@ from forge_serve.protocol import (
     GenerationRequest,
     text_of,
 )
+from forge_serve.workers import in_pieces
 
 if TYPE_CHECKING:
     from forge_jax.config import Pooling
     from forge_jax.outputs import Delta
     from forge_jax.streams import Stream, StreamingEngine
     from forge_jax.text import Tokenizer
+    from forge_serve.workers import TextWork
 
 # A shorter text is tokenised on the event loop: in less time than handing it to a thread takes.
 THREAD_FROM_CHARS = 4096
+MARGIN_TOKENS = 256  # beyond a cut: tokens that may differ from those of the whole text
+CHARS_PER_TOKEN = 8  # a first guess at how much text holds the kept tokens
 
 _serials = itertools.count()
 
@@ -48,40 +52,84 @@ class Prompt:
 
 
 async def encode_prompts(
-    engine: StreamingEngine, request: CompletionRequest | ChatRequest | GenerateRequest
+    engine: StreamingEngine,
+    request: CompletionRequest | ChatRequest | GenerateRequest,
+    max_tokens: int | None,
+    work: TextWork,
 ) -> list[Prompt]:
-    """The prompts of a request as token ids; long texts are tokenised in a thread.
+    """The prompts of a request as token ids, truncated as it asks; long texts in a thread.
+
+    Args:
+      max_tokens: of each output; None: what the context has room for.
 
     Raises:
-      ContextLengthError: a text is so long that no tokenisation of it could fit.
+      ContextLengthError: a text is so long that no tokenization of it could fit.
       RequestError: the model lacks a tokenizer or a chat template, or the text cannot be encoded.
+      OverloadedError: too much text waits to be tokenized.
     """
+    kept = kept_tokens(engine, request, max_tokens)
     if isinstance(request, ChatRequest):
-        return [await _encode_chat(engine, request)]
+        return [await _encode_chat(engine, request, kept, work)]
     given = request.prompts() if isinstance(request, CompletionRequest) else [request.prompt]
-    for item in given:
-        if isinstance(item, str) and request.truncate_prompt_tokens is None:
-            check_text_size(engine, [item], "prompt")
     special = True if request.add_special_tokens is None else request.add_special_tokens
-    num_chars = sum(len(item) for item in given if isinstance(item, str))
-    if num_chars < THREAD_FROM_CHARS:
-        return encode_texts(engine.tokenizer, given, special)
-    return await asyncio.to_thread(encode_texts, engine.tokenizer, given, special)
+    return await encode_texts(engine, [("prompt", item) for item in given], special, kept, work)
 
 
-def truncated(
-    prompts: list[Prompt],
-    request: GenerationRequest,
-    max_tokens: int | None,
-    engine: StreamingEngine,
-) -> list[Prompt]:
-    """The prompts with no more tokens than the request wants kept: the last ones, or the first.
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How much of each prompt is kept.
 
-    A BOS that the tokenizer has put before a text stays.
+    The kept tokens are those of the whole text, unless its tokenizer looks further than
+    `MARGIN_TOKENS` tokens beyond them: only so much of a long text is tokenized.
+    """
+
+    tokens: int
+    first: bool  # the first tokens, not the last
+
+    def cut(self, prompt: Prompt, bos: int | None) -> Prompt:
+        """The prompt, truncated. A BOS that the tokenizer put before a text stays."""
+        ids, keep = prompt.token_ids, self.tokens
+        if len(ids) <= keep:
+            return prompt
+        if self.first:
+            return Prompt(ids[:keep])
+        has_bos = prompt.text is not None and keep > 1 and ids[0] == bos
+        return Prompt([*ids[:1], *ids[1 - keep :]] if has_bos else ids[-keep:])
+
+    @property
+    def num_chars(self) -> int:
+        """Characters that mostly hold the kept tokens."""
+        return (self.tokens + MARGIN_TOKENS) * CHARS_PER_TOKEN
+
+    def encode(
+        self, text: str, encode: Callable[[str], list[int]], max_chars: int
+    ) -> tuple[list[int], bool]:
+        """The ids of the end of a text that is kept, and some more; True if that is the whole text.
+
+        Args:
+          max_chars: no more of the text than this is encoded, even if it has too few tokens.
+        """
+        num_chars = self.num_chars
+        while num_chars < len(text):
+            part = text[:num_chars] if self.first else text[-num_chars:]
+            ids = encode(part)
+            if len(ids) >= self.tokens + MARGIN_TOKENS // 2 or num_chars >= max_chars:
+                return ids, False
+            num_chars = min(2 * num_chars, max(max_chars, self.num_chars))
+        return encode(text), True
+
+
+def kept_tokens(
+    engine: StreamingEngine, request: GenerationRequest, max_tokens: int | None
+) -> Kept | None:
+    """How much of each prompt a request wants kept; None: all of it.
+
+    Raises:
+      RequestError: more than the context.
     """
     keep = request.truncate_prompt_tokens
     if keep is None:
-        return prompts
+        return None
     limits = engine.limits
     if keep > limits.context:
         raise RequestError(
@@ -91,18 +139,7 @@ def truncated(
     if keep == -1:  # all that there is room for besides the output
         output = 1 if max_tokens is None else max_tokens
         keep = max(min(limits.context - output, limits.kv_tokens + 1 - max(output, 1)), 1)
-    bos = engine.tokenizer.bos_token_id if engine.tokenizer is not None else None
-    return [_cut(prompt, keep, bos, request.truncation_side) for prompt in prompts]
-
-
-def _cut(prompt: Prompt, keep: int, bos: int | None, side: str | None) -> Prompt:
-    ids = prompt.token_ids
-    if len(ids) <= keep:
-        return prompt
-    if side == "right":
-        return Prompt(ids[:keep])
-    has_bos = prompt.text is not None and keep > 1 and ids[0] == bos
-    return Prompt([*ids[:1], *ids[1 - keep :]] if has_bos else ids[-keep:])
+    return Kept(keep, first=request.truncation_side == "right")
 
 
 def check_text_size(engine: StreamingEngine, texts: Iterable[str], param: str) -> None:
@@ -116,11 +153,24 @@ def check_text_size(engine: StreamingEngine, texts: Iterable[str], param: str) -
     longest = _longest_token_bytes(engine.tokenizer)
     if longest is None:
         return
-    size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    size = sum(map(_num_bytes, texts))
     if size > engine.max_model_len * longest:
         raise ContextLengthError(
             f"{param}: {size} bytes of text have more tokens than the {engine.max_model_len} "
             "that the context has room for",
+            param=param,
+        )
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _check_total(num_bytes: int, work: TextWork, param: str) -> None:
+    if num_bytes > work.max_bytes:
+        raise RequestError(
+            f"{param}: {num_bytes} bytes of text in one request; at most {work.max_bytes} "
+            "(--max-text-bytes): send less text, or several requests",
             param=param,
         )
 
@@ -133,28 +183,75 @@ def _longest_token_bytes(tokenizer: Tokenizer) -> int | None:
     return max((len(piece) for piece in tokenizer.table.pieces if piece), default=None)
 
 
-def encode_texts(
-    tokenizer: Tokenizer | None, given: Sequence[str | list[int]], special: bool
+async def encode_texts(
+    engine: StreamingEngine,
+    given: Sequence[tuple[str, str | list[int]]],
+    special: bool,
+    kept: Kept | None,
+    work: TextWork,
 ) -> list[Prompt]:
     """Texts as token ids, with special tokens about them or not; token ids as they are.
 
+    Args:
+      given: each with the name of its field.
+
     Raises:
-      RequestError: there is no tokenizer, or a text cannot be encoded.
+      ContextLengthError: a text is so long that no tokenization of it could fit.
+      RequestError: there is no tokenizer, or there is more text than a request may have.
+      OverloadedError: too much text waits to be tokenized.
     """
-    prompts = []
-    for item in given:
+    tokenizer = engine.tokenizer
+    texts = [(param, item) for param, item in given if isinstance(item, str)]
+    if texts and tokenizer is None:
+        param = texts[0][0]
+        raise RequestError(
+            f"this model has no tokenizer: send the {param} as token ids", param=param
+        )
+    if kept is None:
+        for param, text in texts:
+            check_text_size(engine, [text], param)
+
+    def size(item: str | list[int]) -> int:
         if not isinstance(item, str):
-            prompts.append(Prompt(item))
-        elif tokenizer is not None:
-            prompts.append(Prompt(tokenizer.encode(item, special), item))
+            return 0
+        if kept is not None and len(item) > kept.num_chars:
+            item = item[: kept.num_chars]  # as long as what will be tokenized
+        return _num_bytes(item)
+
+    num_bytes = sum(size(text) for _, text in texts)
+    if texts:
+        _check_total(num_bytes, work, texts[0][0].partition("[")[0])
+    bos = None if tokenizer is None else tokenizer.bos_token_id
+    max_chars = work.max_bytes // max(len(texts), 1)
+
+    def prompt(item: str | list[int]) -> Prompt:
+        if not isinstance(item, str):
+            made = Prompt(item)
         else:
-            raise RequestError(
-                "this model has no tokenizer: send the prompt as token ids", param="prompt"
-            )
-    return prompts
+            assert tokenizer is not None
+            if kept is None:
+                return Prompt(tokenizer.encode(item, special), item)
+            encode = partial(tokenizer.encode, add_special_tokens=special)
+            ids, whole = kept.encode(item, encode, max_chars)
+            made = Prompt(ids, item)
+            if not whole and len(ids) <= kept.tokens:
+                made = Prompt(ids)
+        return made if kept is None else kept.cut(made, bos)
+
+    items = [item for _, item in given]
+    if sum(len(text) for _, text in texts) < THREAD_FROM_CHARS:
+        return [prompt(item) for item in items]
+    pieces = [partial(_each, prompt, piece) for piece in in_pieces(items, size)]
+    return [prompt for found in await work.run(num_bytes, pieces) for prompt in found]
 
 
-async def _encode_chat(engine: StreamingEngine, request: ChatRequest) -> Prompt:
+def _each[I, T](make: Callable[[I], T], items: Iterable[I]) -> list[T]:
+    return [make(item) for item in items]
+
+
+async def _encode_chat(
+    engine: StreamingEngine, request: ChatRequest, kept: Kept | None, work: TextWork
+) -> Prompt:
     tokenizer, template = engine.tokenizer, engine.chat_template
     if tokenizer is None:
         raise RequestError(
@@ -168,12 +265,23 @@ async def _encode_chat(engine: StreamingEngine, request: ChatRequest) -> Prompt:
         )
     messages = request.template_messages()
     options = request.template_options()
-    if request.truncate_prompt_tokens is None:
+    if kept is None:
         check_text_size(engine, map(text_of, messages), "messages")
     # Templates may show whatever a message holds: the calls of tools, say.
-    if not template.slow and len(msgspec.json.encode((messages, options))) < THREAD_FROM_CHARS:
-        return Prompt(template.encode(messages, tokenizer, **options))
-    return Prompt(await asyncio.to_thread(template.encode, messages, tokenizer, **options))
+    num_bytes = len(msgspec.json.encode((messages, options)))
+    _check_total(num_bytes, work, "messages")
+
+    def end(text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        return encode(text) if kept is None else kept.encode(text, encode, work.max_bytes)[0]
+
+    def encode() -> Prompt:
+        prompt = Prompt(template.encode(messages, tokenizer, end, **options))
+        return prompt if kept is None else kept.cut(prompt, None)
+
+    if not template.slow and num_bytes < THREAD_FROM_CHARS:
+        return encode()
+    [prompt] = await work.run(num_bytes, [encode])
+    return prompt
 
 
 class Usage(msgspec.Struct):

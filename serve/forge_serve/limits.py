@@ -54,7 +54,17 @@ class Limits:
     )
     json_depth: int = _row(64, "levels of arrays and objects in a body", low=8)
     json_containers: int = _row(64 * KIB, "arrays and objects in a body", low=KIB)
+    json_keys: int = _row(128 * KIB, "keys of all objects in a body", low=KIB)
+    json_strings: int = _row(256 * KIB, "strings in a body, keys among them", low=KIB)
+    json_values: int = _row(MIB, "values in a body: one, and one for each comma", low=KIB)
     number_digits: int = _row(400, "digits in a row of a number in a body", low=20)
+    text_bytes: int = _row(
+        2 * MIB,
+        "bytes of text that a request may have tokenized; of truncated prompts, what is kept",
+        low=KIB,
+        high=1024 * MIB,
+        flag="--max-text-bytes",
+    )
     prompts: int = _row(1024, "prompts of a request", low=1, high=64 * KIB, flag="--max-prompts")
     messages: int = _row(4096, "messages of a chat", low=1, high=32 * KIB, flag="--max-messages")
     n: int = _row(32, "samples of each prompt", low=1, high=MAX_N, flag="--max-n")
@@ -88,6 +98,11 @@ class Limits:
         low=KIB,
         high=MIB,
         flag="--max-schema-bytes",
+    )
+    literal_bytes: int = _row(
+        4 * KIB,
+        "bytes of a choice; in a JSON schema, of a key or a text of enum and const",
+        low=16,
     )
     schema_depth: int = _row(32, "levels of arrays and objects in a JSON schema", low=4)
     regex_bytes: int = _row(

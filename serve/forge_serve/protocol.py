@@ -166,6 +166,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return 1 if self.n is None else self.n
 
     @property
+    def limits_output(self) -> bool:
+        """Whether the request says how many tokens an output may have."""
+        return any(getattr(self, name, None) is not None for name in _LIMITS_OF_OUTPUT)
+
+    @property
     def streams(self) -> bool:
         return bool(self.stream)
 

@@ -116,6 +116,7 @@ class About:
     vocab_size: int
     limits: Limits
     api_keys: bool
+    max_new_tokens: int = MAX_COUNT  # of an output
     loras: bool = False  # whether there may be adapters: models besides, that come and go
 
     @property
@@ -130,6 +131,7 @@ class About:
             vocab_size=engine.limits.vocab_size,
             limits=config.limits,
             api_keys=bool(config.api_key or config.api_key_file),
+            max_new_tokens=config.max_new_tokens or MAX_COUNT,
             loras=engine.adapters is not None,
         )
 
@@ -245,7 +247,7 @@ def _generation(kind: type, schema: Schema, about: About) -> None:  # noqa: C901
     if "logprobs" in fields and issubclass(kind, CompletionRequest):
         fields["logprobs"] |= {"maximum": limits.logprobs}
     if kind is CompletionRequest:  # elsewhere another name of it may win, or nothing is generated
-        fields["max_tokens"] |= {"maximum": about.max_model_len}
+        fields["max_tokens"] |= {"maximum": min(about.max_model_len, about.max_new_tokens)}
     for name, rule in RULES.items():
         if name in fields and name not in kind._REFUSED:
             said = fields[name].get("description")

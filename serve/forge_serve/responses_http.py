@@ -40,8 +40,8 @@ class StoredResponses:
             web.get(f"{RESPONSE_PATH}/input_items", self.input_items),
         ]
 
-    def chat(self, http: web.Request, request: ResponsesRequest) -> ResponsesChat:
-        """The same as a chat, with the conversation that it continues.
+    def chat_of(self, http: web.Request, request: ResponsesRequest) -> Callable[[], ResponsesChat]:
+        """What makes the same as a chat, with the conversation that it continues; in any thread.
 
         Raises:
           UnknownResponseError: the previous response is not here.
@@ -66,7 +66,7 @@ class StoredResponses:
                     param="previous_response_id",
                 )
             previous = response.turn
-        return request.chat(previous, kept=request.stored and self._store.keeps)
+        return partial(request.chat, previous, kept=request.stored and self._store.keeps)
 
     def begin(self, http: web.Request, form: ResponsesForm) -> StoredResponse | None:
         """Enters a response that is to be stored."""

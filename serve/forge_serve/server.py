@@ -194,6 +194,7 @@ async def _serve(
     finally:
         service.stopping = True
         await runner.cleanup()
+        service.workers.close()
         if service.tracing is not None:  # a collector may not answer
             closing = supervise.in_thread(service.tracing.close, "sending the last spans")
             supervise.watch(closing, "sending the last spans")

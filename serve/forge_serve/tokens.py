@@ -6,35 +6,43 @@ vLLM's and SGLang's; what both have means the same.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forge_jax.errors import RequestError
-from forge_serve.generation import THREAD_FROM_CHARS, encode_prompts
+from forge_serve.generation import encode_prompts
 from forge_serve.protocol import DetokenizeRequest, TokenizeRequest
+from forge_serve.workers import in_pieces
 
 if TYPE_CHECKING:
     from forge_jax.streams import StreamingEngine
     from forge_jax.text import Tokenizer
+    from forge_serve.workers import TextWork
 
+THREAD_FROM_IDS = 4096  # fewer are read on the event loop
+BYTES_PER_ID = 4  # about, of the text of a token
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-async def tokenize(engine: StreamingEngine, request: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(
+    engine: StreamingEngine, request: TokenizeRequest, work: TextWork
+) -> dict[str, Any]:
     """The answer to a `TokenizeRequest`, as JSON.
 
     Raises:
       ContextLengthError: a text is so long that no tokenisation of it could fit.
       RequestError: the model lacks a tokenizer or a chat template, or a text cannot be encoded.
+      OverloadedError: too much text waits to be tokenized.
     """
     several = isinstance(request.prompt, list)
-    prompts = await encode_prompts(engine, request.asked())
+    request.truncate_prompt_tokens = None  # all of the tokens are asked for
+    prompts = await encode_prompts(engine, request.asked(), None, work)
     tokens = [prompt.token_ids for prompt in prompts]
     strings = None
     if request.return_token_strs:
-        strings = await _at_length(tokens, _names(_tokenizer(engine)))
+        strings = await _at_length(tokens, _names(_tokenizer(engine)), work)
     counts = [len(ids) for ids in tokens]
     return {
         "count": counts if several else counts[0],
@@ -44,7 +52,9 @@ async def tokenize(engine: StreamingEngine, request: TokenizeRequest) -> dict[st
     }
 
 
-async def detokenize(engine: StreamingEngine, request: DetokenizeRequest) -> dict[str, Any]:
+async def detokenize(
+    engine: StreamingEngine, request: DetokenizeRequest, work: TextWork
+) -> dict[str, Any]:
     """The answer to a `DetokenizeRequest`, as JSON: special tokens are written out by default.
 
     Raises:
@@ -52,7 +62,8 @@ async def detokenize(engine: StreamingEngine, request: DetokenizeRequest) -> dic
     """
     tokenizer, given = _tokenizer(engine), request.texts()
     skip = bool(request.skip_special_tokens)
-    texts = await _at_length(given, lambda ids: tokenizer.decode(ids, skip_special_tokens=skip))
+    decode = partial(tokenizer.decode, skip_special_tokens=skip)
+    texts = await _at_length(given, decode, work)
     text = texts if given is request.tokens else texts[0]
     return {"prompt": text, "text": text}
 
@@ -75,14 +86,20 @@ def tokenizer_info(engine: StreamingEngine) -> dict[str, Any]:
     }
 
 
-async def _at_length[T](texts: Sequence[list[int]], read: Callable[[list[int]], T]) -> list[T]:
+async def _at_length[T](
+    texts: Sequence[list[int]], read: Callable[[list[int]], T], work: TextWork
+) -> list[T]:
     """What `read` says of each text; of long ones in a thread."""
 
-    def read_all() -> list[T]:
+    def read_all(texts: Sequence[list[int]]) -> list[T]:
         return [read(ids) for ids in texts]
 
-    short = sum(map(len, texts)) < THREAD_FROM_CHARS
-    return read_all() if short else await asyncio.to_thread(read_all)
+    num_ids = sum(map(len, texts))
+    if num_ids < THREAD_FROM_IDS:
+        return read_all(texts)
+    pieces = in_pieces(texts, lambda ids: BYTES_PER_ID * len(ids))
+    found = await work.run(BYTES_PER_ID * num_ids, [partial(read_all, piece) for piece in pieces])
+    return [each for several in found for each in several]
 
 
 def _names(tokenizer: Tokenizer) -> Callable[[list[int]], list[str]]:

@@ -4,7 +4,8 @@ Nothing of a client's reaches the engine before it has been here. Every refusal 
 that names the field as far as there is one, and repeats nothing of the body: what a client sent
 may be a secret, and what reads logs and error messages may not be ready for it.
 
-The work is linear in the body's size, and done without a Python loop over the JSON's values.
+The work is linear in the body's size, and done without a Python loop over the JSON's values. The
+parser holds the interpreter's lock, also in a thread: so what makes it slow is counted before.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, get_args
 
@@ -72,6 +73,7 @@ def decode[Body: GenerationRequest](body: bytes, kind: type[Body], limits: Limit
 
 def decode_form[Body: msgspec.Struct](body: bytes, kind: type[Body], limits: Limits) -> Body:
     """The same without what is checked of requests that generate."""
+    _check_counts(body, limits)
     _check_nesting(body, limits)
     try:
         request: Body = _decoder(kind).decode(body)
@@ -173,6 +175,12 @@ def _check_limits(request: GenerationRequest, limits: Limits) -> None:  # noqa: 
         _bytes(param, grammar, limits.schema_bytes)
     for param, regex in _regexes(request):
         _bytes(param, regex, limits.regex_bytes)
+    for param, choices in (
+        ("guided_choice", request.guided_choice),
+        ("structured_outputs.choice", _at(request.structured_outputs, "choice")),
+    ):
+        if isinstance(choices, list):
+            _check_literals(param, choices, limits)
 
 
 def _check_prompts(request: CompletionRequest, limits: Limits) -> None:
@@ -257,6 +265,35 @@ def _check_schema(param: str, schema: Any, limits: Limits) -> None:
         raise RequestError(
             f"{param} is nested deeper than {limits.schema_depth} levels", param=param
         )
+    if len(text) > limits.literal_bytes:
+        try:
+            plain = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return  # the grammar's reader says so
+        _check_literals(param, _schema_literals(plain), limits)
+
+
+def _schema_literals(schema: Any) -> Iterator[Any]:
+    """The texts that a JSON schema demands as they are: keys, and those of enum and const."""
+    left: list[tuple[Any, bool]] = [(schema, False)]
+    while left:
+        value, demanded = left.pop()
+        if demanded and isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            left += ((item, demanded) for item in value)
+        elif isinstance(value, dict):
+            yield from value
+            left += ((v, demanded or k in ("enum", "const")) for k, v in value.items())
+
+
+def _check_literals(param: str, texts: Iterable[Any], limits: Limits) -> None:
+    """Refuses long texts that an output would have to repeat: each mask tokenizes what is left."""
+    for text in texts:
+        if isinstance(text, str) and len(data := text.encode()) > limits.literal_bytes:
+            raise RequestError(
+                f"{param}: a text of {len(data)} bytes; at most {limits.literal_bytes}", param=param
+            )
 
 
 def _bytes(param: str, value: Any, limit: int) -> bytes:
@@ -297,6 +334,25 @@ def _validation_error(text: str) -> RequestError:
     return RequestError(f"{path}: {message}", param=path)
 
 
+def _check_counts(body: bytes, limits: Limits) -> None:
+    """Refuses what would take a parser long for its size: many small values."""
+    keys, values = body.count(b":"), body.count(b",") + 1  # and those in strings
+    if keys > limits.json_keys or values > limits.json_values:
+        plain = _outside_strings(body)
+        keys = int(np.count_nonzero(plain == ord(":")))
+        values = int(np.count_nonzero(plain == ord(","))) + 1
+    strings = body.count(b'"') // 2
+    if strings > limits.json_strings:
+        strings = _unescaped(body).count(b'"') // 2
+    for what, number, most in (
+        ("keys", keys, limits.json_keys),
+        ("strings", strings, limits.json_strings),
+        ("values", values, limits.json_values),
+    ):
+        if number > most:
+            raise RequestError(f"the body has {number} {what}; at most {most}")
+
+
 def _check_nesting(body: bytes, limits: Limits) -> None:
     """Refuses what could overflow a stack, or fill the memory with empty containers."""
     if body.count(b"[") + body.count(b"{") <= min(limits.json_depth, limits.json_containers):
@@ -328,11 +384,16 @@ def _brackets(data: bytes) -> np.ndarray:
 
 def _outside_strings(data: bytes, ignored: bytes = b"") -> np.ndarray:
     """The characters of a JSON text that are not in its strings nor `ignored` -> u8[N]."""
-    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_ONE_KIND, ignored)
+    plain = _unescaped(data).translate(_ONE_KIND, ignored)
     chars = np.frombuffer(plain, np.uint8)
     quotes = chars == ord('"')
     num_quotes = np.cumsum(quotes, dtype=np.uint8)  # modulo 256: only its parity counts
     return chars[(num_quotes & 1 == 0) & ~quotes]
+
+
+def _unescaped(data: bytes) -> bytes:
+    """A JSON text whose quotes all begin or end a string."""
+    return data.replace(b"\\\\", b"").replace(b'\\"', b"")
 
 
 def _check_digits(body: bytes, limits: Limits) -> None:

@@ -2,6 +2,7 @@
 happens around them, each output is what they allow, and what it would have been alone."""
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import pytest
 from forge_jax import SamplingParams
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
-from forge_jax.errors import GrammarError, RequestError
+from forge_jax.errors import GrammarError, GrammarLimitError, RequestError
 from forge_jax.fake import WORDS, assemble_fake, fake_tokenizer
 from forge_jax.grammar import GrammarCompiler, GrammarSpec, Matcher
 from forge_jax.grammar.constraints import Constraints
@@ -372,6 +373,51 @@ def test_a_matcher_that_fails_costs_its_request_and_no_other(make_core, monkeypa
             assert entry[3] == "error" and isinstance(entry[4], GrammarError)
         elif key[0] not in victims:
             assert entry == alone[key]
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_a_request_whose_masks_cost_too_much_ends_alone(make_core, drafting):
+    batch = requests(30, seed=6)
+    alone = serve(make_core(), batch, at_once=1)
+    victims = {key[0] for key in alone if key[0].startswith("schema")}
+    core = make_core(seed=2 if drafting else None, outputs=alone)
+    add = Constraints.add
+
+    def charged(self, seq, grammar, tokens):
+        added = add(self, seq, grammar, tokens)
+        if added and seq.request_id in victims:
+            self._held[seq].charge.spent_s += 10.0
+        return added
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Constraints, "add", charged)
+        found = serve(core, batch)
+    assert victims and set(found) == set(alone)
+    for key, entry in found.items():
+        if key[0] in victims:
+            assert entry[3] == "error" and isinstance(entry[4], GrammarLimitError)
+        else:
+            assert entry == alone[key]
+
+
+def test_samples_of_a_request_are_charged_together(make_core):
+    """By a clock on which a mask takes 20 ms, and a token too."""
+
+    def tokens_until_the_end(n):
+        ticks, core = itertools.count(), make_core()
+        clock = lambda: 0.02 * next(ticks)  # noqa: E731
+        core._constraints = Constraints(core.vocab_size, (EOS,), clock=clock)
+        params = SamplingParams(
+            n=n, max_tokens=100, structured_outputs=GRAMMARS["open"][0], ignore_eos=True
+        )
+        request = Request(request_id="one", prompt_token_ids=[5, 6, 7], params=params, seed=1)
+        entries = serve(core, [request]).values()
+        assert all(isinstance(entry[4], GrammarLimitError) for entry in entries)
+        return [len(entry[0]) for entry in entries]
+
+    [alone] = tokens_until_the_end(1)
+    assert 10 < alone < 30  # 500 ms, and 10 of 40 ms that each token takes
+    assert max(tokens_until_the_end(4)) < alone
 
 
 @pytest.mark.parametrize("asked", [{"structured_outputs": GRAMMARS["schema"][0]}, LISTS[1]])

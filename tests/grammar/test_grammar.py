@@ -9,11 +9,14 @@ import time
 import numpy as np
 import pytest
 
-from forge_jax.errors import GrammarError, RequestError
+from forge_jax.errors import GrammarError, GrammarLimitError, RequestError
 from forge_jax.fake import fake_tokenizer
 from forge_jax.grammar import GrammarCompiler, GrammarSpec, Matcher
+from forge_jax.grammar import matcher as matchers
+from forge_jax.grammar.build import build
 from forge_jax.grammar.masks import mask_width
 from forge_jax.grammar.matcher import MaskPool
+from forge_jax.grammar.trial import try_out
 from forge_jax.grammar.vocabulary import Vocabulary, canonical_tokenizer
 from forge_jax.text import Tokenizer
 
@@ -292,14 +295,17 @@ def test_drafts_are_cut_before_what_is_wrong_and_before_the_end(compiler, tokeni
     assert matcher.stopped
 
 
-def test_many_masks_are_those_of_one_at_a_time(compiler, tokenizer):
+@pytest.mark.parametrize("timed", [False, True])
+def test_many_masks_are_those_of_one_at_a_time(compiler, tokenizer, timed):
     specs = [EXAMPLES[name][0] for name in ("schema", "lark", "choice", "object")]
     matchers = [compiler.compile(spec).matcher() for spec in specs]
     ids = tokenizer.encode('{"name": "b", "age": 12}', False)
     work = [(matchers[0], 0, ids[:4]), (matchers[1], 5, ()), (matchers[2], 6, ())]
     work += [(matchers[3], 7, ids[:2])]
     masks = np.full((10, mask_width(compiler.vocab_size)), -1, np.int32)
-    assert MaskPool(2).fill(work, masks) == []
+    pool = MaskPool(2)
+    pool._slow = timed
+    assert pool.fill(work, masks) == []
     one = np.zeros_like(masks[0])
     for matcher, first, drafts in work:
         for row, token in enumerate([*drafts, None], first):
@@ -310,16 +316,87 @@ def test_many_masks_are_those_of_one_at_a_time(compiler, tokenizer):
 
 
 def test_a_matcher_that_fails_says_so(compiler, tokenizer):
-    grammar = compiler.compile(GrammarSpec.regex("a?" * 1000 + "a{1000}"))
-    matcher = grammar.matcher()
+    spec = GrammarSpec.regex("a?" * 1000 + "a{1000}")
+    matcher = build(spec, compiler._llguidance_tokenizer, compiler.vocab_size).matcher()
     row = np.zeros((1, mask_width(compiler.vocab_size)), np.int32)
-    with pytest.raises(GrammarError, match="too complex"):
+    with pytest.raises(GrammarLimitError, match="too complex"):
         matcher.accept(tokenizer.encode("a", False))
     with pytest.raises(GrammarError):
         matcher.fill(row[0])
     assert MaskPool(1).fill([(matcher, 0, ())], row) == [matcher]
     with pytest.raises(GrammarError):
         matcher.accept(tokenizer.encode("b", False))
+
+
+def properties(number):
+    return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(number)}}
+
+
+TOO_COSTLY = {
+    "enum": (GrammarSpec.json_schema({"enum": ["x" * 60_000]}), "forces 600.. bytes .* 8192"),
+    "repetition": (GrammarSpec.regex("a{60000}"), "forces 59... bytes .* 8192"),
+    "product": (GrammarSpec.regex("(a{120}){100}"), "forces 119.. bytes .* 8192"),
+    "literals": (
+        GrammarSpec.grammar("start: " + " ".join(['"' + "x" * 1000 + '"'] * 60)),
+        "forces 59... bytes .* 8192",
+    ),
+    "properties": (GrammarSpec.json_schema(properties(600)), "at most 2000.*optional properties"),
+    "lexer": (GrammarSpec.regex("(a?){1000}a{1000}"), "more than 500000 steps of the lexer"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_COSTLY)
+def test_costly_grammar_is_refused_with_the_limit_before_it_runs(compiler, name):
+    spec, why = TOO_COSTLY[name]
+    with pytest.raises(RequestError, match=why):
+        compiler.check(spec)
+
+
+def test_many_plain_choices_can_be_followed(compiler, tokenizer):
+    choices = [f"choice {i * 7919 % 100_003} (of many)" for i in range(2000)]
+    grammar = compiler.compile(GrammarSpec.choice(choices))
+    for text in choices[::400]:
+        assert takes(grammar.matcher(), tokenizer.encode(text, False))
+    assert not takes(grammar.matcher(), tokenizer.encode("choice x", False))
+
+
+def test_choices_mean_themselves_whatever_their_characters(compiler, tokenizer):
+    choices = [*(chr(i) for i in range(32, 127)), "a|b", "\\d", "[x]{2}", "(?i)y", "ß\t\r\n#"]
+    grammar = compiler.compile(GrammarSpec.choice(choices))
+    for text in choices:
+        assert takes(grammar.matcher(), tokenizer.encode(text, False)), text
+    for text in ("5d", "xx", "é", "ab"):
+        assert not takes(grammar.matcher(), tokenizer.encode(text, False)), text
+
+
+class Clock:
+    """CPU time that passes by `tick_s` at each look."""
+
+    def __init__(self, tick_s):
+        self.tick_s, self.now_s = tick_s, 0.0
+
+    def __call__(self):
+        self.now_s += self.tick_s
+        return self.now_s
+
+
+def test_trial_refuses_masks_that_take_long_on_average(compiler):
+    grammar = compiler.compile(EXAMPLES["schema"][0])
+    assert try_out(grammar, compiler.vocab_size, compiler.end_ids, clock=Clock(0.001)) is None
+    why = try_out(grammar, compiler.vocab_size, compiler.end_ids, clock=Clock(0.1))
+    assert why == "its masks take 100 ms of CPU time each; at most 25"
+
+
+def test_slow_masks_are_timed_one_by_one_from_the_next_step_on(compiler, monkeypatch):
+    monkeypatch.setattr(matchers, "SLOW_S", 0.0)  # so that every step counts as slow
+    pool = MaskPool(2, clock=Clock(1.0))
+    several = [compiler.compile(EXAMPLES["schema"][0]).matcher() for _ in range(3)]
+    masks = np.zeros((3, mask_width(compiler.vocab_size)), np.int32)
+    work = [(matcher, row, ()) for row, matcher in enumerate(several)]
+    pool.fill(work, masks)
+    assert [matcher.spent_s for matcher in several] == [0.0] * 3
+    pool.fill(work, masks)
+    assert all(matcher.spent_s >= 1.0 for matcher in several)
 
 
 def test_the_cache_is_bounded_in_bytes_and_keeps_what_was_used_last(tokenizer):

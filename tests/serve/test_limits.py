@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from forge_jax.engine import Engine
 from forge_jax.errors import ConfigError, RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.text import ChatTemplate
-from forge_serve import cli, validate
+from forge_serve import app, cli, validate
 from forge_serve.config import ServerConfig
 from forge_serve.limits import Limits, Row, rows
 from forge_serve.protocol import ChatRequest, CompletionRequest
@@ -54,9 +55,16 @@ def object_of(size: int) -> dict[str, str]:
 
 
 def lark_of(size: int) -> str:
-    """A grammar that is so many bytes."""
-    rest = size - len('start: ""')
-    return f'start: "{"é" * (rest // 2)}{"x" * (rest % 2)}"'
+    """A grammar that is so many bytes, most of them a comment."""
+    rest = size - len('start: "a" //')
+    return f'start: "a" //{"é" * (rest // 2)}{"x" * (rest % 2)}'
+
+
+def choices_of(size: int) -> list[str]:
+    """Choices that are so many bytes of JSON."""
+    number, rest = divmod(size - 2, 200)
+    choices = [f"{i:197}" for i in range(number)]
+    return [*choices[:-1], choices[-1] + "x" * (rest + 1)] if choices else ["x" * (rest - 2)]
 
 
 def sent(body: Any) -> bytes:
@@ -119,8 +127,13 @@ CASES = [
     Case("body_bytes", COMPLETIONS, padded, None),
     completion("json_depth", "x", lambda k: nested(k - 1), None),
     completion("json_containers", "x", lambda k: [[]] * (k - 2), None),
+    completion("json_keys", "x", lambda k: {str(i): 1 for i in range(k - 3)}, None),
+    completion("json_strings", "x", lambda k: ['a"'] * (k - 4), None),
+    completion("json_values", "x", lambda k: [0] * (k - 2), None),
     completion("number_digits", "x", lambda k: 10 ** (k - 1), None),
     completion("number_digits", "x", lambda k: [{"a": -(10 ** (k - 1))}, "9" * k], None),
+    Case("text_bytes", "/tokenize",
+         lambda k: {"prompt": ["a" * 2048] * (k // 2048) + ["a"] * (k % 2048)}, "prompt"),
     completion("prompts", "prompt", lambda k: ["a"] * k),
     chat("messages", "messages", lambda k: [USER] * k),
     completion("n", "n", lambda k: k),
@@ -164,7 +177,13 @@ CASES = [
     completion("schema_bytes", "guided_grammar", lark_of),
     completion("schema_bytes", "ebnf", lark_of),
     completion("schema_bytes", "grammar", lark_of),
-    completion("schema_bytes", "guided_choice", lambda k: ["x" * (k - 4)]),
+    completion("schema_bytes", "guided_choice", choices_of),
+    completion("literal_bytes", "guided_choice", lambda k: ["a", "é" * (k // 2) + "x" * (k % 2)]),
+    completion("literal_bytes", "structured_outputs", lambda k: {"choice": ["x" * k]},
+               "structured_outputs.choice"),
+    completion("literal_bytes", "guided_json", lambda k: {"enum": ["a", "x" * k]}),
+    completion("literal_bytes", "guided_json", lambda k: json.dumps({"const": {"a": ["x" * k]}})),
+    completion("literal_bytes", "json_schema", lambda k: {"properties": {"x" * k: {}}}),
     completion(
         "schema_bytes", "structured_outputs", lambda k: {"grammar": lark_of(k)},
         "structured_outputs.grammar",
@@ -182,6 +201,8 @@ CASES = [
         "structured_outputs.whitespace_pattern",
     ),
 ]  # fmt: skip
+
+LATER = ("body_bytes", "logprob_values", "text_bytes")  # not of a body that is being decoded
 
 HEADS: dict[str, Callable[[int], bytes]] = {  # everything before a body that has so much of it
     "target_bytes": lambda k: head("/health?" + "x" * (k - len("/health?"))),
@@ -209,7 +230,8 @@ def test_every_row_is_tried():
     [
         pytest.param(case, limit, id=f"{case.id or case.row}-{limit}")
         for case in CASES
-        if case.row not in ("body_bytes", "logprob_values")  # not of a body that has been read
+        if case.row
+        not in ("body_bytes", "logprob_values", "text_bytes")  # not of a body that has been read
         for limit in numbers(ROWS[case.row])
         if not (case.row == "choices" and case.path == CHAT and limit > 128)  # n ends before
     ],
@@ -233,7 +255,7 @@ def test_a_body_may_be_at_a_limit_and_not_above_it(case, limit):
 
 async def test_the_server_has_the_limits_of_the_table(start):
     """The defaults, but where they are much work; by what the client gets."""
-    config = ServerConfig(limits=Limits(logprob_values=1024, messages=8))
+    config = ServerConfig(limits=Limits(logprob_values=1024, messages=8, text_bytes=2**18))
     engine = Engine.fake(max_model_len=2048)
     engine.chat_template = ChatTemplate(TAKES_TOOLS)
     server = await start(engine, config)
@@ -323,3 +345,96 @@ def test_flags_of_limits_arrive(monkeypatch):
     flags = [arg for row in ROWS.values() if row.flag for arg in (row.flag, str(row.high))]
     cli.main(["serve", *flags])
     assert seen == [ServerConfig(limits=Limits(**raised))]
+
+
+def test_long_descriptions_in_a_schema_are_no_literals():
+    schema = {"type": "string", "description": "x" * 10_000, "default": "x" * 10_000}
+    validate.decode(sent({"prompt": "a", "guided_json": schema}), CompletionRequest, Limits())
+
+
+def test_characters_in_strings_are_not_counted_as_keys_or_values():
+    text = 'x:,"' * 300_000
+    validate.decode(sent({"prompt": text}), CompletionRequest, Limits())
+
+
+class Threads:
+    """The names of the threads in which bodies are decoded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.names: list[str] = []
+        read = validate.decode_form
+
+        def noted(*args: Any) -> Any:
+            self.names.append(threading.current_thread().name)
+            return read(*args)
+
+        for module in (app, validate):
+            monkeypatch.setattr(module, "decode_form", noted)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1}, 200),
+        (CHAT, {"messages": [USER], "max_tokens": 1}, 200),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 1}, 200),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}, 200),
+        ("/v1/embeddings", {"input": "a"}, 200),
+        ("/tokenize", {"prompt": "a"}, 200),
+        ("/detokenize", {"tokens": [5]}, 200),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}, 400),
+        ("/v1/unload_lora_adapter", {"lora_name": "a"}, 400),
+    ],
+)
+async def test_large_bodies_are_decoded_in_a_thread(server, monkeypatch, path, body, status):
+    threads, main = Threads(monkeypatch), threading.current_thread().name
+    assert (await server.post(path, body))[0] == status
+    assert threads.names == [main]
+    large = body | {"filler": "x" * validate.SMALL_BODY_BYTES}
+    assert (await server.post(path, large))[0] == status
+    assert len(threads.names) == 2 and threads.names[1].startswith("forge-body")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "names"),
+    [
+        (COMPLETIONS, {"prompt": "a"}, ["max_tokens"]),
+        (CHAT, {"messages": [USER]}, ["max_tokens", "max_completion_tokens"]),
+        ("/v1/messages", {"messages": [USER]}, ["max_tokens"]),
+        ("/v1/responses", {"input": "a"}, ["max_output_tokens"]),
+        ("/generate", {"prompt": "a"}, ["max_tokens", "max_new_tokens"]),
+    ],
+)
+async def test_output_is_limited_by_the_server(start, path, body, names):
+    server = await start(Engine.fake(max_model_len=256), ServerConfig(max_new_tokens=7))
+    body = body | {"ignore_eos": True}
+    for name in names:
+        assert (await server.post(path, body | {name: 7}))[0] == 200
+        status, answer = await server.post(path, body | {name: 8})
+        assert status == 400
+        message = answer["error"]["message"]
+        assert message == f"{name} is 8; this server allows at most 7 (--max-new-tokens)"
+        assert answer["error"].get("param", name) == name
+    status, answer = await server.post(path, body)
+    usage = answer.get("usage", answer)
+    assert status == 200
+    assert usage.get("completion_tokens", usage.get("output_tokens")) == 7
+
+
+async def test_limited_output_still_fits_the_context(start):
+    server = await start(Engine.fake(max_model_len=128), ServerConfig(max_new_tokens=120))
+    body = {"messages": [{"role": "user", "content": "a" * 40}], "ignore_eos": True}
+    status, answer = await server.post(CHAT, body)
+    assert status == 200 and answer["usage"]["total_tokens"] == 128
+
+
+async def test_more_required_output_than_the_server_allows_is_refused(start):
+    server = await start(Engine.fake(max_model_len=256), ServerConfig(max_new_tokens=7))
+    for path, body in ((CHAT, {"messages": [USER]}), (COMPLETIONS, {"prompt": "a"})):
+        status, answer = await server.post(path, body | {"min_tokens": 8})
+        assert status == 400 and answer["error"]["param"] == "min_tokens"
+
+
+def test_limit_of_output_must_be_positive():
+    with pytest.raises(ConfigError, match="--max-new-tokens must be at least 1"):
+        ServerConfig(max_new_tokens=0)

@@ -14,6 +14,7 @@ SERVER_FLAGS = (
     "tool_call_parser",
     "reasoning_parser",
     "request_timeout_s",
+    "max_new_tokens",
     "max_queued_requests",
     "max_queued_tokens",
     "engine_process",

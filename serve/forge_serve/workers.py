@@ -1,0 +1,184 @@
+"""Threads for work that a request needs before it can be queued: decoding, tokenizing, rendering.
+
+Each kind of work has a `Lane`, so that an expensive kind delays only itself. In a lane, tenants
+take turns, waiting work is bounded, and work whose client has left is dropped before it starts.
+A running call cannot be stopped, so callers split their work into short pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from forge_jax.errors import OverloadedError
+from forge_serve.limits import KIB, MIB
+
+SHORT_BYTES = 64 * KIB  # a request with more text goes to the lane of long texts
+PIECE_BYTES = 32 * KIB  # of several texts, how much one piece of work takes
+MAX_HELD_BYTES = 64 * MIB  # admitted to a lane: running and waiting
+MAX_BODY_BYTES = 512 * MIB  # the same of bodies, which are in memory already
+MAX_THREADS = 4
+
+
+class Lane:
+    """A thread pool with a bounded queue that serves tenants round robin.
+
+    Owned by one event loop.
+
+    Args:
+      name: of the threads.
+      num_threads: calls that run at the same time.
+      max_held_bytes: input of all admitted requests. One tenant gets at most half of it.
+    """
+
+    def __init__(self, name: str, num_threads: int, max_held_bytes: int = MAX_HELD_BYTES):
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"forge-{name}")
+        self._free = num_threads
+        self._most = max_held_bytes
+        self._held: dict[str, int] = {}  # bytes by tenant
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # turns by tenant, next first
+
+    @property
+    def held_bytes(self) -> int:
+        """Input of the requests that run or wait here."""
+        return sum(self._held.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that have not started."""
+        return sum(map(len, self._waiting.values()))
+
+    @contextlib.contextmanager
+    def admit(self, tenant: str, num_bytes: int) -> Iterator[None]:
+        """Count a request's input while the request uses the lane. An empty lane admits any size.
+
+        Raises:
+          OverloadedError: the lane holds too much already.
+        """
+        held, total = self._held.get(tenant, 0), self.held_bytes
+        if (held and held + num_bytes > self._most // 2) or (
+            total and total + num_bytes > self._most
+        ):
+            raise OverloadedError("too much text is waiting to be processed: try again later")
+        self._held[tenant] = held + num_bytes
+        try:
+            yield
+        finally:
+            self._held[tenant] -= num_bytes
+            if not self._held[tenant]:
+                del self._held[tenant]
+
+    async def run[T](self, tenant: str, work: Callable[[], T]) -> T:
+        """Return what `work` returns in one of the threads. Cancelling drops work that waits."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        self._start_next()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._drop(tenant, turn)
+            else:  # its turn came, and it was cancelled before it could begin
+                self._release()
+            raise
+        call = self._threads.submit(work)
+        call.add_done_callback(self._releases(asyncio.get_running_loop()))
+        return await asyncio.wrap_future(call)
+
+    def close(self) -> None:
+        """Start nothing more. Running calls end by themselves."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _releases(self, loop: asyncio.AbstractEventLoop) -> Callable[[Future], None]:
+        """What frees the thread, also where nobody waits for the call any more."""
+
+        def release(_: Future) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(self._release)
+
+        return release
+
+    def _release(self) -> None:
+        self._free += 1
+        self._start_next()
+
+    def _start_next(self) -> None:
+        while self._free and self._waiting:
+            tenant = next(iter(self._waiting))
+            turns = self._waiting.pop(tenant)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[tenant] = turns  # behind the other tenants
+            if not turn.done():
+                self._free -= 1
+                turn.set_result(None)
+
+    def _drop(self, tenant: str, turn: asyncio.Future[None]) -> None:
+        turns = self._waiting.get(tenant)
+        if turns is not None and turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[tenant]
+
+
+class Workers:
+    """The lanes of one server."""
+
+    def __init__(self) -> None:
+        num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+        self.bodies = Lane("body", 1, MAX_BODY_BYTES)
+        self.short_texts = Lane("text", num_threads)
+        self.long_texts = Lane("long-text", num_threads)
+
+    def close(self) -> None:
+        """Start nothing more."""
+        for lane in (self.bodies, self.short_texts, self.long_texts):
+            lane.close()
+
+
+@dataclass(frozen=True, slots=True)
+class TextWork:
+    """The text lanes as one tenant uses them.
+
+    Attributes:
+      workers: the server's.
+      tenant: whose work it is.
+      max_bytes: text that one request may have tokenized.
+    """
+
+    workers: Workers
+    tenant: str
+    max_bytes: int
+
+    async def run[T](self, num_bytes: int, pieces: Iterable[Callable[[], T]]) -> list[T]:
+        """Run the pieces of one request's work, one at a time, and return their results.
+
+        Args:
+          num_bytes: input of all pieces.
+
+        Raises:
+          OverloadedError: too much waits already.
+        """
+        workers = self.workers
+        lane = workers.short_texts if num_bytes <= SHORT_BYTES else workers.long_texts
+        with lane.admit(self.tenant, num_bytes):
+            return [await lane.run(self.tenant, piece) for piece in pieces]
+
+
+def in_pieces[T](items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Consecutive items in lists of about `PIECE_BYTES`."""
+    piece: list[T] = []
+    num_bytes = 0
+    for item in items:
+        piece.append(item)
+        num_bytes += size(item)
+        if num_bytes >= PIECE_BYTES:
+            yield piece
+            piece, num_bytes = [], 0
+    if piece:
+        yield piece
