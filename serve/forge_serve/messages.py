@@ -6,6 +6,7 @@ blocks, streamed or whole; an error has Anthropic's own body.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -186,7 +187,8 @@ class MessagesForm(ChatForm):
         if text:
             blocks.append({"type": "text", "text": text})
         for call in parts.calls:
-            blocks.append(_tool_use(call, msgspec.Raw("".join(call.arguments).encode())))
+            arguments = complete_values("".join(call.arguments))
+            blocks.append(_tool_use(call, msgspec.Raw(arguments.encode())))
         cached = usage.prompt_tokens_details["cached_tokens"]
         return _json(
             {
@@ -292,6 +294,35 @@ def _event(name: str, **fields: Any) -> bytes:
 
 def _tool_use(call: CallPiece, arguments: Any) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+
+
+_JSON_TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+)')
+
+
+def complete_values(text: str) -> str:
+    """The JSON object that `text` begins, with the values in it that are complete: the token limit
+    may have cut off the rest.
+    """
+    closers: list[str] = []
+    end, closing, key_next, at = 0, "{}", False, 0
+    while (token := _JSON_TOKEN.match(text, at)) is not None:
+        what, at, complete = token[1], token.end(), True
+        if what in "{[":
+            closers.append("}" if what == "{" else "]")
+            key_next = what == "{"
+        elif what in "}]":
+            closers.pop()
+        elif what == ",":
+            key_next, complete = closers[-1] == "}", False
+        elif what == ":":
+            complete = False
+        elif key_next:
+            key_next = complete = False
+        elif what[0] != '"':
+            complete = at < len(text)  # else there may be more of it
+        if complete:
+            end, closing = at, "".join(reversed(closers))
+    return text[:end] + closing
 
 
 def _turn(path: str, turn: Turn) -> Iterator[Message]:

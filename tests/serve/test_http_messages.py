@@ -9,6 +9,7 @@ import pytest
 
 from forge_jax.engine import Engine
 from forge_serve.config import ServerConfig
+from forge_serve.messages import complete_values
 from tests.serve import families
 from tests.serve.conftest import Server, scripted_engine
 
@@ -135,6 +136,53 @@ async def test_an_answer_is_made_of_blocks(start, answer, more, content, reason)
         assert stream["content"].pop() == {"type": "text", "text": "Done"}
         whole["content"][1]["text"] = whole["content"][1]["text"].removesuffix("Done")
     assert alike(stream) == alike(whole)
+
+
+async def test_a_cut_call_has_the_values_that_are_complete(start):
+    server = await start(scripted_engine(CALL, template=families.HERMES))
+    for cut in ("is", '"}'):
+        body = message(tools=[TOOL], max_tokens=CALL.index(cut) + 1)
+        _, whole = await server.post(PATH, body)
+        [block] = whole["content"]
+        assert (whole["stop_reason"], block["name"]) == ("max_tokens", "get_weather")
+        events = await streamed(server, body)
+        assert events[-2]["delta"]["stop_reason"] == "max_tokens"
+        pieces = [e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta"]
+        assert '{"city": "Paris"}'.startswith("".join(pieces))
+        assert block["input"] == json.loads(complete_values("".join(pieces)))
+        assert block["input"] == ({} if cut == "is" else {"city": "Paris"})
+
+
+@pytest.mark.parametrize(
+    "value", [{}, {"a": {}}, {"a": [1, [], {"b": '}]\\"', "c": None}], "é": -1.5e3, "d": True}]
+)
+def test_complete_values_are_those_before_the_cut(value):
+    text = json.dumps(value, ensure_ascii=False)
+    assert complete_values(text) == text
+    largest = 0
+    for end in range(len(text)):
+        found = complete_values(text[:end])
+        begun = found.rstrip("]}")
+        assert isinstance(json.loads(found), dict) and text.startswith(begun)
+        assert len(begun) >= largest, "a longer text has no fewer values"
+        largest = len(begun)
+
+
+@pytest.mark.parametrize(
+    ("text", "complete"),
+    [
+        ("", "{}"),
+        ('{"a', "{}"),
+        ('{"a"', "{}"),
+        ('{"a": 12', "{}"),
+        ('{"a": 12,', '{"a": 12}'),
+        ('{"a": 1, "b": "x', '{"a": 1}'),
+        ('{"a": 1, "b": [{"c": tru', '{"a": 1, "b": [{}]}'),
+        ('{"a": ["x", "y"', '{"a": ["x", "y"]}'),
+    ],
+)
+def test_a_value_that_may_go_on_is_left_out(text, complete):
+    assert complete_values(text) == complete
 
 
 async def test_turns_reach_the_template(start):

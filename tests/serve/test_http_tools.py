@@ -146,15 +146,30 @@ async def test_calls_go_with_logprobs_and_token_ids_and_usage(start):
     assert joined(events)["tool_calls"][0]["arguments"] == ARGS
 
 
-async def test_a_cut_call_is_content_and_a_stream_says_length(start):
+@pytest.mark.parametrize("family", ANSWERS)
+async def test_a_cut_call_has_the_arguments_so_far_streamed_and_whole(start, family):
+    answer = "[get_weather(n=1234)]"
+    if family != "pythonic":
+        answer = ANSWERS[family].replace(ARGS, '{"n": 1234}')
+    server = await start(scripted_engine(answer, template=TEMPLATES[family]))
+    body = chat(max_tokens=answer.index("34"))
+    [choice] = (await server.post(CHAT, body))[1]["choices"]
+    streamed = joined(await server.events(CHAT, {**body, "stream": True}))
+    assert choice["finish_reason"] == streamed["finish_reason"] == "length"
+    assert choice["message"]["content"] is None and not streamed.get("content")
+    [call], [streamed_call] = choice["message"]["tool_calls"], streamed["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"n": 12'}
+    assert streamed_call["arguments"] == '{"n": 12'
+
+
+async def test_a_call_that_is_cut_before_its_arguments_is_content(start):
     server = await start(scripted_engine(ANSWERS["hermes"], template=families.HERMES))
-    _, whole = await server.post(CHAT, chat(max_tokens=60))
-    [choice] = whole["choices"]
-    assert choice["message"]["content"] == ANSWERS["hermes"][:60]
-    assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
-    message = joined(await server.events(CHAT, chat(max_tokens=60, stream=True)))
-    assert message["finish_reason"] == "length"
-    assert ARGS.startswith(message["tool_calls"][0]["arguments"])
+    body = chat(max_tokens=40)
+    [choice] = (await server.post(CHAT, body))[1]["choices"]
+    streamed = joined(await server.events(CHAT, {**body, "stream": True}))
+    assert choice["message"]["content"] == streamed["content"] == ANSWERS["hermes"][:40]
+    assert choice["finish_reason"] == streamed["finish_reason"] == "length"
+    assert "tool_calls" not in choice["message"] and not streamed["tool_calls"]
 
 
 async def test_a_stop_string_ends_a_call(start):
