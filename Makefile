@@ -10,7 +10,7 @@
 # make figures   writes the tables of docs/models.md from the tests
 # They make .venv and install what they need the first time, and not again until the pins change.
 # The compilers for the GPU (300 MB) have an environment of their own, .venv-aot; so have the clients
-# of others (.venv-clients), what builds the site (.venv-docs), what TensorBoard shows profiles with
+# of others (.venv-clients; those in TypeScript need Node.js), what builds the site (.venv-docs), what TensorBoard shows profiles with
 # (.venv-pictures, 600 MB), and what drives the browser (.venv-browser), which is the system's: where
 # there is none, and this is root's Debian, it is installed.
 
@@ -26,6 +26,7 @@ ARGS ?=
 serve: .venv/.serve
 	@exec $(BIN)/forge-jax serve $(MODEL) $(ARGS)
 
+NODE_CLIENTS := tests/clients/node
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: .venv/.dev
@@ -34,7 +35,7 @@ test: .venv/.dev
 test-all: .venv/.dev
 	$(PYTEST) -m "not soak and not fuzz" $(ARGS)
 
-test-clients: .venv/.serve .venv-clients/.clients
+test-clients: .venv/.serve .venv-clients/.clients $(NODE_CLIENTS)/node_modules/.clients
 	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini tests/clients $(ARGS)
 
 test-browser: .venv/.serve .venv-browser/.driver
@@ -75,7 +76,7 @@ train-forge-tiny: .venv/.dev
 	$(BIN)/python -m training.forge_tiny
 
 clean:
-	rm -rf .venv .venv-aot .venv-clients .venv-browser .venv-pictures .venv-docs site
+	rm -rf .venv .venv-aot .venv-clients .venv-browser .venv-pictures .venv-docs site $(NODE_CLIENTS)/node_modules
 
 .venv/.python:
 	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer, and none was found: install it (your distribution's python3.12 and python3.12-venv, or: uv python install 3.12), then run make again." >&2; exit 1; }
@@ -105,6 +106,19 @@ clean:
 	@echo "installing the clients of others into .venv-clients"
 	@$(PYTHON) -m venv .venv-clients
 	@.venv-clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	@touch $@
+
+NODE_20 := node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 0)'
+
+$(NODE_CLIENTS)/node_modules/.clients: $(NODE_CLIENTS)/package.json
+	@command -v node >/dev/null && command -v npm >/dev/null || { \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+		echo "installing Node.js" && apt-get update -qq >/dev/null && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends nodejs npm >/dev/null; } || { \
+		echo "ERROR: make test-clients needs node and npm, which cannot be installed from here: install Node.js 20 or newer (on Debian 13, as root: apt-get install nodejs npm)" >&2; exit 1; }
+	@$(NODE_20) || { echo "ERROR: make test-clients needs Node.js 20 or newer, and this is $$(node --version): install a newer one" >&2; exit 1; }
+	@echo "installing the clients in TypeScript into $(NODE_CLIENTS)/node_modules (80 MB)"
+	@cd $(NODE_CLIENTS) && npm install --silent --no-package-lock --no-audit --no-fund --ignore-scripts
 	@touch $@
 
 .venv-browser/.driver: tests/browser/requirements.txt
