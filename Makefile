@@ -1,7 +1,8 @@
 # `make` lists the targets. They make .venv and install what they need the first time, and not again until
 # the pins change. The compilers for the GPU (300 MB) have an environment of their own, .venv-aot; so have
-# the clients of others (.venv-clients), what builds the site (.venv-docs), what TensorBoard shows profiles
-# with (.venv-pictures, 600 MB), and what drives the browser (.venv-browser), which is the system's: where
+# the clients of others (.venv-clients; those in TypeScript need Node.js), what builds the site (.venv-docs),
+# what TensorBoard shows profiles with (.venv-pictures, 600 MB), and what drives the browser (.venv-browser),
+# which is the system's: where
 # there is none, and this is root's Debian, it is installed.
 
 .DEFAULT_GOAL := help
@@ -21,6 +22,7 @@ help: ## list the targets
 serve: .venv/.serve ## serve the bundled model on 127.0.0.1:8000; MODEL=org/name for another, ARGS="..." for flags
 	@exec $(BIN)/forge-jax serve $(MODEL) $(ARGS)
 
+NODE_CLIENTS := tests/clients/node
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: .venv/.dev ## run the fast tests in two processes; ARGS="-n 0" for one
@@ -29,7 +31,7 @@ test: .venv/.dev ## run the fast tests in two processes; ARGS="-n 0" for one
 test-all: .venv/.dev ## run every test that CI requires, the slow ones included
 	$(PYTEST) -m "not soak and not fuzz" $(ARGS)
 
-test-clients: .venv/.serve .venv-clients/.clients ## drive a server with other projects' SDKs, agents, evaluations, a router and Ray
+test-clients: .venv/.serve .venv-clients/.clients $(NODE_CLIENTS)/node_modules/.clients ## drive a server with other projects' SDKs, agents, evaluations, a router and Ray
 	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini tests/clients $(ARGS)
 
 test-browser: .venv/.serve .venv-browser/.driver ## use the page in headless Chromium
@@ -70,8 +72,8 @@ figures: .venv/.dev ## write the tables of docs/models.md from the tests
 train-forge-tiny: .venv/.dev ## train the bundled model again
 	$(BIN)/python -m training.forge_tiny
 
-clean: ## remove the environments and the site
-	rm -rf .venv .venv-aot .venv-clients .venv-browser .venv-pictures .venv-docs site
+clean: ## remove the environments, the tests' cache and the site
+	rm -rf .venv .venv-aot .venv-clients .venv-browser .venv-pictures .venv-docs .cache site $(NODE_CLIENTS)/node_modules
 
 .venv/.python:
 	@test -n "$(PYTHON)" || { echo "forge-jax needs Python 3.12 or newer, and none was found: install it (your distribution's python3.12 and python3.12-venv, or: uv python install 3.12), then run make again." >&2; exit 1; }
@@ -101,6 +103,19 @@ clean: ## remove the environments and the site
 	@echo "installing the clients of others into .venv-clients"
 	@$(PYTHON) -m venv .venv-clients
 	@.venv-clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	@touch $@
+
+NODE_20 := node -e 'process.exit(process.versions.node.split(".")[0] < 20 ? 1 : 0)'
+
+$(NODE_CLIENTS)/node_modules/.clients: $(NODE_CLIENTS)/package.json
+	@command -v node >/dev/null && command -v npm >/dev/null || { \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+		echo "installing Node.js" && apt-get update -qq >/dev/null && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends nodejs npm >/dev/null; } || { \
+		echo "ERROR: make test-clients needs node and npm, which cannot be installed from here: install Node.js 20 or newer (on Debian 13, as root: apt-get install nodejs npm)" >&2; exit 1; }
+	@$(NODE_20) || { echo "ERROR: make test-clients needs Node.js 20 or newer, and this is $$(node --version): install a newer one" >&2; exit 1; }
+	@echo "installing the clients in TypeScript into $(NODE_CLIENTS)/node_modules (80 MB)"
+	@cd $(NODE_CLIENTS) && npm install --silent --no-package-lock --no-audit --no-fund --ignore-scripts
 	@touch $@
 
 .venv-browser/.driver: tests/browser/requirements.txt

@@ -913,9 +913,15 @@ class ErrorAnswer(Answer):
     error: Error
 
 
+class ThreadErrorDetails(Answer):
+    error_code: Literal["thread_unsupported_request"]
+    unsupported: list[str]
+
+
 class MessagesError(Answer):
     type: str
     message: str
+    details: ThreadErrorDetails | UnsetType = UNSET
 
 
 class MessagesErrorAnswer(Answer):

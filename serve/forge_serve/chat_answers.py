@@ -16,7 +16,7 @@ from forge_serve.parsers.call_grammar import call_grammar, reasoning_lead
 from forge_serve.parsers.families import CALL_FORMS, Families
 from forge_serve.parsers.reasoning import ReasoningParser, ReasoningTokens
 from forge_serve.parsers.tool_calls import CallForm, ToolCallParser
-from forge_serve.protocol import ChatRequest, text_of
+from forge_serve.protocol import ChatRequest, text_of, thinking_variables
 from forge_serve.structured import demand
 from forge_serve.tools import ToolChoice
 
@@ -82,11 +82,12 @@ class ChatAnswers:
     ) -> SamplingParams:
         """With the demanded form after the reasoning, where the model writes some."""
         form, demanded = self.families.reasoning, params.structured_outputs
-        if form is None or demanded is None:
+        is_open = self._reasoning_is_open(prompt, tokenizer)
+        if form is None or demanded is None or is_open is None:
             return params
         lead = reasoning_lead(
             form,
-            is_open=self._reasoning_is_open(prompt, tokenizer),
+            is_open=is_open,
             special_tokens=self.families.special_tokens,
         )
         return dataclasses.replace(params, structured_outputs=demanded.behind(lead))
@@ -121,12 +122,13 @@ class ChatAnswers:
 
     def _grammar(self, form: CallForm, prompt: Prompt, tokenizer: Tokenizer | None) -> GrammarSpec:
         parallel = self.request.parallel_tool_calls is not False and not self.choice.named
+        is_open = self._reasoning_is_open(prompt, tokenizer)
         return call_grammar(
             form,
             self.choice,
             parallel=parallel,
-            reasoning=self.families.reasoning,
-            reasoning_is_open=self._reasoning_is_open(prompt, tokenizer),
+            reasoning=None if is_open is None else self.families.reasoning,
+            reasoning_is_open=bool(is_open),
             special_tokens=self.families.special_tokens,
         )
 
@@ -161,17 +163,28 @@ class ChatAnswers:
         form = self.families.reasoning
         if form is None:
             return None
-        return ReasoningParser(form, open=self._reasoning_is_open(prompt, tokenizer))
+        is_open = self._reasoning_is_open(prompt, tokenizer)
+        if is_open is None and self.other_form:  # the form may begin with what looks like a tag
+            return None
+        return ReasoningParser(form, open=bool(is_open))
 
-    def _reasoning_is_open(self, prompt: Prompt, tokenizer: Tokenizer | None) -> bool:
+    def _reasoning_is_open(self, prompt: Prompt, tokenizer: Tokenizer | None) -> bool | None:
+        """Whether an answer begins in the middle of reasoning; None: reasoning is over, or
+        switched off, so a grammar allows none.
+        """
         form = self.families.reasoning
         if form is None:
-            return False
+            return None
         if self.request.continue_final_message:
-            return form.is_open_in(text_of(self.request.template_messages()[-1]))
+            begun = text_of(self.request.template_messages()[-1])
+            return form.is_open_in(begun) or (None if begun.strip() else False)
         end = prompt.token_ids[-PROMPT_END_TOKENS:]
         text = tokenizer.decode(end, skip_special_tokens=False) if tokenizer else ""
-        return form.is_open_after(text)
+        if form.is_open_after(text):
+            return True
+        variables = self.request.chat_template_kwargs or {}
+        off = any(variables.get(name) is False for name in thinking_variables(False))
+        return None if off or form.is_over_after(text) else False
 
 
 def _check_tools(choice: ToolChoice, families: Families) -> None:

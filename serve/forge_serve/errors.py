@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -41,6 +42,10 @@ class UnknownAdapterError(RequestError):
 
 class UnknownResponseError(RequestError):
     """The request names a response that is not kept here, or not for this client."""
+
+
+class UnsupportedThreadError(RequestError):
+    """The request is part of a message thread; clients then send the whole conversation."""
 
 
 class ProfilesOffError(RequestError):
@@ -92,6 +97,7 @@ class ErrorReply(msgspec.Struct, frozen=True):
     param: str | None = None
     code: str | None = None
     retry_after_s: float | None = None
+    details: dict[str, Any] | None = None  # of Anthropic's form alone
 
     @property
     def text(self) -> str:
@@ -149,6 +155,11 @@ def error_reply(error: BaseException) -> ErrorReply:  # noqa: C901, PLR0911
             return ErrorReply(404, str(error), "invalid_request_error", error.param, code)
         case ProfilesOffError():
             return ErrorReply(404, str(error), "invalid_request_error", None, "profiles_off")
+        case UnsupportedThreadError():
+            code = "thread_unsupported_request"
+            details = {"error_code": code, "unsupported": ["thread"]}
+            kind = "invalid_request_error"
+            return ErrorReply(400, str(error), kind, error.param, code, details=details)
         case ContextLengthError():
             code = "context_length_exceeded"
             return ErrorReply(400, str(error), "invalid_request_error", error.param, code)

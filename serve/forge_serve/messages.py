@@ -6,14 +6,15 @@ blocks, streamed or whole; an error has Anthropic's own body.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import msgspec
 
 from forge_jax.errors import RequestError
 from forge_serve.auth import ANTHROPIC_PATH
-from forge_serve.errors import ErrorReply
+from forge_serve.errors import ErrorReply, UnsupportedThreadError
 from forge_serve.generation import Usage
 from forge_serve.parsers.parts import CallPiece
 from forge_serve.protocol import (
@@ -27,6 +28,7 @@ from forge_serve.protocol import (
     thinking_variables,
 )
 from forge_serve.responses import ChatForm
+from forge_serve.structured import asks_for_something
 
 if TYPE_CHECKING:
     from forge_jax.outputs import Delta
@@ -36,6 +38,7 @@ PATH = ANTHROPIC_PATH
 _json = msgspec.json.Encoder().encode
 
 _TEXT = ("text",)
+_TOOL_ID = "toolu_"  # before the ids of calls; templates get them without, as the model's own
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -61,9 +64,14 @@ class Block(msgspec.Struct):
     content: str | list[ContentPart] | None = None
 
 
+TurnRole = Literal["user", "assistant", "system"]
+
+
 class Turn(msgspec.Struct):
-    role: Literal["user", "assistant"]
+    role: TurnRole
     content: str | list[Block]
+    clear_at: Literal["never", "next_user_message"] | None = None  # of a system message
+    output_config: dict[str, Any] | None = None  # refused unless empty
 
 
 class Tool(msgspec.Struct):
@@ -71,6 +79,8 @@ class Tool(msgspec.Struct):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    allowed_callers: list[str] | None = None
     strict: bool | None = None
 
 
@@ -82,10 +92,13 @@ class Choice(msgspec.Struct):
 
 class Thinking(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive"]
+    display: Literal["summarized", "omitted", "updates"] | None = None
 
 
 class OutputConfig(msgspec.Struct):
     format: dict[str, Any] | None = None
+    effort: str | None = None
+    task_budget: Any = None
 
 
 class MessagesRequest(GenerationRequest, kw_only=True):
@@ -98,9 +111,26 @@ class MessagesRequest(GenerationRequest, kw_only=True):
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # the older name of output_config.format
     chat_template_kwargs: dict[str, Any] | None = None
 
+    thread: Any = None
+    container: Any = None
+    mcp_servers: Any = None
+    compaction: Any = None
+
+    ROLES: ClassVar[tuple[str, ...]] = get_args(TurnRole)
+    _REFUSED: ClassVar[Mapping[str, str]] = {
+        **GenerationRequest._REFUSED,
+        "thread": "this server keeps no conversations: send all messages, system and tools",
+        "container": "this server runs no code and loads no skills",
+        "mcp_servers": "this server calls no other servers: run the tools in the client",
+        "compaction": "this server summarizes no conversations: ask for a summary in a message",
+    }
+
     def check(self) -> None:
+        if asks_for_something(self.thread):  # first: clients answer it by sending another request
+            raise UnsupportedThreadError(f"thread: {self._REFUSED['thread']}", param="thread")
         GenerationRequest.check(self)
         if self.num_samples != 1:
             raise RequestError("n must be 1 here: ask for a chat completion", param="n")
@@ -108,6 +138,17 @@ class MessagesRequest(GenerationRequest, kw_only=True):
             raise RequestError("stop and stop_sequences are the same: send one", param="stop")
         if not self.messages:
             raise RequestError("messages must not be empty", param="messages")
+        if self.output_config is not None:
+            if asks_for_something(self.output_config.task_budget):
+                raise RequestError(
+                    "output_config.task_budget: not supported: use max_tokens",
+                    param="output_config.task_budget",
+                )
+            if self.output_config.format is not None and self.output_format is not None:
+                raise RequestError(
+                    "output_format and output_config.format are the same: send one",
+                    param="output_format",
+                )
 
     def _check_prompt_logprobs(self) -> None:
         raise RequestError(
@@ -124,12 +165,12 @@ class MessagesRequest(GenerationRequest, kw_only=True):
         shared = {name: getattr(self, name) for name in GenerationRequest.__struct_fields__}
         if self.stop_sequences is not None:
             shared["stop"] = self.stop_sequences
-        if self.output_config is not None and self.output_config.format is not None:
-            shared["response_format"] = self.output_config.format
-        turns = [m for i, turn in enumerate(self.messages) for m in _turn(f"messages[{i}]", turn)]
-        if self.system:
-            turns.insert(0, Message("system", _text("system", self.system)))
+        output = self.output_config or OutputConfig()
+        if output.format is not None or self.output_format is not None:
+            shared["response_format"] = output.format or self.output_format
+        turns = self._turns()
         last = self.messages[-1]
+        thinking = self.thinking
         return ChatRequest(
             **shared,
             messages=turns,
@@ -140,8 +181,37 @@ class MessagesRequest(GenerationRequest, kw_only=True):
             parallel_tool_calls=not (
                 self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use
             ),
-            include_reasoning=self.thinking is None or self.thinking.type != "disabled",
+            include_reasoning=thinking is None
+            or (thinking.type != "disabled" and thinking.display != "omitted"),
+            reasoning_effort=output.effort,
         )
+
+    def _turns(self) -> list[Message]:
+        """The system prompt and the messages.
+
+        System messages before all others are part of the system prompt, because templates take it
+        from one message. Later ones stay where they are.
+        """
+        prompt = [_text("system", self.system or "")]
+        turns: list[Message] = []
+        last_user = max((i for i, t in enumerate(self.messages) if t.role == "user"), default=-1)
+        for i, turn in enumerate(self.messages):
+            path = f"messages[{i}]"
+            if any(asks_for_something(value) for value in (turn.output_config or {}).values()):
+                path += ".output_config"
+                raise RequestError(f"{path}: send it beside messages instead", param=path)
+            if turn.role != "system":
+                turns += _turn(path, turn)
+                continue
+            text = _text(f"{path}.content", turn.content)
+            if turn.clear_at == "next_user_message" and i < last_user:
+                continue
+            if turns:
+                turns.append(Message("system", text))
+            else:
+                prompt.append(text)
+        system = "\n\n".join(text for text in prompt if text)
+        return [Message("system", system), *turns] if system else turns
 
     def _template_kwargs(self) -> dict[str, Any] | None:
         if self.thinking is None:
@@ -156,7 +226,7 @@ class MessagesForm(ChatForm):
     In a stream each block has its own beginning and end, and only the last one is open.
     """
 
-    id_prefix = "msg"
+    id_prefix = "msg_"
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -186,7 +256,8 @@ class MessagesForm(ChatForm):
         if text:
             blocks.append({"type": "text", "text": text})
         for call in parts.calls:
-            blocks.append(_tool_use(call, msgspec.Raw("".join(call.arguments).encode())))
+            arguments = complete_values("".join(call.arguments))
+            blocks.append(_tool_use(call, msgspec.Raw(arguments.encode())))
         cached = usage.prompt_tokens_details["cached_tokens"]
         return _json(
             {
@@ -283,7 +354,8 @@ def error_body(reply: ErrorReply) -> bytes:
     kind = _ERROR_TYPES.get(
         reply.status, "invalid_request_error" if reply.status < 500 else "api_error"
     )
-    return _json({"type": "error", "error": {"type": kind, "message": reply.text}})
+    details = {} if reply.details is None else {"details": reply.details}
+    return _json({"type": "error", "error": {"type": kind, "message": reply.text, **details}})
 
 
 def _event(name: str, **fields: Any) -> bytes:
@@ -291,7 +363,37 @@ def _event(name: str, **fields: Any) -> bytes:
 
 
 def _tool_use(call: CallPiece, arguments: Any) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+    id = f"{_TOOL_ID}{(call.id or '').removeprefix('call_')}"
+    return {"type": "tool_use", "id": id, "name": call.name, "input": arguments}
+
+
+_JSON_TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+)')
+
+
+def complete_values(text: str) -> str:
+    """The JSON object that `text` begins, with the values in it that are complete: the token limit
+    may have cut off the rest.
+    """
+    closers: list[str] = []
+    end, closing, key_next, at = 0, "{}", False, 0
+    while (token := _JSON_TOKEN.match(text, at)) is not None:
+        what, at, complete = token[1], token.end(), True
+        if what in "{[":
+            closers.append("}" if what == "{" else "]")
+            key_next = what == "{"
+        elif what in "}]":
+            closers.pop()
+        elif what == ",":
+            key_next, complete = closers[-1] == "}", False
+        elif what == ":":
+            complete = False
+        elif key_next:
+            key_next = complete = False
+        elif what[0] != '"':
+            complete = at < len(text)  # else there may be more of it
+        if complete:
+            end, closing = at, "".join(reversed(closers))
+    return text[:end] + closing
 
 
 def _turn(path: str, turn: Turn) -> Iterator[Message]:
@@ -315,7 +417,7 @@ def _turn(path: str, turn: Turn) -> Iterator[Message]:
             yield _message("user", path, texts)
             texts = []
         result = _text(f"{at}.content", block.content or "")
-        yield Message("tool", result, tool_call_id=block.tool_use_id)
+        yield Message("tool", result, tool_call_id=block.tool_use_id.removeprefix(_TOOL_ID))
     if texts or not turn.content:
         yield _message("user", path, texts)
 
@@ -334,7 +436,8 @@ def _assistant(path: str, blocks: list[Block]) -> Message:
                 if block.name is None:
                     raise RequestError(f"{at}.name is required", param=f"{at}.name")
                 function = FunctionCall(block.name, block.input or {})
-                calls.append(ToolCall(id=block.id, type="function", function=function))
+                id = None if block.id is None else block.id.removeprefix(_TOOL_ID)
+                calls.append(ToolCall(id=id, type="function", function=function))
     message = _message("assistant", path, texts)
     message.tool_calls = calls or None
     message.reasoning_content = "".join(thoughts) or None
@@ -366,8 +469,15 @@ def _known(path: str, block: Block | ContentPart, types: tuple[str, ...]) -> Non
 def _tool(path: str, tool: Tool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise RequestError(f"{path}.type: the server has no tools of its own", param=f"{path}.type")
+    if tool.allowed_callers and "direct" not in tool.allowed_callers:
+        raise RequestError(
+            f"{path}.allowed_callers must have direct: the server runs no code that could call it",
+            param=f"{path}.allowed_callers",
+        )
     function = {"name": tool.name, "description": tool.description, "strict": tool.strict}
     function["parameters"] = tool.input_schema
+    if tool.input_examples:
+        function["parameters"] = {**(tool.input_schema or {}), "examples": tool.input_examples}
     given = {name: value for name, value in function.items() if value is not None}
     return {"type": "function", "function": given}
 

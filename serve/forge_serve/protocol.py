@@ -12,7 +12,7 @@ import contextlib
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 
@@ -139,6 +139,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     kv_transfer_params: Any = None
     return_hidden_states: Any = None
 
+    ROLES: ClassVar[tuple[str, ...]] = get_args(Role)  # of messages
     _REFUSED: ClassVar[Mapping[str, str]] = {
         "stop_regex": "not supported: use stop",
         "no_stop_trim": "not supported: use include_stop_str_in_output",
@@ -361,6 +362,15 @@ class Message(msgspec.Struct, omit_defaults=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name for it
+    refusal: str | None = None
+    function_call: Any = None
+    audio: Any = None
+
+
+REFUSED_OF_MESSAGES = {
+    "function_call": "not supported: use tool_calls",
+    "audio": "audio is not supported",
+}
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -378,6 +388,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
     modalities: list[str] | None = None
     chat_template: Any = None
     functions: Any = None
@@ -386,6 +397,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     audio: Any = None
     echo: Any = None
     web_search_options: Any = None
+    moderation: Any = None
 
     _REFUSED: ClassVar[Mapping[str, str]] = {
         **GenerationRequest._REFUSED,
@@ -396,6 +408,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         "audio": "audio is not supported",
         "echo": "not supported: ask for a completion",
         "web_search_options": "this server searches nothing",
+        "moderation": "not supported: leave it out",
     }
 
     def check(self) -> None:
@@ -453,12 +466,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
         """The other arguments of the chat template."""
         continues = bool(self.continue_final_message)
         generation = self.add_generation_prompt
-        effort = self.reasoning_effort
+        named = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         tools = self.tools if self.chosen_tools().mode != "none" else None
         return {
             **(self.chat_template_kwargs or {}),
             **({"tools": tools} if tools else {}),
-            **({"reasoning_effort": effort} if effort is not None else {}),
+            **{name: value for name, value in named.items() if value is not None},
             "add_generation_prompt": not continues if generation is None else generation,
             "continue_final_message": continues,
         }
@@ -563,8 +576,15 @@ def _template_message(i: int, message: Message) -> dict[str, Any]:
         raise RequestError(
             f"messages[{i}].content is required for this role", param=f"messages[{i}].content"
         )
+    for name, reason in REFUSED_OF_MESSAGES.items():
+        if asks_for_something(getattr(message, name)):
+            path = f"messages[{i}].{name}"
+            raise RequestError(f"{path}: {reason}", param=path)
     plain = msgspec.to_builtins(message)
-    plain["content"] = content if content is not None else ""
+    for name in REFUSED_OF_MESSAGES:
+        plain.pop(name, None)
+    refusal = plain.pop("refusal", None)  # instead of content, in OpenAI's answers
+    plain["content"] = content or refusal or ""
     if "tool_calls" in plain:
         plain["tool_calls"] = [
             _template_call(f"messages[{i}].tool_calls[{j}]", call)

@@ -27,6 +27,7 @@ from forge_serve.protocol import (
     MAX_COUNT,
     MAX_TOKEN_ID,
     NEUTRAL,
+    REFUSED_OF_MESSAGES,
     REQUEST_ID,
     TEMPLATE_VARIABLES,
     ChatRequest,
@@ -330,6 +331,8 @@ _TEXT_PARTS: Schema = {"type": "array", "items": _TEXT_PART}
 
 def _message(kind: type, schema: Schema, about: About) -> None:
     schema["properties"]["content"] = {"anyOf": [{"type": ["string", "null"]}, _TEXT_PARTS]}
+    for name, reason in REFUSED_OF_MESSAGES.items():
+        schema["properties"][name] = {**NOTHING, "description": f"refused: {reason}"}
     calls = _array_of(schema["properties"]["tool_calls"])
     calls["maxItems"] = about.limits.tools
     content = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
@@ -350,10 +353,14 @@ def _messages(kind: type, schema: Schema, about: About) -> None:
     _array_of(fields["tools"])["maxItems"] = limits.tools
     names = {"not": {"enum": sorted(TEMPLATE_VARIABLES)}}
     fields["chat_template_kwargs"]["propertyNames"] = names
+    options = [*FIELD_SCHEMAS["response_format"]["anyOf"][1:], {"enum": [None, {}]}]
+    fields["output_format"] = {"anyOf": options}
 
 
 def _turn(kind: type, schema: Schema, about: About) -> None:
     """Which blocks a role may have; those of the others are refused."""
+    nothing = {"type": "object", "additionalProperties": NOTHING}
+    schema["properties"]["output_config"] = _nullable(nothing)
     schema["anyOf"] = [
         {
             "properties": {
@@ -372,6 +379,7 @@ def _turn(kind: type, schema: Schema, about: About) -> None:
                     _block("tool_use", "name"),
                 ],
             ),
+            ("system", [_block("text", "text")]),
         )
     ]
 
@@ -390,6 +398,14 @@ def _tool_result() -> Schema:
 def _tool(kind: type, schema: Schema, about: About) -> None:
     schema["properties"]["type"] = {"enum": ["custom", None]}
     schema["properties"]["name"] = NAME_SCHEMA
+    callers = {"anyOf": [{"contains": {"const": "direct"}}, {"maxItems": 0}]}
+    fields = schema["properties"]
+    fields["allowed_callers"] = _nullable({"type": "array", "items": {"type": "string"}, **callers})
+
+
+def _output_config(kind: type, schema: Schema, about: About) -> None:
+    _format(kind, schema, about)
+    schema["properties"]["task_budget"] = NOTHING
 
 
 def _choice(kind: type, schema: Schema, about: About) -> None:
@@ -567,7 +583,7 @@ _NARROWED: dict[type, tuple[_Narrow, ...]] = {
     messages.Turn: (_turn,),
     messages.Tool: (_tool,),
     messages.Choice: (_choice,),
-    messages.OutputConfig: (_format,),
+    messages.OutputConfig: (_output_config,),
     ResponsesRequest: (_responses,),
     responses_api.Format: (_format,),
     responses_api.Reasoning: (_reasoning,),

@@ -61,6 +61,7 @@ class _Choice:
     index: int
     of: _Prompt
     text: list[str] = field(default_factory=list)
+    num_told: int = 0  # tokens that events have told of, unless they are plain
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
@@ -83,7 +84,7 @@ class _Choice:
 class ResponseForm:
     """One request's answer in the form of its endpoint; `events` while it streams, else `body`."""
 
-    id_prefix: ClassVar[str]
+    id_prefix: ClassVar[str]  # with what separates it from the rest
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     _plain_ending: ClassVar[bytes]  # of a plain event's choice, after its text
@@ -110,7 +111,7 @@ class ResponseForm:
         self.streams = request.streams
         self.include_usage = request.stream_usage
         self.usage_always = request.stream_usage_always
-        self.id = f"{self.id_prefix}-{unique_id}"
+        self.id = self.id_prefix + unique_id
         self._common = {
             "id": self.id,
             "object": self.whole_object,
@@ -119,6 +120,7 @@ class ResponseForm:
             "system_fingerprint": system_fingerprint,
         }
         self.reasoning_tokens: list[ReasoningTokens] = []  # of each choice, if any is looked for
+        self._num_told = 0  # of all choices
         n = request.num_samples
         states = [_Prompt(prompt) for prompt in prompts]
         self._choices = [_Choice(i, states[i // n]) for i in range(len(prompts) * n)]
@@ -138,14 +140,32 @@ class ResponseForm:
     def _full_events(self, choice: int, delta: Delta, usage: Usage | None) -> bytes:
         state = self._choices[choice]
         first, state.started = not state.started, True
+        begun = self._usage_tail(usage)
+        state.num_told += len(delta.token_ids)
+        self._num_told += len(delta.token_ids)
         if self._only_text and not state.plain_head and state.parser is None:
             state.plain_head = self._head + self._plain_start(state.index)
-        tail = self._tail if usage is None else b'],"usage":' + _json(usage) + b"}\n\n"
-        return b"".join(
-            part
-            for choice_json in self._chunk_choices(state, delta, first)
-            for part in (self._head, choice_json, tail)
+        opening = self._opening(state) if first else b""
+        tail = self._usage_tail(usage)
+        chunks = [(choice, tail) for choice in self._chunk_choices(state, delta, first)]
+        if opening:
+            chunks.insert(0, (opening, begun))
+        return b"".join(part for choice, tail in chunks for part in (self._head, choice, tail))
+
+    def _usage_tail(self, usage: Usage | None) -> bytes:
+        """The end of an event: with the tokens that events have told of, up to this one."""
+        if usage is None:
+            return self._tail
+        counters = zip(self.reasoning_tokens, self._choices, strict=False)
+        reasoning = sum(min(counter.number, state.num_told) for counter, state in counters)
+        details = {**usage.completion_tokens_details, "reasoning_tokens": reasoning}
+        so_far = msgspec.structs.replace(
+            usage,
+            completion_tokens=self._num_told,
+            total_tokens=usage.prompt_tokens + self._num_told,
+            completion_tokens_details=details,
         )
+        return b'],"usage":' + _json(so_far) + b"}\n\n"
 
     def beginning(self) -> bytes:
         """The events before any news."""
@@ -169,6 +189,10 @@ class ResponseForm:
         """The whole answer, after every delta has been added."""
         choices = [self._whole_choice(state) for state in self._choices]
         return _json({**self._common, **self._whole_extra(), "choices": choices, "usage": usage})
+
+    def _opening(self, state: _Choice) -> bytes:
+        """What comes before the first token of a choice; empty: nothing."""
+        return b""
 
     def _chunk_choices(self, state: _Choice, delta: Delta, first: bool) -> Iterable[bytes]:
         raise NotImplementedError
@@ -201,7 +225,7 @@ class ResponseForm:
 class CompletionForm(ResponseForm):
     """`text_completion` objects."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"
     _plain_ending = _NOTHING_MORE
@@ -309,7 +333,7 @@ class CompletionForm(ResponseForm):
 class ChatForm(ResponseForm):
     """`chat.completion` objects."""
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     _plain_ending = b"}" + _NOTHING_MORE
@@ -343,10 +367,11 @@ class ChatForm(ResponseForm):
         first_head = self._head.removesuffix(_CHOICES) + b"," + _json(extra)[1:-1] + _CHOICES
         return first_head + events.removeprefix(self._head)
 
+    def _opening(self, state: _Choice) -> bytes:
+        start = b'{"index":%d,"delta":{"role":"assistant","content":""}' % state.index
+        return start + _NOTHING_MORE
+
     def _chunk_choices(self, state: _Choice, delta: Delta, first: bool) -> Iterable[bytes]:
-        if first:
-            start = b'{"index":%d,"delta":{"role":"assistant","content":""}' % state.index
-            yield start + b',"logprobs":null,"finish_reason":null}'
         more: dict[str, Any] = {"token_ids": delta.token_ids} if self.with_token_ids else {}
         logprobs = self._logprobs(delta.logprobs or ())
         if state.parser is None:
@@ -447,7 +472,7 @@ class ChatForm(ResponseForm):
 class GenerateForm(ResponseForm):
     """A bare object for /generate: the text and why it ended."""
 
-    id_prefix = "gen"
+    id_prefix = "gen-"
     whole_object = "text"
     chunk_object = "text"
     _plain_ending = b',"finish_reason":null}'

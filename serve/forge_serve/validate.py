@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,7 +30,6 @@ from forge_serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
-    Role,
     TokenizeRequest,
 )
 
@@ -80,7 +79,7 @@ def decode_form[Body: msgspec.Struct](body: bytes, kind: type[Body], limits: Lim
         _check_digits(body, limits)
         plain = _check_duplicates(body, kind)
     except msgspec.ValidationError as error:
-        raise _validation_error(str(error)) from error
+        raise _validation_error(str(error), kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         detail = str(error) if isinstance(error, msgspec.DecodeError) else "it is not UTF-8"
         raise RequestError(f"the body is not valid JSON: {detail}") from error
@@ -318,7 +317,7 @@ def _between(param: str, value: int | None, limit: int) -> None:
         raise RequestError(f"{param} must be between 0 and {limit}", param=param)
 
 
-def _validation_error(text: str) -> RequestError:
+def _validation_error(text: str, kind: type[msgspec.Struct]) -> RequestError:
     match = _PATH.match(text)
     assert match is not None
     message, path = match["message"], match["path"]
@@ -329,7 +328,7 @@ def _validation_error(text: str) -> RequestError:
     if not path:
         return RequestError(f"the body is not a valid request: {message}")
     if message.startswith("Invalid enum value"):  # and then the value
-        roles = f"the roles are {', '.join(get_args(Role))}"
+        roles = f"the roles are {', '.join(getattr(kind, 'ROLES', ()))}"
         message = roles if path.endswith("role") else "it is none of the values that there are"
     return RequestError(f"{path}: {message}", param=path)
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 
 import anthropic
 import pytest
-from anthropic import Anthropic, AsyncAnthropic
+from anthropic import Anthropic, AsyncAnthropic, DefaultHttpxClient, beta_tool
+from anthropic.types import message_create_params, message_param
+from anthropic.types.beta import message_create_params as beta_params
 from conftest import KEY
+
+from tests.server_process import ROOT
 
 MESSAGES = [{"role": "user", "content": "Tell me a story about a dog."}]
 GREEDY = {"temperature": 0}  # no argument of the client's any more
@@ -84,6 +89,80 @@ def test_a_tool_that_must_be_called_is_called(client, server):
     ]
     after = client.messages.create(model=server.model, messages=talk, tools=[WEATHER], max_tokens=4)
     assert after.role == "assistant"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tool_runner_sends_the_whole_conversation(server, stream):
+    """It asks for a thread first, which the server refuses."""
+    sent, statuses, cities = [], [], []
+    hooks = {
+        "request": [lambda request: sent.append(json.loads(request.read()))],
+        "response": [lambda response: statuses.append(response.status_code)],
+    }
+
+    @beta_tool
+    def get_weather(city: str) -> str:
+        """The weather of a city.
+
+        Args:
+          city: its name.
+        """
+        cities.append(city)
+        return "sunny"
+
+    with Anthropic(
+        base_url=server.url,
+        api_key="none",
+        max_retries=0,
+        http_client=DefaultHttpxClient(event_hooks=hooks),
+    ) as client:
+        runner = client.beta.messages.tool_runner(
+            model=server.model,
+            messages=MESSAGES,
+            system="You are a poet.",
+            tools=[get_weather],
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+            max_tokens=200,
+            max_iterations=2,
+            stream=stream,
+            extra_body=GREEDY,
+        )
+        last = runner.until_done()
+    assert last.stop_reason == "tool_use" and last.content[0].id.startswith("toolu_")
+    assert statuses == [400, 200, 200]
+    assert sent[0]["thread"] == {"type": "create"}
+    whole = sent[2]
+    assert "thread" not in whole
+    assert whole["system"] == "You are a poet." and len(whole["tools"]) == 1
+    assert [message["role"] for message in whole["messages"]] == ["user", "assistant", "user"]
+    _, called, answered = whole["messages"]
+    assert called["content"][0]["input"]["city"] == cities[0]
+    assert answered["content"][0]["tool_use_id"] == called["content"][0]["id"]
+
+
+def test_a_system_message_may_be_among_the_others(client, server):
+    note: message_param.MessageParam = {"role": "system", "content": "Speak of cats."}
+
+    def count(messages, **more):
+        counted = client.messages.count_tokens(model=server.model, messages=messages, **more)
+        return counted.input_tokens
+
+    assert count([*MESSAGES, note]) > count(MESSAGES)
+    both = count([note, *MESSAGES], system="You are a poet.")
+    assert both == count(MESSAGES, system="You are a poet.\n\nSpeak of cats.")
+
+
+def test_every_parameter_is_read_or_documented(server):
+    """As a field of the body: `betas` and two ids are headers."""
+    section = (ROOT / "docs/http.md").read_text().split("\n## Messages\n")[1].split("\n## ")[0]
+    documented = set(re.findall(r"`(\w+)[`.]", section))
+    schema = server.document["components"]["schemas"]["MessagesRequest"]
+    names = {
+        *message_create_params.MessageCreateParamsBase.__annotations__,
+        *beta_params.MessageCreateParamsBase.__annotations__,
+    }
+    headers = {"betas", "user_profile_id", "workspace_id"}
+    assert names - headers <= documented | set(schema["properties"])
 
 
 def test_the_stream_of_a_call_has_its_arguments_in_pieces(client, server):

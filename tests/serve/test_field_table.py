@@ -34,6 +34,8 @@ IN_CHATS: dict[str, Any] = {
     "functions": [{"name": "bark"}],
     "function_call": "auto",
     "reasoning_effort": "low",
+    "verbosity": "low",
+    "moderation": {"moderation": {"model": "a"}},
     "include_reasoning": False,
     "add_generation_prompt": False,
     "continue_final_message": {"messages": ASSISTANT, "continue_final_message": True},

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import scripted_engine
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_params
 
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
@@ -16,6 +20,7 @@ from forge_serve import app, ignored_fields
 from forge_serve.config import ServerConfig
 from forge_serve.event_stream import EventStream
 from forge_serve.ignored_fields import IgnoredFields
+from forge_serve.protocol import ChatRequest, CompletionRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Two of them, please."}]
@@ -238,8 +243,8 @@ async def test_one_id_names_a_request_everywhere(server, caplog, path):
             answer = await response.json()
             assert response.status == 200, answer
             assert response.headers["X-Request-Id"] == expected
-        assert path == "/generate" or answer["id"].partition("-")[2] == expected
-        assert f"id={expected} " in caplog.text and f"-{expected} " in caplog.text
+        assert path == "/generate" or re.split("[-_]", answer["id"], maxsplit=1)[1] == expected
+        assert f"id={expected} " in caplog.text and re.search(f"[-_]{expected} ", caplog.text)
 
 
 async def test_the_same_id_may_be_used_at_once(server):
@@ -337,3 +342,46 @@ async def test_what_is_refused_has_its_status_also_as_a_stream(start):
     for more in ({"prompt": "x" * 9000}, {"top_p": 7}, {"bad_words": [""]}, {"regex": "(?=a)"}):
         status, answer = await server.post(COMPLETIONS, {**BODY, "stream": True, **more})
         assert status == 400 and set(answer) == {"error"}
+
+
+# ---- fields of OpenAI's protocol -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [
+        (completion_create_params.CompletionCreateParamsBase, CompletionRequest),
+        (chat_params.CompletionCreateParamsBase, ChatRequest),
+    ],
+)
+def test_every_parameter_of_openais_client_is_read_or_documented(params, kind):
+    page = (Path(__file__).parent.parent.parent / "docs/http.md").read_text()
+    ignored = page.split("These fields of OpenAI's protocol are ignored")[1].split("\n\n")[0]
+    harmless = set(re.findall(r"`(\w+)`", ignored))
+    assert set(params.__annotations__) <= {*kind.__struct_fields__, *harmless}
+    assert not harmless & set(kind.__struct_fields__)
+
+
+async def test_verbosity_reaches_the_template(start):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ verbosity | default('none') }}"
+    server = await start(scripted_engine("x", template=template))
+    for more, shown in (({}, "none"), ({"verbosity": "low"}, "low")):
+        body = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True, **more}
+        answer = await post(server, CHAT, body)
+        assert server.engine.tokenizer.decode(answer["prompt_token_ids"]).endswith(shown)
+
+
+async def test_an_assistants_message_of_another_form_is_served_or_refused(start):
+    template = "{% for m in messages %}{{ m }}{% endfor %}"
+    server = await start(scripted_engine("x", template=template))
+    asked = {"role": "assistant", "content": None, "audio": None, "function_call": None}
+    body = {"max_tokens": 1, "return_token_ids": True}
+    for content, refusal, shown in ((None, "No.", "No."), ("Yes.", None, "Yes.")):
+        said = {**asked, "content": content, "refusal": refusal}
+        answer = await post(server, CHAT, {**body, "messages": [*MESSAGES, said]})
+        prompt = server.engine.tokenizer.decode(answer["prompt_token_ids"])
+        assert prompt.endswith(str({"role": "assistant", "content": shown}))
+    for name, value in (("function_call", {"name": "f", "arguments": ""}), ("audio", {"id": "a"})):
+        said = {**asked, name: value}
+        status, answer = await server.post(CHAT, {**body, "messages": [*MESSAGES, said]})
+        assert (status, answer["error"]["param"]) == (400, f"messages[1].{name}")

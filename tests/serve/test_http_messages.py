@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from forge_jax.engine import Engine
 from forge_serve.config import ServerConfig
+from forge_serve.messages import complete_values
 from tests.serve import families
 from tests.serve.conftest import Server, scripted_engine
 
@@ -24,6 +26,7 @@ TOOL = {
         "additionalProperties": False,
     },
 }
+FORMAT = {"type": "json_schema", "schema": {"enum": [5]}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 
@@ -119,7 +122,7 @@ async def test_an_answer_is_made_of_blocks(start, answer, more, content, reason)
     server = await start(scripted_engine(answer, template=families.QWEN))
     status, whole = await server.post(PATH, message(**more))
     assert status == 200, whole
-    assert whole["id"].startswith("msg-") and (whole["type"], whole["role"]) == (
+    assert whole["id"].startswith("msg_") and (whole["type"], whole["role"]) == (
         "message",
         "assistant",
     )
@@ -128,13 +131,62 @@ async def test_an_answer_is_made_of_blocks(start, answer, more, content, reason)
     assert whole["stop_sequence"] == ("sun" if reason == "stop_sequence" else None)
     for block in whole["content"]:
         if block["type"] == "tool_use":
-            assert block["id"] and block["name"] == "get_weather"
+            assert (
+                re.fullmatch("toolu_[0-9a-f]{24}", block["id"]) and block["name"] == "get_weather"
+            )
             assert block["input"] in ({"city": "Paris"}, {"city": "Rome"})
     stream = put_together(await streamed(server, message(**more)))
     if answer.endswith("Done"):  # a stream has the text where it comes
         assert stream["content"].pop() == {"type": "text", "text": "Done"}
         whole["content"][1]["text"] = whole["content"][1]["text"].removesuffix("Done")
     assert alike(stream) == alike(whole)
+
+
+async def test_a_cut_call_has_the_values_that_are_complete(start):
+    server = await start(scripted_engine(CALL, template=families.HERMES))
+    for cut in ("is", '"}'):
+        body = message(tools=[TOOL], max_tokens=CALL.index(cut) + 1)
+        _, whole = await server.post(PATH, body)
+        [block] = whole["content"]
+        assert (whole["stop_reason"], block["name"]) == ("max_tokens", "get_weather")
+        events = await streamed(server, body)
+        assert events[-2]["delta"]["stop_reason"] == "max_tokens"
+        pieces = [e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta"]
+        assert '{"city": "Paris"}'.startswith("".join(pieces))
+        assert block["input"] == json.loads(complete_values("".join(pieces)))
+        assert block["input"] == ({} if cut == "is" else {"city": "Paris"})
+
+
+@pytest.mark.parametrize(
+    "value", [{}, {"a": {}}, {"a": [1, [], {"b": '}]\\"', "c": None}], "é": -1.5e3, "d": True}]
+)
+def test_complete_values_are_those_before_the_cut(value):
+    text = json.dumps(value, ensure_ascii=False)
+    assert complete_values(text) == text
+    largest = 0
+    for end in range(len(text)):
+        found = complete_values(text[:end])
+        begun = found.rstrip("]}")
+        assert isinstance(json.loads(found), dict) and text.startswith(begun)
+        assert len(begun) >= largest, "a longer text has no fewer values"
+        largest = len(begun)
+
+
+@pytest.mark.parametrize(
+    ("text", "complete"),
+    [
+        ("", "{}"),
+        ('{"a', "{}"),
+        ('{"a"', "{}"),
+        ('{"a": 12', "{}"),
+        ('{"a": 12,', '{"a": 12}'),
+        ('{"a": 1, "b": "x', '{"a": 1}'),
+        ('{"a": 1, "b": [{"c": tru', '{"a": 1, "b": [{}]}'),
+        ('{"a": ["x", "y"', '{"a": ["x", "y"]}'),
+    ],
+)
+def test_a_value_that_may_go_on_is_left_out(text, complete):
+    assert complete_values(text) == complete
 
 
 async def test_turns_reach_the_template(start):
@@ -147,6 +199,7 @@ async def test_turns_reach_the_template(start):
         return encode(messages, *args, **kwargs)
 
     server.engine.chat_template.encode = spy
+    rome = {"input": {"city": "Rome"}}
     turns = [
         USER,
         {
@@ -154,13 +207,13 @@ async def test_turns_reach_the_template(start):
             "content": [
                 {"type": "thinking", "thinking": "Hm.", "signature": "s"},
                 {"type": "text", "text": "I look."},
-                {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"city": "Rome"}},
+                {"type": "tool_use", "id": "toolu_t1", "name": "get_weather", **rome},
             ],
         },
         {
             "role": "user",
             "content": [
-                {"type": "tool_result", "tool_use_id": "t1", "content": "sun"},
+                {"type": "tool_result", "tool_use_id": "toolu_t1", "content": "sun"},
                 {
                     "type": "tool_result",
                     "tool_use_id": "t2",
@@ -170,6 +223,12 @@ async def test_turns_reach_the_template(start):
             ],
         },
     ]
+    notes = [
+        {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
+        {"role": "system", "content": "Gone.", "clear_at": "next_user_message"},
+    ]
+    now = {"role": "system", "content": "It snows.", "clear_at": "next_user_message"}
+    turns = [*notes, *turns, now]
     system = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
     body = message(messages=turns, system=system, tools=[TOOL], thinking={"type": "disabled"})
     status, answer = await server.post(PATH, body)
@@ -177,7 +236,7 @@ async def test_turns_reach_the_template(start):
     [(messages, options)] = seen
     function = {"name": "get_weather", "arguments": {"city": "Rome"}}
     assert messages == [
-        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": "Be brief.\n\nBe kind."},
         USER,
         {
             "role": "assistant",
@@ -188,6 +247,7 @@ async def test_turns_reach_the_template(start):
         {"role": "tool", "content": "sun", "tool_call_id": "t1"},
         {"role": "tool", "content": "rain", "tool_call_id": "t2"},
         {"role": "user", "content": "And now?"},
+        {"role": "system", "content": "It snows."},
     ]
     schema = {"parameters": TOOL["input_schema"]}
     plain = {"name": TOOL["name"], "description": TOOL["description"], **schema}
@@ -214,9 +274,63 @@ async def test_one_call_only_if_the_client_wants_no_more(start):
 
 async def test_an_output_may_have_a_format(start):
     server = await start(scripted_engine("x"))
-    form = {"type": "json_schema", "schema": {"enum": [5]}}
-    _, answer = await server.post(PATH, message(output_config={"format": form}))
-    assert answer["content"] == [{"type": "text", "text": "5"}]
+    for more in ({"output_config": {"format": FORMAT}}, {"output_format": FORMAT}):
+        _, answer = await server.post(PATH, message(**more))
+        assert answer["content"] == [{"type": "text", "text": "5"}]
+
+
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
+@pytest.mark.parametrize("kind", [{"type": "create"}, {"type": "continue"}])
+async def test_a_thread_is_refused_so_that_clients_send_the_whole_conversation(start, path, kind):
+    server = await start(scripted_engine("x"))
+    body = message(thread={**kind, "previous_message_id": "msg_1"}, messages=[])
+    status, answer = await server.post(path, body)
+    assert status == 400
+    assert answer["error"].pop("message").startswith("thread: ")
+    assert answer == {
+        "type": "error",
+        "error": {
+            "type": "invalid_request_error",
+            "details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        },
+    }
+    assert (await server.post(path, message(thread=None)))[0] == 200
+
+
+async def test_effort_and_display_and_examples_are_served(start):
+    template = families.QWEN + "{{ reasoning_effort }} {{ tools[0].function.parameters.examples }}"
+    server = await start(scripted_engine("<think>Hm.</think>Sunny.", template=template))
+    tool = {**TOOL, "input_examples": [{"city": "Rome"}]}
+    body = message(
+        thinking={"type": "adaptive", "display": "omitted"},
+        output_config={"effort": "max"},
+        tools=[tool],
+    )
+    _, answer = await server.post(PATH, body)
+    assert answer["content"] == [{"type": "text", "text": "Sunny."}]
+    end = "max [{'city': 'Rome'}]"
+    _, counted = await server.post(f"{PATH}/count_tokens", body)
+    _, other = await server.post(f"{PATH}/count_tokens", {**body, "tools": [TOOL]})
+    assert counted["input_tokens"] > other["input_tokens"] + len(end) / 2
+    body["tool_choice"] = {"type": "any"}
+    _, answer = await server.post(PATH, body)
+    assert answer["content"][0]["type"] == "tool_use", "the grammar ignores the examples"
+
+
+async def test_ids_of_calls_come_back_as_the_model_writes_them(start):
+    call = '[TOOL_CALLS][{"name": "get_weather", "arguments": {}}]'
+    server = await start(scripted_engine(call, template=families.MISTRAL))
+    _, answer = await server.post(PATH, message(tools=[TOOL]))
+    [block] = answer["content"]
+    assert len(block["id"]) == len("toolu_") + 9
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": "sun"}
+    turns = [
+        USER,
+        {"role": "assistant", "content": [block]},
+        {"role": "user", "content": [result]},
+    ]
+    status, answer = await server.post(PATH, message(messages=turns, max_tokens=1))
+    assert status == 200, "the template refuses ids that have not 9 characters"
 
 
 async def test_tokens_are_counted_as_they_will_be(start):
@@ -235,7 +349,21 @@ async def test_tokens_are_counted_as_they_will_be(start):
     ("more", "named"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "are user, assistant, system"),
+        (
+            {"messages": [{"role": "system", "content": [{"type": "tool_addition"}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": [{**USER, "output_config": {"effort": "low"}}]},
+            "messages[0].output_config",
+        ),
+        ({"container": "c"}, "container"),
+        ({"mcp_servers": [{"type": "url", "name": "a", "url": "http://a"}]}, "mcp_servers"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 5}}}, "task_budget"),
+        ({"output_config": {"format": FORMAT}, "output_format": FORMAT}, "output_format"),
+        ({"tools": [{**TOOL, "allowed_callers": ["code"]}]}, "tools[0].allowed_callers"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "messages[0].content[0]",

@@ -143,18 +143,35 @@ async def test_calls_go_with_logprobs_and_token_ids_and_usage(start):
     assert sum(len(c["logprobs"]["content"]) for c in choices if c["logprobs"]) == num_tokens
     assert sum(len(c.get("token_ids", ())) for c in choices) == num_tokens
     assert chunks[-1]["usage"]["completion_tokens"] == num_tokens
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks[:-1]]
+    assert counts == list(range(num_tokens + 1)), "none with the role, then one more in each event"
     assert joined(events)["tool_calls"][0]["arguments"] == ARGS
 
 
-async def test_a_cut_call_is_content_and_a_stream_says_length(start):
+@pytest.mark.parametrize("family", ANSWERS)
+async def test_a_cut_call_has_the_arguments_so_far_streamed_and_whole(start, family):
+    answer = "[get_weather(n=1234)]"
+    if family != "pythonic":
+        answer = ANSWERS[family].replace(ARGS, '{"n": 1234}')
+    server = await start(scripted_engine(answer, template=TEMPLATES[family]))
+    body = chat(max_tokens=answer.index("34"))
+    [choice] = (await server.post(CHAT, body))[1]["choices"]
+    streamed = joined(await server.events(CHAT, {**body, "stream": True}))
+    assert choice["finish_reason"] == streamed["finish_reason"] == "length"
+    assert choice["message"]["content"] is None and not streamed.get("content")
+    [call], [streamed_call] = choice["message"]["tool_calls"], streamed["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"n": 12'}
+    assert streamed_call["arguments"] == '{"n": 12'
+
+
+async def test_a_call_that_is_cut_before_its_arguments_is_content(start):
     server = await start(scripted_engine(ANSWERS["hermes"], template=families.HERMES))
-    _, whole = await server.post(CHAT, chat(max_tokens=60))
-    [choice] = whole["choices"]
-    assert choice["message"]["content"] == ANSWERS["hermes"][:60]
-    assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
-    message = joined(await server.events(CHAT, chat(max_tokens=60, stream=True)))
-    assert message["finish_reason"] == "length"
-    assert ARGS.startswith(message["tool_calls"][0]["arguments"])
+    body = chat(max_tokens=40)
+    [choice] = (await server.post(CHAT, body))[1]["choices"]
+    streamed = joined(await server.events(CHAT, {**body, "stream": True}))
+    assert choice["message"]["content"] == streamed["content"] == ANSWERS["hermes"][:40]
+    assert choice["finish_reason"] == streamed["finish_reason"] == "length"
+    assert "tool_calls" not in choice["message"] and not streamed["tool_calls"]
 
 
 async def test_a_stop_string_ends_a_call(start):
@@ -423,14 +440,62 @@ async def test_an_answer_in_another_form_has_no_calls(start):
     assert (status, answer["error"]["param"]) == (400, "tool_choice")
 
 
+async def test_usage_rises_with_the_tokens_of_each_event(start):
+    thought, answer = "<think>\nHm.\n</think>", "\n\nSunny."
+    server = await start(scripted_engine(thought + answer, template=families.QWEN))
+    body = {"messages": [USER], "stream": True, "return_token_ids": True, "n": 2}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last, _ = await server.events(CHAT, body)
+    total, per_choice = 0, [0, 0]
+    for event in map(json.loads, events):
+        [choice] = event["choices"]
+        num_tokens = len(choice.get("token_ids", ()))
+        assert ("role" in choice["delta"]) == (num_tokens == 0)
+        total += num_tokens
+        per_choice[choice["index"]] += num_tokens
+        usage = event["usage"]
+        assert usage["completion_tokens"] == total
+        assert usage["total_tokens"] == usage["prompt_tokens"] + total
+        reasoning = sum(min(num, len(thought)) for num in per_choice)
+        found = usage["completion_tokens_details"]["reasoning_tokens"]
+        assert found == reasoning or found < len("<think>") * 2
+    assert json.loads(last)["usage"] == usage
+
+
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")], ids=["text", "special tokens"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_grammar_begins_at_once_if_thinking_is_over_or_switched_off(start, special, stream):
+    server = await start(
+        scripted_engine("<think>Hm.</think>7", template=families.QWEN, special_tokens=special)
+    )
+    begun = [USER, {"role": "assistant", "content": "<think>So.</think> It is "}]
+    for over in (
+        {"chat_template_kwargs": {"thinking": False}},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": begun, "continue_final_message": True},
+    ):
+        for demanded in (FIVE, {"tools": [NOW], "tool_choice": "required"}):
+            body = {"messages": [USER], **over, **demanded}
+            if stream:
+                message = joined(await server.events(CHAT, {**body, "stream": True}))
+            else:
+                message = (await server.post(CHAT, body))[1]["choices"][0]["message"]
+            assert "reasoning" not in message
+            assert (message.get("content") == "5") == (demanded is FIVE)
+    body = {"messages": [USER], "regex": "<think>5", **over}
+    if not special:  # content in the form that the request demands, though it looks like a tag
+        _, whole = await server.post(CHAT, body)
+        assert whole["choices"][0]["message"]["content"] == "<think>5"
+
+
 @pytest.mark.parametrize("special", [(), ("<think>", "</think>")], ids=["text", "special tokens"])
 @pytest.mark.parametrize(
     ("thinking", "answer", "thought"),
     [
         (True, "Hm.\n</think>\n\nSunny!", "Hm."),
-        (False, "<think>\nHm.\n</think>\n\n7", "Hm."),
-        (False, "5, sunny!", None),
-        (False, "5</think>", None),
+        (None, "<think>\nHm.\n</think>\n\n7", "Hm."),
+        (None, "5, sunny!", None),
+        (None, "5</think>", None),
     ],
     ids=["opened", "by itself", "none", "an end without a beginning"],
 )
@@ -439,7 +504,8 @@ async def test_the_form_is_demanded_of_what_comes_after_the_reasoning(
 ):
     engine = scripted_engine(answer, template=families.QWEN, special_tokens=special)
     server = await start(engine)
-    body = chat(chat_template_kwargs={"thinking": thinking}, **FIVE)
+    variables = {} if thinking is None else {"thinking": thinking}
+    body = chat(chat_template_kwargs=variables, **FIVE)
     status, whole = await server.post(CHAT, body)
     assert status == 200, whole
     streamed = joined(await server.events(CHAT, {**body, "stream": True}))

@@ -132,7 +132,6 @@ MALFORMED: list[tuple[str, str]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\n"}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\x"}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}'),
     ("hermes", '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 70 + "1" + "}" * 71),
     ("hermes", '<tool_call>{"name": "' + "f" * 300 + '", "arguments": {}}</tool_call>'),
     ("llama3_json", '{"name": "Alice", "parameters": {}}'),
@@ -155,7 +154,6 @@ MALFORMED: list[tuple[str, str]] = [
     ("pythonic", "[f(a=nan)]"),
     ("pythonic", "[f(a=1e999999_)]"),
     ("pythonic", "[f(a='\\N{BULLET}')]"),
-    ("pythonic", "[f(a='x"),
     ("pythonic", "f(a=1)"),
 ]
 
@@ -199,6 +197,64 @@ def test_a_stream_loses_nothing_of_what_is_no_call(form, text):
     for _, arguments in calls:
         assert text.endswith(arguments + content)
     assert calls or content == text
+
+
+@pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "one call"])
+@pytest.mark.parametrize(("form", "text", "content", "calls"), WELL_FORMED)
+def test_a_cut_answer_is_the_same_streamed_and_whole(form, text, content, calls, parallel):
+    """Whatever the token limit cuts off, wherever it does."""
+    calls = calls if parallel else calls[:1]
+    for end in range(len(text) + 1):
+        cut = text[:end]
+        whole = read(tool_parser(form, parallel=parallel), [cut])
+        for pieces in ([cut], list(cut)):
+            streamed = read(tool_parser(form, whole=False, parallel=parallel), pieces)
+            assert streamed == whole, cut
+        got_content, _, got_calls = whole
+        for (name, got), (whole_name, arguments) in zip(got_calls, calls, strict=False):
+            assert name == whole_name and arguments.startswith(got.removesuffix(".0")), cut
+            assert got == arguments or content.startswith(got_content), cut
+
+
+@pytest.mark.parametrize(("form", "text"), MALFORMED)
+def test_only_arguments_that_were_streamed_tell_a_broken_call_from_a_whole_one(form, text):
+    for end in range(0, len(text) + 1, 1 + len(text) // 100):
+        cut = text[:end]
+        whole = read(tool_parser(form), [cut])
+        content, _, calls = streamed = read(tool_parser(form, whole=False), list(cut))
+        if streamed != whole:
+            assert whole == (cut, "", []) and calls and cut.endswith(content), cut
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("form", "text", "arguments"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 12', '{"x": 12'),
+        ("hermes", '\n<tool_call>{"name": "f", "arguments": {"x": -', '{"x": '),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": tru', '{"x": '),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "a\\u00', '{"x": "a'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}', '{"x": 1}'),
+        ("llama3_json", '{"name": "f", "parameters": {"x": [1, 2', '{"x": [1, 2'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 12', '{"x": 12'),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"x": 12', '{"x": 12'),
+        ("pythonic", "[f(x=12", '{"x": 12'),
+        ("pythonic", "[f(x=Tru", '{"x": '),
+        ("llama4_pythonic", "<|python_start|>[f(x='a", '{"x": "a'),
+    ],
+)
+def test_a_cut_call_keeps_its_arguments_once(form, text, arguments, whole):
+    parser = tool_parser(form, whole=whole)
+    assert read(parser, [text]) == ("", "", [("f", arguments)])
+    assert not parser.called
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "streamed"])
+def test_a_second_call_that_is_cut_is_left_out_without_parallel_calls(whole):
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n'
+    for end in range(len("<tool_call>"), len(call) - 1):
+        parser = tool_parser("hermes", whole=whole, parallel=False)
+        assert read(parser, [call + call[:end]]) == ("", "", [("f", '{"a": 1}')])
 
 
 def test_a_broken_call_does_not_hide_the_next():

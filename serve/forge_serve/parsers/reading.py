@@ -172,7 +172,7 @@ def _comma(emit: Emit, closer: str, syntax: JsonSyntax) -> Read[str]:
     """What follows a comma; one before the closing bracket is not emitted."""
     if syntax.trailing_commas:
         c = yield from space((yield))
-        if c != closer:
+        if c and c != closer:
             emit(", ")
         return c
     emit(",")

@@ -29,6 +29,10 @@ class ReasoningForm:
         prompt = prompt.rstrip()
         return prompt.endswith(self.begin) or (self.always and not prompt.endswith(self.end))
 
+    def is_over_after(self, prompt: str) -> bool:
+        """Whether a prompt has ended the reasoning, so that the answer begins without any."""
+        return prompt.rstrip().endswith(self.end)
+
     def is_open_in(self, message: str) -> bool:
         """Whether what continues this message begins in the middle of reasoning."""
         return message.rfind(self.begin) > message.rfind(self.end)

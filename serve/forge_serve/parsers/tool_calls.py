@@ -94,6 +94,10 @@ class ToolCallParser(CallSink):
     out to be none is content. What has been handed on cannot be taken back: then only the rest is
     content. With `whole` nothing is handed on before its end, and all of it is content.
 
+    A call that the end of the text cuts off in its arguments is handed on with the arguments that
+    there are, `whole` or not. It does not count as complete. Half a constant or escape sequence at
+    the cut is left out. A call that is cut off before its arguments is content.
+
     White space before the first call, if there is nothing else, and around calls is left out.
 
     Args:
@@ -135,7 +139,12 @@ class ToolCallParser(CallSink):
         """The text is over."""
         self._parts = parts
         if self._reader is not None and not self._at_end(self._reader):
-            self._give_up("")
+            if self._open:
+                self._cut_off()
+            elif self._dropping:
+                self._raw.clear()
+            else:
+                self._give_up("")
         held, self._marker_part = self._marker_part, ""
         self._say(held)
         if not self.num_calls:
@@ -223,6 +232,12 @@ class ToolCallParser(CallSink):
         except Exception as error:
             self._fail(error)
         return False
+
+    def _cut_off(self) -> None:
+        """The text ends in the arguments of a call: what there is of them stays."""
+        if self._whole and not self._dropping:
+            self._parts.add(self._call)
+        self._blank = []
 
     def _give_up(self, last: str) -> None:
         """What has been read is content: all that has not been handed on, and `last`."""
