@@ -16,6 +16,13 @@ class Answer(msgspec.Struct, forbid_unknown_fields=True):
     """Any object in an answer."""
 
 
+class Error(Answer):
+    message: str
+    type: str
+    param: str | None  # the path of the field to change
+    code: str | None
+
+
 class PromptTokensDetails(Answer):
     cached_tokens: int
 
@@ -359,7 +366,6 @@ class OutputReasoning(Answer, tag="reasoning"):
     id: str
     summary: list[Any]  # nothing
     content: list[ReasoningText]
-    encrypted_content: None
     status: ItemStatus
 
 
@@ -421,6 +427,7 @@ class ResponseAnswer(Answer):
     background: bool
     completed_at: int | None
     error: ResponseFailure | None
+    frequency_penalty: float
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
@@ -429,10 +436,12 @@ class ResponseAnswer(Answer):
     model: str
     output: list[Output]
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: ResponseReasoning
     safety_identifier: str | None
+    service_tier: Literal["default"]
     store: bool
     temperature: float
     text: ResponseText
@@ -481,6 +490,7 @@ class ResponseErrorEvent(_ResponseEvent, tag="error"):
     code: str | None
     message: str
     param: str | None
+    error: Error
 
 
 class ItemAdded(_ResponseEvent, tag="response.output_item.added"):
@@ -898,13 +908,6 @@ class DetailedHealth(Health):
     num_running: int | UnsetType = UNSET
     num_waiting: int | UnsetType = UNSET
     steps: int | UnsetType = UNSET
-
-
-class Error(Answer):
-    message: str
-    type: str
-    param: str | None  # the path of the field to change
-    code: str | None
 
 
 class ErrorAnswer(Answer):
