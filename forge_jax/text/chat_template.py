@@ -139,9 +139,12 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        add_special_tokens: bool = False,
         **kwargs: Any,
     ) -> list[int]:
         """The conversation as ids: those of the rendered text, special tokens recognised.
+
+        With `add_special_tokens` the tokenizer's own (BOS) come on top of the template's.
 
         Special tokens written inside messages, tools, documents or kwargs are encoded as the plain
         text that they are. (Not seen through: a template that puts a special token together from
@@ -154,7 +157,11 @@ class ChatTemplate:
             marks = {token: mark for mark, token in hidden.items()}
             variables = _replaced(variables, tokenizer.special_pattern, marks)
         text = self._render(variables, add_generation_prompt, continue_final_message)
-        return tokenizer.encode_template(text, None if hidden is None else _with_escapes(hidden))
+        return tokenizer.encode_template(
+            text,
+            None if hidden is None else _with_escapes(hidden),
+            add_special_tokens=add_special_tokens,
+        )
 
     def _render(
         self, variables: dict[str, Any], add_generation_prompt: bool, continue_final_message: bool
