@@ -65,10 +65,11 @@ class CompletionChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
-    stop_reason: int | str | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    stop_reason: int | str | None  # what ended it: a stop string or a stop token id
+    matched_stop: int | str | None  # the same, or the end token
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+    token_ids: list[int] | None
 
 
 class CompletionAnswer(Answer):
@@ -88,7 +89,8 @@ class CompletionEventChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
-    stop_reason: int | str | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
+    matched_stop: int | str | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
@@ -148,8 +150,9 @@ class ChatChoice(Answer):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
-    stop_reason: int | str | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    stop_reason: int | str | None
+    matched_stop: int | str | None
+    token_ids: list[int] | None
 
 
 class ChatAnswer(Answer):
@@ -162,8 +165,8 @@ class ChatAnswer(Answer):
     system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: UsageAnswer
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
 
 
 class FunctionPiece(Answer):
@@ -191,7 +194,8 @@ class ChatEventChoice(Answer):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
-    stop_reason: int | str | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
+    matched_stop: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -215,6 +219,10 @@ class GenerateAnswer(Answer):
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
     completion_tokens: int
+    generated_tokens: int
+    request_id: str
+    model: str
+    latency_ms: float
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -721,6 +729,32 @@ class TokenizerInfo(msgspec.Struct):
 
 class Version(Answer):
     version: str
+
+
+class OllamaDetails(Answer):
+    """What a model is made of; empty where it is not known."""
+
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(Answer):
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails
+
+
+class OllamaTags(Answer):
+    """The models, in Ollama's words."""
+
+    models: list[OllamaModel]
 
 
 class Load(Answer):

@@ -166,6 +166,7 @@ async def _encode_chat(engine: StreamingEngine, request: ChatRequest) -> Prompt:
         )
     messages = request.template_messages()
     options = request.template_options()
+    options["add_special_tokens"] = bool(request.add_special_tokens)
     if request.truncate_prompt_tokens is None:
         check_text_size(engine, (message["content"] for message in messages), "messages")
     # Templates may show whatever a message holds: the calls of tools, say.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+
+from forge_serve.suggest import did_you_mean
 
 MAX_NAMES = 100
 MAX_NAME_CHARS = 64
@@ -19,12 +21,17 @@ class IgnoredFields:
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def tell(self, names: Iterable[str]) -> None:
-        """Logs a line for each name that is new, until there have been `MAX_NAMES`."""
+    def tell(self, names: Iterable[str], known: Collection[str] = ()) -> None:
+        """Logs a line for each name that is new, until there have been `MAX_NAMES`.
+
+        Args:
+          known: the fields that the request may have, of which a similar one is named.
+        """
         for name in names:
             shown = _ODD.sub("?", name[:MAX_NAME_CHARS])
             if len(self._told) >= MAX_NAMES:
                 return
             if shown not in self._told:
                 self._told.add(shown)
-                log.info("requests have a field %s, which is ignored (said once)", shown)
+                similar = did_you_mean(name, known)
+                log.info("requests have a field %s, which is ignored%s (said once)", shown, similar)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from forge_jax.errors import RequestError
-from forge_serve.auth import ANTHROPIC_PATH
 from forge_serve.errors import ErrorReply
 from forge_serve.generation import Usage
 from forge_serve.parsers.parts import CallPiece
@@ -31,7 +30,7 @@ from forge_serve.responses import ChatForm
 if TYPE_CHECKING:
     from forge_jax.outputs import Delta
 
-PATH = ANTHROPIC_PATH
+PATH = "/v1/messages"
 
 _json = msgspec.json.Encoder().encode
 

@@ -12,7 +12,7 @@ import contextlib
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -58,7 +58,9 @@ NEUTRAL: dict[str, float] = {
 
 _LIMITS_OF_OUTPUT = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens")
 
-Role = Literal["system", "user", "assistant", "tool", "developer"]
+# OpenAI's, and any other that the model's chat template takes.
+ROLES = ("system", "user", "assistant", "tool", "developer")
+Role = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$(?!\n)")]
 
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents"})
 

@@ -92,7 +92,6 @@ RULES = {
     "text": "as response_format, which its format excludes",
     "text_1": "one text, or as many as text_2; the texts of both are limited",
     "stop": "a string may have 256 bytes, in UTF-8; it excludes stop_sequences",
-    "stop_token_ids": "ids that the model has logits for",
     "logit_bias": "ids that the model has logits for",
     "stream_options": "only with stream: true",
     "tool_choice": "names one of the tools; demands none of an output in another form",
@@ -117,6 +116,7 @@ class About:
     limits: Limits
     api_keys: bool
     loras: bool = False  # whether there may be adapters: models besides, that come and go
+    any_model: bool = False  # whether a request may name a model that is not served
 
     @property
     def model_names(self) -> Schema:
@@ -131,6 +131,7 @@ class About:
             limits=config.limits,
             api_keys=bool(config.api_key or config.api_key_file),
             loras=engine.adapters is not None,
+            any_model=config.accept_any_model,
         )
 
 
@@ -210,7 +211,10 @@ def _generation(kind: type, schema: Schema, about: About) -> None:
         for name, (_, row) in counts.items():
             if issubclass(kind, counted) and name not in kind._REFUSED:
                 _at_most(fields[name], getattr(limits, row))
-    fields["model"] = _nullable(about.model_names) if about.loras else {"enum": [about.model, None]}
+    named = {"enum": [about.model, None]}
+    if about.loras or about.any_model:
+        named = _nullable({"type": "string"})
+    fields["model"] = named
     most = min(limits.n, limits.choices)
     fields["n"] |= {"maximum": most}
     fields["best_of"] |= {"minimum": 1, "maximum": most}

@@ -22,6 +22,7 @@ from forge_serve.protocol import (
 )
 from forge_serve.responses_items import Item, check_item, messages
 from forge_serve.responses_store import Turn
+from forge_serve.suggest import did_you_mean
 from forge_serve.tools import tool_choice as chosen
 
 PATH = "/v1/responses"
@@ -141,7 +142,8 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         for i, name in enumerate(self.include or ()):
             if name not in INCLUDABLE:
                 raise RequestError(
-                    f"include[{i}] is unknown; {LOGPROBS} is what can be added",
+                    f"include[{i}] is unknown; {LOGPROBS} is what can be added"
+                    f"{did_you_mean(name, INCLUDABLE - {LOGPROBS})}",
                     param=f"include[{i}]",
                 )
         self._check_summary()
