@@ -57,6 +57,7 @@ from forge_jax.models.registry import build_model, decoded, read_spec, resolve_d
 from forge_jax.observe.compilations import SinceReady
 from forge_jax.observe.memory import available_host_bytes, device_bytes, give_back_freed_memory
 from forge_jax.observe.startup import StartupTimes
+from forge_jax.observe.units import bytes_text
 from forge_jax.parallel.mesh import TensorMesh, choose_mesh
 from forge_jax.parallel.rules import check_shards, shard_spec
 from forge_jax.schedule.request import LoraRef
@@ -108,7 +109,9 @@ def assemble(  # noqa: PLR0915
         if mesh is not None:  # what fits the one with the least memory fits all
             device = min(mesh.devices, key=lambda each: _free_bytes(each, shards))
         record = read_converted(config, folder)
+    with startup.phase("kernels"):  # where they are C++, a compiler builds them the first time
         kernels = choose_kernels(config, spec, device, record)
+    with startup.phase("config"):
         lora = _lora_shape(config)
         if lora is not None and record is not None and record.packed:
             raise ConfigError(
@@ -165,10 +168,10 @@ def assemble(  # noqa: PLR0915
             draft_model.start(draft_leaves)
     adapters = None if lora is None else _load_adapters(config, model, lora, runner)
     log.info(
-        "%s: %.2f GB of weights, KV cache of %d blocks x %d tokens in %s (%.2f GiB), context %d, "
+        "%s: %s of weights, KV cache of %d blocks x %d tokens in %s (%.2f GiB), context %d, "
         "on %s%s",
         config.model.model,
-        model.param_bytes / 1e9,
+        bytes_text(model.param_bytes),
         sizes.kv.num_blocks,
         sizes.kv.block_size,
         element_dtype(config.cache.kv_dtype, model.dtype),
@@ -179,9 +182,9 @@ def assemble(  # noqa: PLR0915
     )
     if draft is not None and sizes.draft_kv is not None:
         log.info(
-            "draft model %s: %.2f GB of weights of its own, KV cache of %.2f GiB",
+            "draft model %s: %s of weights of its own, KV cache of %.2f GiB",
             config.speculation.draft_model,
-            draft.param_bytes / 1e9,
+            bytes_text(draft.param_bytes),
             sizes.draft_kv.total_bytes / GIB,
         )
     rng = random.Random(config.model.seed)
@@ -224,6 +227,7 @@ def assemble(  # noqa: PLR0915
         startup=startup,
         system_fingerprint=fingerprint,
         architecture=spec.architecture,
+        shards=shards,
         pooling=config.model.pooling,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -286,7 +286,7 @@ class EngineConfig:
 
 
 @contextmanager
-def python_names() -> Iterator[None]:
+def python_names() -> Generator[None]:
     """Has errors of the body name options as Python arguments: `--no-prefix-cache` is
     `prefix_cache=False`. The message with flags stays in `on_command_line`.
     """

@@ -29,6 +29,7 @@ from forge_jax.errors import ConfigError
 from forge_jax.files import read_text
 from forge_jax.models import ModelSpec, build_model
 from forge_jax.models.decoder import Model
+from forge_jax.observe.units import bytes_text
 from forge_jax.parallel.rules import check_shards
 from forge_jax.text.gguf import gguf_templates
 from forge_jax.text.load import load_text
@@ -184,6 +185,6 @@ def summary(converted: Converted) -> str:
     """One line for the person who asked for it."""
     kind = converted.dtype if converted.quantization == "none" else converted.quantization
     form = "packed for the CPU kernels" if converted.packed else "plain matrices"
-    size = f"{converted.weight_bytes / 1e9:.2f} GB of weights"
+    size = f"{bytes_text(converted.weight_bytes)} of weights"
     of_each = "" if converted.shards == 1 else f" for each of {converted.shards} devices"
     return f"{converted.folder}: {size}{of_each}, {kind}, {form}"

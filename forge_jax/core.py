@@ -132,6 +132,7 @@ class EngineParts:
     clock: Callable[[], float] = time.monotonic
     system_fingerprint: str | None = None  # in the deterministic tier
     architecture: str | None = None  # in the words of the model's config.json
+    shards: int = 1  # devices that share the model
     pooling: Pooling = "last"  # where a request does not say
     adapters: Adapters | None = None  # None: there can be none
     pooler: Pooler | None = None  # None: the device can pool from its start on
@@ -261,6 +262,8 @@ class EngineCore:
         self.generation_tokens = 0
         self.phases = PhaseTimes()
         self.step_tokens = StepTokens()
+        self.step_sequences = 0  # of all steps together
+        self.max_step_sequences = 0
         self.watcher = Watcher(scheduler, clock)
         self._device = device
         self._one_step_ahead = one_step_ahead
@@ -304,6 +307,7 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queues a request that `check` has accepted."""
+        request = _with_stops_in(request, self.vocab_size)
         grammar = self.compile_grammar(request)
         tokens = token_filter(request.params, self.tokenizer, self.vocab_size)
         texts = self._new_texts(request)
@@ -450,6 +454,8 @@ class EngineCore:
             dispatched = _InFlight(plan, pending, self._in_flight is None)
             self.num_steps += 1
             self.step_tokens.observe(plan.num_tokens)
+            self.step_sequences += plan.num_sequences
+            self.max_step_sequences = max(self.max_step_sequences, plan.num_sequences)
             phases.end("dispatch")
             if read is not None:
                 gains = self._commit(*read)
@@ -812,6 +818,15 @@ def token_ids(ids: Iterable[int]) -> tuple[int, ...]:
         raise RequestError("the prompt's token ids must be integers", param="prompt") from error
 
 
+def _with_stops_in(request: Request, vocab_size: int) -> Request:
+    """The request without stop token ids beyond the vocabulary, which no token can match."""
+    stops = request.params.stop_token_ids
+    if not stops or max(stops) < vocab_size:
+        return request
+    kept = tuple(token for token in stops if token < vocab_size)
+    return replace(request, params=replace(request.params, stop_token_ids=kept))
+
+
 def check_token_ids(request: Request, vocab_size: int) -> None:
     """Refuses token ids outside the model's output width (`vocab_size`).
 
@@ -828,7 +843,6 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         )
     for name, given in (
         ("logit_bias", request.params.logit_bias),
-        ("stop_token_ids", request.params.stop_token_ids),
         ("allowed_token_ids", request.params.allowed_token_ids),
     ):
         if given and (token := max(given)) >= vocab_size:

@@ -57,6 +57,10 @@ class EngineStats:
     num_waiting: int
     num_deferred: int  # of them: they wait for another sequence, and not for room
     num_slots: int  # how many can run
+    policy: str  # in which order waiting requests are admitted
+    tensor_parallel: int  # devices that share the model
+    completed_requests: int  # that ended by themselves: neither aborted nor failed
+    block_size: int  # tokens of a block
     num_blocks: int
     num_free_blocks: int  # free, or cached and evictable
     num_used_blocks: int  # held by live sequences
@@ -64,6 +68,8 @@ class EngineStats:
     evictions: int  # of such blocks
     steps: int
     step_tokens: TokenTotals  # tokens that a step computes
+    step_sequences: int  # of all steps together
+    max_step_sequences: int  # of the largest step
     prompt_tokens: int
     cached_prompt_tokens: int  # of admitted requests; the others were computed
     computed_prompt_tokens: int
@@ -98,6 +104,7 @@ class Stream:
         self.lora = lora
         self._engine = engine
         self._open = set(samples)  # that have not finished
+        self.completed = True  # as far as can be told: no sample was aborted or failed
         self._deltas: list[Delta] = []
         self._arrived = asyncio.Event()
         self._receive: Callable[[list[Delta]], None] | None = None
@@ -134,6 +141,7 @@ class Stream:
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._open.discard(delta.index)
+                self.completed &= delta.finish_reason not in ("abort", "error")
         if self._receive is not None:
             self._receive(deltas)
             return
@@ -184,6 +192,7 @@ class StreamingEngine(ABC):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news: deque[Outputs] = deque()  # of the steps that the loop has not seen
         self._fan_out_due = False
+        self._num_completed = 0
         self._idle = asyncio.Event()
 
     # ---- what a subclass does ------------------------------------------------------------------
@@ -487,6 +496,7 @@ class StreamingEngine(ABC):
                 stream.abort()
             if not stream._open:
                 self._streams.pop(request_id, None)
+                self._num_completed += stream.completed
         if not self._streams:
             self._idle.set()
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 CUTOFF = 0.6  # of difflib's ratio; below it a suggestion is noise
+MAX_CHARS = 64  # of a name: clients choose names, and longer ones are compared with nothing
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name most similar to `name`, ignoring case; None if none is similar."""
     import difflib
 
+    if len(name) > MAX_CHARS:
+        return None
     by_folded = {each.casefold(): each for each in known}
     found = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=CUTOFF)
     return by_folded[found[0]] if found else None

@@ -15,8 +15,8 @@ from typing import Any
 import forge_jax
 from forge_jax.doctor import machine, packages
 from forge_jax.doctor.finding import Finding
+from forge_jax.observe.units import bytes_text
 
-GB = 1e9
 LAST_LINES = 3  # of what a failed probe said
 
 
@@ -204,7 +204,7 @@ def _model_faults(name: str, probed: _Probed, facts: dict[str, Any]) -> Iterator
     if weights > room:
         yield Finding(
             "problem",
-            f"the weights of {name} take {weights / GB:.2f} GB, and {where} {room / GB:.2f} GB",
+            f"the weights of {name} take {bytes_text(weights)}, and {where} {bytes_text(room)}",
             "round them (--quantization int8 or int4), free memory, or take a smaller model",
         )
 

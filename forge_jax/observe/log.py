@@ -31,21 +31,36 @@ class Event:
 
     As text its fields are `name=value`, with `none` for None; as JSON they are members of the
     line's object.
+
+    Args:
+      lead: the beginning of the line as text; default: the name.
+      shown: the fields that the line has as text; default: all.
     """
 
-    __slots__ = ("fields", "name")
+    __slots__ = ("_lead", "_shown", "fields", "name")
 
-    def __init__(self, name: str, fields: dict[str, Any]):
+    def __init__(
+        self,
+        name: str,
+        fields: dict[str, Any],
+        *,
+        lead: str | None = None,
+        shown: dict[str, Any] | None = None,
+    ):
         self.name = name
         self.fields = fields
+        self._lead = name if lead is None else lead
+        self._shown = fields if shown is None else shown
 
     def __str__(self) -> str:
-        return " ".join([self.name, *(f"{k}={_text(v)}" for k, v in self.fields.items())])
+        return " ".join([self._lead, *(f"{k}={_text(v)}" for k, v in self._shown.items())])
 
 
 def _text(value: Any) -> str:
     if value is None:
         return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 

@@ -364,6 +364,7 @@ class EngineProcess(StreamingEngine):
             healthy=self._state in ("serving", "ready", "stopping"),
             stalled_s=max(self._stats.stalled_s, silent_s - 1.0, 0.0),
             restarts=self.num_restarts,
+            completed_requests=self._num_completed,
         )
 
     async def look(self) -> EngineState:

@@ -141,12 +141,14 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        add_special_tokens: bool = False,
         **kwargs: Any,
     ) -> list[int]:
         """The conversation as ids: those of the rendered text, special tokens recognised.
 
         `encode_text` is given the rendered text and what encodes a part of it, and returns the ids;
-        default: those of the whole text.
+        default: those of the whole text. With `add_special_tokens` the tokenizer's own (BOS) come
+        on top of the template's.
 
         Special tokens written inside messages, tools, documents or kwargs are encoded as the plain
         text that they are. (Not seen through: a template that puts a special token together from
@@ -160,9 +162,13 @@ class ChatTemplate:
             variables = _replaced(variables, tokenizer.special_pattern, marks)
         text = self._render(variables, add_generation_prompt, continue_final_message)
         plain_text = None if hidden is None else _with_escapes(hidden)
-        if encode_text is None:
-            return tokenizer.encode_template(text, plain_text)
-        return encode_text(text, lambda part: tokenizer.encode_template(part, plain_text))
+
+        def encode(part: str) -> list[int]:
+            return tokenizer.encode_template(
+                part, plain_text, add_special_tokens=add_special_tokens
+            )
+
+        return encode(text) if encode_text is None else encode_text(text, encode)
 
     def _render(
         self, variables: dict[str, Any], add_generation_prompt: bool, continue_final_message: bool

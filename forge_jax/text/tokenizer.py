@@ -51,6 +51,8 @@ class Tokenizer:
     special_tokens  the tokens that the model's configuration names: `{"bos_token": "<s>", ...}`
     more_special    further special tokens, without a name
     add_bos_token   `encode` must put the BOS token first, whether or not the backend does
+    bos_in_chats    a rendered chat template that does not begin with the BOS token gets one, as
+                    llama.cpp does where a GGUF file says that BOS comes first
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Tokenizer:
         *,
         more_special: Iterable[str] = (),
         add_bos_token: bool = False,
+        bos_in_chats: bool = False,
     ):
         # Limits saved with a tokenizer come from training; here they would cut prompts silently.
         backend.no_truncation()
@@ -81,6 +84,7 @@ class Tokenizer:
             and self.bos_token_id is not None
             and backend.encode("a").ids[:1] != [self.bos_token_id]
         )
+        self._bos_in_chats = bos_in_chats and self.encode("a")[:1] == [self.bos_token_id]
 
     @classmethod
     def from_folder(cls, path: str | Path, vocab_size: int | None = None) -> Tokenizer | None:
@@ -104,7 +108,7 @@ class Tokenizer:
     def _of_folder(cls, folder: Path, vocab_size: int | None) -> Tokenizer | None:
         if is_gguf(folder):
             found = load_gguf_tokenizer(folder, vocab_size)
-            return None if found is None else cls(*found)
+            return None if found is None else cls(*found, bos_in_chats=True)
         try:
             backend = load_backend(folder / "tokenizer.json", vocab_size)
         except FileNotFoundError:
@@ -136,16 +140,41 @@ class Tokenizer:
             ids.insert(0, self.bos_token_id)
         return ids
 
-    def encode_template(self, text: str, plain_text: Mapping[str, str] | None = None) -> list[int]:
+    def encode_template(
+        self,
+        text: str,
+        plain_text: Mapping[str, str] | None = None,
+        *,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
         """The ids of a rendered chat template, which writes its own special tokens.
+
+        With `add_special_tokens` those that `encode` puts around a text come on top of these.
 
         Where `plain_text` is given, its keys are placeholders in `text` that stand for its values,
         and no special token is recognised except those that `text` spells out before the
         placeholders are replaced.
         """
         if plain_text is None:
-            return _encode(self.backend, text, add_special_tokens=False)
-        return self._guarded.encode(text, plain_text)
+            ids = _encode(self.backend, text, add_special_tokens=False)
+        else:
+            ids = self._guarded.encode(text, plain_text)
+        if self._bos_in_chats and ids[:1] != [self.bos_token_id]:
+            assert self.bos_token_id is not None
+            ids = [self.bos_token_id, *ids]
+            if add_special_tokens:  # BOS is one of them
+                return [*ids, *self._around[1]]
+        if add_special_tokens:
+            before, after = self._around
+            return [*before, *ids, *after]
+        return ids
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What `encode` puts before and behind a text."""
+        plain, whole = self.encode("a", False), self.encode("a")
+        begin = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return whole[:begin], whole[begin + len(plain) :]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of some ids; U+FFFD where their bytes are not UTF-8; unknown ids are skipped.

@@ -16,6 +16,13 @@ class Answer(msgspec.Struct, forbid_unknown_fields=True):
     """Any object in an answer."""
 
 
+class Error(Answer):
+    message: str
+    type: str
+    param: str | None  # the path of the field to change
+    code: str | None
+
+
 class PromptTokensDetails(Answer):
     cached_tokens: int
 
@@ -58,10 +65,11 @@ class CompletionChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
-    stop_reason: int | str | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    stop_reason: int | str | None  # what ended it: a stop string or a stop token id
+    matched_stop: int | str | None  # the same, or the end token
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+    token_ids: list[int] | None
 
 
 class CompletionAnswer(Answer):
@@ -81,7 +89,8 @@ class CompletionEventChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
-    stop_reason: int | str | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
+    matched_stop: int | str | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
@@ -141,8 +150,9 @@ class ChatChoice(Answer):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
-    stop_reason: int | str | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    stop_reason: int | str | None
+    matched_stop: int | str | None
+    token_ids: list[int] | None
 
 
 class ChatAnswer(Answer):
@@ -155,8 +165,8 @@ class ChatAnswer(Answer):
     system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: UsageAnswer
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
 
 
 class FunctionPiece(Answer):
@@ -184,7 +194,8 @@ class ChatEventChoice(Answer):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
-    stop_reason: int | str | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
+    matched_stop: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -208,6 +219,10 @@ class GenerateAnswer(Answer):
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
     completion_tokens: int
+    generated_tokens: int
+    request_id: str
+    model: str
+    latency_ms: float
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -359,7 +374,6 @@ class OutputReasoning(Answer, tag="reasoning"):
     id: str
     summary: list[Any]  # nothing
     content: list[ReasoningText]
-    encrypted_content: None
     status: ItemStatus
 
 
@@ -421,6 +435,7 @@ class ResponseAnswer(Answer):
     background: bool
     completed_at: int | None
     error: ResponseFailure | None
+    frequency_penalty: float
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
@@ -429,10 +444,12 @@ class ResponseAnswer(Answer):
     model: str
     output: list[Output]
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: ResponseReasoning
     safety_identifier: str | None
+    service_tier: Literal["default"]
     store: bool
     temperature: float
     text: ResponseText
@@ -481,6 +498,7 @@ class ResponseErrorEvent(_ResponseEvent, tag="error"):
     code: str | None
     message: str
     param: str | None
+    error: Error
 
 
 class ItemAdded(_ResponseEvent, tag="response.output_item.added"):
@@ -713,6 +731,32 @@ class Version(Answer):
     version: str
 
 
+class OllamaDetails(Answer):
+    """What a model is made of; empty where it is not known."""
+
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(Answer):
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails
+
+
+class OllamaTags(Answer):
+    """The models, in Ollama's words."""
+
+    models: list[OllamaModel]
+
+
 class Load(Answer):
     """The samples that run or wait."""
 
@@ -898,13 +942,6 @@ class DetailedHealth(Health):
     num_running: int | UnsetType = UNSET
     num_waiting: int | UnsetType = UNSET
     steps: int | UnsetType = UNSET
-
-
-class Error(Answer):
-    message: str
-    type: str
-    param: str | None  # the path of the field to change
-    code: str | None
 
 
 class ErrorAnswer(Answer):

@@ -8,11 +8,10 @@ its own answer, and one that takes nothing for `WRITE_STALL_S` is given up.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,20 +20,28 @@ from aiohttp import hdrs, web
 from forge_jax import __version__
 from forge_jax.errors import RequestError
 from forge_jax.panics import is_panic
-from forge_serve import answering, info, loras, messages, openapi, tokens
+from forge_jax.suggest import did_you_mean
+from forge_serve import answering, info, loras, messages, openapi, routes, tokens
 from forge_serve.auth import TENANT, ApiKeys, tenant_salt
 from forge_serve.browsers import BrowserGuard
 from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
 from forge_serve.connections import only_chunked
 from forge_serve.cors import Cors
-from forge_serve.embeddings import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
+from forge_serve.embeddings import (
+    SCORE_PAIRS,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from forge_serve.engine_view import EngineView
 from forge_serve.errors import (
     BodyTimeoutError,
     NotReadyError,
     TransferCodingError,
     UnknownModelError,
+    UnknownPathError,
     error_reply,
 )
 from forge_serve.event_stream import EventStream, Replay
@@ -59,18 +66,16 @@ from forge_serve.protocol import (
 from forge_serve.record import Trail
 from forge_serve.request_schemas import About
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
-from forge_serve.responses_api import PATH as RESPONSES_PATH
 from forge_serve.responses_api import ResponsesRequest
 from forge_serve.responses_events import ResponsesForm
 from forge_serve.responses_http import (
-    RESPONSE_PATH,
     StoredResponses,
     json_response,
     whole_number,
 )
 from forge_serve.responses_store import ResponseStore
 from forge_serve.tracing import Tracing
-from forge_serve.validate import SMALL_BODY_BYTES, check, decode, decode_form
+from forge_serve.validate import SMALL_BODY_BYTES, check, decode, decode_form, fields_of
 from forge_serve.workers import TextWork, Workers
 
 if TYPE_CHECKING:
@@ -80,6 +85,8 @@ if TYPE_CHECKING:
 BODY_S = 60.0  # for the body of a request to arrive
 WRITE_STALL_S = 30.0
 SERVES = ("serving", "ready")  # states; "ready" is when nothing is left to be compiled
+MAX_NAMES, MAX_NAME_CHARS = 5, 64  # of served models, in an error
+SCORE_FIELDS = frozenset(name for pair in SCORE_PAIRS for name in pair)
 CLIENT_CLOSED = 499  # what the log and the metrics call an answer that nobody waited for
 
 log = logging.getLogger(__name__)
@@ -144,11 +151,11 @@ class Service:
 
     def trail(self, http: web.Request) -> Trail:
         """Of a request that has just arrived."""
-        resource = http.match_info.route.resource
         return Trail(
             request_id=http[_REQUEST_ID_KEY],
             method=http.method if http.method in hdrs.METH_ALL else "other",
-            path="none" if resource is None else resource.canonical,
+            path=routes.label(http),
+            handler=None if http.match_info.http_exception else http.match_info.handler.__name__,
             logs=self.config.request_log,
             tracing=self.tracing,
             headers=None if self.tracing is None else self.tracing.carried(http.headers),
@@ -192,14 +199,22 @@ class Service:
         Raises:
           UnknownModelError: for the name of anything that is not served.
         """
-        if name is None or name == self.model_name:
-            return None
-        loras = [] if self.engine is None else self.engine.loras
-        if any(adapter.name == name for adapter in loras):
+        adapters = [] if self.engine is None else [each.name for each in self.engine.loras]
+        if name in adapters and name != self.model_name:
             return name
-        raise UnknownModelError(
-            "this server has no such model: leave the name out for the one it has", param="model"
-        )
+        if name is None or name == self.model_name or self.config.accept_any_model:
+            return None
+        raise UnknownModelError(_unknown_model(name, [self.model_name, *adapters]), param="model")
+
+
+def _unknown_model(name: str, served: Sequence[str]) -> str:
+    """Names the models that are served, as `/v1/models` does, and nothing of the request."""
+    shown = [each[:MAX_NAME_CHARS] for each in served[:MAX_NAMES]]
+    more = f" and {len(served) - MAX_NAMES} more" if len(served) > MAX_NAMES else ""
+    similar = did_you_mean(name, served) if len(served) > 1 else ""
+    return (
+        f"the model is not served here: use {' or '.join(shown)}{more}, or leave model out{similar}"
+    )
 
 
 def make_app(service: Service) -> web.Application:
@@ -215,52 +230,8 @@ def make_app(service: Service) -> web.Application:
     )
     app.on_response_prepare.append(_add_headers)
     app.on_response_prepare.append(cors.add_headers)
-    app.add_routes(
-        [
-            web.post("/v1/completions", endpoints.completions),
-            web.post("/v1/chat/completions", endpoints.chat_completions),
-            web.get("/v1/models", endpoints.models),
-            web.get("/v1/models/{name:.+}", endpoints.model),
-            web.post(messages.PATH, endpoints.messages),
-            web.post(f"{messages.PATH}/count_tokens", endpoints.count_tokens),
-            web.post(RESPONSES_PATH, endpoints.responses),
-            web.post(f"{RESPONSES_PATH}/input_tokens", endpoints.count_input_tokens),
-            web.get(RESPONSE_PATH, endpoints.response),
-            *endpoints.stored.routes(),
-            *Page().routes(),
-            web.post("/v1/load_lora_adapter", endpoints.load_lora_adapter),
-            web.post("/v1/unload_lora_adapter", endpoints.unload_lora_adapter),
-            web.post("/v1/embeddings", endpoints.embeddings),
-            web.post("/score", endpoints.score),
-            web.post("/v1/score", endpoints.score),
-            web.post("/rerank", endpoints.rerank),
-            web.post("/v1/rerank", endpoints.rerank),
-            web.post("/tokenize", endpoints.tokenize),
-            web.post("/v1/tokenize", endpoints.tokenize),
-            web.post("/detokenize", endpoints.detokenize),
-            web.post("/v1/detokenize", endpoints.detokenize),
-            web.get("/tokenizer_info", endpoints.tokenizer_info),
-            web.get("/server_info", endpoints.server_info),
-            web.get("/get_server_info", endpoints.server_info),
-            web.get("/model_info", endpoints.model_info),
-            web.get("/get_model_info", endpoints.model_info),
-            web.get("/v1/loads", endpoints.loads),
-            web.get("/ping", endpoints.ping),
-            web.get("/version", endpoints.version),
-            web.get("/load", endpoints.load),
-            web.post("/generate", endpoints.generate),
-            web.post("/v1/generate", endpoints.generate),
-            web.get("/health", endpoints.health),
-            web.get("/healthz", endpoints.health),
-            web.get("/forge/v1/health", endpoints.detailed_health),
-            web.get("/stats", endpoints.stats),
-            web.get("/engine_state", endpoints.engine_state),
-            web.get("/metrics", endpoints.metrics),
-            web.get("/openapi.json", endpoints.openapi),
-            web.post("/start_profile", endpoints.start_profile),
-            web.post("/stop_profile", endpoints.stop_profile),
-        ]
-    )
+    routes.add_routes(app, endpoints, endpoints.stored)
+    app.add_routes(Page().routes())
     return app
 
 
@@ -377,6 +348,35 @@ class _Endpoints:
     async def loads(self, http: web.Request) -> web.StreamResponse:
         return web.json_response(info.loads(self._service.ready_engine()))
 
+    async def invocations(self, http: web.Request) -> web.StreamResponse:
+        """SageMaker's one endpoint for every kind of request: its fields say which it is."""
+        self._service.ready_engine()
+        body, limits = await self._body(http), self._service.config.limits
+        fields = await self._read_apart(http, lambda: fields_of(body, limits))
+        for names, endpoint in (
+            ({"messages"}, self.chat_completions),
+            ({"prompt"}, self.completions),
+            ({"query"}, self.rerank),
+            (SCORE_FIELDS, self.score),
+            ({"input"}, self.embeddings),
+        ):
+            if fields & names:
+                http[_TRAIL].handler = endpoint.__name__
+                return await endpoint(http)
+        raise RequestError(
+            "messages is required, or prompt, input, query with documents, or text_1 with text_2: "
+            "the body is one of a chat, a completion, an embedding, a ranking or a score",
+            param="messages",
+        )
+
+    async def ollama_tags(self, http: web.Request) -> web.StreamResponse:
+        engine, service = self._service.ready_engine(), self._service
+        names = [service.model_name, *(adapter.name for adapter in engine.loras)]
+        return web.json_response(info.ollama_tags(engine, names, service.created_s))
+
+    async def ollama_version(self, http: web.Request) -> web.StreamResponse:
+        return await self.version(http)
+
     async def ping(self, http: web.Request) -> web.StreamResponse:
         return web.Response(status=200 if self._service.state in SERVES else 503)
 
@@ -394,9 +394,11 @@ class _Endpoints:
 
     async def model(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
-        name = self._service.lora_of(http.match_info["name"])
-        cards = (self._adapter_card(each) for each in engine.loras if each.name == name)
-        return web.json_response(next(cards, self._card()))
+        name, own = http.match_info["name"], self._card()
+        cards = {own["id"]: own, **{each.name: self._adapter_card(each) for each in engine.loras}}
+        if name not in cards:
+            raise UnknownModelError(_unknown_model(name, list(cards)), param="model")
+        return web.json_response(cards[name])
 
     async def load_lora_adapter(self, http: web.Request) -> web.StreamResponse:
         service = self._service
@@ -429,7 +431,7 @@ class _Endpoints:
 
     async def stats(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
-        return web.json_response(dataclasses.asdict(engine.stats()))
+        return web.json_response(info.stats(engine, self._service.model_name))
 
     async def engine_state(self, http: web.Request) -> web.StreamResponse:
         engine, after_step = self._service.ready_engine(), whole_number(http, "after_step", -1)
@@ -471,7 +473,8 @@ class _Endpoints:
 
     def _adapter_card(self, adapter: LoadedAdapter) -> dict[str, Any]:
         parent = self._service.model_name
-        return {**self._card(), "id": adapter.name, "root": adapter.name, "parent": parent}
+        root = loras.shown_path(adapter.path, self._service.config.lora_folder)
+        return {**self._card(), "id": adapter.name, "root": root, "parent": parent}
 
     async def _generate(
         self, http: web.Request, kind: Kind, form_type: Callable[..., ResponseForm]
@@ -596,6 +599,9 @@ class _Endpoints:
         except BaseException as error:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
+            if isinstance(error, web.HTTPNotFound):
+                trail.nearest = routes.nearest(request)
+                error = UnknownPathError(trail.nearest)
             reply = error_reply(error)
             trail.error = reply.name
             anthropic = request.path.startswith(messages.PATH)

@@ -29,8 +29,7 @@ PAGE_PATHS = frozenset(  # the static files of a web page
 )
 OPEN_PATHS = HEALTH_PATHS | PAGE_PATHS  # of routes, as they are registered
 
-ANTHROPIC_PATH = "/v1/messages"
-API_KEY_HEADER = "X-Api-Key"  # where its clients send their key
+API_KEY_HEADER = "X-Api-Key"  # where Anthropic's clients, and others, send their key
 TENANT = web.RequestKey("tenant", str)  # whose request it is; none without API keys
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -82,10 +81,12 @@ class ApiKeys:
 
     def _authenticated(self, http: web.Request) -> str:
         given = http.headers.getall(hdrs.AUTHORIZATION, [])
-        if http.path.startswith(ANTHROPIC_PATH):
-            given += [f"Bearer {key}" for key in http.headers.getall(API_KEY_HEADER, [])]
+        if not given:  # else that header decides, whatever a gateway has put beside it
+            given = [f"Bearer {key}" for key in http.headers.getall(API_KEY_HEADER, [])]
         if not given:
-            raise UnauthorizedError("an API key is required: send it as a bearer token")
+            raise UnauthorizedError(
+                f"an API key is required: send it as a bearer token or as {API_KEY_HEADER}"
+            )
         scheme, _, key = given[0].partition(" ")
         tenant = self.tenant(key.strip())
         if tenant is None or len(given) > 1 or scheme.lower() != "bearer":

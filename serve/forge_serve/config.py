@@ -33,6 +33,9 @@ class ServerConfig:
         "name of the model in requests and answers; default: MODEL as given",
         essential=True,
     )
+    accept_any_model: bool = option(
+        False, "serve requests for a model of any name with the model that is loaded"
+    )
     lora_folder: str | None = option(
         None, "folder whose LoRA adapters clients may load and unload; default: they may not"
     )

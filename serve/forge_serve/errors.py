@@ -36,6 +36,18 @@ class UnknownModelError(RequestError):
     """The request names a model that this server does not serve."""
 
 
+class UnknownPathError(ForgeError):
+    """There is no route of this path.
+
+    Args:
+      nearest: the route that it looks most like.
+    """
+
+    def __init__(self, nearest: str | None = None):
+        hint = "/openapi.json lists the paths" if nearest is None else f"did you mean {nearest}?"
+        super().__init__(f"there is nothing at this path: {hint}")
+
+
 class UnknownAdapterError(RequestError):
     """The request names a LoRA adapter that is not loaded, or a folder that is not there."""
 
@@ -129,7 +141,7 @@ class ErrorReply(msgspec.Struct, frozen=True):
         return response
 
 
-def error_reply(error: BaseException) -> ErrorReply:  # noqa: C901, PLR0911
+def error_reply(error: BaseException) -> ErrorReply:  # noqa: C901, PLR0911, PLR0915
     """The reply to an exception; one that is nobody's on purpose is logged with its traceback."""
     match error:
         case UnauthorizedError():
@@ -201,9 +213,8 @@ def error_reply(error: BaseException) -> ErrorReply:  # noqa: C901, PLR0911
             allowed = ", ".join(sorted(error.allowed_methods))
             message = f"this path does not take this method; it takes {allowed}"
             return ErrorReply(405, message, "invalid_request_error", None, "method_not_allowed")
-        case web.HTTPNotFound():
-            message = "there is nothing at this path"
-            return ErrorReply(404, message, "invalid_request_error", None, "not_found")
+        case UnknownPathError():
+            return ErrorReply(404, str(error), "invalid_request_error", None, "not_found")
         case web.HTTPException():
             kind = "server_error" if error.status >= 500 else "invalid_request_error"
             return ErrorReply(error.status, error.reason, kind)

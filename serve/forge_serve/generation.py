@@ -265,6 +265,7 @@ async def _encode_chat(
         )
     messages = request.template_messages()
     options = request.template_options()
+    options["add_special_tokens"] = bool(request.add_special_tokens)
     if kept is None:
         check_text_size(engine, map(text_of, messages), "messages")
     # Templates may show whatever a message holds: the calls of tools, say.

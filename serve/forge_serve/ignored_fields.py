@@ -33,8 +33,5 @@ class IgnoredFields:
                 return
             if shown not in self._told:
                 self._told.add(shown)
-                log.info(
-                    "requests have a field %s, which is ignored (said once)%s",
-                    shown,
-                    did_you_mean(shown, known),
-                )
+                similar = did_you_mean(shown, known)
+                log.info("requests have a field %s, which is ignored%s (said once)", shown, similar)

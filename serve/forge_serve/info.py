@@ -6,7 +6,9 @@ the name of the model as the server was given it, which /v1/models tells as well
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +52,24 @@ def server_info(engine: StreamingEngine, name: str, state: str) -> dict[str, Any
         "max_total_tokens": engine.limits.kv_tokens,
         "max_running_requests": stats.num_slots,
         "max_num_reqs": stats.num_slots,
-        "tp_size": 1,
+        "tp_size": stats.tensor_parallel,
         "dp_size": 1,
         "disaggregation_mode": "null",
         "system_fingerprint": engine.system_fingerprint,
         "internal_states": [_load(engine)],
+    }
+
+
+def stats(engine: StreamingEngine, name: str) -> dict[str, Any]:
+    """The engine's counters, and what other servers call some of them."""
+    found = engine.stats()
+    return {
+        **dataclasses.asdict(found),
+        "model": name,
+        "running": found.num_running,
+        "page_size": found.block_size,
+        "average_batch_size": found.step_sequences / found.steps if found.steps else 0.0,
+        "max_batch_size": found.max_step_sequences,
     }
 
 
@@ -63,6 +78,24 @@ def loads(engine: StreamingEngine) -> dict[str, Any]:
     now = datetime.now(UTC)
     load = {"dp_rank": 0, "timestamp": time.time(), **_load(engine)}
     return {"timestamp": now.isoformat(), "version": __version__, "loads": [load]}
+
+
+def ollama_tags(
+    engine: StreamingEngine, names: Sequence[str], created_s: int
+) -> dict[str, list[dict[str, Any]]]:
+    """The models in Ollama's words, as llama.cpp's server says them: unknown fields are empty."""
+    family = engine.architecture or ""
+    details = {
+        "parent_model": "",
+        "format": "",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+    created = datetime.fromtimestamp(created_s, UTC).isoformat()
+    about = {"modified_at": created, "size": 0, "digest": "", "details": details}
+    return {"models": [{"name": name, "model": name, **about} for name in names]}
 
 
 def _load(engine: StreamingEngine) -> dict[str, Any]:

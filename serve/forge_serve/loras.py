@@ -78,6 +78,15 @@ async def unload(engine: StreamingEngine, request: UnloadLoraRequest, folder: st
     return f"Success: LoRA adapter '{request.lora_name}' removed successfully."
 
 
+def shown_path(path: str, folder: str | None) -> str:
+    """An adapter's path as it was given: below the operator's folder it begins there."""
+    if folder is not None:
+        root = Path(folder).resolve()
+        if Path(path).is_relative_to(root):
+            return str(Path(path).relative_to(root))
+    return path
+
+
 def _allowed(folder: str | None) -> Path:
     if folder is None:
         raise RequestError(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import msgspec
 
 from forge_jax.errors import RequestError
-from forge_serve.auth import ANTHROPIC_PATH
 from forge_serve.errors import ErrorReply, UnsupportedThreadError
 from forge_serve.generation import Usage
 from forge_serve.parsers.parts import CallPiece
@@ -33,7 +32,7 @@ from forge_serve.structured import asks_for_something
 if TYPE_CHECKING:
     from forge_jax.outputs import Delta
 
-PATH = ANTHROPIC_PATH
+PATH = "/v1/messages"
 
 _json = msgspec.json.Encoder().encode
 

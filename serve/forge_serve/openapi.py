@@ -82,6 +82,7 @@ class Operation:
 
     Attributes:
       request: the struct of its body; None: it reads none.
+      or_requests: the structs of other bodies that it takes.
       example: such a body.
       answer: the type of its JSON; None: it answers with `content_type`; None as well: nothing.
       events: the type of an event of its stream, if it has one.
@@ -92,6 +93,7 @@ class Operation:
 
     summary: str
     request: type | None = None
+    or_requests: tuple[type, ...] = ()
     example: dict[str, Any] | None = None
     answer: Any = None
     events: Any = None
@@ -269,6 +271,19 @@ OPERATIONS = {
         summary="What the model is", answer=answers.ModelInfo, errors=NOT_READY
     ),
     "loads": Operation(summary="How much there is to do", answer=answers.Loads, errors=NOT_READY),
+    "invocations": Operation(
+        summary="A chat, completion, embedding, ranking or score, whichever the body is",
+        request=ChatRequest,
+        or_requests=(CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest),
+        example={"messages": [_USER], "max_tokens": 8},
+        answer=dict[str, Any],
+        events=dict[str, Any],
+        errors=GENERATES,
+    ),
+    "ollama_tags": Operation(
+        summary="The models, in Ollama's words", answer=answers.OllamaTags, errors=NOT_READY
+    ),
+    "ollama_version": Operation(summary="The version of forge-jax", answer=answers.Version),
     "ping": Operation(summary="Whether requests are served", content_type=None, also=(503,)),
     "load": Operation(
         summary="How many samples run or wait", answer=answers.Load, errors=NOT_READY
@@ -313,7 +328,7 @@ def document(router: web.UrlDispatcher, about: About) -> dict[str, Any]:
         operation = OPERATIONS[name]
         described = _described(path, method, operation, answer_schemas, about)
         paths.setdefault(path, {})[method.lower()] = described
-    security = {"security": [{"bearer": []}]} if about.api_keys else {}
+    security = {"security": [{"bearer": []}, {"key": []}]} if about.api_keys else {}
     schemes = _SCHEMES if about.api_keys else {}
     return {
         "openapi": "3.1.0",
@@ -353,12 +368,10 @@ def routes(router: web.UrlDispatcher) -> Iterable[tuple[str, str, str]]:
 
 def _schemas(about: About) -> tuple[dict[str, Schema], dict[str, Schema]]:
     """The schema of each operation's answers and events, by name, and all that they refer to."""
-    from forge_jax.streams import EngineStats  # which imports more than a --help needs
-
     types: dict[str, Any] = {"error": answers.ErrorAnswer, "m-error": answers.MessagesErrorAnswer}
     for name, operation in OPERATIONS.items():
         if operation.answer is not None:
-            types[name] = EngineStats if operation.answer == "EngineStats" else operation.answer
+            types[name] = _stats_answer() if operation.answer == "EngineStats" else operation.answer
         if operation.events is not None:
             types[f"{name} events"] = operation.events
     found, schemas = msgspec.json.schema_components(list(types.values()), ref_template=REF)
@@ -372,6 +385,23 @@ def _schemas(about: About) -> tuple[dict[str, Schema], dict[str, Schema]]:
     twice = schemas.keys() & bodies.keys()
     assert not twice, f"schemas of bodies and answers have the same name: {twice}"
     return dict(zip(types, found, strict=True)), {**bodies, **schemas}
+
+
+def _stats_answer() -> type:
+    """The engine's counters, with what `/stats` adds."""
+    from forge_jax.streams import EngineStats  # which imports more than a --help needs
+
+    @dataclass(frozen=True, kw_only=True)
+    class StatsAnswer(EngineStats):
+        """The engine's counters; some of them also under the names of other servers."""
+
+        model: str
+        running: int
+        page_size: int
+        average_batch_size: float  # sequences in a step
+        max_batch_size: int
+
+    return StatsAnswer
 
 
 def _described(
@@ -404,7 +434,9 @@ def _described(
         "responses": {str(status): response for status, response in answered.items()},
     }
     if operation.request is not None:
-        schema = {"$ref": REF.format(name=operation.request.__name__)}
+        kinds = (operation.request, *operation.or_requests)
+        refs: list[Schema] = [{"$ref": REF.format(name=kind.__name__)} for kind in kinds]
+        schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
         body = {"schema": schema, "examples": _examples(operation)}
         described["requestBody"] = {"required": True, "content": {JSON: body}}
     if operation.parameters:
@@ -413,8 +445,6 @@ def _described(
         ]
     if about.api_keys and path in OPEN_PATHS:
         described["security"] = []
-    elif about.api_keys and path.startswith(messages.PATH):
-        described["security"] = [{"bearer": []}, {"key": []}]
     return described
 
 

@@ -70,13 +70,14 @@ class Page:
         return self._file(http, "image/svg+xml")
 
     def _file(self, http: web.Request, content_type: str) -> web.StreamResponse:
-        etag = self._etags[http.path]
+        path = http.path.rstrip("/") or "/"
+        etag = self._etags[path]
         known = http.if_none_match or ()
         if any(each.value in (etag, "*") for each in known):
             response = web.Response(status=304, headers=HEADERS)
         else:
             response = web.Response(
-                body=self._files[http.path],
+                body=self._files[path],
                 headers=HEADERS,
                 content_type=content_type,
                 charset="utf-8",

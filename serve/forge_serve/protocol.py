@@ -12,7 +12,7 @@ import contextlib
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -58,7 +58,9 @@ NEUTRAL: dict[str, float] = {
 
 _LIMITS_OF_OUTPUT = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens")
 
-Role = Literal["system", "user", "assistant", "tool", "developer"]
+# OpenAI's, and any other that the model's chat template takes.
+ROLES = ("system", "user", "assistant", "tool", "developer")
+Role = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$(?!\n)")]
 
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents"})
 
@@ -139,7 +141,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     kv_transfer_params: Any = None
     return_hidden_states: Any = None
 
-    ROLES: ClassVar[tuple[str, ...]] = get_args(Role)  # of messages
+    ROLES: ClassVar[tuple[str, ...]] = ROLES  # of messages
     _REFUSED: ClassVar[Mapping[str, str]] = {
         "stop_regex": "not supported: use stop",
         "no_stop_trim": "not supported: use include_stop_str_in_output",

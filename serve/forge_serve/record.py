@@ -27,33 +27,57 @@ QUIET_PATHS = frozenset(
 )
 
 
+# Fields of the line's beginning, which as text are a sentence: GET /v1/models 200 0.001s
+_HEAD = ("method", "path", "status", "e2e_s")
+# Left out of a line of text where they are 0 or false.
+_RARE = frozenset(("stream", "draft_tokens", "accepted_tokens", "preemptions", "cached_tokens"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
     """One request from its headers to the end of its answer; the fields' names are the log's.
+
+    A field that does not apply to the request is None, and is not in its line. Those of a
+    generation are None for all other requests.
 
     Times are in seconds. `queue_s` is the wait for the first step; `ttft_s` and `e2e_s` begin with
     the request's arrival. Of several prompts, both are of the one that was first.
     """
 
-    id: str
-    response: str | None  # the id of the answer, if there was one
     method: str
-    path: str  # as the route has it
+    path: str  # as the table of routes has it, or the class of an unknown one
     status: int
-    error: str | None  # the code of the error that it ended with, in its status or in the stream
+    e2e_s: float
+    id: str
     tenant: str | None
+    error: str | None  # the code of the error that it ended with, in its status or in the stream
+    nearest: str | None  # the route that an unknown path looks most like
     model: str | None
-    stream: bool
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    draft_tokens: int
-    accepted_tokens: int  # of the drafts
-    preemptions: int
+    response: str | None  # the id of the answer, if there was one
+    stream: bool | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int | None
+    draft_tokens: int | None
+    accepted_tokens: int | None  # of the drafts
+    preemptions: int | None
     queue_s: float | None
     ttft_s: float | None
-    e2e_s: float
     finish: str | None  # its samples' reasons, each once, with commas between
+
+    def event(self, trace: str | None) -> Event:
+        """The line of the log."""
+        given = {name: getattr(self, name) for name in _FIELDS}
+        given = {name: value for name, value in given.items() if value is not None}
+        if trace is not None:
+            given["trace"] = trace
+        rest = {
+            name: value
+            for name, value in given.items()
+            if name not in _HEAD and not (name in _RARE and value == 0)
+        }
+        text = f"{self.method} {self.path} {self.status} {self.e2e_s:.3f}s"
+        return Event("request", given, lead=text, shown=rest)
 
 
 _FIELDS = tuple(field.name for field in fields(RequestRecord))
@@ -63,6 +87,8 @@ class Trail:
     """A request that is being answered. `end` is called once.
 
     Args:
+      path: its route's, or the class of an unknown one.
+      handler: the name of what answers it; None: nothing does.
       headers: of the trace that it belongs to.
     """
 
@@ -72,6 +98,7 @@ class Trail:
         request_id: str,
         method: str,
         path: str,
+        handler: str | None = None,
         logs: bool,
         tracing: Tracing | None = None,
         headers: Mapping[str, str] | None = None,
@@ -79,6 +106,8 @@ class Trail:
         self.request_id = request_id
         self.method = method
         self.path = path
+        self.handler = handler
+        self.nearest: str | None = None
         self.tenant: str | None = None
         self.model: str | None = None
         self.stream = False
@@ -105,7 +134,7 @@ class Trail:
         record = self._record(status)
         trace = None if self._tracing is None else self._tracing.record(record, self)
         if self._logs:
-            log.info(Event("request", {**{n: getattr(record, n) for n in _FIELDS}, "trace": trace}))
+            log.info(record.event(trace))
 
     def _record(self, status: int) -> RequestRecord:
         generation = self.generation
@@ -117,23 +146,24 @@ class Trail:
             response = generation.request_id
             finish = ",".join(generation.finish_reasons) or None
         return RequestRecord(
-            id=self.request_id,
-            response=response,
             method=self.method,
             path=self.path,
             status=status,
-            error=self.error,
+            e2e_s=self.seconds,
+            id=self.request_id,
             tenant=self.tenant[:TENANT_CHARS] if self.tenant else None,
+            error=self.error,
+            nearest=self.nearest,
             model=self.model,
-            stream=self.stream,
-            prompt_tokens=generation.num_prompt_tokens if generation else 0,
-            cached_tokens=generation.num_cached_tokens if generation else 0,
-            output_tokens=generation.num_output_tokens if generation else 0,
-            draft_tokens=generation.num_drafted if generation else 0,
-            accepted_tokens=generation.num_accepted if generation else 0,
-            preemptions=generation.num_preemptions if generation else 0,
+            response=response,
+            stream=None if generation is None else self.stream,
+            prompt_tokens=None if generation is None else generation.num_prompt_tokens,
+            cached_tokens=None if generation is None else generation.num_cached_tokens,
+            output_tokens=None if generation is None else generation.num_output_tokens,
+            draft_tokens=None if generation is None else generation.num_drafted,
+            accepted_tokens=None if generation is None else generation.num_accepted,
+            preemptions=None if generation is None else generation.num_preemptions,
             queue_s=queue_s,
             ttft_s=ttft_s,
-            e2e_s=self.seconds,
             finish=finish,
         )

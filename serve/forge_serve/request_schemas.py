@@ -93,7 +93,6 @@ RULES = {
     "text": "as response_format, which its format excludes",
     "text_1": "one text, or as many as text_2; the texts of both are limited",
     "stop": "a string may have 256 bytes, in UTF-8; it excludes stop_sequences",
-    "stop_token_ids": "ids that the model has logits for",
     "logit_bias": "ids that the model has logits for",
     "stream_options": "only with stream: true",
     "tool_choice": "names one of the tools; demands none of an output in another form",
@@ -119,6 +118,7 @@ class About:
     api_keys: bool
     max_new_tokens: int = MAX_COUNT  # of an output
     loras: bool = False  # whether there may be adapters: models besides, that come and go
+    any_model: bool = False  # whether a request may name a model that is not served
 
     @property
     def model_names(self) -> Schema:
@@ -134,6 +134,7 @@ class About:
             api_keys=bool(config.api_key or config.api_key_file),
             max_new_tokens=config.max_new_tokens or MAX_COUNT,
             loras=engine.adapters is not None,
+            any_model=config.accept_any_model,
         )
 
 
@@ -213,7 +214,10 @@ def _generation(kind: type, schema: Schema, about: About) -> None:  # noqa: C901
         for name, (_, row) in counts.items():
             if issubclass(kind, counted) and name not in kind._REFUSED:
                 _at_most(fields[name], getattr(limits, row))
-    fields["model"] = _nullable(about.model_names) if about.loras else {"enum": [about.model, None]}
+    named = {"enum": [about.model, None]}
+    if about.loras or about.any_model:
+        named = _nullable({"type": "string"})
+    fields["model"] = named
     most = min(limits.n, limits.choices)
     fields["n"] |= {"maximum": most}
     fields["best_of"] |= {"minimum": 1, "maximum": most}

@@ -7,6 +7,7 @@ the first or last of its choice, nothing but text asked for) only the text is es
 from __future__ import annotations
 
 import codecs
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -207,9 +208,23 @@ class ResponseForm:
     def _whole_extra(self) -> dict[str, Any]:
         return {}
 
-    def _prompt_logprobs(self, prompt: _Prompt) -> list[dict[str, Any] | None]:
+    def _stops(
+        self, finish_reason: str | None, stop_reason: int | str | None, token_ids: Sequence[int]
+    ) -> dict[str, int | str | None]:
+        """What ended a choice: vLLM's `stop_reason`, and SGLang's `matched_stop`.
+
+        The end token, for which the first is null, is the second.
+        """
+        matched = stop_reason
+        if matched is None and finish_reason == "stop" and token_ids:
+            matched = token_ids[-1] if self.tokens.is_special(token_ids[-1]) else None
+        return {"stop_reason": stop_reason, "matched_stop": matched}
+
+    def _prompt_logprobs(self, prompt: _Prompt) -> list[dict[str, Any] | None] | None:
         """In vLLM's form: for each token of the prompt, by id; nothing comes before the first."""
-        count = self.prompt_logprobs or 0
+        count = self.prompt_logprobs
+        if count is None:
+            return None
         return [None, *(self.tokens.scores(entry, count) for entry in prompt.logprobs)]
 
     def _ending(self, logprobs: Any, delta: Delta, more: dict[str, Any]) -> bytes:
@@ -217,8 +232,8 @@ class ResponseForm:
         if logprobs is None and delta.finish_reason is None and not more:
             return _NOTHING_MORE
         ending = {"logprobs": logprobs, "finish_reason": delta.finish_reason, **more}
-        if delta.stop_reason is not None:
-            ending["stop_reason"] = delta.stop_reason
+        if delta.finish_reason is not None:
+            ending |= self._stops(delta.finish_reason, delta.stop_reason, delta.token_ids)
         return b"," + _json(ending)[1:]
 
 
@@ -276,14 +291,11 @@ class CompletionForm(ResponseForm):
             "text": prompt_text + "".join(state.text),
             "logprobs": self._logprobs(state, state.logprobs, True),
             "finish_reason": state.finish_reason,
+            **self._stops(state.finish_reason, state.stop_reason, state.token_ids),
+            "prompt_logprobs": self._prompt_logprobs(state.of),
+            "prompt_token_ids": state.of.prompt.token_ids if self.with_token_ids else None,
+            "token_ids": state.token_ids if self.with_token_ids else None,
         }
-        if state.stop_reason is not None:
-            choice["stop_reason"] = state.stop_reason
-        if self.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._prompt_logprobs(state.of)
-        if self.with_token_ids:
-            choice["prompt_token_ids"] = state.of.prompt.token_ids
-            choice["token_ids"] = state.token_ids
         return choice
 
     def _prompt_text(self, state: _Choice) -> str:
@@ -357,7 +369,8 @@ class ChatForm(ResponseForm):
                 if counter is not None:
                     self.reasoning_tokens.append(counter)
         self._only_text &= not self.with_logprobs
-        self._extra = self._whole_extra()  # goes out with the first chunk
+        # Goes out with the first chunk; null fields are in whole answers alone.
+        self._extra = {k: v for k, v in self._whole_extra().items() if v is not None}
 
     def _full_events(self, choice: int, delta: Delta, usage: Usage | None) -> bytes:
         events = super()._full_events(choice, delta, usage)
@@ -434,20 +447,17 @@ class ChatForm(ResponseForm):
             "message": message,
             "logprobs": self._logprobs(state.logprobs),
             "finish_reason": finish_reason,
+            **self._stops(state.finish_reason, state.stop_reason, state.token_ids),
+            "token_ids": state.token_ids if self.with_token_ids else None,
         }
-        if state.stop_reason is not None:
-            choice["stop_reason"] = state.stop_reason
-        if self.with_token_ids:
-            choice["token_ids"] = state.token_ids
         return choice
 
     def _whole_extra(self) -> dict[str, Any]:
-        extra, prompt = {}, self._choices[0].of
-        if self.prompt_logprobs is not None:
-            extra["prompt_logprobs"] = self._prompt_logprobs(prompt)
-        if self.with_token_ids:
-            extra["prompt_token_ids"] = prompt.prompt.token_ids
-        return extra
+        prompt = self._choices[0].of
+        return {
+            "prompt_logprobs": self._prompt_logprobs(prompt),
+            "prompt_token_ids": prompt.prompt.token_ids if self.with_token_ids else None,
+        }
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self.with_logprobs:
@@ -482,6 +492,8 @@ class GenerateForm(ResponseForm):
         self.usage_always = False  # no event has the usage here
         self._head, self._tail = b"data: ", b"\n\n"
         self._plain_tail = self._plain_ending + self._tail
+        self._request_id: str = kwargs["unique_id"]
+        self._begin_s = time.monotonic()
 
     def end(self, usage: Usage) -> bytes:
         return DONE
@@ -493,6 +505,10 @@ class GenerateForm(ResponseForm):
             "finish_reason": state.finish_reason,
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
+            "generated_tokens": usage.completion_tokens,
+            "request_id": self._request_id,
+            "model": self._common["model"],
+            "latency_ms": round(1e3 * (time.monotonic() - self._begin_s), 3),
         }
         if self.with_token_ids:
             answer["token_ids"] = state.token_ids
@@ -522,6 +538,9 @@ class TokenNames:
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token_id}"
         return self._tokenizer.token_text(token_id)
+
+    def is_special(self, token_id: int) -> bool:
+        return self._tokenizer is None or token_id in self._tokenizer.special_ids
 
     def scores(self, entry: TokenLogprobs, count: int) -> dict[str, Any]:
         """By id, in vLLM's form, the entry's own token and the `count` likeliest."""

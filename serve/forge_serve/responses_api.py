@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from forge_jax.errors import RequestError
+from forge_jax.suggest import did_you_mean
 from forge_serve.protocol import (
     MAX_COUNT,
     ChatRequest,
@@ -148,7 +149,8 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         for i, name in enumerate(self.include or ()):
             if name not in INCLUDABLE:
                 raise RequestError(
-                    f"include[{i}] is unknown; {LOGPROBS} is what can be added",
+                    f"include[{i}] is unknown; {LOGPROBS} is what can be added"
+                    f"{did_you_mean(name, INCLUDABLE - {LOGPROBS})}",
                     param=f"include[{i}]",
                 )
         self._check_summary()

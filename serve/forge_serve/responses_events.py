@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from forge_jax.text import Tokenizer
 
 _json = msgspec.json.Encoder().encode
+# Fields of a tool that Open Responses requires in a response. Tools are not strict by default here.
+_TOOL_DEFAULTS = {"description": None, "parameters": None, "strict": False}
 
 
 class ResponsesForm(ChatForm):
@@ -102,7 +104,8 @@ class ResponsesForm(ChatForm):
         """The last events of a stream that failed."""
         news: list[Event] = [*self._items.close("incomplete")]
         error = {"code": reply.code, "message": reply.text, "param": reply.param}
-        news.append(("error", error))
+        # OpenAI's event has the fields at its top, Open Responses' in an object.
+        news.append(("error", {**error, "error": {"type": reply.type, **error}}))
         news.append(self._told("failed", self._conclude("failed", error=reply)))
         return self._encoded(news)
 
@@ -232,21 +235,24 @@ class ResponsesForm(ChatForm):
             "completed_at": None,
             "error": None,
             "incomplete_details": None,
+            "frequency_penalty": asked.frequency_penalty or 0.0,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "max_tool_calls": asked.max_tool_calls,
             "metadata": asked.metadata or {},
             "model": self._common["model"],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "presence_penalty": asked.presence_penalty or 0.0,
             "previous_response_id": asked.previous_response_id,
             "prompt_cache_key": asked.prompt_cache_key,
             "reasoning": {"effort": asked.effort, "summary": None},
             "safety_identifier": asked.safety_identifier,
+            "service_tier": "default",  # there is one
             "store": self.kept,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "text": text,
             "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
-            "tools": asked.tools or [],
+            "tools": [{**_TOOL_DEFAULTS, **tool} for tool in asked.tools or ()],
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "truncation": "disabled",

@@ -19,7 +19,8 @@ from forge_serve.responses_events import ResponsesForm
 from forge_serve.responses_items import Item, input_items
 from forge_serve.responses_store import EventLog, ResponseStore, StoredResponse, Turn
 
-RESPONSE_PATH = PATH + "/{id:(?!input_tokens$)[^/{}]+}"  # which is the path of another endpoint
+# `input_tokens` is another endpoint. `compact` is an endpoint of OpenAI's that is not here: a 404.
+RESPONSE_PATH = PATH + "/{id:(?!(?:input_tokens|compact)$)[^/{}]+}"
 MAX_PAGE, DEFAULT_PAGE = 100, 20  # input items in one answer
 
 _json = msgspec.json.Encoder().encode

@@ -94,7 +94,6 @@ class ReasoningItem(_TextItem):
             "type": "reasoning",
             "summary": [],
             "content": self.content(),
-            "encrypted_content": None,
             "status": self.status,
         }
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from forge_jax.errors import RequestError
 from forge_jax.grammar import GrammarSpec
 from forge_jax.grammar.spec import PARAM
+from forge_jax.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from forge_serve.protocol import GenerationRequest
@@ -108,6 +109,13 @@ FIELD_SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
+_TYPES = ("text", "json_object", "json_schema", "structural_tag")  # of response_format
+# Of structured_outputs, beside the kinds.
+_OTHER_KEYS = frozenset(
+    ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")
+)
+
+
 def demand(request: GenerationRequest) -> tuple[str, GrammarSpec] | None:
     """The field that demands a form, and the form; None if any text will do.
 
@@ -160,7 +168,8 @@ def _response_format(value: Any) -> GrammarSpec | None:
             return GrammarSpec.json_schema(demanded, lenient=inner.get("strict") is False)
         case "structural_tag":
             return GrammarSpec.structural_tag(value)
-    raise RequestError("the type must be text, json_object, json_schema or structural_tag")
+    hint = did_you_mean(kind, _TYPES) if isinstance(kind, str) else ""
+    raise RequestError(f"the type must be text, json_object, json_schema or structural_tag{hint}")
 
 
 def _structured_outputs(value: Any) -> GrammarSpec:
@@ -172,7 +181,10 @@ def _structured_outputs(value: Any) -> GrammarSpec:
     sent = {kind: value.get(kind) for kind in _KINDS}
     kinds = [kind for kind, said in sent.items() if said is not None and said is not False]
     if len(kinds) != 1:
-        raise RequestError(f"it needs one of {', '.join(_KINDS)}, and no two of them")
+        known = sent.keys() | _OTHER_KEYS
+        hints = (did_you_mean(key, known) for key in list(value)[:8] if key not in known)
+        hint = next(filter(None, hints), "")
+        raise RequestError(f"it needs one of {', '.join(_KINDS)}, and no two of them{hint}")
     kind, whitespace = kinds[0], _whitespace(value)
     given: Any = sent[kind]
     match kind:

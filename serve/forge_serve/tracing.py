@@ -27,13 +27,12 @@ if TYPE_CHECKING:
 SERVICE_NAME = "forge-jax"
 MAX_INT = 2**63 - 1  # that an attribute can hold
 _OPERATIONS = {
-    "/v1/completions": "text_completion",
-    "/generate": "text_completion",
-    "/v1/generate": "text_completion",
-    "/v1/chat/completions": "chat",
-    "/v1/messages": "chat",
-    "/v1/responses": "chat",
-}  # of paths that pool: embeddings
+    "completions": "text_completion",
+    "generate": "text_completion",
+    "chat_completions": "chat",
+    "messages": "chat",
+    "responses": "chat",
+}  # of handlers; of those that pool: embeddings
 
 
 class Tracing:
@@ -84,7 +83,7 @@ class Tracing:
 
         operation = None
         if trail.generation is not None:
-            operation = _OPERATIONS.get(record.path, "embeddings")
+            operation = _OPERATIONS.get(trail.handler or "", "embeddings")
         name = f"{operation} {record.model}" if operation else f"{record.method} {record.path}"
         span = self._tracer.start_span(
             name,

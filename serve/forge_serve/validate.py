@@ -22,10 +22,12 @@ import numpy as np
 
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.suggest import nearest
 from forge_serve.embeddings import PoolingRequest
 from forge_serve.ignored_fields import IgnoredFields
 from forge_serve.limits import KIB, Limits
 from forge_serve.protocol import (
+    ROLES,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -39,6 +41,7 @@ _OPENING = ord("[")
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _ONE_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
+COMPARED_KEYS = 64  # of a body, with the name of a missing field
 SMALL_BODY_BYTES = 64 * KIB  # in which a key that stands twice is looked for by name
 
 # How many of what a field may have: the row of `Limits` for it.
@@ -79,12 +82,43 @@ def decode_form[Body: msgspec.Struct](body: bytes, kind: type[Body], limits: Lim
         _check_digits(body, limits)
         plain = _check_duplicates(body, kind)
     except msgspec.ValidationError as error:
-        raise _validation_error(str(error), kind) from error
+        refusal = _validation_error(str(error), kind)
+        raise _with_hint(refusal, body, kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        detail = str(error) if isinstance(error, msgspec.DecodeError) else "it is not UTF-8"
-        raise RequestError(f"the body is not valid JSON: {detail}") from error
+        raise _not_json(error) from error
     _ignored.tell(plain.keys() - _names(kind), _names(kind))
     return request
+
+
+def _with_hint(error: RequestError, body: bytes, kind: type[msgspec.Struct]) -> RequestError:
+    """The error of a missing field, and whether one of a similar name was sent."""
+    missing = error.param
+    if str(error) != f"{missing} is required" or missing not in _names(kind):
+        return error
+    try:
+        keys = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return error
+    unknown = [key for key in keys if key not in _names(kind)][:COMPARED_KEYS]
+    if nearest(missing, unknown) is None:
+        return error
+    return RequestError(f"{error}; a field of a similar name was sent", param=missing)
+
+
+def fields_of(body: bytes, limits: Limits) -> set[str]:
+    """The names of a body's fields, before it is known what kind of request it is.
+
+    Raises:
+      RequestError: it is not an object in JSON.
+    """
+    _check_counts(body, limits)
+    _check_nesting(body, limits)
+    try:
+        return set(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error), GenerationRequest) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(error) from error
 
 
 def check(request: GenerationRequest, limits: Limits) -> None:
@@ -95,6 +129,11 @@ def check(request: GenerationRequest, limits: Limits) -> None:
     """
     _check_limits(request, limits)
     request.check()
+
+
+def _not_json(error: msgspec.DecodeError | UnicodeDecodeError) -> RequestError:
+    detail = str(error) if isinstance(error, msgspec.DecodeError) else "it is not UTF-8"
+    return RequestError(f"the body is not valid JSON: {detail}")
 
 
 @cache
@@ -330,6 +369,11 @@ def _validation_error(text: str, kind: type[msgspec.Struct]) -> RequestError:
     if message.startswith("Invalid enum value"):  # and then the value
         roles = f"the roles are {', '.join(getattr(kind, 'ROLES', ()))}"
         message = roles if path.endswith("role") else "it is none of the values that there are"
+    elif path.endswith("role"):
+        message = (
+            f"the roles are {', '.join(ROLES)}, or another that the chat template has, of at most "
+            "64 letters, digits and _.-"
+        )
     return RequestError(f"{path}: {message}", param=path)
 
 

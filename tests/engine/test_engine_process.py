@@ -244,7 +244,7 @@ async def test_refusals_are_those_of_an_engine(engine):
         ([], SamplingParams()),
         ([10**6], SamplingParams()),
         ([1], SamplingParams(max_tokens=10**6)),
-        ([1], SamplingParams(stop_token_ids=(10**6,))),
+        ([1], SamplingParams(allowed_token_ids=(10**6,))),
     ):
         with pytest.raises(RequestError) as here:
             local.check(prompt, params)

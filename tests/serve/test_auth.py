@@ -96,7 +96,9 @@ async def test_what_resembles_an_open_path_is_closed(closed, path):
         [("Authorization", f"Bearer {KEY_A} {KEY_B}")],
         [("Authorization", "Bearer \udcff\udcfe")],
         [("Authorization", "Bearer é")],
-        [("X-Api-Key", KEY_A)],
+        [("X-Api-Key", f"Bearer {KEY_A}")],
+        [("X-Api-Key", KEY_A), ("X-Api-Key", KEY_A)],
+        [("Authorization", "Bearer sk-wrong"), ("X-Api-Key", KEY_A)],
         [("Authorization", f"Bearer {KEY_A}"), ("Authorization", f"Bearer {KEY_A}")],
     ],
 )
@@ -110,7 +112,13 @@ async def test_what_is_no_key_opens_nothing(closed, headers):
 
 
 async def test_each_key_opens_everything(closed):
-    for headers in (bearer(KEY_A), bearer(KEY_B), {hdrs.AUTHORIZATION: f"bearer  {KEY_A} "}):
+    for headers in (
+        bearer(KEY_A),
+        bearer(KEY_B),
+        {hdrs.AUTHORIZATION: f"bearer  {KEY_A} "},
+        {"X-Api-Key": KEY_A},
+        {**bearer(KEY_A), "X-Api-Key": "of a gateway"},
+    ):
         for path in ("/stats", "/metrics", "/v1/models", "/forge/v1/health"):
             async with closed.http.get(closed.url + path, headers=headers) as response:
                 assert response.status == 200

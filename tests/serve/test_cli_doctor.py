@@ -83,7 +83,7 @@ def test_a_sound_installation_and_a_model_that_fits(monkeypatch, capsys):
     assert text.endswith("no problem found\n")
     little = {**facts, "memory_available_bytes": 1_000_000}
     [fault] = examination._model_faults("forge-tiny", _Probed(facts["model"]), little)
-    assert fault.level == "problem" and "this machine has free 0.00 GB" in fault.what
+    assert fault.level == "problem" and "this machine has free 1.0 MB" in fault.what
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
         ("stop", [""], "stop"),
         ("stop", 5, "stop"),
         ("stop_token_ids", [-1], "stop_token_ids"),
-        ("stop_token_ids", [10**8], "stop_token_ids"),
+        ("stop_token_ids", [2**31], "stop_token_ids"),
         ("logprobs", 21, "logprobs"),
         ("logprobs", True, "logprobs"),
         ("suffix", "end", "suffix"),
@@ -127,7 +127,7 @@ async def test_a_bad_field_of_a_completion_is_named(server, field, value, param)
         ("messages", None, "messages"),
         ("messages", [], "messages"),
         ("messages", ["a"], "messages[0]"),
-        ("messages", [{"role": "robot", "content": "a"}], "messages[0].role"),
+        ("messages", [{"role": "a robot", "content": "a"}], "messages[0].role"),
         ("messages", [{"content": "a"}], "messages[0].role"),
         ("messages", [{"role": "user"}], "messages[0].content"),
         ("messages", [{"role": "user", "content": 5}], "messages[0].content"),
@@ -204,7 +204,7 @@ async def test_long_calls_of_tools_are_rendered_in_a_thread(server, monkeypatch)
 
 
 async def test_an_unknown_role_is_told_the_known_ones(server):
-    body = {"messages": [{"role": "robot", "content": "a"}]}
+    body = {"messages": [{"role": "a robot", "content": "a"}]}
     _, answer = await server.post("/v1/chat/completions", body)
     for role in ("system", "user", "assistant", "tool", "developer"):
         assert role in answer["error"]["message"]

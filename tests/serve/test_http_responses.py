@@ -14,7 +14,7 @@ from openai.types import responses as sdk
 
 from forge_jax.engine import Engine
 from forge_serve.config import ServerConfig
-from tests.serve import families
+from tests.serve import families, open_responses
 from tests.serve.conftest import Server, scripted_engine
 
 PATH = "/v1/responses"
@@ -34,7 +34,8 @@ TOOL = {
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 LOGPROBS = "message.output_text.logprobs"
-MORE_THAN_THE_SDK = {"name"}  # of a finished call, as the reference of the protocol has it
+# Of a finished call, as the protocol's reference has it; of an error, as Open Responses has it.
+MORE_THAN_THE_SDK = {"name", "error"}
 
 EVENTS: dict[str, type[pydantic.BaseModel]] = {
     name: event
@@ -52,6 +53,7 @@ async def created(server: Server, **more: Any) -> dict[str, Any]:
     status, answer = await server.post(PATH, ask(**more))
     assert status == 200, answer
     sdk.Response.model_validate(answer)
+    open_responses.check_response(answer)
     return answer
 
 
@@ -75,6 +77,7 @@ def read_events(text: str, first: int = 0) -> list[dict[str, Any]]:
         assert found[-1]["sequence_number"] == number
         read = EVENTS[found[-1]["type"]].model_validate(found[-1])
         assert set(read.model_extra or ()) <= MORE_THAN_THE_SDK
+        open_responses.check_event(found[-1])
     return found
 
 
@@ -249,15 +252,20 @@ async def test_the_answer_repeats_what_was_asked(start):
         "prompt_cache_key": "k",
         "top_logprobs": 2,
         "store": False,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
     }  # fmt: skip
     answer = await created(server, **asked, reasoning={"effort": "low", "summary": "auto"})
-    assert {name: answer[name] for name in asked} == asked
+    # `strict` is in every tool of a response.
+    assert {name: answer[name] for name in asked} == {**asked, "tools": [{**TOOL, "strict": False}]}
     assert answer["reasoning"] == {"effort": "low", "summary": None}
     plain = await created(server)
     assert (plain["temperature"], plain["top_p"], plain["top_logprobs"]) == (1.0, 1.0, 0)
     assert (plain["tools"], plain["tool_choice"], plain["metadata"]) == ([], "auto", {})
     assert plain["text"] == {"format": {"type": "text"}} and plain["store"] is True
     assert plain["instructions"] is None and plain["error"] is None
+    assert plain["presence_penalty"] == plain["frequency_penalty"] == 0
+    assert plain["service_tier"] == "default"
 
 
 async def test_unknown_fields_and_what_adds_nothing_are_ignored(start):
@@ -395,7 +403,8 @@ async def test_allowed_tools_are_the_only_ones_that_the_model_is_told_of(start):
     assert [item["name"] for item in answer["output"]] == ["other"]
     [(_, options)] = seen
     assert [tool["function"]["name"] for tool in options["tools"]] == ["other"]
-    assert answer["tools"] == tools and answer["tool_choice"] == choice
+    assert answer["tools"] == [{**tool, "strict": False} for tool in tools]
+    assert answer["tool_choice"] == choice
 
 
 async def test_an_output_may_have_a_format(start):
@@ -638,6 +647,7 @@ async def test_a_failure_in_the_middle_is_told_by_events(start):
     events = await streamed(server, **body)
     error, failed = events[-2:]
     assert error["type"] == "error" and error["code"] == "deadline_exceeded"
+    assert error["error"]["code"] == error["code"] and error["error"]["type"] == "timeout_error"
     assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"
     assert failed["response"]["error"]["message"] == error["message"]
     assert put_together(events) == failed["response"]["output"]
@@ -818,6 +828,14 @@ async def test_counting_has_a_path_of_its_own(start):
     for method in ("GET", "DELETE"):
         async with server.http.request(method, f"{server.url}{PATH}/input_tokens") as response:
             assert (response.status, response.headers["Allow"]) == (405, "POST")
+
+
+async def test_compaction_is_not_here(start):
+    server = await start(Engine.fake())
+    for method in ("GET", "POST", "DELETE"):
+        async with server.http.request(method, f"{server.url}{PATH}/compact", json={}) as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["code"] == "not_found"
 
 
 async def test_a_tool_that_is_left_out_is_checked_too(start):

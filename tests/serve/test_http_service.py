@@ -113,7 +113,7 @@ async def test_metrics_count_what_happened(start):
             if key[0] == "http_requests_total"}  # fmt: skip
     assert http["/v1/completions", "200"] == 4
     assert http["/v1/completions", "400"] == 1
-    assert http["none", "404"] == 1
+    assert http["/*", "404"] == 1
 
 
 async def test_statistics_are_the_engines(server):

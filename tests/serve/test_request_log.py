@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import re
 import subprocess
 import sys
 import urllib.request
@@ -64,7 +65,7 @@ async def test_a_line_says_what_the_answer_says(start, lines):
     assert line["output_tokens"] == usage["completion_tokens"] == 8
     assert line["finish"] == "length"
     assert line["stream"] is False
-    assert line["error"] is line["tenant"] is line["trace"] is None
+    assert not {"error", "tenant", "trace", "nearest"} & line.keys()
     assert 0 <= line["queue_s"] <= line["ttft_s"] <= line["e2e_s"]
 
 
@@ -85,7 +86,7 @@ async def test_every_generating_endpoint_has_its_line(server, lines, path, body,
         await response.read()
     (line,) = await soon(lines)
     assert (line["path"], line["status"], line["stream"]) == (path, 200, stream)
-    assert line["finish"] in ("stop", "length") and line["error"] is None
+    assert line["finish"] in ("stop", "length") and "error" not in line
     assert line["prompt_tokens"] > 0 and line["output_tokens"] > 0
     assert line["ttft_s"] is not None and line["queue_s"] is not None
 
@@ -107,9 +108,9 @@ async def test_other_endpoints_have_lines_too(server, lines, method, path, body,
         assert response.status == status
     (line,) = await soon(lines)
     assert (line["method"], line["status"]) == (method, status)
-    assert line["path"] == (path if status != 405 else "none")
-    assert (line["prompt_tokens"] > 0) is tokens
-    assert (line["error"] is None) is (status == 200)
+    assert line["path"] == path
+    assert (line.get("prompt_tokens", 0) > 0) is tokens
+    assert ("error" not in line) is (status == 200)
 
 
 async def test_what_probes_and_scrapers_ask_has_no_line(server, lines):
@@ -133,7 +134,40 @@ async def test_a_refused_request_says_why(server, lines):
         (400, "context_length_exceeded"),
         (404, "not_found"),
     ]
-    assert {line["finish"] for line in found} == {None}
+    assert not any("finish" in line for line in found)
+    assert found[3]["path"] == "/*" and found[0]["path"] == "/v1/completions"
+
+
+async def test_a_line_holds_what_applies_and_nothing_else(server, lines):
+    await server.get("/v1/models")
+    await server.post("/v1/chat/completion", {})
+    listed, unknown = await soon(lines, 2)
+    about = {"time", "level", "logger", "message"}
+    assert listed.keys() - about == {"method", "path", "status", "e2e_s", "id"}
+    assert unknown.keys() - listed.keys() == {"error", "nearest"}
+    assert unknown["path"] == "/v1/chat/*" and unknown["nearest"] == "/v1/chat/completions"
+
+
+async def test_a_stranger_writes_nothing_into_the_log(server, lines, caplog):
+    """Nothing of an unknown path but which of the known ones it begins with or looks like."""
+    await server.post("/v1/evil%0aline?secret=1", {})
+    (line,) = await soon(lines)
+    assert line["path"] == "/v1/*" and "nearest" not in line
+    assert "evil" not in caplog.text and "secret" not in caplog.text
+
+
+async def test_as_text_a_line_begins_with_the_request_and_leaves_out_zeros(server, caplog):
+    caplog.set_level(logging.INFO, NAME)
+    await server.post("/v1/completions", {"prompt": "a", "max_tokens": 2, "ignore_eos": True})
+    await server.get("/v1/models")
+    async with asyncio.timeout(30):
+        while len(caplog.records) < 2:
+            await asyncio.sleep(0.005)
+    generated, listed = [record.getMessage() for record in caplog.records if record.name == NAME]
+    assert re.fullmatch(r"GET /v1/models 200 \d+\.\d{3}s id=[0-9a-f]{32}", listed)
+    assert re.match(r"POST /v1/completions 200 \d+\.\d{3}s id=", generated)
+    assert " prompt_tokens=1 output_tokens=2 " in generated and "none" not in generated
+    assert not re.search(r"draft|preempt|stream|error|cached", generated)
 
 
 async def test_a_client_that_leaves_has_a_line_with_what_it_got(start, lines):
@@ -143,7 +177,7 @@ async def test_a_client_that_leaves_has_a_line_with_what_it_got(start, lines):
     await response.content.readline()
     response.close()
     (line,) = await soon(lines)
-    assert (line["status"], line["finish"], line["error"]) == (499, "abort", None)
+    assert (line["status"], line["finish"]) == (499, "abort") and "error" not in line
     assert 0 < line["output_tokens"] < 3000
     assert line["queue_s"] is not None and line["ttft_s"] is not None
 
@@ -168,7 +202,7 @@ async def test_who_gave_up_waiting_had_no_step_and_no_token(start, lines):
     await server.post("/v1/completions", {**LONG, "timeout": 0.05})
     stream.abort()
     (line,) = await soon(lines)
-    assert line["queue_s"] is line["ttft_s"] is None and line["e2e_s"] > 0
+    assert not {"queue_s", "ttft_s"} & line.keys() and line["e2e_s"] > 0
 
 
 async def test_samples_that_end_differently_name_each_reason_once(start, lines):
@@ -203,7 +237,7 @@ async def test_a_tenant_is_named_and_no_key(start, lines, caplog):
     first, second, again, unknown = await soon(lines, 4)
     assert first["tenant"] == again["tenant"] != second["tenant"]
     assert len(first["tenant"]) == len(second["tenant"]) == 12
-    assert (unknown["tenant"], unknown["status"]) == (None, 401)
+    assert "tenant" not in unknown and unknown["status"] == 401
     assert "secret" not in written and "salty" not in written and "beginning" not in written
 
 
@@ -224,8 +258,12 @@ async def test_the_lines_can_be_turned_off(start, lines):
 
 
 def test_as_text_a_line_is_names_and_values():
-    event = Event("request", {"id": "a/1", "tokens": 3, "queue_s": 0.12345, "error": None})
-    assert str(event) == "request id=a/1 tokens=3 queue_s=0.123 error=none"
+    fields = {"id": "a/1", "tokens": 3, "queue_s": 0.12345, "error": None, "stream": True}
+    assert str(Event("request", fields)) == (
+        "request id=a/1 tokens=3 queue_s=0.123 error=none stream=true"
+    )
+    event = Event("request", fields, lead="GET /x 200", shown={"id": "a/1"})
+    assert str(event) == "GET /x 200 id=a/1" and event.fields == fields
 
 
 def test_as_json_every_line_is_an_object_with_what_was_said_and_where():

@@ -118,14 +118,16 @@ def test_text_that_spells_no_finite_number_is_none(literal):
 
 
 @pytest.mark.parametrize(
-    "role", [SENTINEL, f"x - at `$.{SENTINEL}`", f"`{SENTINEL}`", "user ", "\n"]
+    "role",
+    [f"{SENTINEL}!", f"x - at `$.{SENTINEL}`", f"`{SENTINEL}`", "user ", "user\n", "", "a" * 65],
 )
 def test_an_unknown_role_is_not_repeated(role):
     body = json.dumps({"messages": [{"role": role, "content": "a"}]}).encode()
     error = refusal(body, ChatRequest)
     assert error.param == "messages[0].role"
     assert str(error) == (
-        "messages[0].role: the roles are system, user, assistant, tool, developer"
+        "messages[0].role: the roles are system, user, assistant, tool, developer, or another that "
+        "the chat template has, of at most 64 letters, digits and _.-"
     )
 
 

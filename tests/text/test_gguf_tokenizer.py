@@ -357,3 +357,24 @@ def test_broken_pieces_are_refused(tokens, scores, match, tmp_path):
     keys = {"tokens": tokens, "scores": scores, "add_bos_token": False}
     with pytest.raises(CheckpointError, match=match):
         tokenizer_of(write(tmp_path / "m.gguf", model="llama", **keys))
+
+
+def test_a_chat_begins_with_bos_where_the_file_says_so_and_the_template_has_none(tmp_path):
+    """As in llama.cpp: once, whether or not the template writes it."""
+    adds = tokenizer_of(spm(tmp_path / "a.gguf", add_bos_token=True))
+    plain = tokenizer_of(spm(tmp_path / "b.gguf", add_bos_token=False))
+    assert adds.encode_template("hello")[0] == adds.bos_token_id
+    assert adds.encode_template("hello")[1:] == plain.encode_template("hello")
+    assert adds.encode_template("<s>hello").count(1) == 1
+    assert plain.bos_token_id not in plain.encode_template("hello")
+    hidden = {"\ue000": "</s>"}
+    assert adds.encode_template("hello \ue000", hidden)[0] == adds.bos_token_id
+
+
+def test_special_tokens_come_on_top_of_a_template_if_asked_for(tmp_path):
+    keys = {"add_bos_token": True, "add_eos_token": True, "eos_token_id": 2}
+    tokenizer = tokenizer_of(spm(tmp_path / "a.gguf", **keys))
+    ids = tokenizer.encode_template("hello", add_special_tokens=True)
+    assert (ids[0], ids[-1]) == (1, 2) and ids.count(1) == ids.count(2) == 1
+    ids = tokenizer.encode_template("<s>hello", add_special_tokens=True)
+    assert ids[:2] == [1, 1], "the template's and the tokenizer's, as in vLLM"

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from forge_jax.errors import ConfigError
+from forge_jax.observe.units import bytes_text
 from forge_serve.flags import MODEL, Commands
 from forge_serve.terminal import harmless
 
@@ -118,7 +119,7 @@ def _model(found: dict[str, Any] | None) -> list[tuple[str, str]]:
         return []
     parts = [found["name"], found.get("architecture"), found.get("dtype")]
     if "weights_bytes" in found:
-        parts.append(f"{found['weights_bytes'] / 1e9:.2f} GB of weights")
+        parts.append(f"{bytes_text(found['weights_bytes'])} of weights")
     return [("model", ", ".join(filter(None, parts)))]
 
 
