@@ -10,6 +10,7 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
+from forge_jax import supervise
 from forge_jax.errors import RequestError
 from forge_serve.auth import TENANT
 from forge_serve.errors import error_reply
@@ -209,7 +210,7 @@ class _Background:
         if self._response.log is not None:
             self._response.log.add(events, last=True)
         self._store.finish(self._response, self._form.head, self._form.output)
-        self._ended(error)  # last: if it raises, the response has ended for its readers
+        supervise.guarded(self._ended, "the log line of a response", None)(error)
 
 
 def whole_number(http: web.Request, name: str, default: int) -> int:

@@ -73,7 +73,7 @@ async def test_memory_that_cannot_be_read_once_is_watched_on(monkeypatch, caplog
 @pytest.mark.parametrize("place", ["_expire", "_hand_on_gathered", "_account"])
 async def test_a_callback_that_fails_ends_its_request(server, place, stream, monkeypatch, caplog):
     monkeypatch.setattr(generation.Generation, place, planted)
-    body = {**LONG, "timeout": 0.01} if place == "_expire" else PROMPTS
+    body = {**PROMPTS, "max_tokens": 900, "timeout": 1e-6} if place == "_expire" else PROMPTS
     async with asyncio.timeout(WAIT_S):
         async with server.http.post(
             server.url + "/v1/completions", json={**body, "stream": stream}
