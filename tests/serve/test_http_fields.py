@@ -171,14 +171,14 @@ async def test_a_prompt_of_any_length_fits_if_it_may_be_cut(server):
 
 
 def test_a_bos_that_the_tokenizer_has_put_there_stays():
-    from forge_serve.generation import Prompt, _cut
+    from forge_serve.generation import Kept, Prompt
 
     ids = [1, 5, 6, 7]
-    assert _cut(Prompt(ids, "text"), 3, 1, None).token_ids == [1, 6, 7]
-    assert _cut(Prompt(ids, "text"), 1, 1, None).token_ids == [7]
-    assert _cut(Prompt(ids), 3, 1, None).token_ids == [5, 6, 7]
-    assert _cut(Prompt(ids, "text"), 3, None, None).token_ids == [5, 6, 7]
-    assert _cut(Prompt(ids, "text"), 4, 1, None) == Prompt(ids, "text")
+    assert Kept(3, first=False).cut(Prompt(ids, "text"), 1).token_ids == [1, 6, 7]
+    assert Kept(1, first=False).cut(Prompt(ids, "text"), 1).token_ids == [7]
+    assert Kept(3, first=False).cut(Prompt(ids), 1).token_ids == [5, 6, 7]
+    assert Kept(3, first=False).cut(Prompt(ids, "text"), None).token_ids == [5, 6, 7]
+    assert Kept(4, first=False).cut(Prompt(ids, "text"), 1) == Prompt(ids, "text")
 
 
 async def test_logprobs_of_the_prompt_in_vllms_form(server):
