@@ -67,9 +67,10 @@ def test_usage_is_in_every_event_that_shall_have_it():
         request, [Prompt([1])], fake_tokenizer(), unique_id="x", model="m", created_s=1
     )
     usage = Usage(1, 2, 3, {}, {})
-    for _ in range(2):
+    for num_tokens in (1, 2):
         event = form.events(0, Delta(0, "a", (5,)), usage)
-        assert json.loads(event.removeprefix(b"data: "))["usage"]["total_tokens"] == 3
+        found = json.loads(event.removeprefix(b"data: "))["usage"]
+        assert (found["completion_tokens"], found["total_tokens"]) == (num_tokens, 1 + num_tokens)
 
 
 def test_the_cheap_histogram_counts_as_the_librarys_does():
