@@ -141,7 +141,7 @@ def test_completions_take_text_too(url, capsys, tmp_path):
         (["--url", "URL", "--input-len", "8"], "--workload baseline alone"),
         (["--url", "URL", "--context", "8"], "too short"),
         (["--model", "nowhere/at/all"], "the server did not start: forge-jax: error: no model"),
-        (["--serve-args=--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--serve-args=--no-such-flag"], "unknown flag --no-such-flag"),
     ],
 )
 def test_what_cannot_run_is_one_line(url, capsys, arguments, message):
