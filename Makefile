@@ -2,8 +2,7 @@
 # the pins change. The compilers for the GPU (300 MB) have an environment of their own, .venv-aot; so have
 # the clients of others (.venv-clients; those in TypeScript need Node.js), what builds the site (.venv-docs),
 # what TensorBoard shows profiles with (.venv-pictures, 600 MB), and what drives the browser (.venv-browser),
-# which is the system's: where
-# there is none, and this is root's Debian, it is installed.
+# which is the system's: where there is none, and this is root's Debian, it is installed.
 
 .DEFAULT_GOAL := help
 
@@ -23,7 +22,7 @@ serve: .venv/.serve ## serve the bundled model on 127.0.0.1:8000; MODEL=org/name
 	@exec $(BIN)/forge-jax serve $(MODEL) $(ARGS)
 
 NODE_CLIENTS := tests/clients/node
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 
 test: .venv/.dev ## run the fast tests in two processes; ARGS="-n 0" for one
 	$(PYTEST) -m "not slow and not soak and not fuzz" $(ARGS)

@@ -13,6 +13,8 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
 from forge_jax.fake import assemble_fake
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--model", "fake", "--requests", "8", "--rounds", "2", "--context", "128"]
 
 

@@ -12,6 +12,8 @@ from benchmarks import drafters
 from benchmarks.drafters import Sample, play
 from forge_jax.speculate.drafter import Draft
 
+pytestmark = pytest.mark.slow
+
 SAMPLE = Sample([1, 2, 3], list(range(100, 130)))
 WHOLE = SAMPLE.prompt + SAMPLE.output
 

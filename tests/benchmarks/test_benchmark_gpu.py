@@ -14,6 +14,8 @@ from benchmarks.gpu import attention, clock, engine, model, parts, write
 from benchmarks.gpu.tables import markdown
 from forge_jax import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def three_parts(monkeypatch, tmp_path):

@@ -9,6 +9,8 @@ from benchmarks.random_model import SHAPES, write_model
 from forge_jax.checkpoint.load import check_weights
 from forge_jax.models import build_model, read_spec
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_form_is_read_in_a_process_of_its_own(tmp_path, capsys):
     file, folder = tmp_path / "report.json", tmp_path / "forms"

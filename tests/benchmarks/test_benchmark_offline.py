@@ -22,6 +22,8 @@ from forge_jax.fake import assemble_fake
 from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.workload import Request, baseline
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--model", "fake", "--requests", "8", "--rounds", "2", "--context", "128"]
 STEP_TIME_S = 1e-3
 

@@ -22,6 +22,8 @@ from forge_jax.core import EngineCore, max_rows
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_serve.bench.metrics import Slo
 
+pytestmark = pytest.mark.slow
+
 TRACES = Path(__file__).parent.parent / "fixtures" / "traces"
 NAMES = ("azure2023_conv", "azure2023_code", "mooncake_conversation")
 FILES = {name: next(TRACES.glob(f"{name}.*")) for name in NAMES}

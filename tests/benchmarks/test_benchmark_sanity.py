@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks import sanity
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--sequences", "2", "--output-len", "8"]
 
 

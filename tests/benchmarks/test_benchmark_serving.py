@@ -15,6 +15,8 @@ from benchmarks.serving_process import serving as served
 from forge_jax.fake import fake_tokenizer
 from forge_serve.bench.client import Server
 
+pytestmark = pytest.mark.slow
+
 TRACES = Path(__file__).parent.parent / "fixtures" / "traces"
 
 

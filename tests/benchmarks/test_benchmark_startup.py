@@ -7,6 +7,8 @@ import pytest
 from benchmarks import startup
 from forge_serve.bench.errors import BenchmarkError
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_round_times_imports_and_both_starts(tmp_path, capsys):
     file = tmp_path / "report.json"

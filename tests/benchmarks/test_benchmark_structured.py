@@ -14,6 +14,8 @@ from forge_jax.config import EngineConfig
 from forge_jax.fake import assemble_fake
 from forge_jax.grammar import GrammarCompiler
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--vocab-size", "600", "--schemas", "5", "--streams", "4", "--rounds", "2"]
 
 

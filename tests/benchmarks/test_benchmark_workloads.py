@@ -25,6 +25,8 @@ from forge_jax.fake import fake_tokenizer
 from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.workload import ALL, Request, Sizes, Vocabulary, Workload
 
+pytestmark = pytest.mark.slow
+
 TRACES = Path(__file__).parent.parent / "fixtures" / "traces"
 AZURE, MOONCAKE = TRACES / "azure2023_conv.csv", TRACES / "mooncake_conversation.jsonl"
 PLAIN = Vocabulary.plain()

@@ -16,6 +16,8 @@ from benchmarks.peers.report import Run
 from benchmarks.peers.server import Server, ServerError
 from forge_jax.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 VOCAB_SIZE = 512
 

@@ -17,6 +17,8 @@ from benchmarks.random_model import (
 from forge_jax import LLM, SamplingParams
 from forge_jax.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 TINY = SHAPES["tiny"]
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
 

@@ -172,6 +172,7 @@ async def run(seed: int, number: int) -> Counter[int]:
         return server.statuses
 
 
+@pytest.mark.slow
 async def test_bodies_of_all_kinds_are_served_or_refused():
     statuses = await run(seed=1, number=1_500)
     assert statuses[200] > 150 and statuses[400] > 800, "it has tried both"
