@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 CUTOFF = 0.6  # of difflib's ratio; below it a suggestion is noise
-MAX_CHARS = 64  # of a name: clients choose names, and longer ones are compared with nothing
+MAX_CHARS = 256  # of a name: clients choose names, and longer ones are compared with nothing
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -101,7 +101,7 @@ def test_the_modules_of_the_public_surface_are_checked_strictly():
 
 def test_the_version_is_written_once():
     assert "version" not in PYPROJECT["project"]
-    assert PYPROJECT["project"]["dynamic"] == ["version"]
+    assert PYPROJECT["project"]["dynamic"] == ["version", "readme"]
     assert PYPROJECT["tool"]["hatch"]["version"]["path"] == "forge_jax/__init__.py"
     assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?", forge_jax.__version__)
 

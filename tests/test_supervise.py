@@ -30,6 +30,7 @@ ALLOWED = {
     ("forge_jax/doctor/examination.py", "ThreadPoolExecutor"): "each future's result is read",
     ("forge_jax/engine.py", "ThreadPoolExecutor"): "its one future is watched",
     ("forge_jax/grammar/compiler.py", "ThreadPoolExecutor"): "futures are awaited, or watched",
+    ("forge_jax/grammar/matcher.py", "ThreadPoolExecutor"): "its results are read",
     ("forge_jax/step/executables.py", "ThreadPoolExecutor"): "futures are read by their names",
     ("forge_jax/step/executables.py", "add_done_callback"): "the callback is guarded",
     ("forge_jax/streams.py", "call_soon"): "the callback is guarded",
@@ -45,6 +46,9 @@ ALLOWED = {
     ("serve/forge_serve/event_stream.py", "call_at"): "a comment that fails costs no event",
     ("serve/forge_serve/generation.py", "call_soon"): "the callback is guarded",
     ("serve/forge_serve/generation.py", "call_later"): "the callback is guarded",
+    ("serve/forge_serve/workers.py", "ThreadPoolExecutor"): "the future is awaited",
+    ("serve/forge_serve/workers.py", "add_done_callback"): "gives the thread back",
+    ("serve/forge_serve/workers.py", "call_soon_threadsafe"): "gives the thread back",
     ("serve/forge_serve/server.py", "call_later"): "ends the process",
     ("serve/forge_serve/server.py", "add_signal_handler"): "arms the timer that ends the process",
 }

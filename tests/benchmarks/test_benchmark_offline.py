@@ -46,7 +46,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_switch_has_a_reason_and_a_known_one_has_none():
     assert why_not(prefix_cache=False, kv_cache="contiguous") is None
     assert why_not(no_such_switch=1) == "no such option: no_such_switch"
-    assert "--kv-cache must be one of" in str(why_not(kv_cache="folded"))
+    assert "kv_cache must be one of" in str(why_not(kv_cache="folded"))
 
 
 def known(options: Any) -> bool:

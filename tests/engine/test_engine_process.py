@@ -574,7 +574,7 @@ async def test_a_successor_that_hangs_in_its_birth_is_replaced(
 
 def test_the_timeout_has_a_range():
     for wrong in (-1.0, 0.5, float("nan"), 1e9):
-        with pytest.raises(ConfigError, match="--engine-timeout must be from 1 to 86400 seconds"):
+        with pytest.raises(ConfigError, match="engine_timeout_s must be from 1 to 86400 seconds"):
             EngineConfig.from_options(engine_timeout_s=wrong)
     assert EngineConfig.from_options(engine_timeout_s=0.0).parallel.engine_timeout_s == 0.0
 

@@ -136,7 +136,7 @@ async def test_requests_run_before_everything_is_compiled_and_while_it_arrives(s
     assert compilations.total() == before, "a request has compiled something"
     stats = engine.stats()
     assert stats.compilations_after_ready == 0
-    phases = ["import", "config", "kernels", "weights", "compile", "warm-up", "serving", "ready"]
+    phases = ["config", "import", "kernels", "weights", "compile", "warm-up", "serving", "ready"]
     assert list(stats.startup_seconds) == phases
     assert 0 < stats.startup_seconds["serving"] < stats.startup_seconds["ready"]
     await engine.stop()

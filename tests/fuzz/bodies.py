@@ -215,6 +215,8 @@ def ordinary(hint: Any, rng: random.Random) -> Any:
     )
     if options:
         return ordinary(rng.choice(options), rng)
+    if typing.get_origin(hint) is typing.Annotated:
+        return ordinary(typing.get_args(hint)[0], rng)
     if typing.get_origin(hint) is typing.Literal:
         return rng.choice(typing.get_args(hint))
     if typing.get_origin(hint) is list:

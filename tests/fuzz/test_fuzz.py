@@ -117,7 +117,7 @@ def check_response(status: int, content_type: str, answer: bytes) -> None:
 def check_error(answer: Any, kind: str | None = "invalid_request_error") -> None:
     assert set(answer) == {"error"}
     error = answer["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    assert set(error) - {"details"} == {"message", "type", "param", "code"}
     assert kind is None or error["type"] == kind
     assert isinstance(error["message"], str) and 0 < len(error["message"]) <= 500
     for text in (error["message"], error["param"] or "", error["code"] or ""):

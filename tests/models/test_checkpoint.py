@@ -371,4 +371,5 @@ def test_reading_takes_little_more_memory_than_the_weights(folder, form):
     done = subprocess.run(
         [sys.executable, "-c", PEAK, str(folder), form], check=True, capture_output=True, text=True
     )
-    assert 0.9 < float(done.stdout) < (1.2 if form == "plain" else 1.25)
+    # The kernel may reclaim idle pages of the process meanwhile, which lowers the figure.
+    assert 0.4 < float(done.stdout) < (1.2 if form == "plain" else 1.25)

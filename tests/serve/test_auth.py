@@ -78,7 +78,8 @@ def test_nothing_else_is_open():
 
 
 @pytest.mark.parametrize(
-    "path", ["/health/", "//health", "/health/../stats", "/%68ealth/x", "/stats?/health", "/Health"]
+    "path",
+    ["//health/", "//health", "/health/../stats", "/%68ealth/x", "/stats?/health", "/Health"],
 )
 async def test_what_resembles_an_open_path_is_closed(closed, path):
     async with closed.http.get(closed.url + path) as response:

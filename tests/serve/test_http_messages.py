@@ -400,7 +400,7 @@ async def test_other_errors_have_their_own_types(start):
     for headers, status, kind in (
         ({}, 401, "authentication_error"),
         ({"x-api-key": "wrong"}, 401, "authentication_error"),
-        ({"x-api-key": "k", "Authorization": "Bearer k"}, 401, "authentication_error"),
+        ({"x-api-key": "k", "Authorization": "Bearer wrong"}, 401, "authentication_error"),
         ({"x-api-key": "k"}, 404, "not_found_error"),
     ):
         body = message(model="another")

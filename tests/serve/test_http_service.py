@@ -132,8 +132,9 @@ async def test_the_small_adapters(server, path, limit):
     body = {"prompt": "Hello", limit: 7, "temperature": 0.5, "seed": 1, "ignore_eos": True}
     status, answer = await server.post(path, body)
     assert status == 200
-    assert set(answer) == {"text", "finish_reason", "prompt_tokens", "completion_tokens"}
-    assert answer["completion_tokens"] == 7
+    counts = {"prompt_tokens", "completion_tokens", "generated_tokens", "latency_ms"}
+    assert set(answer) == {"text", "finish_reason", "request_id", "model", *counts}
+    assert answer["completion_tokens"] == answer["generated_tokens"] == 7
     assert answer["finish_reason"] == "length"
     *events, done = await server.events(path, {**body, "stream": True})
     assert done == "[DONE]"

@@ -252,9 +252,8 @@ def form_of(line: Line) -> Form | None:
 def _says_more(choice: dict[str, Any]) -> bool:
     """Whether a choice has more than its text and why it ended."""
     message = choice.get("message", {})
-    more = choice.keys() - {"index", "text", "message", "logprobs", "finish_reason"}
-    more |= message.keys() - {"role", "content", "refusal"}
-    return bool(more) or choice["logprobs"] is not None
+    shown = {"index", "text", "message", "finish_reason", "role", "content", "refusal"}
+    return any(value is not None for name, value in (choice | message).items() if name not in shown)
 
 
 def _envelope(line: Line) -> _Envelope:
