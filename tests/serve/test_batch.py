@@ -395,14 +395,14 @@ def test_a_queue_that_is_full_is_waited_for(tmp_path):
 
 
 def test_an_engine_that_fails_ends_the_run_and_no_line_is_blamed(tmp_path, capsys, monkeypatch):
-    target = tmp_path / "out"
-
     def load(*_: object) -> Engine:
-        engine = Engine.fake(config=EngineConfig.from_options(max_num_seqs=4))
-        tick = engine._core.tick
+        # Steps take a while, so that the first answers are written before the engine fails.
+        config = EngineConfig.from_options(max_num_seqs=4)
+        engine = Engine.fake(config=config, step_time_s=0.01)
+        tick, left = engine._core.tick, iter(range(20))
 
         def failing(before_wait):
-            if target.exists() and target.stat().st_size:  # once there is an answer
+            if next(left, None) is None:
                 raise MemoryError
             return tick(before_wait)
 
@@ -410,7 +410,7 @@ def test_an_engine_that_fails_ends_the_run_and_no_line_is_blamed(tmp_path, capsy
         return engine
 
     monkeypatch.setattr(running_file, "load_engine", load)
-    source = write(tmp_path / "in", prompts(40, max_tokens=4))
+    source, target = write(tmp_path / "in", prompts(40, max_tokens=4)), tmp_path / "out"
     assert cli.main(["batch", str(source), str(target), *FAKE]) == 1
     assert "the engine is failed" in capsys.readouterr().err
     before = answers(target)
