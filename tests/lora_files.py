@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401, makes bfloat16 a type that numpy reads
 import numpy as np
 from safetensors.numpy import load_file, save_file
 

@@ -83,6 +83,7 @@ def test_the_size_of_a_chunk_does_not_matter(make_llm, llm, chunk):
     assert_same(cut, whole)
 
 
+@pytest.mark.slow
 def test_preemption_does_not_matter(make_llm, llm):
     # 12 blocks of 16 tokens: eight sequences of about 70 tokens cannot all stay.
     tight = make_llm(num_blocks=12, max_model_len=160)
@@ -119,6 +120,7 @@ def assert_same(got, expected):
         )
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_tell_nearly_the_same_story(make_llm):
     text = one(make_llm(dtype="bfloat16"), max_tokens=20, temperature=0).text
     assert text.startswith(", there was a little girl named Lily.")

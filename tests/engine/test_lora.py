@@ -110,6 +110,7 @@ def computed(llm) -> dict[str, set[str]]:
     }
 
 
+@pytest.mark.slow
 def test_an_engine_without_adapters_has_nothing_of_them(stories, llm):
     with LLM(stories, **OPTIONS) as plain:
         runner = plain._core._device

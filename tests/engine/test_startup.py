@@ -102,6 +102,7 @@ async def until_ready(engine: Engine) -> None:
             await asyncio.sleep(0.001)
 
 
+@pytest.mark.slow
 async def test_requests_run_before_everything_is_compiled_and_while_it_arrives(stories, held):
     engine = await asyncio.to_thread(Engine.load, config(stories, dtype="float32"))
     engine.start()

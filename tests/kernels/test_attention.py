@@ -327,6 +327,7 @@ def test_a_nan_in_8_bits_stays_in_its_sequence(implementation, uniform, kv_dtype
 
 @pytest.mark.parametrize("kv_dtype", [None, *EIGHT_BITS])
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
+@pytest.mark.quick_cases(2)
 def test_what_every_window_has_passed_may_be_nan(implementation, uniform, kv_dtype):
     options = {"window": 37}
     if kv_dtype is not None:

@@ -66,6 +66,7 @@ def test_experts_in_blocks_are_the_decoded_ones(zoo):
     assert np.linalg.norm(ours - want) < 1e-5 * np.linalg.norm(want)
 
 
+@pytest.mark.slow
 def test_the_kernels_give_the_bits_of_the_decoded_model(zoo):
     needs_kernels()
     packed = loaded(zoo)

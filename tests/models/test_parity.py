@@ -108,6 +108,7 @@ def test_a_trained_model_tells_its_story(stories):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.quick_cases(1)
 def test_16_bit_models_stay_close_to_float32(stories, dtype):
     half = forge_jax.load(str(stories.folder), dtype=dtype, progress=False)
     assert {leaf.dtype for leaf in half.leaves} == {jnp.dtype(dtype)}

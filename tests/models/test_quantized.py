@@ -249,6 +249,7 @@ def test_memory_is_that_of_the_quantised_weights(written):
     assert 1 in kinds
 
 
+@pytest.mark.quick_cases(4)
 def test_a_row_does_not_depend_on_its_neighbours(written):
     scores = [PagedRun(written.loaded, 2).step([IDS, OTHER])[0]]
     scores.append(PagedRun(written.loaded, 2).step([IDS, [96 - 1 - token for token in OTHER]])[0])

@@ -137,6 +137,7 @@ def test_experts_stay_as_small_as_their_values(written):
     assert (router.shape, router.dtype) == ((writer.EXPERTS, 64), np.float32)
 
 
+@pytest.mark.quick_cases(5)
 def test_a_row_does_not_depend_on_its_neighbours(written):
     x = rows(40)
     whole = block(written.loaded, x)

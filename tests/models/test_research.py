@@ -24,6 +24,7 @@ def example(name: str):
     return module
 
 
+@pytest.mark.slow
 def test_the_gradient_through_the_cache_is_the_gradient_without_it(capsys):
     errors = example("gradients").main(str(FIXTURES / "goldens/llama32_tied"))
     assert len(errors) == 2 * 3 and max(errors.values()) < 1e-4

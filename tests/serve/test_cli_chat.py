@@ -98,6 +98,7 @@ class Terminal:
         return self.process.wait(WAIT_S)
 
 
+@pytest.mark.slow
 def test_a_conversation_with_the_bundled_model():
     with Terminal("chat", *SMALL) as chat:
         chat.expect("forge-tiny: /help tells what there is, Ctrl-D ends")

@@ -57,6 +57,7 @@ def on_path(folder: Path) -> str:
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+@pytest.mark.slow
 def test_a_sound_installation_and_a_model_that_fits(monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")

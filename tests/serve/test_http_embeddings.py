@@ -309,6 +309,7 @@ def config(stories) -> EngineConfig:
     )
 
 
+@pytest.mark.slow
 async def test_openais_client_gets_the_vectors_of_a_model(start, config):
     """While the first request compiles, outputs go on; and nothing counts as a late compilation."""
     engine = Engine.load(config)

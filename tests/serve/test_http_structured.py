@@ -85,6 +85,7 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.quick_cases(12)
 async def test_every_form_is_understood(server, name, path):
     asked, valid = FORMS[name]
     body = {**(USER if "chat" in path else PROMPT), **asked}

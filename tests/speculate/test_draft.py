@@ -363,6 +363,7 @@ def test_it_generates_what_the_model_does_and_reads_nothing_that_nobody_wrote(ma
         assert (again == drafted).all()
 
 
+@pytest.mark.slow
 def test_where_there_is_no_room_nothing_is_written_and_the_rest_is_right(made):
     model, _ = made
     fill(model, np.nan)
@@ -511,6 +512,7 @@ def test_a_folder_is_read_and_a_model_that_is_the_target_is_always_right(stories
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 40
 
 
+@pytest.mark.slow
 def test_an_exception_in_the_drafter_ends_drafting_and_no_request(llm, monkeypatch, caplog):
     expected = outputs(llm)
     broken = LLM(llm._parts.name, **SELF)
