@@ -65,13 +65,18 @@ def _why_not() -> str | None:
 
 
 def _load_private(path: Path) -> ctypes.CDLL:
-    """Load the file that has been checked, whatever has its name by now."""
+    """Load the file that has been checked, whatever has its name by now.
+
+    Its descriptor stays open: the loader returns an earlier library of the same name, and this name
+    has the descriptor's number.
+    """
     descriptor = open_private(path)
+    opened = Path(f"/proc/self/fd/{descriptor}")
     try:
-        opened = Path(f"/proc/self/fd/{descriptor}")
         return ctypes.CDLL(str(opened if opened.exists() else path))
-    finally:
+    except OSError:
         os.close(descriptor)
+        raise
 
 
 _loaded: list[tuple[ctypes.CDLL, str]] = []  # and its name, without a suffix
