@@ -251,7 +251,7 @@ def test_a_cache_that_does_not_fit_by_xlas_figures_is_made_smaller_once(
 
 
 @pytest.mark.parametrize(
-    ("options", "remedy"), [({"num_blocks": 64}, "at most [0-9]+ fit"), ({}, "lower --max-model")]
+    ("options", "remedy"), [({"num_blocks": 64}, "at most [0-9]+ fit"), ({}, "lower max_model_len")]
 )
 @pytest.mark.slow
 def test_what_cannot_fit_is_a_clear_error(stories, monkeypatch, options, remedy):
