@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import io
 import json
 import os
@@ -45,6 +47,7 @@ class Terminal:
         os.close(slave)
         self.shown = ""
         self._seen = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def __enter__(self) -> Terminal:
         return self
@@ -64,9 +67,23 @@ class Terminal:
         self.expect(text)
         return self.expect(answer)
 
-    def expect(self, text: str) -> str:
+    def interrupt(self, line: str, answer: str) -> None:
+        """Types a line without its end, then Ctrl-C until it has been answered.
+
+        A signal that comes just before Python's readline waits for a key ends no wait.
+        """
+        self.type(line)
+        self.expect(line)
+        for _ in range(10):
+            self.type(CTRL_C)
+            with contextlib.suppress(AssertionError):
+                self.expect(answer, WAIT_S / 10)
+                return
+        self.expect(answer)
+
+    def expect(self, text: str, wait_s: float = WAIT_S) -> str:
         """Waits for a text after what was expected last; what came before it, and it."""
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + wait_s
         while (at := self.shown.find(text, self._seen)) < 0:
             left_s = deadline - time.monotonic()
             ready = left_s > 0 and select.select([self._master], [], [], left_s)[0]
@@ -82,7 +99,7 @@ class Terminal:
         except OSError:  # the process has closed its end
             data = b""
         assert data, f"it ended without {awaited!r}: {self.shown[self._seen :]!r}"
-        self.shown += data.decode(errors="replace").replace("\r\n", "\n")
+        self.shown = (self.shown + self._decoder.decode(data)).replace("\r\n", "\n")
 
     def end(self, text: str) -> int:
         self.expect("> ")  # before it, Ctrl-D would be no key
@@ -94,7 +111,7 @@ class Terminal:
                 break
             if not data:
                 break
-            self.shown += data.decode(errors="replace")
+            self.shown += self._decoder.decode(data)
         return self.process.wait(WAIT_S)
 
 
@@ -205,8 +222,7 @@ def test_a_conversation_with_a_server(server, tmp_path):
         chat.say("A line \\")
         chat.say("and another", "A new beginning.", prompt="… ")
         chat.expect("> ")
-        chat.type("half a line" + CTRL_C)
-        chat.expect("(Ctrl-D or /quit ends the chat)")
+        chat.interrupt("half a line", "(Ctrl-D or /quit ends the chat)")
         assert chat.end("/quit\n") == 0
         for driven in ("\x1b[2J", "\x1b]0;", "Traceback"):
             assert driven not in chat.shown
