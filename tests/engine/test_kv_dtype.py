@@ -115,7 +115,6 @@ def test_company_prefix_hits_and_failures_change_no_bit(make_llm, kv_dtype):
     assert core.num_recoveries > 2
 
 
-@pytest.mark.slow
 def test_the_fingerprint_tells_the_types_apart(make_llm):
     assert len({make_llm(kv_dtype).system_fingerprint for kv_dtype in CHOICES}) == 3
 
