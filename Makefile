@@ -24,6 +24,12 @@ serve: .venv/.serve ## serve the bundled model on 127.0.0.1:8000; MODEL=org/name
 NODE_CLIENTS := tests/clients/node
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 
+# Tests start hundreds of processes, and without bytecode each would parse all of JAX.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+# XLA optimises little in `make test` and compiles in half the time; in `make test-all` it is as users have it.
+test: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
+test: export XLA_FLAGS = --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
+
 test: .venv/.dev ## run the fast tests in two processes; ARGS="-n 0" for one
 	$(PYTEST) -m "not slow and not soak and not fuzz" $(ARGS)
 

@@ -86,13 +86,7 @@ def _speculation(value: Any) -> dict[str, Any]:
         ) from error
     model = config.pop("model", None)
     method = config.pop("method", None) or ("draft_model" if model is not None else None)
-    methods = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft"}
-    if not isinstance(method, str) or method not in methods:
-        raise ConfigError(
-            f"{flag}: the method must be {', '.join(methods)}, not {method!r}: "
-            "see --speculation, --draft-model and --max-draft-tokens"
-        )
-    options: dict[str, Any] = {"speculation": methods[method]}
+    options = _speculation_method(method, flag)
     if method == "draft_model":
         options["draft_model"] = model
     tokens = config.pop("num_speculative_tokens", None)
@@ -103,6 +97,17 @@ def _speculation(value: Any) -> dict[str, Any]:
             f"{flag}: {', '.join(sorted(config))}: there is no such setting here; use --speculation"
         )
     return options
+
+
+def _speculation_method(method: Any, flag: str = "--spec-method") -> dict[str, Any]:
+    """vLLM's `spec_method`, also in its `speculative_config`."""
+    methods = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft"}
+    if not isinstance(method, str) or method not in methods:
+        raise ConfigError(
+            f"{flag}: the method must be {', '.join(methods)}, not {method!r}: "
+            "see --speculation, --draft-model and --max-draft-tokens"
+        )
+    return {"speculation": methods[method]}
 
 
 def _adapters(value: Any) -> dict[str, Any]:
@@ -132,6 +137,7 @@ ALIASES = (
     Alias("tensor_parallel_size", "tensor_parallel", short="-tp"),
     Alias("tp_size", "tensor_parallel"),
     Alias("gpu_memory_utilization", "memory_fraction"),
+    Alias("device_memory_utilization", "memory_fraction"),
     Alias("mem_fraction_static", "memory_fraction"),
     Alias("kv_cache_dtype", "kv_dtype"),
     Alias("num_gpu_blocks_override", "num_blocks"),
@@ -152,6 +158,9 @@ ALIASES = (
     Alias("random_seed", "seed"),
     Alias("lora_modules", "lora", convert=_adapters, several=True),
     Alias("speculative_config", "speculation", convert=_speculation),
+    Alias("spec_method", "speculation", convert=_speculation_method),
+    Alias("spec_model", "draft_model"),
+    Alias("spec_tokens", "max_draft_tokens"),
 )
 
 # Values of other engines, by option.
@@ -188,10 +197,17 @@ _TEXT_ONLY = "models are text only"
 REFUSED: Mapping[str, str] = {
     "pipeline_parallel_size": _ONE_HOST,
     "data_parallel_size": _ONE_HOST,
+    "data_parallel_size_local": _ONE_HOST,
+    "data_parallel_address": _ONE_HOST,
+    "prefill_context_parallel_size": _ONE_HOST,
+    "decode_context_parallel_size": _ONE_HOST,
+    "nnodes": _ONE_HOST,
+    "node_rank": _ONE_HOST,
     "enable_expert_parallel": _ONE_HOST,
     "distributed_executor_backend": _ONE_HOST,
     "swap_space": "preempted sequences are recomputed, never swapped: leave it out",
     "cpu_offload_gb": "weights are never offloaded: use --quantization for less memory",
+    "kv_offloading_size": "blocks that leave the KV cache are recomputed: leave it out",
     "kv_cache_memory_bytes": "give the size of the KV cache in blocks: use --num-blocks",
     "download_dir": "models are in Hugging Face's cache: set HF_HOME",
     "hf_token": "set HF_TOKEN",
@@ -208,14 +224,22 @@ REFUSED: Mapping[str, str] = {
     "generation_config": "requests set the sampling; the model's file gives only the end tokens",
     "override_generation_config": "requests set the sampling fields",
     "compilation_config": "XLA compiles every step: see --compile-cache and --no-command-buffers",
+    "optimization_level": "XLA compiles every step: see --compile-cache and --no-command-buffers",
+    "max_cudagraph_capture_size": "see --no-command-buffers",
     "max_seq_len_to_capture": "command buffers have no length limit: see --no-command-buffers",
     "attention_backend": "the device decides it: see --kernels",
     "guided_decoding_backend": "llguidance is the only back end: leave it out",
     "structured_outputs_config": "llguidance is the only back end: leave it out",
     "disable_sliding_window": "the model's config.json decides it",
     "max_cpu_loras": "all adapters are on the device: use --max-loras",
+    "max_num_active_seqs": "use --max-num-seqs",
+    "max_num_scheduled_tokens": "use --max-num-batched-tokens",
     "max_num_partial_prefills": "see --max-num-batched-tokens and --prefill-chunk-size",
     "max_logprobs": "the limit is fixed: leave it out",
+    "logprobs_mode": "logprobs are those of the model, before temperature and penalties",
+    "logits_processors": "no code is loaded into the server: see logit_bias in a request",
+    "prefix_caching_hash_algo": "the hash is fixed: leave it out",
+    "runner": "see --pooling",
     "limit_mm_per_prompt": _TEXT_ONLY,
     "mm_processor_kwargs": _TEXT_ONLY,
     "enable_sleep_mode": "there is no sleep mode: stop the server",

@@ -29,6 +29,9 @@ ALIASES = (
     Alias("ssl_certfile", "tls_cert"),
     Alias("ssl_keyfile", "tls_key"),
     Alias("allowed_origins", "cors_origin", convert=_origins),
+    Alias("sse_keep_alive_interval", "sse_keep_alive_s"),
+    Alias("max_num_queued_tokens", "max_queued_tokens"),
+    Alias("shutdown_timeout", "drain_timeout_s"),
     Alias("enable_log_requests", "request_log"),
     Alias("disable_log_requests", "request_log", inverted=True),
     Alias("disable_uvicorn_access_log", "request_log", inverted=True),
@@ -38,6 +41,7 @@ _TOOLS = "the parsers are built in: see --tool-call-parser"
 _TEXTS = "prompts and answers are never logged: leave it out"
 REFUSED: Mapping[str, str] = {
     **aliases.REFUSED,
+    "max_num_queued_reqs": "it counts running requests too: see --max-queued-requests",
     "response_role": "the role is always assistant: leave it out",
     "chat_template_content_format": "the chat template decides it: leave it out",
     "default_chat_template_kwargs": "requests set chat_template_kwargs",

@@ -88,6 +88,12 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             3,
         ),
         ('--speculative-config {"model":"org/small"}', "draft_model", "org/small"),
+        ("--spec-method ngram --spec-tokens 5", "max_draft_tokens", 5),
+        ("--spec-method draft_model --spec-model org/small", "draft_model", "org/small"),
+        ("--device-memory-utilization 0.5", "memory_fraction", 0.5),
+        ("--shutdown-timeout 5", "drain_timeout_s", 5.0),
+        ("--sse-keep-alive-interval 5", "sse_keep_alive_s", 5.0),
+        ("--max-num-queued-tokens 900", "max_queued_tokens", 900),
     ],
 )
 def test_a_flag_of_another_engine_sets_our_field(words, field, value, configs):
@@ -128,6 +134,8 @@ def test_values_of_other_engines_are_no_values_of_ours():
         ("--quantization awq", "--quantization: awq: a quantized checkpoint needs no flag"),
         ("--kv-cache-dtype fp8_e5m2", "use fp8"),
         ('--speculative-config {"method":"eagle"}', "must be ngram, suffix, draft_model"),
+        ("--spec-method eagle3", "--spec-method: the method must be ngram, suffix, draft_model"),
+        ("--max-num-queued-reqs 4", "see --max-queued-requests"),
         ("--speculative-config eagle", "must be a JSON object"),
         ('--speculative-config {"method":[1]}', "must be ngram, suffix, draft_model, not [1]"),
         ("--lora-modules {", "--lora-modules: not JSON"),
