@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from forge_jax.core import EngineCore, Outputs
+from forge_jax.garbage import short_pauses
 from forge_jax.schedule.plan import StepPlan
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -46,17 +47,25 @@ def compilation_cache():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def the_compiler_is_quick(request: pytest.FixtureRequest):
-    """XLA compiles as for everyone, but for modules that are marked `quick_compile`."""
-    if request.node.get_closest_marker("quick_compile") is None:
+def how_much_xla_optimises(request: pytest.FixtureRequest):
+    """As for users, little in `make test`; `quick_compile` and `full_compile` modules choose."""
+    quick = request.node.get_closest_marker("quick_compile") is not None
+    if not quick and request.node.get_closest_marker("full_compile") is None:
         yield
         return
     before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", quick)
     with pytest.MonkeyPatch.context() as patch:  # and in the processes that they start
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(quick)))
         yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def collections_are_short():
+    """The start of the first engine is a full collection, which takes half a second here."""
+    with short_pauses():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,6 +81,7 @@ def executables_are_let_go(request: pytest.FixtureRequest):
             kept.cache_clear()
     jax.clear_caches()
     gc.collect()
+    gc.freeze()  # what is left is there to stay: modules and fixtures
 
 
 @pytest.fixture(autouse=True)

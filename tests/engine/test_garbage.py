@@ -1,7 +1,17 @@
 import gc
 
-from forge_jax import Engine
+import pytest
+
+from forge_jax import Engine, garbage
 from forge_jax.garbage import NEW_OBJECTS, short_pauses
+
+
+@pytest.fixture(autouse=True)
+def the_tests_are_no_engine():
+    """Tests have short pauses for their whole session."""
+    garbage._exit()
+    yield
+    garbage._enter()
 
 
 def test_the_collectors_settings_come_back_with_the_last_engine():

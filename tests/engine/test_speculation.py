@@ -36,6 +36,8 @@ from forge_jax.speculate.suffix import SuffixDrafter
 from forge_jax.step.runner import step_shapes
 from forge_jax.testing import drafts_always_pay, random_leaves, tiny_model
 
+pytestmark = pytest.mark.full_compile
+
 BLOCK, NUM_BLOCKS, MAX_LEN, SLOTS, T = 8, 320, 160, 12, 64
 MAX_DRAFTS = 6
 OUTPUT = 24  # tokens of each sample

@@ -55,7 +55,8 @@ def test_whole_prompts_give_hugging_faces_logits(loaded, name, implementation, f
 
 
 @pytest.mark.parametrize(
-    ("implementation", "chunk"), [("xla", 1), ("xla", 7), ("xla", 16), ("reference", 7)]
+    ("implementation", "chunk"),
+    [("xla", 1), ("xla", 7), ("xla", 16), pytest.param("reference", 7, marks=pytest.mark.slow)],
 )
 def test_chunks_give_the_logits_of_the_whole(loaded, name, implementation, chunk, figure):
     want = golden(name)
@@ -80,7 +81,9 @@ def test_sequences_at_different_points_share_a_step(loaded, name):
         np.testing.assert_allclose(scores[s], want["logits"][s, rows], atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize(
+    "implementation", [pytest.param("reference", marks=pytest.mark.slow), "xla"]
+)
 def test_greedy_decoding_gives_hugging_faces_tokens(loaded, name, implementation, figure):
     want = golden(name)
     steps = want["greedy_ids"].shape[1]

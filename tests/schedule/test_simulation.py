@@ -22,7 +22,7 @@ AT_ONCE = 100
 
 
 @pytest.mark.parametrize("first_seed", range(0, SEEDS, AT_ONCE))
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 def test_every_output_is_the_oracles_whatever_happens(first_seed):
     counts = play(range(first_seed, first_seed + AT_ONCE), STEPS)
     assert counts["steps"] * SEEDS / AT_ONCE > 200_000

@@ -21,7 +21,6 @@ from openai import AsyncOpenAI
 from forge_jax.config import EngineConfig
 from forge_jax.engine import Engine
 from forge_jax.fake import assemble_fake, fake_tokenizer
-from forge_jax.garbage import short_pauses
 from forge_jax.text import ChatTemplate, Tokenizer
 from forge_serve.app import Service
 from forge_serve.config import ServerConfig
@@ -102,13 +101,6 @@ async def _listening(service: Service, *, send_buffer: int | None = None) -> Asy
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         await runner.cleanup()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_collection():
-    """Run the full garbage collection of an engine's start once per module, not once per test."""
-    with short_pauses():
-        yield
 
 
 @pytest.fixture
