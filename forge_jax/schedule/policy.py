@@ -47,13 +47,15 @@ class RankedQueue:
     def __init__(self, *, by_priority: bool):
         self._by_priority = by_priority
         self._heap: list[tuple[Rank, Sequence]] = []
-        self._num_forgotten = 0  # finished, still in the heap
+        # Of those in the heap. Other threads read it while the heap changes.
+        self._num_waiting = 0
 
     def rank(self, seq: Sequence) -> Rank:
         return (seq.request.priority if self._by_priority else 0, seq.order)
 
     def push(self, seq: Sequence) -> None:
         heapq.heappush(self._heap, (self.rank(seq), seq))
+        self._num_waiting += 1
 
     def in_order(self, now_s: float) -> Iterator[Sequence]:
         while self._heap:
@@ -62,21 +64,21 @@ class RankedQueue:
                 yield seq
             else:
                 heapq.heappop(self._heap)
-                self._num_forgotten -= 1
 
     def remove(self, seq: Sequence) -> None:
         assert self._heap[0][1] is seq
         heapq.heappop(self._heap)
+        self._num_waiting -= 1
 
     def forget(self, seq: Sequence) -> None:
-        self._num_forgotten += 1
-        if self._num_forgotten > 64 and self._num_forgotten > len(self._heap) // 2:
+        self._num_waiting -= 1
+        finished = len(self._heap) - self._num_waiting
+        if finished > 64 and finished > len(self._heap) // 2:
             self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
             heapq.heapify(self._heap)
-            self._num_forgotten = 0
 
     def __len__(self) -> int:
-        return len(self._heap) - self._num_forgotten
+        return self._num_waiting
 
 
 class PrefixQueue:

@@ -1,6 +1,11 @@
 import random
+from types import SimpleNamespace
+from typing import Any
 
 from loop import Loop
+
+from forge_jax.schedule.policy import RankedQueue
+from forge_jax.schedule.request import Status
 
 
 def admitted_order(loop: Loop) -> list[str]:
@@ -75,3 +80,28 @@ def test_prefix_serves_everyone_in_a_long_queue_once():
             loop.step()
     loop.run(3000)
     assert all(seq.finished for seq in seqs)
+
+
+def test_a_queue_may_be_counted_at_any_moment():
+    """Metrics are read in another thread: here, whenever the heap compares two sequences."""
+    counts = []
+
+    class Order(int):
+        def __lt__(self, other: int) -> bool:
+            counts.append(len(queue))
+            return int(self) < int(other)
+
+    def sequence(order: int) -> Any:
+        return SimpleNamespace(status=Status.WAITING, order=Order(order))
+
+    queue = RankedQueue(by_priority=False)
+    waiting = [sequence(order) for order in range(200)]
+    for seq in waiting:
+        queue.push(seq)
+    counts.clear()
+    for left, seq in enumerate(reversed(waiting)):
+        seq.status = Status.FINISHED
+        queue.forget(seq)
+        assert len(queue) == 199 - left
+    assert counts, "the heap was not made anew"
+    assert min(counts) >= 0
