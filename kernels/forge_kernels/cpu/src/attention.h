@@ -51,14 +51,6 @@ struct AttentionItem {
   long first_chunk, chunks;     // that it walks
 };
 
-// 64 positions of one sequence and head; those before `begin` and from `end` on do not exist.
-struct KVTile {
-  const int32_t* table;
-  long head, start, begin, end;
-
-  bool has(long position) const { return begin <= position && position < end; }
-};
-
 // The first key that a row sees which sees the keys before `visible`.
 inline long first_key(const Attention& op, long visible) {
   return std::max(0L, visible - op.window);
@@ -69,83 +61,107 @@ inline long visible_keys(const Attention& op, long seq, long row) {
   return op.kv_lens[seq] - (op.cu_q_lens[seq + 1] - op.cu_q_lens[seq]) + row + 1;
 }
 
-inline KVTile kv_tile(const Attention& op, const AttentionItem& item, long tile) {
-  return {op.block_tables + item.seq * op.max_blocks, item.head, tile * kKeys,
-          first_key(op, visible_keys(op, item.seq, item.first)), op.kv_lens[item.seq]};
-}
+// The keys of 64 positions of one sequence and head: rows of the cache, or -1 where no row of the
+// item sees one. The values are `kv_heads * block_size` rows behind.
+struct KVTile {
+  long at[kKeys];
+};
 
-// Where the keys (half 0) or values (half 1) of one head at a position are: a row of the cache.
-inline long kv_index(const Attention& op, const KVTile& tile, int half, long position) {
-  long block = tile.table[position / op.block_size], offset = position % op.block_size;
-  return ((block * 2 + half) * op.kv_heads + tile.head) * op.block_size + offset;
-}
-
-inline const uint8_t* kv_row(const Attention& op, const KVTile& tile, int half, long position) {
-  long bytes = op.head_dim * (op.type == KVType::kBf16 ? 2 : 1);
-  return static_cast<const uint8_t*>(op.kv) + kv_index(op, tile, half, position) * bytes;
-}
-
-// Blocks lie anywhere in memory, so that the hardware does not foresee what is read next.
-inline void prefetch_row(const Attention& op, const KVTile& tile, int half, long index) {
-  long position = tile.start + index;
-  if (!tile.has(position)) return;
-  const uint8_t* row = kv_row(op, tile, half, position);
-  long bytes = op.head_dim * (op.type == KVType::kBf16 ? 2 : 1);
-  for (long i = 0; i < bytes; i += 64) prefetch(row + i);
-}
-
-// The row at a position as bf16; null if it does not exist. `room`: [D], for rows of 8 bits, which
-// bf16 holds exactly.
-inline const uint16_t* bf16_row(const Attention& op, const KVTile& tile, int half, long position,
-                                uint16_t* room) {
-  if (!tile.has(position)) return nullptr;
-  const uint8_t* row = kv_row(op, tile, half, position);
-  if (op.type == KVType::kBf16) return reinterpret_cast<const uint16_t*>(row);
-  for (long d = 0; d < op.head_dim; d += 16)
-    store_bf16(room + d, op.type == KVType::kInt8 ? load_s8(row + d) : load_fp8(row + d));
-  return room;
-}
-
-// The scales of 64 rows; 0 for those that do not exist.
-inline void load_scales(const Attention& op, const KVTile& tile, int half, float* out) {
-  for (long i = 0; i < kKeys; ++i) {
-    long position = tile.start + i;
-    out[i] = tile.has(position) ? op.scale[kv_index(op, tile, half, position)] : 0.0f;
+inline void find_tile(const Attention& op, const AttentionItem& item, long tile, KVTile& out) {
+  long begin = first_key(op, visible_keys(op, item.seq, item.first)), end = op.kv_lens[item.seq];
+  const int32_t* table = op.block_tables + item.seq * op.max_blocks;
+  long position = tile * kKeys, bs = op.block_size;
+  long index = position / bs, offset = position % bs;
+  for (long i = 0; i < kKeys;) {
+    bool exists = position + i < end;  // the table ends where the sequence does
+    long row = exists ? (table[index] * 2 * op.kv_heads + item.head) * bs + offset : 0;
+    long run = std::min(bs - offset, kKeys - i);
+    for (long j = 0; j < run; ++j, ++i) {
+      long at = position + i;
+      out.at[i] = begin <= at && at < end ? row + j : -1;
+    }
+    ++index, offset = 0;
   }
 }
 
+template <KVType type>
+const uint8_t* kv_row(const Attention& op, long at) {
+  return static_cast<const uint8_t*>(op.kv) + at * op.head_dim * (type == KVType::kBf16 ? 2 : 1);
+}
+
+// Blocks lie anywhere in memory, so that the hardware does not foresee what is read next.
+template <KVType type>
+void prefetch_row(const Attention& op, long at) {
+  const uint8_t* row = kv_row<type>(op, at);
+  long bytes = op.head_dim * (type == KVType::kBf16 ? 2 : 1);
+  for (long i = 0; i < bytes; i += 64) prefetch(row + i);
+}
+
+// A row as bf16, which holds 8 bits exactly. `room`: [D].
+template <KVType type>
+const uint16_t* bf16_row(const Attention& op, long at, uint16_t* room) {
+  const uint8_t* row = kv_row<type>(op, at);
+  if (type == KVType::kBf16) return reinterpret_cast<const uint16_t*>(row);
+  for (long d = 0; d < op.head_dim; d += 16)
+    store_bf16(room + d, type == KVType::kInt8 ? load_s8(row + d) : load_fp8(row + d));
+  return room;
+}
+
 // 64 keys -> [D/2][64] words of two neighbours in d; reads `next` into the cache meanwhile.
-inline void pack_keys(const Attention& op, const KVTile& tile, const KVTile& next, uint32_t* out) {
-  alignas(64) uint16_t room[16][kMaxHeadDim];
+template <KVType type>
+void pack_keys(const Attention& op, const KVTile& tile, const KVTile* next, uint32_t* out) {
+  alignas(64) uint16_t room[16][type == KVType::kBf16 ? 1 : kMaxHeadDim];
   for (long group = 0; group < kKeys; group += 16) {
     const uint16_t* rows[16];
-    for (long i = 0; i < 16; ++i)
-      rows[i] = bf16_row(op, tile, 0, tile.start + group + i, room[i]);
+    for (long i = 0; i < 16; ++i) {
+      long at = tile.at[group + i];
+      rows[i] = at < 0 ? nullptr : bf16_row<type>(op, at, room[i]);
+    }
     for (long d = 0; d < op.head_dim; d += 32) {
       I16 block[16];
       for (int i = 0; i < 16; ++i) block[i] = rows[i] ? load_bits(rows[i] + d) : izero();
       transpose16(block);
       for (int i = 0; i < 16; ++i) store_bits(out + (d / 2 + i) * kKeys + group, block[i]);
     }
-    for (long i = 0; i < 16; ++i) prefetch_row(op, next, 0, group + i);
+    for (long i = 0; next && i < 16; ++i)
+      if (next->at[group + i] >= 0) prefetch_row<type>(op, next->at[group + i]);
   }
 }
 
 // 64 values -> [32][D] words of two neighbouring keys; reads `next` into the cache meanwhile.
-inline void pack_values(const Attention& op, const KVTile& tile, const KVTile& next,
-                        uint32_t* out) {
+template <KVType type>
+void pack_values(const Attention& op, const KVTile& tile, const KVTile* next, uint32_t* out) {
   alignas(64) static const uint16_t nothing[kMaxHeadDim] = {};
-  alignas(64) uint16_t room[2][kMaxHeadDim];
+  alignas(64) uint16_t room[2][type == KVType::kBf16 ? 1 : kMaxHeadDim];
+  long behind = op.kv_heads * op.block_size;
   for (long pair = 0; pair < kKeys / 2; ++pair) {
     const uint16_t* rows[2];
     for (int i = 0; i < 2; ++i) {
-      rows[i] = bf16_row(op, tile, 1, tile.start + 2 * pair + i, room[i]);
-      if (!rows[i]) rows[i] = nothing;
-      prefetch_row(op, next, 1, 2 * pair + i);
+      long at = tile.at[2 * pair + i];
+      rows[i] = at < 0 ? nothing : bf16_row<type>(op, at + behind, room[i]);
+      if (next && next->at[2 * pair + i] >= 0)
+        prefetch_row<type>(op, next->at[2 * pair + i] + behind);
     }
     for (long d = 0; d < op.head_dim; d += 16)
       store_bits(out + pair * op.head_dim + d, interleave16(rows[0] + d, rows[1] + d));
   }
+}
+
+// The scales of 64 keys, then of their values; 0 where there are none.
+inline void load_scales(const Attention& op, const KVTile& tile, float* out) {
+  long behind = op.kv_heads * op.block_size;
+  for (long i = 0; i < kKeys; ++i) {
+    out[i] = tile.at[i] < 0 ? 0.0f : op.scale[tile.at[i]];
+    out[kKeys + i] = tile.at[i] < 0 ? 0.0f : op.scale[tile.at[i] + behind];
+  }
+}
+
+template <KVType type>
+void pack_tile(const Attention& op, const KVTile& tile, const KVTile* next, uint32_t* keys,
+               uint32_t* values, float* scales) {
+  pack_keys<type>(op, tile, next, keys);
+  pack_values<type>(op, tile, next, values);
+  if (type != KVType::kBf16) load_scales(op, tile, scales);
 }
 
 // acc[r][c] += sum over w of x[r][w] * y[w][c]: R rows, 4 x 16 columns.
@@ -215,7 +231,8 @@ struct AttentionScratch {
   float* scales;       // [2][64], of keys and values in 8 bits
 };
 
-template <int R>
+// `kPlain`: a cache of 16 bits, no window and no soft cap.
+template <int R, bool kPlain>
 void attend_rows(const Attention& op, const AttentionScratch& s, long tile, long row,
                  const Sums& sums) {
   long D = op.head_dim, start = tile * kKeys;
@@ -241,15 +258,15 @@ void attend_rows(const Attention& op, const AttentionScratch& s, long tile, long
   for (int r = 0; r < R; ++r) {
     constexpr float kNone = -std::numeric_limits<float>::infinity();
     long seen = s.visible[row + r] - start;
-    long passed = first_key(op, s.visible[row + r]) - start;
+    long passed = kPlain ? 0 : first_key(op, s.visible[row + r]) - start;
     F16 best = splat(sums.top[row + r]);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       F16 x = mul(scores[r][j], splat(op.sm_scale));
-      if (op.scale) x = mul(x, load(s.scales + 16 * j));
-      if (op.soft_cap != 0.0f) x = mul(splat(op.soft_cap), tanh(div(x, splat(op.soft_cap))));
+      if (!kPlain && op.scale) x = mul(x, load(s.scales + 16 * j));
+      if (!kPlain && op.soft_cap != 0.0f) x = mul(splat(op.soft_cap), tanh(div(x, splat(op.soft_cap))));
       x = keep_first(x, int(std::min(seen - 16 * j, 16L)), kNone);
-      if (passed > 16 * j) x = drop_first(x, int(std::min(passed - 16 * j, 16L)), kNone);
+      if (!kPlain && passed > 16 * j) x = drop_first(x, int(std::min(passed - 16 * j, 16L)), kNone);
       scores[r][j] = x;
       best = max(best, x);
     }
@@ -260,7 +277,7 @@ void attend_rows(const Attention& op, const AttentionScratch& s, long tile, long
     for (int j = 0; j < 4; ++j) {
       F16 e = exp(sub(scores[r][j], splat(top)));
       total = add(total, e);
-      if (op.scale) e = mul(e, load(s.scales + kKeys + 16 * j));
+      if (!kPlain && op.scale) e = mul(e, load(s.scales + kKeys + 16 * j));
       store_bf16(weights + 16 * j, e);
     }
     decay[r] = sums.top[row + r] == top ? 1.0f : std::exp(sums.top[row + r] - top);
@@ -322,34 +339,62 @@ inline AttentionScratch prepare(const Attention& op, const AttentionItem& item) 
   return s;
 }
 
+inline bool is_plain(const Attention& op) {
+  return !op.scale && op.soft_cap == 0.0f && op.window == std::numeric_limits<long>::max();
+}
+
+template <bool kPlain>
+void attend_tile(const Attention& op, const AttentionScratch& s, long tile, long rows,
+                 const Sums& sums) {
+  for (long row = 0; row < rows;) {
+    long n = std::min<long>(kRowTile, rows - row);
+    switch (n) {
+      case 1: attend_rows<1, kPlain>(op, s, tile, row, sums); break;
+      case 2: attend_rows<2, kPlain>(op, s, tile, row, sums); break;
+      case 3: attend_rows<3, kPlain>(op, s, tile, row, sums); break;
+      case 4: attend_rows<4, kPlain>(op, s, tile, row, sums); break;
+      case 5: attend_rows<5, kPlain>(op, s, tile, row, sums); break;
+      default: attend_rows<6, kPlain>(op, s, tile, row, sums); break;
+    }
+    row += n;
+  }
+}
+
+// A tile of an item; of none if it has no item.
+struct TileOf {
+  const AttentionItem* item;
+  long tile;
+};
+
 // The sums of an item's rows over one of its chunks. `after` is read into the cache at the end.
 inline void attend_chunk(const Attention& op, const AttentionItem& item,
-                         const AttentionScratch& s, long chunk, const KVTile& after,
+                         const AttentionScratch& s, long chunk, const TileOf& after,
                          const Sums& sums) {
   long rows = item.rows * (op.heads / op.kv_heads);
   sums.clear(rows, op.head_dim);
   TileRange tiles = tiles_of(op, item, chunk);
+  KVTile found[2];
+  if (tiles.first < tiles.last) find_tile(op, item, tiles.first, found[tiles.first & 1]);
   for (long tile = tiles.first; tile < tiles.last; ++tile) {
-    KVTile here = kv_tile(op, item, tile);
-    KVTile next = tile + 1 < tiles.last ? kv_tile(op, item, tile + 1) : after;
-    pack_keys(op, here, next, s.keys);
-    pack_values(op, here, next, s.values);
-    if (op.scale) {
-      load_scales(op, here, 0, s.scales);
-      load_scales(op, here, 1, s.scales + kKeys);
+    const KVTile& here = found[tile & 1];
+    TileOf next = tile + 1 < tiles.last ? TileOf{&item, tile + 1} : after;
+    KVTile* there = next.item ? &found[~tile & 1] : nullptr;
+    if (there) find_tile(op, *next.item, next.tile, *there);
+    switch (op.type) {
+      case KVType::kBf16:
+        pack_tile<KVType::kBf16>(op, here, there, s.keys, s.values, s.scales);
+        break;
+      case KVType::kInt8:
+        pack_tile<KVType::kInt8>(op, here, there, s.keys, s.values, s.scales);
+        break;
+      case KVType::kFp8:
+        pack_tile<KVType::kFp8>(op, here, there, s.keys, s.values, s.scales);
+        break;
     }
-    for (long row = 0; row < rows;) {
-      long n = std::min<long>(kRowTile, rows - row);
-      switch (n) {
-        case 1: attend_rows<1>(op, s, tile, row, sums); break;
-        case 2: attend_rows<2>(op, s, tile, row, sums); break;
-        case 3: attend_rows<3>(op, s, tile, row, sums); break;
-        case 4: attend_rows<4>(op, s, tile, row, sums); break;
-        case 5: attend_rows<5>(op, s, tile, row, sums); break;
-        default: attend_rows<6>(op, s, tile, row, sums); break;
-      }
-      row += n;
-    }
+    if (is_plain(op))
+      attend_tile<true>(op, s, tile, rows, sums);
+    else
+      attend_tile<false>(op, s, tile, rows, sums);
   }
 }
 
@@ -371,12 +416,12 @@ inline void attend_item(const Attention& op, const AttentionItem& item, const At
   Sums sums = Sums::at(memory, rows), more = Sums::at(memory + Sums::size(rows, D), rows);
   for (long c = 0; c < item.chunks; ++c) {
     long chunk = item.first_chunk + c;
-    const AttentionItem* after = c + 1 < item.chunks ? &item : next;
-    KVTile first = {};
-    if (after)
-      first = kv_tile(op, *after, tiles_of(op, *after, c + 1 < item.chunks ? chunk + 1
-                                                                           : after->first_chunk).first);
-    attend_chunk(op, item, s, chunk, first, c ? more : sums);
+    TileOf after = {};
+    if (c + 1 < item.chunks)
+      after = {&item, tiles_of(op, item, chunk + 1).first};
+    else if (next)
+      after = {next, tiles_of(op, *next, next->first_chunk).first};
+    attend_chunk(op, item, s, chunk, after, c ? more : sums);
     if (c) merge(sums, more, rows, D);
   }
   write_rows(op, item, sums);
@@ -422,10 +467,10 @@ inline void attend_in_chunks(xla::ffi::ThreadPool& pool, const Attention& op,
   long count = long(tasks.size());
   auto attend = [&](long t) {
     const AttentionItem& item = items[tasks[t].item];
-    KVTile after = {};
+    TileOf after = {};
     if (t + 1 < count) {
       const AttentionItem& next = items[tasks[t + 1].item];
-      after = kv_tile(op, next, tiles_of(op, next, tasks[t + 1].chunk).first);
+      after = {&next, tiles_of(op, next, tasks[t + 1].chunk).first};
     }
     attend_chunk(op, item, prepare(op, item), tasks[t].chunk, after, sums_of(tasks[t]));
   };
