@@ -1,14 +1,15 @@
 """How fast are the C++ kernels on this CPU, beside plain XLA and beside the memory?
 
-    python -m benchmarks.cpu_kernels [--shapes M S] [--rounds 5] [--output FILE.json]
+    python -m benchmarks.cpu_kernels [--shapes M S] [--parts linear attention] [--rounds 5]
+        [--output FILE.json]
 
 Linear layers: all matrices of some decoder layers (M: TinyLlama-1.1B's, S: SmolLM2-135M's; random
 weights, more than a cache holds), chained as the decoder chains them, with norms, SwiGLU and
 residuals. GB/s are bytes of weights over time, so at one row the best that can be
-is the memory's own rate, which is measured in each round. Attention: one query row of each of 16
-sequences, in all layers; GB/s are bytes of keys and values.
+is the memory's own rate, which is measured in each round. Attention: decode rows and chunks of
+prompts, in all layers; GB/s are bytes of the keys and values of the contexts.
 
-Takes about four minutes; nothing else should run meanwhile.
+Takes about six minutes; nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +34,14 @@ from benchmarks.interleaved import median_seconds
 from benchmarks.peers.proc import read_bandwidth_bytes_per_s
 from benchmarks.random_model import SHAPES, Shape
 from forge_kernels import cpu
-from forge_kernels.attention import ragged_paged_attention
+from forge_kernels.attention import QuantizedKV, kv_storage_dtype, ragged_paged_attention
+from forge_kernels.attention.quantized import quantize_rows
 from forge_kernels.cpu.library import num_threads
 from forge_kernels.linear import FORMATS, PackedWeight, Packing, Weight, linear, pack
 from forge_serve.bench import machine
 
 ROWS = (1, 8, 16, 32, 512)
-CONTEXTS = (128, 1024, 4096)
-SEQS, BLOCK = 16, 16
+BLOCK = 16
 EPS = 1e-5
 LAYER_BYTES = 350_000_000  # of bfloat16 weights: as many layers as that are run through
 KV_BYTES = 500_000_000
@@ -48,6 +51,9 @@ Leaf = dict[str, Weight]
 def main() -> int:
     parser = argparse.ArgumentParser(description="How fast are the C++ kernels on this CPU?")
     parser.add_argument("--shapes", nargs="+", choices=("M", "S"), default=("M", "S"))
+    parser.add_argument(
+        "--parts", nargs="+", choices=("linear", "attention"), default=("linear", "attention")
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args()
@@ -61,10 +67,10 @@ def main() -> int:
     }
     rates = [_memory()]
     for name in args.shapes:
-        report["linear"] += measure_linear(name, SHAPES[name], args.rounds)
-        rates.append(_memory())
-        report["attention"] += measure_attention(name, SHAPES[name], args.rounds)
-        rates.append(_memory())
+        for part, measure in (("linear", measure_linear), ("attention", measure_attention)):
+            if part in args.parts:
+                report[part] += measure(name, SHAPES[name], args.rounds)
+                rates.append(_memory())
     report["memory_gb_per_s"] = {"median": statistics.median(rates), "best": max(rates)}
     print(tables(report))
     if args.output is not None:
@@ -155,25 +161,55 @@ def _call(run: Callable[..., jax.Array], *arrays: Any) -> Callable[[], jax.Array
 # ---- attention ----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Attended:
+    """One step's attention: `seqs` sequences of `rows` queries each, which end at `context`."""
+
+    seqs: int
+    rows: int
+    context: int
+    kv_dtype: str = "bfloat16"
+    window: int | None = None
+
+    def __str__(self) -> str:
+        parts = [f"{self.seqs} x {self.rows} rows", f"context {self.context}"]
+        parts += [self.kv_dtype] if self.kv_dtype != "bfloat16" else []
+        parts += [f"window {self.window}"] if self.window else []
+        return ", ".join(parts)
+
+
+ATTENDED = (
+    *(Attended(16, 1, context) for context in (128, 1024, 4096)),
+    Attended(1, 1, 8192),
+    Attended(1, 512, 512),
+    Attended(1, 512, 8192),
+    Attended(16, 1, 4096, "int8"),
+    Attended(16, 1, 4096, "float8_e4m3fn"),
+    Attended(16, 1, 4096, window=1024),
+)
+
+
 def measure_attention(name: str, shape: Shape, rounds: int) -> list[dict[str, Any]]:
-    """Seconds of a layer for one row of each sequence; each call reads another layer's cache."""
+    """Seconds of a layer; each call reads another layer's cache."""
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     head_dim = shape.hidden_size // heads
     results = []
-    for context in CONTEXTS:
-        blocks = SEQS * context // BLOCK
-        layer_bytes = SEQS * context * 2 * kv_heads * head_dim * 2
+    for case in ATTENDED:
+        blocks = case.seqs * case.context // BLOCK
+        form = (blocks, 2, kv_heads, BLOCK, head_dim)
+        layer_bytes = math.prod(form) * jnp.dtype(case.kv_dtype).itemsize
         layers = max(1, min(shape.num_hidden_layers, KV_BYTES // layer_bytes))
         rng = np.random.default_rng(0)
-        bits = np.asarray(
-            rng.standard_normal((blocks, 2, kv_heads, BLOCK, head_dim), np.float32),
-            ml_dtypes.bfloat16,
-        ).view(np.uint16)
-        caches = [jnp.array(bits) for _ in range(layers)]
-        q = jnp.asarray(rng.standard_normal((SEQS, heads, head_dim)), jnp.bfloat16)
-        tables = jnp.asarray(rng.permutation(blocks).reshape(SEQS, -1), jnp.int32)
+        floats = rng.standard_normal(form, np.float32)
+        caches = [_cache(floats, case.kv_dtype) for _ in range(layers)]
+        tokens = case.seqs * case.rows
+        q = jnp.asarray(rng.standard_normal((tokens, heads, head_dim)), jnp.bfloat16)
+        tables = jnp.asarray(rng.permutation(blocks).reshape(case.seqs, -1), jnp.int32)
         sides = {
-            kind: _call(jax.jit(functools.partial(_attend, implementation=kind)), q, caches, tables)
+            kind: _call(
+                jax.jit(functools.partial(_attend, case=case, implementation=kind)),
+                *(q, caches, tables),
+            )
             for kind in ("xla", "cpu")
         }
         times = median_seconds(sides, rounds)
@@ -181,9 +217,8 @@ def measure_attention(name: str, shape: Shape, rounds: int) -> list[dict[str, An
             results.append(
                 {
                     "shape": name,
+                    "case": str(case),
                     "implementation": kind,
-                    "context": context,
-                    "sequences": SEQS,
                     "layers": layers,
                     "us_per_layer": 1e6 * seconds / layers,
                     "gb_per_s": layers * layer_bytes / seconds / 1e9,
@@ -193,22 +228,36 @@ def measure_attention(name: str, shape: Shape, rounds: int) -> list[dict[str, An
     return results
 
 
+def _cache(floats: np.ndarray, kv_dtype: str) -> jax.Array | QuantizedKV:
+    if kv_dtype == "bfloat16":
+        return jnp.asarray(floats.astype(ml_dtypes.bfloat16).view(np.uint16))
+    data, scale = quantize_rows(jnp.asarray(floats), kv_dtype)
+    storage = kv_storage_dtype(kv_dtype, "cpu")
+    return QuantizedKV(jax.lax.bitcast_convert_type(data, storage), scale)
+
+
 def _attend(
-    q: jax.Array, caches: list[jax.Array], tables: jax.Array, *, implementation: Any
+    q: jax.Array,
+    caches: list[jax.Array | QuantizedKV],
+    tables: jax.Array,
+    *,
+    case: Attended,
+    implementation: Any,
 ) -> jax.Array:
-    lens = jnp.full(SEQS, tables.shape[1] * BLOCK, jnp.int32)
+    stored = caches[0].dtype
     for kv in caches:
         q = ragged_paged_attention(
             q,
             kv,
             tables,
-            lens,
-            jnp.arange(SEQS + 1, dtype=jnp.int32),
-            jnp.int32(SEQS),
+            jnp.full(case.seqs, case.context, jnp.int32),
+            case.rows * jnp.arange(case.seqs + 1, dtype=jnp.int32),
+            jnp.int32(case.seqs),
             sm_scale=q.shape[-1] ** -0.5,
-            kv_dtype=jnp.bfloat16,
-            max_q_len=1,
+            kv_dtype=None if stored == jnp.int8 else case.kv_dtype,
+            max_q_len=case.rows,
             implementation=implementation,
+            window=case.window,
         )
     return q
 
@@ -235,14 +284,14 @@ def tables(report: dict[str, Any]) -> str:
     )
     lines += [
         "",
-        f"Attention of {SEQS} decode rows: us a layer (GB/s of keys and values; times plain XLA)",
+        "Attention: us a layer (GB/s of keys and values; times plain XLA)",
         "",
-        "| shape | by | " + " | ".join(f"context {c}" for c in CONTEXTS) + " |",
-        "|---" * (2 + len(CONTEXTS)) + "|",
+        "| shape | case | plain XLA | C++ kernels |",
+        "|---" * 4 + "|",
     ]
     lines += _grid(
         report["attention"],
-        ("shape", "implementation"),
+        ("shape", "case"),
         lambda r: f"{r['us_per_layer']:,.0f} ({r['gb_per_s']:.1f}; {r['speedup_over_xla']:.1f}x)",
     )
     return "\n".join(lines)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
 from forge_jax.adapters import Adapters, LoadedAdapter, Run
@@ -513,9 +512,8 @@ def choose_kernels(
         )
         if record is not None:
             forms = dataclasses.replace(forms, **dict(record.forms))
-        no_attention = unsupported(spec.head_dim, jnp.dtype(dtype), device.platform)
-        if config.cache.kv_dtype != "auto":
-            no_attention = f"they have no 8-bit caches (--kv-dtype {config.cache.kv_dtype})"
+        cached = element_dtype(config.cache.kv_dtype, dtype)
+        no_attention = unsupported(spec.head_dim, cached, device.platform)
         if no_attention is not None:
             log.warning("attention in plain XLA, without the CPU kernels: %s", no_attention)
         return Kernels(forms=forms, attention="auto" if no_attention else "cpu", sampler="cpu")

@@ -353,9 +353,6 @@ class Attention(Block):
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
         """x: dtype[T, d]; kv: one layer's -> (kv, x with the attention added)."""
         H, K, D = self.heads, self.kv_heads, self.head_dim
-        implementation = ragged.implementation
-        if implementation == "cpu" and not self.is_plain:
-            implementation = "auto"  # the C++ kernels know neither windows nor soft caps
         with jax.named_scope("qkv"):
             qkv = self.qkv(x, norm=self.norm, lora=ragged.lora, num_rows=ragged.num_tokens)
             qkv = self._normed(qkv.reshape(-1, H + 2 * K, D))
@@ -380,7 +377,7 @@ class Attention(Block):
                 sm_scale=self.sm_scale,
                 kv_dtype=ragged.kv_dtype,
                 max_q_len=ragged.max_q_len,
-                implementation=implementation,
+                implementation=ragged.implementation,
                 uniform=ragged.uniform,
                 window=self.window,
                 soft_cap=self.soft_cap,
@@ -388,11 +385,6 @@ class Attention(Block):
         out = out.reshape(-1, H * D)
         with jax.named_scope("attention_out"):
             return kv, self.add(x, self.out, out, ragged)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a query sees all keys before it, with their scores as they are."""
-        return self.window is None and self.soft_cap is None
 
     def _normed(self, qkv: jax.Array) -> jax.Array:
         """dtype[T, H + 2K, D], with the norms of queries and keys where the model has them."""

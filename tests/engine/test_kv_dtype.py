@@ -120,19 +120,15 @@ def test_the_fingerprint_tells_the_types_apart(make_llm):
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
-def test_only_attention_leaves_the_cpu_kernels_and_the_log_says_so(make_llm, kv_dtype, caplog):
+def test_the_cpu_kernels_attend_over_it(make_llm, kv_dtype, caplog):
     if not cpu.available():
         pytest.skip("no CPU kernels on this machine")
     runner = make_llm(kv_dtype)._core._device
-    assert runner._implementation == "auto" and runner._sampler == "cpu"
-    assert runner._model.packings
+    assert runner._implementation == "cpu" and runner._sampler == "cpu"
     config = EngineConfig.from_options(kv_dtype=kv_dtype)
     with caplog.at_level(logging.INFO):
-        assemble.choose_kernels(config, runner._model.spec, jax.devices()[0])
-    assert caplog.messages == [
-        "attention in plain XLA, without the CPU kernels: they have no 8-bit caches "
-        f"(--kv-dtype {kv_dtype})"
-    ]
+        kernels = assemble.choose_kernels(config, runner._model.spec, jax.devices()[0])
+    assert kernels.attention == "cpu" and not caplog.messages
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)

@@ -34,6 +34,7 @@ def main() -> None:
     isa = cpu.load(args.isa)
 
     import cpu_contract as contract
+    import test_attention as attention
 
     failed = {}
     for name, check in ({} if args.no_checks else checks()).items():
@@ -41,7 +42,8 @@ def main() -> None:
             check()
         except AssertionError as error:
             failed[name] = str(error).strip().splitlines()[0]
-    print(json.dumps({"isa": isa, "failed": failed, "digests": contract.digests()}))
+    digests = contract.digests() | attention.cpu_digests()
+    print(json.dumps({"isa": isa, "failed": failed, "digests": digests}))
 
 
 def checks() -> dict[str, Callable[[], None]]:
@@ -73,7 +75,14 @@ def checks() -> dict[str, Callable[[], None]]:
     ragged = {name: attention.BATCHES[name] for name in RAGGED}
     for name, batch in {**ragged, **attention.CPU_BATCHES}.items():
         found[f"attention, {name}"] = lambda batch=batch: attention.check_cpu(batch.for_cpu())
+    for name, batch in attention.MANY_KEYS_BATCHES.items():
+        for kind in ("int8", "fp8, window, soft cap"):
+            options = attention.KINDS[kind]
+            found[f"attention, {name}, {kind}"] = partial(
+                attention.check_cpu, batch.for_cpu(), **options
+            )
     found["attention, chunks of a prompt"] = lambda: attention.check_chunks((7, 50, 93))
+    found["attention, chunks of a long prompt"] = lambda: attention.check_chunks((1, 511, 788))
     found["rotate and write"] = attention.check_rotate_and_write
     found["sampling"] = lambda: sampling.check_cpu((97, 8193))
     return found

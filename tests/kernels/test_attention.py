@@ -1,5 +1,6 @@
 """Paged attention's contract: every implementation against a dense one in float64."""
 
+import hashlib
 import inspect
 import itertools
 from dataclasses import dataclass, replace
@@ -181,20 +182,21 @@ def quantized(kv: jax.Array, kv_dtype: str) -> QuantizedKV:
     return QuantizedKV(jnp.where(jnp.isnan(kv), jnp.asarray(127, data.dtype), data), scale)
 
 
-def run_cpu(a: Arrays) -> np.ndarray:
+def run_cpu(a: Arrays, *, kv_dtype: str = "bfloat16", **options: Any) -> np.ndarray:
     """By the CPU kernels: f32 of the rows that exist."""
-    q, kv, *rest = inputs(a)
-    bits = lax.bitcast_convert_type(kv.astype(jnp.bfloat16), jnp.uint16)
-    arrays = (q.astype(jnp.bfloat16), bits, *rest)
-    out = run(arrays, implementation="cpu", kv_dtype="bfloat16")
+    q, kv, *rest = inputs(a, kv_dtype)
+    if not isinstance(kv, QuantizedKV):
+        kv = lax.bitcast_convert_type(kv.astype(jnp.bfloat16), jnp.uint16)
+    arrays = (q.astype(jnp.bfloat16), kv, *rest)
+    out = run(arrays, implementation="cpu", kv_dtype=kv_dtype, **options)
     assert out.dtype == jnp.bfloat16
     return np.asarray(out, np.float32)[: a.cu_q_lens[a.num_seqs]]
 
 
-def check_cpu(batch: Batch) -> None:
+def check_cpu(batch: Batch, **kind: Any) -> None:
     """Half a unit of bfloat16 for each weight of a value, and for the result; sums are float32."""
-    arrays = make(batch)
-    out = run_cpu(arrays)
+    arrays = make(batch, **kind)
+    out = run_cpu(arrays, **kind)
     rows = len(out)
     expected, spread = arrays.expected[:rows], arrays.spread[:rows]
     tolerance = BF16_ROUNDOFF * (spread + np.abs(expected)) + 1e-5
@@ -203,10 +205,10 @@ def check_cpu(batch: Batch) -> None:
 
 
 def check(batch: Batch, implementation: str, *, uniform: bool, **options) -> None:
-    if implementation == "cpu":
-        check_cpu(batch.for_cpu())
-        return
     kind = {name: options[name] for name in ("window", "soft_cap", "kv_dtype") if name in options}
+    if implementation == "cpu":
+        check_cpu(batch.for_cpu(), **kind)
+        return
     arrays = make(batch, **kind)
     array_inputs = inputs(arrays, options.get("kv_dtype"))
     out = run(array_inputs, implementation=implementation, uniform=uniform, **options)
@@ -444,6 +446,68 @@ def test_the_cpu_kernels_know_all_sizes(cpu_kernels, name):
     check_cpu(CPU_BATCHES[name].for_cpu())
 
 
+# Of contexts that are summed up in several chunks: too few items for the threads, and enough.
+MANY_KEYS = replace(SMALL, rows=40, pool_tokens=6400, max_context=2100, block_size=16, head_dim=32)
+MANY_KEYS_BATCHES = {
+    "one decode": replace(MANY_KEYS, seqs=((1, 2100),)),
+    "a chunk of a prompt": replace(MANY_KEYS, seqs=((30, 1537), (1, 1025))),
+    "many": replace(MANY_KEYS, seqs=((1, 513), (1, 512), (5, 1100), *((1, 90),) * 4, (11, 2000))),
+}
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_the_cpu_kernels_know_8_bits_windows_soft_caps_and_long_contexts(cpu_kernels, kind):
+    options = {} if kind is None else KINDS[kind]
+    for name in ("decode, several groups", "chunks", "mixed", "empty sequences between"):
+        check_cpu(BATCHES[name].for_cpu(), **options)
+    for batch in MANY_KEYS_BATCHES.values():
+        check_cpu(batch.for_cpu(), **options)
+
+
+def cpu_digests() -> dict[str, str]:
+    """Hashes of what the CPU kernels compute of long contexts."""
+    found = {}
+    for (name, batch), kind in itertools.product(MANY_KEYS_BATCHES.items(), ("int8", "window")):
+        batch = batch.for_cpu()
+        out = run_cpu(make(batch, **KINDS[kind]), **KINDS[kind])
+        found[f"attention, {name}, {kind}"] = hashlib.sha256(out.tobytes()).hexdigest()
+    return found
+
+
+@pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
+def test_the_cpu_kernels_keep_a_nan_in_8_bits_in_its_sequence(cpu_kernels, kv_dtype):
+    batch = Batch(seqs=((1, 40), (5, 5), (30, 100))).for_cpu()
+    arrays = make(batch, kv_dtype=kv_dtype)
+    q, kv, *rest = inputs(arrays, kv_dtype)
+    q = q.astype(jnp.bfloat16)
+    attend = partial(run, implementation="cpu", kv_dtype=kv_dtype)
+    want = np.asarray(attend((q, kv, *rest)), np.float32)[:36]
+    block = arrays.block_tables[1, 0]
+    for side in (0, 1):
+        place = (block, side, slice(None), 2)
+        spoilt = [kv._replace(scale=kv.scale.at[place].set(jnp.nan))]
+        if kv_dtype == "float8_e4m3fn":
+            spoilt.append(kv._replace(data=kv.data.at[place].set(0xFF)))
+        for faulty in spoilt:
+            out = np.asarray(attend((q, faulty, *rest)), np.float32)[:36]
+            assert np.isnan(out[3:6]).all()
+            np.testing.assert_array_equal(
+                np.delete(out, range(1, 6), 0), np.delete(want, range(1, 6), 0)
+            )
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", *EIGHT_BITS])
+def test_what_every_window_has_passed_may_be_nan_for_the_cpu_kernels(cpu_kernels, kv_dtype):
+    options = {"window": 37, "kv_dtype": kv_dtype}
+    for name in ("decode, several groups", "verify rows", "chunks", "mixed"):
+        batch = BATCHES[name].for_cpu()
+        arrays = make(batch, **options)
+        want = run_cpu(arrays, **options)
+        pass_by(arrays, batch, window=37)
+        assert np.isfinite(want).all()
+        np.testing.assert_array_equal(run_cpu(arrays, **options), want)
+
+
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("implementation", "uniform"), FORMS)
 @pytest.mark.quick_cases(2)
@@ -493,15 +557,30 @@ def test_a_row_of_the_cpu_kernels_does_not_depend_on_the_chunks(cpu_kernels, siz
     check_chunks(sizes)
 
 
-def check_chunks(sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("kind", ["int8", "window longer than a tile", "fp8, window, soft cap"])
+@pytest.mark.parametrize("sizes", [(700, 600), (1299, 1), (1, 511, 1, 787)], ids=str)
+def test_nor_in_long_prompts_and_other_caches(cpu_kernels, sizes, kind):
+    check_chunks(sizes, **KINDS[kind])
+
+
+def check_chunks(sizes: tuple[int, ...], **options: Any) -> None:
     """A prompt in any chunks, behind whatever else is in the step: the same bits."""
-    prompt = Batch(seqs=((150, 150),), heads=6, kv_heads=2, head_dim=64, block_size=16).for_cpu()
-    whole = make(prompt)
-    want, order = run_cpu(whole), np.random.default_rng(0).permutation(len(sizes))
+    length = sum(sizes)
+    prompt = Batch(
+        seqs=((length, length),),
+        heads=6,
+        kv_heads=2,
+        head_dim=64,
+        block_size=16,
+        rows=max(240, length),
+        max_context=max(320, length),
+    ).for_cpu()
+    whole = make(prompt, **options)
+    want, order = run_cpu(whole, **options), np.random.default_rng(0).permutation(len(sizes))
     ends = np.cumsum(sizes)
     # Each chunk as a sequence of its own, of the same blocks; shuffled, between other sequences.
     pieces = [(sizes[i], ends[i]) for i in order]
-    others = make(replace(prompt, seqs=((1, 30), (3, 3)), seed=1))
+    others = make(replace(prompt, seqs=((1, 30), (3, 3)), seed=1), **options)
     S = len(pieces) + 2
     rows = [others.q[:1], *(whole.q[end - n : end] for n, end in pieces), others.q[1:4]]
     free = np.flatnonzero(np.isnan(whole.kv).all(axis=(1, 2, 3, 4)))
@@ -521,7 +600,7 @@ def check_chunks(sizes: tuple[int, ...]) -> None:
         cu_q_lens=np.cumsum([0, *counts]).astype(np.int32),
         num_seqs=np.int32(S),
     )
-    out, at = run_cpu(arrays), 1
+    out, at = run_cpu(arrays, **options), 1
     for n, end in pieces:
         np.testing.assert_array_equal(out[at : at + n], want[end - n : end])
         at += n
@@ -612,16 +691,18 @@ def test_the_cpu_kernels_write_into_a_donated_cache(cpu_kernels):
 def test_the_cpu_kernels_say_what_they_are_not_for():
     q, kv, *rest = inputs(make(BATCHES["no padding"]))
     attend = partial(ragged_paged_attention, sm_scale=1.0, implementation="cpu")
-    with pytest.raises(TypeError, match="for bfloat16, not float32"):
+    with pytest.raises(TypeError, match="and float8_e4m3fn, not float32"):
         attend(q, kv, *rest)
     bits = jnp.zeros(kv.shape, jnp.uint16)
-    with pytest.raises(TypeError, match="for bfloat16, not float16"):
+    with pytest.raises(TypeError, match="and float8_e4m3fn, not float16"):
         attend(q, bits, *rest, kv_dtype=jnp.float16)
     with pytest.raises(TypeError, match="a head size of 16 is no multiple of 32"):
         attend(q.astype(jnp.bfloat16), bits, *rest, kv_dtype=jnp.bfloat16)
     wide = jnp.zeros((*kv.shape[:-1], 32), jnp.uint16)
-    with pytest.raises(TypeError, match="not float32 with uint16"):
+    with pytest.raises(TypeError, match="for queries of bfloat16, not float32"):
         attend(jnp.zeros((*q.shape[:-1], 32)), wide, *rest, kv_dtype=jnp.bfloat16)
+    with pytest.raises(TypeError, match="read bfloat16 as its bits, not as bfloat16"):
+        attend(jnp.zeros((*q.shape[:-1], 32), jnp.bfloat16), wide.astype(jnp.bfloat16), *rest)
 
 
 def differing_schedules(**options: Any) -> list[str]:
@@ -860,8 +941,9 @@ def test_caches_of_8_bits_that_do_not_fit_are_refused():
         write_kv(int8._replace(scale=int8.scale.astype(jnp.float16)), q, q, jnp.zeros(13))
     with pytest.raises(TypeError, match="or uint16, not uint8"):
         write_kv(fp8.data, q, q, jnp.zeros(13), kv_dtype="float8_e4m3fn")
-    with pytest.raises(TypeError, match="caches of 16 bits, not int8"):
-        call(q, int8, *rest, implementation="cpu")
+    wide = QuantizedKV(jnp.zeros((*int8.shape[:-1], 32), jnp.int8), int8.scale)
+    with pytest.raises(TypeError, match="for queries of bfloat16, not float32"):
+        call(jnp.zeros((*q.shape[:-1], 32)), wide, *rest, implementation="cpu")
     with pytest.raises(TypeError, match="by the GPU kernels: "):
         call(q, int8, *rest, implementation="mosaic")
 
@@ -875,15 +957,6 @@ def test_windows_and_soft_caps_that_make_no_sense_are_refused(implementation):
     for soft_cap in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="soft_cap must be positive"):
             call(soft_cap=soft_cap)
-
-
-def test_the_cpu_kernels_know_no_window_and_no_soft_cap():
-    q, kv, *rest = inputs(make(BATCHES["no padding"].for_cpu()))
-    bits = lax.bitcast_convert_type(kv.astype(jnp.bfloat16), jnp.uint16)
-    call = partial(ragged_paged_attention, q.astype(jnp.bfloat16), bits, *rest, sm_scale=1.0)
-    for option in ({"window": 3}, {"soft_cap": 3.0}):
-        with pytest.raises(TypeError, match="CPU kernels: they know no window and no soft_cap"):
-            call(kv_dtype=jnp.bfloat16, implementation="cpu", **option)
 
 
 def test_inputs_that_do_not_fit_are_refused():

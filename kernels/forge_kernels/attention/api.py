@@ -79,8 +79,8 @@ def ragged_paged_attention(  # noqa: PLR0913
       max_q_len: a promise that no sequence has more rows; less is compiled. Rows beyond it may be
         zero.
       implementation: `reference` is differentiable for float32 `kv`; `xla` walks only the tiles
-        that the sequences have; `cpu` is the C++ kernels', for bfloat16 on a CPU where they have
-        been loaded (`forge_kernels.cpu`), without `window` and `soft_cap`; `mosaic` is the Pallas
+        that the sequences have; `cpu` is the C++ kernels', for bfloat16 queries on a CPU where they
+        have been loaded (`forge_kernels.cpu`); `mosaic` is the Pallas
         kernels for NVIDIA Hopper; `auto` is `mosaic` on such a GPU if it knows the shapes and
         types, and else `xla`.
       uniform: compute every row in the same way, so that its bits do not depend on the other rows
@@ -121,10 +121,8 @@ def ragged_paged_attention(  # noqa: PLR0913
     if implementation == "reference":
         return reference_attention(*arrays, kv_dtype=kv_dtype, **scoring)
     if implementation == "cpu":
-        bits = _check_cpu(q, kv, kv_dtype)
-        if window is not None or soft_cap is not None:
-            raise TypeError("no attention by the CPU kernels: they know no window and no soft_cap")
-        return cpu_attention(q, bits, *arrays[2:], sm_scale=sm_scale)
+        _check_cpu(q, kv, kv_dtype)
+        return cpu_attention(*arrays, **scoring)
     tokens = q.shape[0]
     max_q_len = tokens if max_q_len is None else min(max_q_len, tokens)
     if implementation == "mosaic" or (implementation == "auto" and _auto_is_mosaic(q, kv)):
@@ -172,9 +170,10 @@ def rotate_and_write[KV: jax.Array | QuantizedKV](
             f"tokens and heads of {D}"
         )
     if implementation == "cpu":
-        bits = _check_cpu(qkv, kv, _kv_float(kv, kv_dtype))
+        _check_cpu(qkv, kv, _kv_float(kv, kv_dtype))
+    if implementation == "cpu" and isinstance(kv, jax.Array):  # rows of 8 bits are rounded by XLA
         count = jnp.full((), qkv.shape[0], jnp.int32) if num_tokens is None else num_tokens
-        rotated: Any = cpu_rotate_write(qkv, cos, sin, slot_mapping, count, bits)
+        rotated: Any = cpu_rotate_write(qkv, cos, sin, slot_mapping, count, kv)
         return rotated
     q, k, v = qkv[:, :H], qkv[:, H : H + K], qkv[:, H + K :]
     q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
@@ -318,18 +317,15 @@ def _names(dtypes: tuple[jnp.dtype, ...]) -> str:
     return " or ".join(str(dtype) for dtype in dtypes)
 
 
-def _check_cpu(q: jax.Array, kv: jax.Array | QuantizedKV, kv_dtype: jnp.dtype) -> jax.Array:
-    """`kv`, if the kernels know it."""
-    if isinstance(kv, QuantizedKV):
-        raise TypeError(
-            f"no attention by the CPU kernels: they are for caches of 16 bits, not {kv_dtype}"
-        )
+def _check_cpu(q: jax.Array, kv: jax.Array | QuantizedKV, kv_dtype: jnp.dtype) -> None:
+    """Raise TypeError if the kernels are not for these."""
     reason = unsupported(q.shape[2], kv_dtype, "cpu")
-    if reason is None and (q.dtype != jnp.bfloat16 or kv.dtype != jnp.uint16):
-        reason = f"they are for bfloat16 with a cache of uint16, not {q.dtype} with {kv.dtype}"
+    if reason is None and q.dtype != jnp.bfloat16:
+        reason = f"they are for queries of bfloat16, not {q.dtype}"
+    if reason is None and kv_dtype != jnp.int8 and kv.dtype not in _BITS:
+        reason = f"they read {kv_dtype} as its bits, not as {kv.dtype}"
     if reason is not None:
         raise TypeError(f"no attention by the CPU kernels: {reason}")
-    return kv
 
 
 def _mosaic(q: jax.Array, kv: jax.Array | QuantizedKV, *rest: jax.Array, **options) -> jax.Array:

@@ -1,12 +1,15 @@
 """Paged attention by the C++ kernels, and the rotation and cache write before it.
 
-For bfloat16 kept as uint16, and head sizes that are multiples of 32. Every row's bits depend on its
-own query and keys alone (see `cpu/src/attention.h`).
+For bfloat16 queries, caches of bfloat16 kept as uint16 or of 8 bits, and head sizes that are
+multiples of 32. Every row's bits depend on its own query and keys alone (see
+`cpu/src/attention.h`).
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from forge_kernels.attention.quantized import LARGEST, QuantizedKV
 
 MAX_HEAD_DIM = 256
 
@@ -15,8 +18,8 @@ def unsupported(head_dim: int, kv_dtype: jnp.dtype, platform: str) -> str | None
     """Why these kernels cannot be used for such a cache; None if they can."""
     if platform != "cpu":
         return f"they are for CPUs, not {platform}"
-    if kv_dtype != jnp.bfloat16:
-        return f"they are for bfloat16, not {kv_dtype}"
+    if kv_dtype not in (jnp.bfloat16, *LARGEST):
+        return f"they are for caches of bfloat16, int8 and float8_e4m3fn, not {kv_dtype}"
     if head_dim % 32 or head_dim > MAX_HEAD_DIM:
         return f"a head size of {head_dim} is no multiple of 32 up to {MAX_HEAD_DIM}"
     return None
@@ -24,23 +27,29 @@ def unsupported(head_dim: int, kv_dtype: jnp.dtype, platform: str) -> str | None
 
 def cpu_attention(
     q: jax.Array,  # bf16[T, H, D]
-    kv: jax.Array,  # u16[N, 2, K, bs, D]
+    kv: jax.Array | QuantizedKV,  # u16[N, 2, K, bs, D]
     block_tables: jax.Array,  # i32[S, max_blocks]
     kv_lens: jax.Array,  # i32[S]
     cu_q_lens: jax.Array,  # i32[S + 1]
     num_seqs: jax.Array,  # i32[]
     *,
     sm_scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:  # bf16[T, H, D]; rows of no sequence hold anything
     out = jax.ShapeDtypeStruct(q.shape, jnp.bfloat16)
+    data, scale = kv if isinstance(kv, QuantizedKV) else (kv, jnp.zeros(0, jnp.float32))
     return jax.ffi.ffi_call("forge_attention", out)(
         q,
-        kv,
+        data,
+        scale,
         block_tables,
         kv_lens,
         cu_q_lens,
         num_seqs.reshape(1),
         sm_scale=np.float32(sm_scale),
+        window=np.int64(window or 0),
+        soft_cap=np.float32(soft_cap or 0),
     )
 
 

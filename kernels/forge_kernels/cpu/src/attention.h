@@ -1,12 +1,14 @@
-// Causal attention over the paged cache, bfloat16 kept as its bits; the rotation and the write
-// that come before it.
+// Causal attention over the paged cache, in bfloat16 kept as its bits or in 8 bits with a scale per
+// row; the rotation and the write that come before it.
 //
-// One form for decode rows, drafts and prompt chunks: a work item is a few query rows of one
+// Decode rows, drafts and prompt chunks are computed alike: a work item is a few query rows of one
 // sequence and one key/value head, and walks the keys in tiles of 64 at absolute positions 0, 64,
-// 128, ... A row's bits depend on its own query and keys only: not on its place in an item, on the
-// other rows, or on the number of threads. Keys beyond a row's position get the weight 0, and keys
-// and values beyond the sequence's end are replaced by zeros before they are used, for what the
-// cache holds there may be NaN.
+// 128, ... Tiles are summed up in chunks of 512 keys, at absolute positions too, and the sums of the
+// chunks are merged in their order, whether one thread computes them or several. So a row's bits
+// depend on its own query and keys only: not on its place in an item, on the other rows, or on the
+// number of threads. Keys that a row does not see get the weight 0, and keys and values that no row
+// of the item sees are replaced by zeros before they are used, for what the cache holds there may
+// be NaN.
 #pragma once
 
 #include <algorithm>
@@ -19,14 +21,20 @@
 
 namespace forge {
 
-constexpr int kKeys = 64;      // of a tile
-constexpr int kItemRows = 64;  // rows of an item, about
+constexpr int kKeys = 64;        // of a tile
+constexpr long kChunkTiles = 8;  // 512 keys
+constexpr long kItemRows[] = {256, 128, 64};  // rows of an item, about
 constexpr int kMaxHeadDim = 256;
 constexpr int kRowTile = kMaxRowsWide;
+constexpr float kNoScore = -1e30f;  // finite, so that e^(-inf - kNoScore) is 0
+
+enum class KVType { kBf16, kInt8, kFp8 };  // float8_e4m3fn
 
 struct Attention {
   const uint16_t* q;   // bf16[T, H, D]
-  const uint16_t* kv;  // bf16 bits [N, 2, K, bs, D]
+  const void* kv;      // bits [N, 2, K, bs, D]
+  const float* scale;  // [N, 2, K, bs], of caches in 8 bits
+  KVType type;
   const int32_t* block_tables;
   const int32_t* kv_lens;
   const int32_t* cu_q_lens;
@@ -34,46 +42,80 @@ struct Attention {
   long num_seqs, max_blocks;
   long heads, kv_heads, head_dim, block_size;
   float sm_scale;
+  long window;     // keys that a row sees at most
+  float soft_cap;  // 0: none
 };
-
-// The keys (half 0) or values (half 1) of one head at a position.
-inline const uint16_t* kv_row(const Attention& op, const int32_t* table, int half, long head,
-                              long position) {
-  long block = table[position / op.block_size], offset = position % op.block_size;
-  return op.kv +
-         (((block * 2 + half) * op.kv_heads + head) * op.block_size + offset) * op.head_dim;
-}
 
 struct AttentionItem {
   long seq, head, first, rows;  // query rows first, first + 1, ... of the sequence
+  long first_chunk, chunks;     // that it walks
 };
 
-// 64 positions of one sequence and head.
+// The first key that a row sees which sees the keys before `visible`.
+inline long first_key(const Attention& op, long visible) {
+  return std::max(0L, visible - op.window);
+}
+
+// The keys before which row `row` of a sequence stops.
+inline long visible_keys(const Attention& op, long seq, long row) {
+  return op.kv_lens[seq] - (op.cu_q_lens[seq + 1] - op.cu_q_lens[seq]) + row + 1;
+}
+
+// The keys of 64 positions of one sequence and head: rows of the cache, or -1 where no row of the
+// item sees one. The values are `kv_heads * block_size` rows behind.
 struct KVTile {
-  const int32_t* table;
-  long head, start, end;  // positions at and beyond `end` do not exist
+  long at[kKeys];
 };
 
-inline KVTile kv_tile(const Attention& op, const AttentionItem& item, long tile) {
-  return {op.block_tables + item.seq * op.max_blocks, item.head, tile * kKeys,
-          op.kv_lens[item.seq]};
+inline void find_tile(const Attention& op, const AttentionItem& item, long tile, KVTile& out) {
+  long begin = first_key(op, visible_keys(op, item.seq, item.first)), end = op.kv_lens[item.seq];
+  const int32_t* table = op.block_tables + item.seq * op.max_blocks;
+  long position = tile * kKeys, bs = op.block_size;
+  long index = position / bs, offset = position % bs;
+  for (long i = 0; i < kKeys;) {
+    bool exists = position + i < end;  // the table ends where the sequence does
+    long row = exists ? (table[index] * 2 * op.kv_heads + item.head) * bs + offset : 0;
+    long run = std::min(bs - offset, kKeys - i);
+    for (long j = 0; j < run; ++j, ++i) {
+      long at = position + i;
+      out.at[i] = begin <= at && at < end ? row + j : -1;
+    }
+    ++index, offset = 0;
+  }
+}
+
+template <KVType type>
+const uint8_t* kv_row(const Attention& op, long at) {
+  return static_cast<const uint8_t*>(op.kv) + at * op.head_dim * (type == KVType::kBf16 ? 2 : 1);
 }
 
 // Blocks lie anywhere in memory, so that the hardware does not foresee what is read next.
-inline void prefetch_row(const Attention& op, const KVTile& tile, int half, long index) {
-  long position = tile.start + index;
-  if (position >= tile.end) return;
-  const uint16_t* row = kv_row(op, tile.table, half, tile.head, position);
-  for (long d = 0; d < op.head_dim; d += 32) prefetch(row + d);
+template <KVType type>
+void prefetch_row(const Attention& op, long at) {
+  const uint8_t* row = kv_row<type>(op, at);
+  long bytes = op.head_dim * (type == KVType::kBf16 ? 2 : 1);
+  for (long i = 0; i < bytes; i += 64) prefetch(row + i);
+}
+
+// A row as bf16, which holds 8 bits exactly. `room`: [D].
+template <KVType type>
+const uint16_t* bf16_row(const Attention& op, long at, uint16_t* room) {
+  const uint8_t* row = kv_row<type>(op, at);
+  if (type == KVType::kBf16) return reinterpret_cast<const uint16_t*>(row);
+  for (long d = 0; d < op.head_dim; d += 16)
+    store_bf16(room + d, type == KVType::kInt8 ? load_s8(row + d) : load_fp8(row + d));
+  return room;
 }
 
 // 64 keys -> [D/2][64] words of two neighbours in d; reads `next` into the cache meanwhile.
-inline void pack_keys(const Attention& op, const KVTile& tile, const KVTile& next, uint32_t* out) {
+template <KVType type>
+void pack_keys(const Attention& op, const KVTile& tile, const KVTile* next, uint32_t* out) {
+  alignas(64) uint16_t room[16][type == KVType::kBf16 ? 1 : kMaxHeadDim];
   for (long group = 0; group < kKeys; group += 16) {
     const uint16_t* rows[16];
     for (long i = 0; i < 16; ++i) {
-      long position = tile.start + group + i;
-      rows[i] = position < tile.end ? kv_row(op, tile.table, 0, tile.head, position) : nullptr;
+      long at = tile.at[group + i];
+      rows[i] = at < 0 ? nullptr : bf16_row<type>(op, at, room[i]);
     }
     for (long d = 0; d < op.head_dim; d += 32) {
       I16 block[16];
@@ -81,24 +123,45 @@ inline void pack_keys(const Attention& op, const KVTile& tile, const KVTile& nex
       transpose16(block);
       for (int i = 0; i < 16; ++i) store_bits(out + (d / 2 + i) * kKeys + group, block[i]);
     }
-    for (long i = 0; i < 16; ++i) prefetch_row(op, next, 0, group + i);
+    for (long i = 0; next && i < 16; ++i)
+      if (next->at[group + i] >= 0) prefetch_row<type>(op, next->at[group + i]);
   }
 }
 
 // 64 values -> [32][D] words of two neighbouring keys; reads `next` into the cache meanwhile.
-inline void pack_values(const Attention& op, const KVTile& tile, const KVTile& next,
-                        uint32_t* out) {
+template <KVType type>
+void pack_values(const Attention& op, const KVTile& tile, const KVTile* next, uint32_t* out) {
   alignas(64) static const uint16_t nothing[kMaxHeadDim] = {};
+  alignas(64) uint16_t room[2][type == KVType::kBf16 ? 1 : kMaxHeadDim];
+  long behind = op.kv_heads * op.block_size;
   for (long pair = 0; pair < kKeys / 2; ++pair) {
     const uint16_t* rows[2];
     for (int i = 0; i < 2; ++i) {
-      long position = tile.start + 2 * pair + i;
-      rows[i] = position < tile.end ? kv_row(op, tile.table, 1, tile.head, position) : nothing;
-      prefetch_row(op, next, 1, 2 * pair + i);
+      long at = tile.at[2 * pair + i];
+      rows[i] = at < 0 ? nothing : bf16_row<type>(op, at + behind, room[i]);
+      if (next && next->at[2 * pair + i] >= 0)
+        prefetch_row<type>(op, next->at[2 * pair + i] + behind);
     }
     for (long d = 0; d < op.head_dim; d += 16)
       store_bits(out + pair * op.head_dim + d, interleave16(rows[0] + d, rows[1] + d));
   }
+}
+
+// The scales of 64 keys, then of their values; 0 where there are none.
+inline void load_scales(const Attention& op, const KVTile& tile, float* out) {
+  long behind = op.kv_heads * op.block_size;
+  for (long i = 0; i < kKeys; ++i) {
+    out[i] = tile.at[i] < 0 ? 0.0f : op.scale[tile.at[i]];
+    out[kKeys + i] = tile.at[i] < 0 ? 0.0f : op.scale[tile.at[i] + behind];
+  }
+}
+
+template <KVType type>
+void pack_tile(const Attention& op, const KVTile& tile, const KVTile* next, uint32_t* keys,
+               uint32_t* values, float* scales) {
+  pack_keys<type>(op, tile, next, keys);
+  pack_values<type>(op, tile, next, values);
+  if (type != KVType::kBf16) load_scales(op, tile, scales);
 }
 
 // acc[r][c] += sum over w of x[r][w] * y[w][c]: R rows, 4 x 16 columns.
@@ -127,19 +190,51 @@ inline void multiply16(const uint32_t* x, long x_stride, const uint32_t* y, long
   }
 }
 
-// What one thread works with: packed keys and values, weights, outputs.
-struct AttentionScratch {
-  uint32_t* keys;     // [D/2][64]
-  uint32_t* values;   // [32][D]
-  uint32_t* weights;  // [rows][32], pairs of bf16
-  float* out;         // [rows][D]
-  float* top;         // [rows]
-  float* total;       // [rows]
+// Sums over some of the keys: of each row the largest score, the sum of the weights relative to it,
+// and the sum of the values by these weights.
+struct Sums {
+  float* top;    // [rows]
+  float* total;  // [rows]
+  float* out;    // [rows][D]
+
+  static long size(long rows, long D) { return rows * (D + 2); }
+  static Sums at(float* memory, long rows) {
+    return {memory, memory + rows, memory + 2 * rows};
+  }
+  void clear(long rows, long D) const {
+    std::fill(top, top + rows, kNoScore);
+    std::fill(total, total + rows * (D + 1), 0.0f);
+  }
 };
 
-template <int R>
-void attend_rows(const Attention& op, const uint16_t* const* q, const long* visible, long tile,
-                 long row, const AttentionScratch& s) {
+// Adds the sums of the next chunk. Of one that a row does not see, nothing changes.
+inline void merge(const Sums& sums, const Sums& next, long rows, long D) {
+  for (long i = 0; i < rows; ++i) {
+    float top = std::max(sums.top[i], next.top[i]);
+    float before = sums.top[i] == top ? 1.0f : std::exp(sums.top[i] - top);
+    float after = next.top[i] == top ? 1.0f : std::exp(next.top[i] - top);
+    sums.top[i] = top;
+    sums.total[i] = sums.total[i] * before + next.total[i] * after;
+    float *out = sums.out + i * D, *more = next.out + i * D;
+    for (long d = 0; d < D; d += 16)
+      store(out + d, add(mul(load(out + d), splat(before)), mul(load(more + d), splat(after))));
+  }
+}
+
+// What one thread works with.
+struct AttentionScratch {
+  const uint16_t** q;  // [rows]
+  long* visible;       // [rows]
+  uint32_t* keys;      // [D/2][64]
+  uint32_t* values;    // [32][D]
+  uint32_t* weights;   // [rows][32], pairs of bf16
+  float* scales;       // [2][64], of keys and values in 8 bits
+};
+
+// `kPlain`: a cache of 16 bits, no window and no soft cap.
+template <int R, bool kPlain>
+void attend_rows(const Attention& op, const AttentionScratch& s, long tile, long row,
+                 const Sums& sums) {
   long D = op.head_dim, start = tile * kKeys;
   F16 scores[R][4];
 #pragma GCC unroll 6
@@ -153,7 +248,7 @@ void attend_rows(const Attention& op, const uint16_t* const* q, const long* visi
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       uint32_t pair;
-      std::memcpy(&pair, q[r] + 2 * w, 4);
+      std::memcpy(&pair, s.q[row + r] + 2 * w, 4);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) scores[r][j] = dot2(scores[r][j], v[j], pair);
     }
@@ -162,28 +257,35 @@ void attend_rows(const Attention& op, const uint16_t* const* q, const long* visi
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
     constexpr float kNone = -std::numeric_limits<float>::infinity();
-    long seen = visible[r] - start;
-    F16 best = splat(s.top[row + r]);
+    long seen = s.visible[row + r] - start;
+    long passed = kPlain ? 0 : first_key(op, s.visible[row + r]) - start;
+    F16 best = splat(sums.top[row + r]);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       F16 x = mul(scores[r][j], splat(op.sm_scale));
-      scores[r][j] = keep_first(x, int(std::min(seen - 16 * j, 16L)), kNone);
-      best = max(best, scores[r][j]);
+      if (!kPlain && op.scale) x = mul(x, load(s.scales + 16 * j));
+      if (!kPlain && op.soft_cap != 0.0f) x = mul(splat(op.soft_cap), tanh(div(x, splat(op.soft_cap))));
+      x = keep_first(x, int(std::min(seen - 16 * j, 16L)), kNone);
+      if (!kPlain && passed > 16 * j) x = drop_first(x, int(std::min(passed - 16 * j, 16L)), kNone);
+      scores[r][j] = x;
+      best = max(best, x);
     }
     float top = maximum(best);
-    F16 sums = zero();
+    F16 total = zero();
     uint16_t* weights = reinterpret_cast<uint16_t*>(s.weights + (row + r) * (kKeys / 2));
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       F16 e = exp(sub(scores[r][j], splat(top)));
-      sums = add(sums, e);
+      total = add(total, e);
+      if (!kPlain && op.scale) e = mul(e, load(s.scales + kKeys + 16 * j));
       store_bf16(weights + 16 * j, e);
     }
-    decay[r] = s.top[row + r] == top ? 1.0f : std::exp(s.top[row + r] - top);
-    s.top[row + r] = top;
-    s.total[row + r] = s.total[row + r] * decay[r] + sum(sums);
+    decay[r] = sums.top[row + r] == top ? 1.0f : std::exp(sums.top[row + r] - top);
+    sums.top[row + r] = top;
+    sums.total[row + r] = sums.total[row + r] * decay[r] + sum(total);
   }
   const uint32_t* weights = s.weights + row * (kKeys / 2);
+  float* out = sums.out + row * D;
   long d = 0;
   for (; d + 64 <= D; d += 64) {
     F16 acc[R][4];
@@ -191,81 +293,210 @@ void attend_rows(const Attention& op, const uint16_t* const* q, const long* visi
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j)
-        acc[r][j] = mul(load(s.out + (row + r) * D + d + 16 * j), splat(decay[r]));
+        acc[r][j] = mul(load(out + r * D + d + 16 * j), splat(decay[r]));
     multiply64<R>(weights, kKeys / 2, s.values + d, D, kKeys / 2, acc);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) store(s.out + (row + r) * D + d + 16 * j, acc[r][j]);
+      for (int j = 0; j < 4; ++j) store(out + r * D + d + 16 * j, acc[r][j]);
   }
   for (; d < D; d += 16) {
     F16 acc[R];
 #pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) acc[r] = mul(load(s.out + (row + r) * D + d), splat(decay[r]));
+    for (int r = 0; r < R; ++r) acc[r] = mul(load(out + r * D + d), splat(decay[r]));
     multiply16<R>(weights, kKeys / 2, s.values + d, D, kKeys / 2, acc);
 #pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) store(s.out + (row + r) * D + d, acc[r]);
+    for (int r = 0; r < R; ++r) store(out + r * D + d, acc[r]);
   }
 }
 
-inline void attend_item(const Attention& op, const AttentionItem& item,
-                        const AttentionItem* next) {
+// The tiles of an item that exist, in one of its chunks: [first, last).
+struct TileRange {
+  long first, last;
+};
+
+inline TileRange tiles_of(const Attention& op, const AttentionItem& item, long chunk) {
+  long begin = first_key(op, visible_keys(op, item.seq, item.first));
+  long end = visible_keys(op, item.seq, item.first + item.rows - 1);
+  return {std::max(chunk * kChunkTiles, begin / kKeys),
+          std::min((chunk + 1) * kChunkTiles, (end + kKeys - 1) / kKeys)};
+}
+
+inline AttentionScratch prepare(const Attention& op, const AttentionItem& item) {
   long D = op.head_dim, G = op.heads / op.kv_heads, rows = item.rows * G;
-  long q_start = op.cu_q_lens[item.seq], q_len = op.cu_q_lens[item.seq + 1] - q_start;
-  long kv_len = op.kv_lens[item.seq];
   AttentionScratch s;
   s.keys = scratch<uint32_t>(0, D / 2 * kKeys);
   s.values = scratch<uint32_t>(1, kKeys / 2 * D);
   s.weights = scratch<uint32_t>(2, rows * (kKeys / 2));
-  s.out = scratch<float>(3, rows * D);
-  s.top = scratch<float>(4, 2 * rows);
-  s.total = s.top + rows;
-  const uint16_t** q = scratch<const uint16_t*>(5, rows);
-  long* visible = scratch<long>(6, rows);
+  s.scales = scratch<float>(3, 2 * kKeys);
+  s.q = scratch<const uint16_t*>(4, rows);
+  s.visible = scratch<long>(5, rows);
   for (long i = 0; i < rows; ++i) {
     long row = item.first + i / G;
-    q[i] = op.q + ((q_start + row) * op.heads + item.head * G + i % G) * D;
-    visible[i] = kv_len - q_len + row + 1;
-    s.top[i] = -1e30f;  // finite, so that e^(-inf - top) is 0
-    s.total[i] = 0.0f;
+    s.q[i] = op.q + ((op.cu_q_lens[item.seq] + row) * op.heads + item.head * G + i % G) * D;
+    s.visible[i] = visible_keys(op, item.seq, row);
   }
-  std::fill(s.out, s.out + rows * D, 0.0f);
-  long longest = visible[rows - 1];
-  for (long tile = 0; tile * kKeys < longest; ++tile) {
-    KVTile next_tile = (tile + 1) * kKeys < longest ? kv_tile(op, item, tile + 1)
-                       : next                       ? kv_tile(op, *next, 0)
-                                                    : KVTile{};
-    pack_keys(op, kv_tile(op, item, tile), next_tile, s.keys);
-    pack_values(op, kv_tile(op, item, tile), next_tile, s.values);
-    for (long row = 0; row < rows;) {
-      long n = std::min<long>(kRowTile, rows - row);
-      switch (n) {
-        case 1: attend_rows<1>(op, q + row, visible + row, tile, row, s); break;
-        case 2: attend_rows<2>(op, q + row, visible + row, tile, row, s); break;
-        case 3: attend_rows<3>(op, q + row, visible + row, tile, row, s); break;
-        case 4: attend_rows<4>(op, q + row, visible + row, tile, row, s); break;
-        case 5: attend_rows<5>(op, q + row, visible + row, tile, row, s); break;
-        default: attend_rows<6>(op, q + row, visible + row, tile, row, s); break;
-      }
-      row += n;
+  return s;
+}
+
+inline bool is_plain(const Attention& op) {
+  return !op.scale && op.soft_cap == 0.0f && op.window == std::numeric_limits<long>::max();
+}
+
+template <bool kPlain>
+void attend_tile(const Attention& op, const AttentionScratch& s, long tile, long rows,
+                 const Sums& sums) {
+  for (long row = 0; row < rows;) {
+    long n = std::min<long>(kRowTile, rows - row);
+    switch (n) {
+      case 1: attend_rows<1, kPlain>(op, s, tile, row, sums); break;
+      case 2: attend_rows<2, kPlain>(op, s, tile, row, sums); break;
+      case 3: attend_rows<3, kPlain>(op, s, tile, row, sums); break;
+      case 4: attend_rows<4, kPlain>(op, s, tile, row, sums); break;
+      case 5: attend_rows<5, kPlain>(op, s, tile, row, sums); break;
+      default: attend_rows<6, kPlain>(op, s, tile, row, sums); break;
     }
-  }
-  for (long i = 0; i < rows; ++i) {
-    F16 scale = splat(s.total[i] == 0.0f ? 1.0f : 1.0f / s.total[i]);
-    long row = item.first + i / G;
-    uint16_t* out = op.out + ((q_start + row) * op.heads + item.head * G + i % G) * D;
-    for (long d = 0; d < D; d += 16) store_bf16(out + d, mul(load(s.out + i * D + d), scale));
+    row += n;
   }
 }
 
-inline void run_attention(xla::ffi::ThreadPool& pool, const Attention& op) {
-  long G = op.heads / op.kv_heads, most = std::max(1L, kItemRows / G);
+// A tile of an item; of none if it has no item.
+struct TileOf {
+  const AttentionItem* item;
+  long tile;
+};
+
+// The sums of an item's rows over one of its chunks. `after` is read into the cache at the end.
+inline void attend_chunk(const Attention& op, const AttentionItem& item,
+                         const AttentionScratch& s, long chunk, const TileOf& after,
+                         const Sums& sums) {
+  long rows = item.rows * (op.heads / op.kv_heads);
+  sums.clear(rows, op.head_dim);
+  TileRange tiles = tiles_of(op, item, chunk);
+  KVTile found[2];
+  if (tiles.first < tiles.last) find_tile(op, item, tiles.first, found[tiles.first & 1]);
+  for (long tile = tiles.first; tile < tiles.last; ++tile) {
+    const KVTile& here = found[tile & 1];
+    TileOf next = tile + 1 < tiles.last ? TileOf{&item, tile + 1} : after;
+    KVTile* there = next.item ? &found[~tile & 1] : nullptr;
+    if (there) find_tile(op, *next.item, next.tile, *there);
+    switch (op.type) {
+      case KVType::kBf16:
+        pack_tile<KVType::kBf16>(op, here, there, s.keys, s.values, s.scales);
+        break;
+      case KVType::kInt8:
+        pack_tile<KVType::kInt8>(op, here, there, s.keys, s.values, s.scales);
+        break;
+      case KVType::kFp8:
+        pack_tile<KVType::kFp8>(op, here, there, s.keys, s.values, s.scales);
+        break;
+    }
+    if (is_plain(op))
+      attend_tile<true>(op, s, tile, rows, sums);
+    else
+      attend_tile<false>(op, s, tile, rows, sums);
+  }
+}
+
+inline void write_rows(const Attention& op, const AttentionItem& item, const Sums& sums) {
+  long D = op.head_dim, G = op.heads / op.kv_heads;
+  for (long i = 0; i < item.rows * G; ++i) {
+    F16 scale = splat(sums.total[i] == 0.0f ? 1.0f : 1.0f / sums.total[i]);
+    long row = op.cu_q_lens[item.seq] + item.first + i / G;
+    uint16_t* out = op.out + (row * op.heads + item.head * G + i % G) * D;
+    for (long d = 0; d < D; d += 16) store_bf16(out + d, mul(load(sums.out + i * D + d), scale));
+  }
+}
+
+// All chunks of an item, by one thread. `next` is what it may get to next.
+inline void attend_item(const Attention& op, const AttentionItem& item, const AttentionItem* next) {
+  long D = op.head_dim, rows = item.rows * (op.heads / op.kv_heads);
+  AttentionScratch s = prepare(op, item);
+  float* memory = scratch<float>(6, 2 * Sums::size(rows, D));
+  Sums sums = Sums::at(memory, rows), more = Sums::at(memory + Sums::size(rows, D), rows);
+  for (long c = 0; c < item.chunks; ++c) {
+    long chunk = item.first_chunk + c;
+    TileOf after = {};
+    if (c + 1 < item.chunks)
+      after = {&item, tiles_of(op, item, chunk + 1).first};
+    else if (next)
+      after = {next, tiles_of(op, *next, next->first_chunk).first};
+    attend_chunk(op, item, s, chunk, after, c ? more : sums);
+    if (c) merge(sums, more, rows, D);
+  }
+  write_rows(op, item, sums);
+}
+
+// Items of at most `item_rows` rows, heads of one key/value head counted.
+inline std::vector<AttentionItem> attention_items(const Attention& op, long item_rows) {
+  long most = std::max(1L, item_rows / (op.heads / op.kv_heads));
   std::vector<AttentionItem> items;
   for (long seq = 0; seq < op.num_seqs; ++seq) {
     long q_len = op.cu_q_lens[seq + 1] - op.cu_q_lens[seq];
     for (long head = 0; head < op.kv_heads; ++head)
-      for (long first = 0; first < q_len; first += most)
-        items.push_back({seq, head, first, std::min(most, q_len - first)});
+      for (long first = 0; first < q_len; first += most) {
+        long rows = std::min(most, q_len - first), keys = kKeys * kChunkTiles;
+        long chunk = first_key(op, visible_keys(op, seq, first)) / keys;
+        long end = (visible_keys(op, seq, first + rows - 1) + keys - 1) / keys;
+        items.push_back({seq, head, first, rows, chunk, std::max(end - chunk, 1L)});
+      }
+  }
+  return items;
+}
+
+// The chunks of all items as work of their own, for a few long contexts on many threads.
+inline void attend_in_chunks(xla::ffi::ThreadPool& pool, const Attention& op,
+                             const std::vector<AttentionItem>& items) {
+  struct Task {
+    long item, chunk, offset;
+  };
+  long D = op.head_dim, G = op.heads / op.kv_heads, size = 0;
+  std::vector<Task> tasks;
+  std::vector<long> first;  // of each item
+  for (long i = 0; i < long(items.size()); ++i) {
+    first.push_back(long(tasks.size()));
+    for (long c = 0; c < items[i].chunks; ++c) {
+      tasks.push_back({i, items[i].first_chunk + c, size});
+      size += Sums::size(items[i].rows * G, D);
+    }
+  }
+  float* memory = scratch<float>(7, size);
+  auto sums_of = [&](const Task& task) {
+    return Sums::at(memory + task.offset, items[task.item].rows * G);
+  };
+  long count = long(tasks.size());
+  auto attend = [&](long t) {
+    const AttentionItem& item = items[tasks[t].item];
+    TileOf after = {};
+    if (t + 1 < count) {
+      const AttentionItem& next = items[tasks[t + 1].item];
+      after = {&next, tiles_of(op, next, tasks[t + 1].chunk).first};
+    }
+    attend_chunk(op, item, prepare(op, item), tasks[t].chunk, after, sums_of(tasks[t]));
+  };
+  auto merge_all = [&](long i) {
+    const Task* task = &tasks[first[i]];
+    Sums sums = sums_of(*task);
+    for (long c = 1; c < items[i].chunks; ++c)
+      merge(sums, sums_of(task[c]), items[i].rows * G, D);
+    write_rows(op, items[i], sums);
+  };
+  Team(pool, count).run(phase(count, attend), phase(long(items.size()), merge_all));
+}
+
+inline void run_attention(xla::ffi::ThreadPool& pool, const Attention& op) {
+  constexpr long kEach = 4;  // items of a thread, at least, so that all end at about the same time
+  long enough = kEach * std::max<long>(1, pool.num_threads());
+  std::vector<AttentionItem> items;
+  for (long item_rows : kItemRows) {  // many rows of an item unpack the cache less often
+    items = attention_items(op, item_rows);
+    if (long(items.size()) >= enough) break;
+  }
+  bool is_long = std::any_of(items.begin(), items.end(),
+                             [](const AttentionItem& item) { return item.chunks > 1; });
+  if (is_long && pool.num_threads() > 1 && long(items.size()) < enough) {
+    attend_in_chunks(pool, op, items);
+    return;
   }
   long count = long(items.size());
   auto attend = [&](long i) {

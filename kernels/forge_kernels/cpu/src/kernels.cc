@@ -1,5 +1,7 @@
 // The handlers that XLA calls: they check nothing that the Python side has checked by shape.
 
+#include <limits>
+
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
@@ -104,12 +106,16 @@ ffi::Error experts(ffi::ThreadPool pool, BF16 x, ffi::AnyBuffer gate_up, ffi::An
   return ffi::Error::Success();
 }
 
-ffi::Error attention(ffi::ThreadPool pool, BF16 q, ffi::Buffer<ffi::U16> kv, I32 block_tables,
-                     I32 kv_lens, I32 cu_q_lens, I32 num_seqs, ffi::Result<BF16> out,
-                     float sm_scale) {
+// `scale` has no elements for a cache of 16 bits. A window of 0 and a soft cap of 0 are none.
+ffi::Error attention(ffi::ThreadPool pool, BF16 q, ffi::AnyBuffer kv, ffi::Buffer<ffi::F32> scale,
+                     I32 block_tables, I32 kv_lens, I32 cu_q_lens, I32 num_seqs,
+                     ffi::Result<BF16> out, float sm_scale, int64_t window, float soft_cap) {
   forge::Attention op;
   op.q = bits(q);
-  op.kv = kv.typed_data();
+  op.kv = kv.untyped_data();
+  op.scale = scale.element_count() ? scale.typed_data() : nullptr;
+  bool is_int8 = kv.element_type() == ffi::DataType::S8;
+  op.type = !op.scale ? forge::KVType::kBf16 : is_int8 ? forge::KVType::kInt8 : forge::KVType::kFp8;
   op.block_tables = block_tables.typed_data();
   op.kv_lens = kv_lens.typed_data();
   op.cu_q_lens = cu_q_lens.typed_data();
@@ -121,6 +127,8 @@ ffi::Error attention(ffi::ThreadPool pool, BF16 q, ffi::Buffer<ffi::U16> kv, I32
   op.kv_heads = kv.dimensions()[2];
   op.block_size = kv.dimensions()[3];
   op.sm_scale = sm_scale;
+  op.window = window ? long(window) : std::numeric_limits<long>::max();
+  op.soft_cap = soft_cap;
   forge::run_attention(pool, op);
   return ffi::Error::Success();
 }
@@ -277,13 +285,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_attention, attention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<BF16>()
-                                  .Arg<ffi::Buffer<ffi::U16>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<I32>()
                                   .Arg<I32>()
                                   .Arg<I32>()
                                   .Arg<I32>()
                                   .Ret<BF16>()
-                                  .Attr<float>("sm_scale"));
+                                  .Attr<float>("sm_scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("soft_cap"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_rotate_write, rotate_write,
                               ffi::Ffi::Bind()

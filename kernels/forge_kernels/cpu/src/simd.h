@@ -53,6 +53,11 @@ inline F16 mul(F16 a, F16 b) { return _mm512_mul_ps(a, b); }
 inline F16 div(F16 a, F16 b) { return _mm512_div_ps(a, b); }
 inline F16 max(F16 a, F16 b) { return _mm512_max_ps(a, b); }
 inline F16 abs(F16 a) { return _mm512_abs_ps(a); }
+// The magnitude of a positive number, the sign of another.
+inline F16 copy_sign(F16 magnitude, F16 sign) {
+  I16 bit = _mm512_and_si512(_mm512_castps_si512(sign), _mm512_set1_epi32(int(0x80000000)));
+  return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(magnitude), bit));
+}
 inline F16 fma(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
 inline I16 iadd(I16 a, I16 b) { return _mm512_add_epi32(a, b); }
 inline I16 isub(I16 a, I16 b) { return _mm512_sub_epi32(a, b); }
@@ -68,6 +73,11 @@ inline void store_s8(int8_t* p, I16 x) {
 inline F16 keep_first(F16 x, int count, float other) {
   __mmask16 kept = count >= 16 ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1);
   return _mm512_mask_blend_ps(kept, _mm512_set1_ps(other), x);
+}
+// Lanes before `count` become `other`.
+inline F16 drop_first(F16 x, int count, float other) {
+  __mmask16 dropped = count >= 16 ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1);
+  return _mm512_mask_blend_ps(dropped, x, _mm512_set1_ps(other));
 }
 inline F16 load_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -259,6 +269,11 @@ inline F16 abs(F16 a) {
   __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
 }
+inline F16 copy_sign(F16 magnitude, F16 sign) {
+  __m256 bit = _mm256_set1_ps(-0.0f);
+  return {_mm256_or_ps(magnitude.lo, _mm256_and_ps(sign.lo, bit)),
+          _mm256_or_ps(magnitude.hi, _mm256_and_ps(sign.hi, bit))};
+}
 inline F16 fma(F16 a, F16 b, F16 c) {
   return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
 }
@@ -292,6 +307,13 @@ inline F16 keep_first(F16 x, int count, float other) {
   __m256 lo = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane));
   __m256 hi = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count - 8), lane));
   return {_mm256_blendv_ps(o, x.lo, lo), _mm256_blendv_ps(o, x.hi, hi)};
+}
+inline F16 drop_first(F16 x, int count, float other) {
+  __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  __m256 o = _mm256_set1_ps(other);
+  __m256 lo = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane));
+  __m256 hi = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count - 8), lane));
+  return {_mm256_blendv_ps(x.lo, o, lo), _mm256_blendv_ps(x.hi, o, hi)};
 }
 inline F16 load_f16(const uint16_t* p) {
   const __m128i* q = reinterpret_cast<const __m128i*>(p);
@@ -423,6 +445,27 @@ inline F16 exp(F16 x) {
   p = fma(p, f, splat(1.0f));
   p = fma(p, f, splat(1.0f));
   return scale_by_power(p, n);
+}
+
+// tanh x, to about 1e-7 of 1.
+inline F16 tanh(F16 x) {
+  F16 e = exp(mul(abs(x), splat(-2.0f)));
+  F16 y = div(sub(splat(1.0f), e), add(splat(1.0f), e));
+  return copy_sign(y, x);
+}
+
+// 16 values of float8_e4m3fn, by way of float16: its subnormal numbers are read whatever the
+// processor does with those of float32.
+inline F16 load_fp8(const void* p) {
+  alignas(32) uint16_t half[16];
+  __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  __m256i sign = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x80)), 8);
+  __m256i rest = _mm256_and_si256(x, _mm256_set1_epi16(0x7f));
+  __m256i nan = _mm256_cmpeq_epi16(rest, _mm256_set1_epi16(0x7f));
+  nan = _mm256_and_si256(nan, _mm256_set1_epi16(0x7c00));
+  rest = _mm256_or_si256(_mm256_slli_epi16(rest, 7), nan);
+  _mm256_store_si256(reinterpret_cast<__m256i*>(half), _mm256_or_si256(sign, rest));
+  return mul(load_f16(half), splat(256.0f));
 }
 
 // The natural logarithm of a positive normal number, to about 2 units in the last place.
