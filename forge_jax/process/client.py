@@ -44,6 +44,7 @@ from forge_jax.grammar import GrammarCompiler
 from forge_jax.observe.engine_state import EngineState
 from forge_jax.observe.log import LogFormat
 from forge_jax.outputs import Delta
+from forge_jax.process.backoff import Backoff
 from forge_jax.process.messages import (
     Abort,
     Frames,
@@ -169,6 +170,7 @@ class EngineProcess(StreamingEngine):
         self._timeout_s = start.config.parallel.engine_timeout_s
         self._watchdog = Watchdog(self._timeout_s)
         self._watching: asyncio.Task[None] | None = None
+        self._backoff = Backoff(clock)
         # None: no limit but the watchdog's.
         self._launch_limit_s = (
             self._timeout_s + LAUNCH_FACTOR * process.launch_s if self._timeout_s else None
@@ -467,6 +469,7 @@ class EngineProcess(StreamingEngine):
         self._transport, self._connection = transport, connection
         self._heard_s = self._clock()
         self._watchdog.begin()
+        self._backoff.begin()
         if self._state == "recovering":
             self._state = self._stats.state
         self._send_what_may_run()
@@ -494,6 +497,7 @@ class EngineProcess(StreamingEngine):
         match message:
             case News():
                 self._watchdog.progress()
+                self._backoff.progress()
                 outputs = message.to_outputs()
                 for request_id, deltas in outputs.items():
                     entry = self._journal.get(request_id)
@@ -550,6 +554,7 @@ class EngineProcess(StreamingEngine):
         if self._state != "stopping":
             self._state = "recovering"
         self.num_restarts += 1
+        self._backoff.died()
         reached: list[tuple[str, int]] = []
         for request_id, entry in list(self._journal.items()):
             if entry.aborted:
@@ -570,11 +575,11 @@ class EngineProcess(StreamingEngine):
         log.error(
             "the engine process %s; %d requests wait for the next", ending, len(self._journal)
         )
-        for attempt in range(MAX_LAUNCHES):
-            if attempt:
-                await asyncio.sleep(min(0.2 * 2 ** (attempt - 1), 5.0))
+        for _ in range(MAX_LAUNCHES):
+            await asyncio.sleep(self._backoff.pause_s)
             new = await self._launch_again()
             if new is None:
+                self._backoff.launch_failed()
                 continue
             self._process = new
             self._introduce(new.hello)
@@ -585,6 +590,7 @@ class EngineProcess(StreamingEngine):
                 return
             ending = await asyncio.to_thread(new.end)
             log.error("the new engine process %s before it was sent anything", ending)
+            self._backoff.launch_failed()
         self._give_up(EngineError(f"its process could not be started {MAX_LAUNCHES} times"))
 
     async def _launch_again(self) -> _Process | None:

@@ -410,6 +410,27 @@ async def test_a_worker_that_ends_at_once_is_launched_again_until_it_is_given_up
         engine.submit([1], SamplingParams(), request_id="late")
 
 
+async def test_launches_after_repeated_early_deaths_wait_longer_each_time(engine, monkeypatch):
+    """Of processes that say hello and die before they have put out a token."""
+    sleep, slept = asyncio.sleep, []
+
+    async def recorded(seconds):
+        if asyncio.current_task() is engine._recovery:
+            slept.append(seconds)
+            seconds = 0.0
+        await sleep(seconds)
+
+    monkeypatch.setattr(client.asyncio, "sleep", recorded)
+    for useful in (False, False, True):
+        if useful:
+            await outcomes(engine, jobs(1))
+        restarts = engine.num_restarts
+        os.kill(engine.pid, signal.SIGKILL)
+        await until(lambda before=restarts: engine.num_restarts > before, "a restart")
+        await until(lambda: engine.stats().state == "ready", "ready again")
+    assert slept == pytest.approx([0.2, 0.4, 0.0])
+
+
 async def test_successors_may_be_killed_at_any_moment_of_their_birth(
     engine, monkeypatch, brief_pauses
 ):
