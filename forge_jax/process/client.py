@@ -275,7 +275,7 @@ class EngineProcess(StreamingEngine):
         if tasks:
             await asyncio.wait(tasks)
         self._disconnect()
-        self._give_up_loading()
+        self._give_up_loading(EngineError("the engine was stopped while the adapter was loaded"))
         self._end_asking()
         if self._process is not None:
             process, self._process = self._process, None
@@ -319,6 +319,8 @@ class EngineProcess(StreamingEngine):
         asked.result()
 
     def _ask_for(self, ref: LoraRef, path: str, done: Future[LoadedAdapter]) -> None:
+        if self._state in ("failed", "stopped"):
+            raise EngineError(f"the engine loads no adapters: it is {self._state}")
         if self._transport is None:
             raise OverloadedError("the engine is being started again: try again later")
         self._loading[ref.identity] = done
@@ -338,10 +340,11 @@ class EngineProcess(StreamingEngine):
         if self._recovery is not None:
             await asyncio.wait([self._recovery])
 
-    def _give_up_loading(self) -> None:
+    def _give_up_loading(self, error: ForgeError) -> None:
+        """End each load that waits for the answer of a process that will not come."""
         loading, self._loading = self._loading, {}
         for done in loading.values():
-            done.set_exception(EngineError("the engine ended while the adapter was loaded"))
+            done.set_exception(error)
 
     def _lose(self, name: str, reason: str) -> None:
         """Ends what takes an adapter that the new process could not load again."""
@@ -547,7 +550,12 @@ class EngineProcess(StreamingEngine):
     def _died(self, process: _Process) -> None:
         self._disconnect()
         process.process.kill()
-        self._give_up_loading()
+        self._give_up_loading(
+            OverloadedError(
+                "the engine died while it loaded the adapter, and is being started again without "
+                "it: load the adapter again"
+            )
+        )
         self._end_asking()
         if self._state not in ("serving", "ready", "stopping"):
             return
@@ -595,9 +603,9 @@ class EngineProcess(StreamingEngine):
 
     async def _launch_again(self) -> _Process | None:
         """A process that has said hello; None, and a line in the log, if there is none."""
-        start = msgspec.structs.replace(
-            self._start_message, config=self._again, adapters=self.loras
-        )
+        # The dead process's answer may have come just before its end. No load begins meanwhile.
+        loras = [] if self.adapters is None else await asyncio.to_thread(self.adapters.settled)
+        start = msgspec.structs.replace(self._start_message, config=self._again, adapters=loras)
         birth = _Birth()
         launching = supervise.start_task(
             asyncio.to_thread(_launch, start, birth, self._launch_limit_s),
@@ -630,7 +638,7 @@ class EngineProcess(StreamingEngine):
             self._process.process.kill()
         self._journal.clear()
         self._bisection = Bisection()
-        self._give_up_loading()
+        self._give_up_loading(EngineError("the engine failed while the adapter was loaded"))
         self._end_asking()
         reason = str(error) if isinstance(error, ForgeError) else type(error).__name__
         self._fail(EngineError(f"the engine failed: {reason}"))
