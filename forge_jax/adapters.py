@@ -51,12 +51,19 @@ class Adapters:
         self.places = places
         self._install = install
         self._lock = threading.Lock()
+        self._load_ended = threading.Condition(self._lock)
         self._loaded = {adapter.name: adapter for adapter in loaded}
         self._loading: dict[str, LoraRef] = {}
         self._num_loads = len(self._loaded)
 
     def all(self) -> list[LoadedAdapter]:
         with self._lock:
+            return list(self._loaded.values())
+
+    def settled(self) -> list[LoadedAdapter]:
+        """Return all, once no load is under way: none is left out that is about to be there."""
+        with self._load_ended:
+            self._load_ended.wait_for(lambda: not self._loading)
             return list(self._loaded.values())
 
     def find(self, name: str) -> LoraRef:
@@ -95,8 +102,9 @@ class Adapters:
         except ModelError as error:
             raise RequestError(str(error), param="lora_path") from error
         finally:
-            with self._lock:
+            with self._load_ended:
                 del self._loading[name]
+                self._load_ended.notify_all()
 
     def restore(self, adapters: Iterable[LoadedAdapter]) -> dict[str, str]:
         """Loads what an engine before this one had, from the same folders; nothing runs yet.

@@ -267,6 +267,7 @@ class StreamingEngine(ABC):
 
         Raises:
           RequestError: the name is in use, there is no room, or the adapter does not fit the model.
+          OverloadedError: its process died meanwhile, and is started again without the adapter.
           EngineError: the engine failed or was stopped meanwhile.
         """
         await asyncio.to_thread(self._adapters().load, name, path, self._between_steps)

@@ -44,6 +44,7 @@ from forge_jax.grammar import GrammarCompiler
 from forge_jax.observe.engine_state import EngineState
 from forge_jax.observe.log import LogFormat
 from forge_jax.outputs import Delta
+from forge_jax.process.backoff import Backoff
 from forge_jax.process.messages import (
     Abort,
     Frames,
@@ -169,6 +170,7 @@ class EngineProcess(StreamingEngine):
         self._timeout_s = start.config.parallel.engine_timeout_s
         self._watchdog = Watchdog(self._timeout_s)
         self._watching: asyncio.Task[None] | None = None
+        self._backoff = Backoff(clock)
         # None: no limit but the watchdog's.
         self._launch_limit_s = (
             self._timeout_s + LAUNCH_FACTOR * process.launch_s if self._timeout_s else None
@@ -273,7 +275,7 @@ class EngineProcess(StreamingEngine):
         if tasks:
             await asyncio.wait(tasks)
         self._disconnect()
-        self._give_up_loading()
+        self._give_up_loading(EngineError("the engine was stopped while the adapter was loaded"))
         self._end_asking()
         if self._process is not None:
             process, self._process = self._process, None
@@ -317,6 +319,8 @@ class EngineProcess(StreamingEngine):
         asked.result()
 
     def _ask_for(self, ref: LoraRef, path: str, done: Future[LoadedAdapter]) -> None:
+        if self._state in ("failed", "stopped"):
+            raise EngineError(f"the engine loads no adapters: it is {self._state}")
         if self._transport is None:
             raise OverloadedError("the engine is being started again: try again later")
         self._loading[ref.identity] = done
@@ -336,10 +340,11 @@ class EngineProcess(StreamingEngine):
         if self._recovery is not None:
             await asyncio.wait([self._recovery])
 
-    def _give_up_loading(self) -> None:
+    def _give_up_loading(self, error: ForgeError) -> None:
+        """End each load that waits for the answer of a process that will not come."""
         loading, self._loading = self._loading, {}
         for done in loading.values():
-            done.set_exception(EngineError("the engine ended while the adapter was loaded"))
+            done.set_exception(error)
 
     def _lose(self, name: str, reason: str) -> None:
         """Ends what takes an adapter that the new process could not load again."""
@@ -467,6 +472,7 @@ class EngineProcess(StreamingEngine):
         self._transport, self._connection = transport, connection
         self._heard_s = self._clock()
         self._watchdog.begin()
+        self._backoff.begin()
         if self._state == "recovering":
             self._state = self._stats.state
         self._send_what_may_run()
@@ -494,6 +500,7 @@ class EngineProcess(StreamingEngine):
         match message:
             case News():
                 self._watchdog.progress()
+                self._backoff.progress()
                 outputs = message.to_outputs()
                 for request_id, deltas in outputs.items():
                     entry = self._journal.get(request_id)
@@ -543,13 +550,19 @@ class EngineProcess(StreamingEngine):
     def _died(self, process: _Process) -> None:
         self._disconnect()
         process.process.kill()
-        self._give_up_loading()
+        self._give_up_loading(
+            OverloadedError(
+                "the engine died while it loaded the adapter, and is being started again without "
+                "it: load the adapter again"
+            )
+        )
         self._end_asking()
         if self._state not in ("serving", "ready", "stopping"):
             return
         if self._state != "stopping":
             self._state = "recovering"
         self.num_restarts += 1
+        self._backoff.died()
         reached: list[tuple[str, int]] = []
         for request_id, entry in list(self._journal.items()):
             if entry.aborted:
@@ -570,11 +583,11 @@ class EngineProcess(StreamingEngine):
         log.error(
             "the engine process %s; %d requests wait for the next", ending, len(self._journal)
         )
-        for attempt in range(MAX_LAUNCHES):
-            if attempt:
-                await asyncio.sleep(min(0.2 * 2 ** (attempt - 1), 5.0))
+        for _ in range(MAX_LAUNCHES):
+            await asyncio.sleep(self._backoff.pause_s)
             new = await self._launch_again()
             if new is None:
+                self._backoff.launch_failed()
                 continue
             self._process = new
             self._introduce(new.hello)
@@ -585,13 +598,14 @@ class EngineProcess(StreamingEngine):
                 return
             ending = await asyncio.to_thread(new.end)
             log.error("the new engine process %s before it was sent anything", ending)
+            self._backoff.launch_failed()
         self._give_up(EngineError(f"its process could not be started {MAX_LAUNCHES} times"))
 
     async def _launch_again(self) -> _Process | None:
         """A process that has said hello; None, and a line in the log, if there is none."""
-        start = msgspec.structs.replace(
-            self._start_message, config=self._again, adapters=self.loras
-        )
+        # The dead process's answer may have come just before its end. No load begins meanwhile.
+        loras = [] if self.adapters is None else await asyncio.to_thread(self.adapters.settled)
+        start = msgspec.structs.replace(self._start_message, config=self._again, adapters=loras)
         birth = _Birth()
         launching = supervise.start_task(
             asyncio.to_thread(_launch, start, birth, self._launch_limit_s),
@@ -624,7 +638,7 @@ class EngineProcess(StreamingEngine):
             self._process.process.kill()
         self._journal.clear()
         self._bisection = Bisection()
-        self._give_up_loading()
+        self._give_up_loading(EngineError("the engine failed while the adapter was loaded"))
         self._end_asking()
         reason = str(error) if isinstance(error, ForgeError) else type(error).__name__
         self._fail(EngineError(f"the engine failed: {reason}"))

@@ -410,6 +410,27 @@ async def test_a_worker_that_ends_at_once_is_launched_again_until_it_is_given_up
         engine.submit([1], SamplingParams(), request_id="late")
 
 
+async def test_launches_after_repeated_early_deaths_wait_longer_each_time(engine, monkeypatch):
+    """Of processes that say hello and die before they have put out a token."""
+    sleep, slept = asyncio.sleep, []
+
+    async def recorded(seconds):
+        if asyncio.current_task() is engine._recovery:
+            slept.append(seconds)
+            seconds = 0.0
+        await sleep(seconds)
+
+    monkeypatch.setattr(client.asyncio, "sleep", recorded)
+    for useful in (False, False, True):
+        if useful:
+            await outcomes(engine, jobs(1))
+        restarts = engine.num_restarts
+        os.kill(engine.pid, signal.SIGKILL)
+        await until(lambda before=restarts: engine.num_restarts > before, "a restart")
+        await until(lambda: engine.stats().state == "ready", "ready again")
+    assert slept == pytest.approx([0.2, 0.4, 0.0])
+
+
 async def test_successors_may_be_killed_at_any_moment_of_their_birth(
     engine, monkeypatch, brief_pauses
 ):
@@ -577,6 +598,91 @@ def test_the_timeout_has_a_range():
         with pytest.raises(ConfigError, match="engine_timeout_s must be from 1 to 86400 seconds"):
             EngineConfig.from_options(engine_timeout_s=wrong)
     assert EngineConfig.from_options(engine_timeout_s=0.0).parallel.engine_timeout_s == 0.0
+
+
+# ---- adapters that are loaded while the process dies --------------------------------------------
+
+# A fake engine that has adapters, and notes each one that it loads. One of them kills it.
+TAKES_ADAPTERS = """
+import os
+from forge_jax.adapters import Adapters, LoadedAdapter
+from forge_jax.engine import Engine
+from forge_jax.process import worker
+
+def install(ref, path, run):
+    if path == "deadly":
+        os.kill(os.getpid(), 9)
+    with open({notes!r}, "a") as notes:
+        print(os.getpid(), ref.name, file=notes)
+    return LoadedAdapter(ref=ref, path=path, digest="", rank=1)
+
+class WithAdapters(Engine):
+    @classmethod
+    def fake(cls, **options):
+        engine = Engine.fake(**options)
+        engine.adapters = Adapters(2, install)
+        return engine
+
+worker.Engine = WithAdapters
+worker.main()
+"""
+
+
+@pytest.fixture
+async def with_adapters(monkeypatch, tmp_path):
+    """An engine, and a function that returns the names its present process has loaded."""
+    notes = tmp_path / "loaded"
+    notes.touch()
+    monkeypatch.setattr(client, "WORKER", ("-c", TAKES_ADAPTERS.format(notes=str(notes))))
+    engine = EngineProcess.fake()
+    engine.start()
+
+    def loaded() -> list[str]:
+        lines = [line.split() for line in notes.read_text().splitlines()]
+        return [name for pid, name in lines if int(pid) == engine.pid]
+
+    yield engine, loaded
+    await engine.stop()
+
+
+async def test_a_load_that_a_crash_interrupts_fails_and_may_be_repeated(with_adapters):
+    engine, loaded = with_adapters
+    await engine.load_lora("first", "good")
+    with pytest.raises(OverloadedError, match="load the adapter again"):
+        await engine.load_lora("second", "deadly")
+    assert [adapter.name for adapter in engine.loras] == ["first"]
+    await engine.load_lora("second", "good")
+    assert engine.num_restarts == 1 and loaded() == ["first", "second"]
+    await engine.unload_lora("second")
+    await engine.stop()
+    with pytest.raises(EngineError, match="it is stopped"):
+        await engine.load_lora("second", "good")
+
+
+async def test_an_adapter_whose_load_ends_at_a_crash_is_in_the_next_process(
+    with_adapters, monkeypatch, caplog
+):
+    """The process has said that it has it, and dies before the thread that loads takes note."""
+    engine, loaded = with_adapters
+    answered, may_go_on = threading.Event(), threading.Event()
+    install = engine.adapters._install
+
+    def slow_install(*args):
+        adapter = install(*args)
+        answered.set()
+        may_go_on.wait(WAIT_S)
+        return adapter
+
+    monkeypatch.setattr(engine.adapters, "_install", slow_install)
+    loading = asyncio.ensure_future(engine.load_lora("late", "good"))
+    await until(answered.is_set, "the answer of the process")
+    os.kill(engine.pid, signal.SIGKILL)
+    await until(lambda: "wait for the next" in caplog.text, "the end of the process")
+    await asyncio.sleep(0.2)
+    may_go_on.set()
+    await loading
+    await until(lambda: engine.stats().state == "ready", "ready again")
+    assert [adapter.name for adapter in engine.loras] == loaded() == ["late"]
 
 
 # ---- messages ------------------------------------------------------------------------------------
