@@ -20,6 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from forge_jax.adapters import Adapters, LoadedAdapter, Run
 from forge_jax.cache.kv import (
+    CPU_SEQUENCE_TOKENS,
     GIB,
     KVShape,
     coarse,
@@ -179,6 +180,7 @@ def assemble(  # noqa: PLR0915
         device,
         "" if mesh is None else f" and {shards - 1} more, as much on each",
     )
+    _say_if_small(config, sizes)
     if draft is not None and sizes.draft_kv is not None:
         log.info(
             "draft model %s: %s of weights of its own, KV cache of %.2f GiB",
@@ -694,7 +696,10 @@ class _Sizes:
                     f"{free / GIB:,.1f}: at most {free // block_bytes(block_size)} blocks fit"
                 )
         else:
-            free = _kv_bytes(config, model, draft, device, max_tokens, lora)
+            wanted = batch.max_num_seqs * CPU_SEQUENCE_TOKENS // block_size
+            free = _kv_bytes(
+                config, model, draft, device, max_tokens, lora, wanted * block_bytes(block_size)
+            )
             room = coarse(free // block_bytes(block_size)) * block_size
             if asked is None and cache.kv_cache == "paged" and room:
                 max_model_len = _fit_context(None, max_model_len, room)
@@ -741,6 +746,20 @@ class _Sizes:
             kv=dataclasses.replace(self.kv, num_blocks=blocks),
             draft_kv=self.draft_kv and dataclasses.replace(self.draft_kv, num_blocks=blocks),
             draft_bytes=self.draft_bytes - (self.kv.num_blocks - blocks) * draft_block_bytes,
+        )
+
+
+def _say_if_small(config: EngineConfig, sizes: _Sizes) -> None:
+    """Logs that sequences will wait for blocks long before `--max-num-seqs` of them run."""
+    seqs = config.batch.max_num_seqs
+    room = sizes.kv.num_blocks * sizes.kv.block_size
+    if config.cache.num_blocks is None and room < seqs * min(512, sizes.max_model_len):
+        log.info(
+            "the KV cache has room for %d tokens, %d for each of %d sequences: more of them wait "
+            "(--num-blocks gives it more memory, --kv-dtype int8 takes half of it)",
+            room,
+            room // seqs,
+            seqs,
         )
 
 
@@ -793,14 +812,20 @@ def _kv_bytes(
     device: jax.Device,
     max_tokens: int,
     lora: LoraShape | None,
+    wanted: int,
 ) -> int:
-    """Bytes for the KV caches, after weights and an analytic bound on activations."""
+    """Bytes for the KV caches, after weights and an analytic bound on activations.
+
+    Args:
+      wanted: bytes that they should have on a CPU.
+    """
     memory = device_bytes(device)
     weights = model.param_bytes + (0 if draft is None else draft.param_bytes)
     if lora is not None:
         weights += lora.num_bytes(shard_spec(model.spec, model.shards), model.dtype)
     if memory is None:
-        return cpu_kv_bytes(available_host_bytes() - model.shards * weights) // model.shards
+        available = available_host_bytes() - model.shards * weights
+        return cpu_kv_bytes(model.shards * wanted, available) // model.shards
     limit, in_use = memory
     num_rows = max_rows(config.batch.max_num_seqs)
     models = [model] if draft is None else [model, draft.model]

@@ -107,7 +107,8 @@ class CacheConfig:
     )
     memory_fraction: float = option(
         0.9,
-        "part of a GPU's memory to use; on CPU the KV cache takes 0.5 GiB at most, see num-blocks",
+        "part of a GPU's memory to use; on CPU the KV cache has room for 1,024 tokens of each "
+        "sequence, in 0.5 to 2 GiB, see num-blocks",
         essential=True,
     )
     kv_cache: Literal["paged", "contiguous"] = option(

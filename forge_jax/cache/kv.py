@@ -20,7 +20,10 @@ LayerKV = jax.Array | QuantizedKV  # dtype[N, 2, K, bs, D], or as much in 8 bits
 KV = tuple[LayerKV, ...]  # one per layer
 
 GIB = 1 << 30
-CPU_KV_BYTES = GIB // 2  # default on the CPU, where the device reports nothing
+# By default on a CPU, whose memory others use too: room for so many tokens of each sequence, but not
+# less than the first and not more than the second number of bytes.
+CPU_SEQUENCE_TOKENS = 1024
+CPU_KV_BYTES = (GIB // 2, 2 * GIB)
 CPU_MEMORY_PART = 0.25  # and never more than this part of what is available
 
 EIGHT_BITS: dict[str, np.dtype] = {  # by `--kv-dtype`
@@ -127,6 +130,11 @@ def coarse(n: int) -> int:
     return (n >> shift) << shift
 
 
-def cpu_kv_bytes(available_bytes: int) -> int:
-    """How much host memory the KV cache takes by default."""
-    return min(CPU_KV_BYTES, int(available_bytes * CPU_MEMORY_PART))
+def cpu_kv_bytes(wanted_bytes: int, available_bytes: int) -> int:
+    """Bytes of host memory that the KV cache takes by default.
+
+    Args:
+      wanted_bytes: for `CPU_SEQUENCE_TOKENS` of each sequence.
+    """
+    least, most = CPU_KV_BYTES
+    return min(max(least, min(wanted_bytes, most)), int(available_bytes * CPU_MEMORY_PART))

@@ -18,7 +18,7 @@ from benchmarks import kv_dtype as benchmark
 from benchmarks import report as reports
 from forge_jax import LLM, SamplingParams, assemble
 from forge_jax.assemble import _Sizes
-from forge_jax.cache.kv import coarse, element_dtype, kv_shape
+from forge_jax.cache.kv import GIB, coarse, element_dtype, kv_shape
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
 from forge_jax.testing import FailingDevice, tiny_model
@@ -88,6 +88,25 @@ def test_the_same_memory_holds_nearly_twice_the_blocks(monkeypatch):
         most[kv_dtype] = int(str(error.value).split("at most ")[1].split()[0])
     assert most["int8"] == most["fp8"] == pytest.approx(128 / 68 * most["auto"], rel=1e-3)
     assert blocks["int8"] == blocks["fp8"] > 1.7 * blocks["auto"]
+
+
+@pytest.mark.parametrize(
+    ("seqs", "free_gib", "gib"),
+    [
+        (16, 100, 0.5),  # no less
+        (256, 100, 1.0),  # 1,024 tokens of each
+        (4096, 100, 2.0),  # no more
+        (256, 2, 0.5),  # a quarter of what is available
+    ],
+)
+def test_the_default_on_a_cpu_is_1024_tokens_of_each_sequence(seqs, free_gib, gib, monkeypatch):
+    model = tiny_model(dtype="bfloat16", head_dim=256, max_position_embeddings=1 << 16)
+    of_token = 2 * model.spec.num_hidden_layers * model.spec.num_key_value_heads * 256 * 2
+    assert of_token == 4096
+    available = free_gib * GIB + model.param_bytes
+    monkeypatch.setattr(assemble, "available_host_bytes", lambda: available)
+    config = EngineConfig.from_options(max_num_seqs=seqs)
+    assert _Sizes.choose(config, model, jax.devices()[0]).kv.total_bytes == gib * GIB
 
 
 # ---- the whole engine ----------------------------------------------------------------------------
