@@ -20,8 +20,8 @@ LayerKV = jax.Array | QuantizedKV  # dtype[N, 2, K, bs, D], or as much in 8 bits
 KV = tuple[LayerKV, ...]  # one per layer
 
 GIB = 1 << 30
-# By default on a CPU, whose memory others use too: room for so many tokens of each sequence, but not
-# less than the first and not more than the second number of bytes.
+# By default on a CPU, whose memory others use too: room for so many tokens of each sequence, not
+# less than the first number of bytes and not more than the second.
 CPU_SEQUENCE_TOKENS = 1024
 CPU_KV_BYTES = (GIB // 2, 2 * GIB)
 CPU_MEMORY_PART = 0.25  # and never more than this part of what is available
