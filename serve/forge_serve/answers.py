@@ -462,8 +462,9 @@ class ResponseAnswer(Answer):
     user: str | None
 
 
-class _ResponseEvent(Answer):
+class _ResponseEvent(Answer, kw_only=True):
     sequence_number: int
+    stream_id: str | UnsetType = UNSET  # of the message of a WebSocket that asked with one
 
 
 class _WithResponse(_ResponseEvent):
@@ -948,6 +949,23 @@ class ErrorAnswer(Answer):
     """An error in OpenAI's form."""
 
     error: Error
+
+
+class SocketErrorDetails(Answer):
+    type: str
+    code: str
+    message: str
+    param: str | None
+    headers: dict[str, str] | UnsetType = UNSET  # what an answer to a POST would have
+
+
+class SocketError(Answer):
+    """The event that answers a message of a WebSocket without a response."""
+
+    type: Literal["error"]
+    status: int  # as of an answer to a POST
+    error: SocketErrorDetails
+    stream_id: str | UnsetType = UNSET
 
 
 class ThreadErrorDetails(Answer):

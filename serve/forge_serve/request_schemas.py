@@ -563,6 +563,15 @@ def _score(kind: type, schema: Schema, about: About) -> None:
     ]
 
 
+def _message_of_socket(kind: type, schema: Schema, about: About) -> None:
+    fields = schema["properties"]
+    fields["type"] = {"const": responses_api.MESSAGE_TYPE}
+    schema["required"] = [*schema.get("required", ()), "type"]
+    _replace(schema, "stream", {"enum": [True, None]})
+    _replace(schema, "background", {"enum": [False, None]})
+    fields["stream_id"] = _nullable({"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,256}$"})
+
+
 def _rerank(kind: type, schema: Schema, about: About) -> None:
     _replace(schema, "documents", _texts(about.limits.prompts - 1))
     schema["properties"]["top_n"] |= {"minimum": 0, "maximum": MAX_COUNT}
@@ -589,6 +598,7 @@ _NARROWED: dict[type, tuple[_Narrow, ...]] = {
     messages.Choice: (_choice,),
     messages.OutputConfig: (_output_config,),
     ResponsesRequest: (_responses,),
+    responses_api.ResponseCreate: (_responses, _message_of_socket),
     responses_api.Format: (_format,),
     responses_api.Reasoning: (_reasoning,),
     responses_items.Item: (_item,),

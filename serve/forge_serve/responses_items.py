@@ -88,6 +88,23 @@ def check_item(path: str, item: Item) -> None:
             )
 
 
+def check_outputs(before: Iterable[Item], given: Iterable[Item]) -> None:
+    """Refuses the output of a call that nobody made: templates put it where they should not.
+
+    Raises:
+      RequestError: `param` is the output's `call_id`.
+    """
+    given = list(given)
+    calls = {item.call_id for item in (*before, *given) if item.kind == "function_call"}
+    for i, item in enumerate(given):
+        if item.kind == "function_call_output" and item.call_id not in calls:
+            raise RequestError(
+                f"input[{i}].call_id: there is no function_call with this id in the input or in "
+                "the responses before it: send the call as well",
+                param=f"input[{i}].call_id",
+            )
+
+
 def _required(path: str, name: str, value: Any) -> None:
     if value is None:
         raise RequestError(f"{path}.{name} is required", param=f"{path}.{name}")

@@ -49,6 +49,7 @@ ROUTES = (
     _post("completions", "/v1/completions", "/completions"),
     _post("chat_completions", "/v1/chat/completions", "/chat/completions"),
     _post("responses", RESPONSES),
+    _get("responses_socket", RESPONSES),  # a WebSocket
     _post("count_input_tokens", f"{RESPONSES}/input_tokens"),
     _get("response", RESPONSE_PATH),
     Route(hdrs.METH_DELETE, "delete_response", RESPONSE_PATH),
