@@ -626,11 +626,28 @@ class ListedCallOutput(Answer, tag="function_call_output"):
     status: ItemStatus
 
 
+class Compaction(Answer, tag="compaction"):
+    """A conversation as one item of an input."""
+
+    id: str
+    encrypted_content: str
+
+
+class CompactedResponse(Answer):
+    """The answer of /v1/responses/compact."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[Compaction]
+    usage: ResponseUsage
+
+
 class InputItems(Answer):
     """A page of the items that a response was made from."""
 
     object: Literal["list"]
-    data: list[ListedMessage | ListedReasoning | OutputCall | ListedCallOutput]
+    data: list[ListedMessage | ListedReasoning | OutputCall | ListedCallOutput | Compaction]
     first_id: str | None
     last_id: str | None
     has_more: bool

@@ -67,6 +67,7 @@ from forge_serve.record import Trail
 from forge_serve.request_schemas import About
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
 from forge_serve.responses_api import MessageHead, ResponseCreate, ResponsesRequest
+from forge_serve.responses_compaction import CompactForm, CompactRequest
 from forge_serve.responses_events import ResponsesForm
 from forge_serve.responses_http import (
     LOCAL,
@@ -269,6 +270,9 @@ class _Endpoints:
     async def count_input_tokens(self, http: web.Request) -> web.StreamResponse:
         number = await self._num_prompt_tokens(http, ResponsesRequest)
         return web.json_response({"object": "response.input_tokens", "input_tokens": number})
+
+    async def compact_response(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, CompactRequest, CompactForm)
 
     async def _num_prompt_tokens(self, http: web.Request, kind: Kind) -> int:
         engine = self._service.ready_engine()

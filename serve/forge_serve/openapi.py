@@ -31,6 +31,7 @@ from forge_serve.protocol import (
 )
 from forge_serve.request_schemas import REF, About, Schema, components
 from forge_serve.responses_api import ResponseCreate, ResponsesRequest
+from forge_serve.responses_compaction import CompactRequest
 from forge_serve.responses_http import DEFAULT_PAGE, MAX_PAGE
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
@@ -87,7 +88,7 @@ class Operation:
       message: the struct of a message of the WebSocket that it opens; None: it opens none.
       message_example: such a message.
       or_requests: the structs of other bodies that it takes.
-      example: such a body.
+      example: such a body; a model in it stands for the one that is served.
       answer: the type of its JSON; None: it answers with `content_type`; None as well: nothing.
       events: the type of an event of its stream, if it has one.
       errors: the statuses of its errors, beside 401 and 403.
@@ -161,6 +162,13 @@ OPERATIONS = {
         },
         events=answers.ResponseEvent,
         errors=(426, *NOT_READY),
+    ),
+    "compact_response": Operation(
+        summary="Summarize a conversation as one item",
+        request=CompactRequest,
+        example={"model": "", "input": "Tell me a story.", "max_output_tokens": 64},
+        answer=answers.CompactedResponse,
+        errors=GENERATES,
     ),
     "count_input_tokens": Operation(
         summary="Count the tokens of a response's prompt",
@@ -462,7 +470,7 @@ def _described(
         kinds = (operation.request, *operation.or_requests)
         refs: list[Schema] = [{"$ref": REF.format(name=kind.__name__)} for kind in kinds]
         schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
-        body = {"schema": schema, "examples": _examples(operation)}
+        body = {"schema": schema, "examples": _examples(operation, about)}
         described["requestBody"] = {"required": True, "content": {JSON: body}}
     if operation.message is not None:
         described["x-websocket"] = {
@@ -479,11 +487,14 @@ def _described(
     return described
 
 
-def _examples(operation: Operation) -> dict[str, Any]:
+def _examples(operation: Operation, about: About) -> dict[str, Any]:
     assert operation.example is not None
-    examples = {"whole": {"value": operation.example}}
+    example = dict(operation.example)
+    if "model" in example:
+        example["model"] = about.model
+    examples = {"whole": {"value": example}}
     if operation.events is not None:
-        examples["streamed"] = {"value": {**operation.example, "stream": True}}
+        examples["streamed"] = {"value": {**example, "stream": True}}
     return examples
 
 

@@ -18,7 +18,13 @@ import msgspec
 
 from forge_jax.config import Pooling
 from forge_jax.sampling_params import BIAS, RANGES, TOKEN_ID, Range
-from forge_serve import embeddings, messages, responses_api, responses_items
+from forge_serve import (
+    embeddings,
+    messages,
+    responses_api,
+    responses_compaction,
+    responses_items,
+)
 from forge_serve.embeddings import SCORE_PAIRS, PoolingRequest
 from forge_serve.limits import Limits
 from forge_serve.loras import LoadLoraRequest
@@ -61,6 +67,7 @@ _MODULES = {
         GenerationRequest,
         MessagesRequest,
         ResponsesRequest,
+        responses_compaction.CompactRequest,
         responses_items.Item,
         PoolingRequest,
         LoadLoraRequest,
@@ -514,6 +521,13 @@ def _item(kind: type, schema: Schema, about: About) -> None:
             },
         },
         {
+            "required": ["type", "encrypted_content"],
+            "properties": {
+                "type": {"const": "compaction"},
+                "encrypted_content": {"type": "string", "pattern": "^forge-jax-1\\."},
+            },
+        },
+        {
             "required": ["type"],
             "properties": {
                 "type": {"const": "reasoning"},
@@ -563,6 +577,14 @@ def _score(kind: type, schema: Schema, about: About) -> None:
     ]
 
 
+def _compact(kind: type, schema: Schema, about: About) -> None:
+    fields = schema["properties"]
+    fields["model"] = about.model_names if not about.any_model else {"type": "string"}
+    schema["required"] = [*schema.get("required", ()), "model"]
+    for name in ("stream", "background"):
+        _replace(schema, name, {"enum": [False, None]})
+
+
 def _message_of_socket(kind: type, schema: Schema, about: About) -> None:
     fields = schema["properties"]
     fields["type"] = {"const": responses_api.MESSAGE_TYPE}
@@ -598,6 +620,7 @@ _NARROWED: dict[type, tuple[_Narrow, ...]] = {
     messages.Choice: (_choice,),
     messages.OutputConfig: (_output_config,),
     ResponsesRequest: (_responses,),
+    responses_compaction.CompactRequest: (_responses, _compact),
     responses_api.ResponseCreate: (_responses, _message_of_socket),
     responses_api.Format: (_format,),
     responses_api.Reasoning: (_reasoning,),

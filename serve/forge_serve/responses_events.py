@@ -214,7 +214,7 @@ class ResponsesForm(ChatForm):
         """The response as it will stay, as JSON."""
         fields = self._head_fields(status)
         if usage is not None:
-            fields["usage"] = _usage(usage)
+            fields["usage"] = usage_fields(usage)
         if status == "completed":
             fields["completed_at"] = int(time.time())
         if status == "incomplete":
@@ -269,7 +269,8 @@ class ResponsesForm(ChatForm):
         }
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    """The tokens of a response, in its words."""
     cached = usage.prompt_tokens_details["cached_tokens"]
     return {
         "input_tokens": usage.prompt_tokens,

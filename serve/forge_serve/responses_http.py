@@ -26,7 +26,7 @@ from forge_serve.responses_store import (
     Turn,
 )
 
-# `input_tokens` is another endpoint. `compact` is an endpoint of OpenAI's that is not here: a 404.
+# `input_tokens` and `compact` are other endpoints.
 RESPONSE_PATH = PATH + "/{id:(?!(?:input_tokens|compact)$)[^/{}]+}"
 MAX_PAGE, DEFAULT_PAGE = 100, 20  # input items in one answer
 LOCAL = web.RequestKey("local", LocalResponses)  # those of the WebSocket, of one of its messages

@@ -218,6 +218,16 @@ async def test_tools_are_called_and_answered(start):
         await socket.response(store=False, **more)
 
 
+async def test_a_compaction_begins_a_new_chain(server):
+    body = {"model": server.model, "input": [{"role": "user", "content": "The word is slate."}]}
+    status, made = await server.post(f"{PATH}/compact", body)
+    assert status == 200
+    async with connected(server) as socket:
+        last = {"type": "message", "role": "user", "content": "Continue from here."}
+        response = await socket.response(store=False, input=[*made["output"], last], tools=[])
+        assert response["previous_response_id"] is None
+
+
 # ---- the rest of the protocol --------------------------------------------------------------------
 
 
