@@ -350,7 +350,7 @@ class _Endpoints:
                 raise
             reply = error_reply(error)
             trail.error, status = reply.name, reply.status
-            socket.refuse(reply, head.stream_id if isinstance(head.stream_id, str) else None)
+            socket.refuse(reply, head.valid_stream_id)
         finally:
             if trail.error is not None and isinstance(head.previous_response_id, str):
                 socket.local.forget(head.previous_response_id)

@@ -277,6 +277,12 @@ class MessageHead(msgspec.Struct):
     previous_response_id: Any = None
     stream_id: Any = None
 
+    @property
+    def valid_stream_id(self) -> str | None:
+        """The id that an error may repeat."""
+        given = self.stream_id
+        return given if isinstance(given, str) and _STREAM_ID.fullmatch(given) else None
+
     def check(self) -> None:
         if self.type != MESSAGE_TYPE:
             raise RequestError(

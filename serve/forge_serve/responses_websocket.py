@@ -192,13 +192,20 @@ class ResponsesSocket:
         answering = supervise.start_task(
             self._answer_all(), "answering a WebSocket's messages", lambda _: self._abort()
         )
+        floods = False
         try:
-            await self._read_all()
+            floods = await self._read_all()
+        except ConnectionError:
+            pass  # the client went while it was answered a ping
         finally:
             expiry.cancel()
             # Nothing is awaited here: the connection's end may cancel this task a second time.
             answering.add_done_callback(lambda _: self.local.close())
             answering.cancel()
+        if floods:
+            error = RequestError(f"more than {MAX_WAITING} messages wait: {ONE_AT_A_TIME}")
+            self.refuse(error_reply(error))
+            await response.close(code=WSCloseCode.POLICY_VIOLATION)
         return response
 
     def stop(self) -> None:
@@ -218,14 +225,14 @@ class ResponsesSocket:
 
     # ---- reading -------------------------------------------------------------------------------
 
-    async def _read_all(self) -> None:
-        """Reads until the connection is closed, by either side."""
+    async def _read_all(self) -> bool:
+        """Reads until the connection is closed, by either side, or too many messages wait: True."""
         while True:
             try:
                 message = await self.response.receive(timeout=PING_S)
             except TimeoutError:
                 if not await self._ping():
-                    return
+                    return False
                 continue
             self._pinged = False
             match message.type:
@@ -241,10 +248,9 @@ class ResponsesSocket:
                 case WSMsgType.PONG:
                     continue
                 case _:
-                    return
+                    return False
             if not taken:
-                await self._refuse_more()
-                return
+                return True
 
     async def _ping(self) -> bool:
         """False if the client is gone. Of one that reads a response, its stream decides that."""
@@ -269,11 +275,6 @@ class ResponsesSocket:
         self._waiting_bytes += size
         self._news.set()
         return True
-
-    async def _refuse_more(self) -> None:
-        error = RequestError(f"more than {MAX_WAITING} messages wait: {ONE_AT_A_TIME}")
-        self.refuse(error_reply(error))
-        await self.response.close(code=WSCloseCode.POLICY_VIOLATION)
 
     def _refuse_large(self) -> None:
         self.refuse(error_reply(web.HTTPRequestEntityTooLarge(self._max_bytes, self._max_bytes)))

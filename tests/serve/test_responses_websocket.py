@@ -255,8 +255,9 @@ async def test_events_repeat_the_stream_id_and_stay_in_order(server):
         await socket.send(create(stream_id="critic", temperature=-1))
         assert (await socket.event())["stream_id"] == "critic"
         for name in ("", "a b", "x" * 257):
-            error = await socket.error(stream_id=name)
-            assert (error["code"], error["param"]) == ("invalid_stream_id", "stream_id")
+            event = await socket.ask(stream_id=name)
+            assert event["error"]["code"] == "invalid_stream_id" and "stream_id" not in event
+            assert event["error"]["param"] == "stream_id"
 
 
 @pytest.mark.parametrize(
