@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import logging
-import operator
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args
@@ -41,7 +40,7 @@ from forge_jax.schedule.plan import (
     StepResult,
     TokenLogprobs,
 )
-from forge_jax.schedule.request import LoraRef, Request, Sequence, output_room
+from forge_jax.schedule.request import LoraRef, Request, Sequence, TokenIds, output_room
 from forge_jax.schedule.scheduler import Gain, Scheduler, SchedulerConfig
 from forge_jax.speculate.speculator import Speculator
 from forge_jax.text import Detokenizer, StopStrings
@@ -806,18 +805,6 @@ def check_salt(salt: str) -> None:
         raise RequestError("cache_salt must be valid text", param="cache_salt") from error
 
 
-def token_ids(ids: Iterable[int]) -> tuple[int, ...]:
-    """Plain ints of any integers, numpy's too; a copy that nobody else can change.
-
-    Raises:
-      RequestError: something else is among them.
-    """
-    try:
-        return tuple(map(operator.index, ids))
-    except TypeError as error:
-        raise RequestError("the prompt's token ids must be integers", param="prompt") from error
-
-
 def _with_stops_in(request: Request, vocab_size: int) -> Request:
     """The request without stop token ids beyond the vocabulary, which no token can match."""
     stops = request.params.stop_token_ids
@@ -833,10 +820,10 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
     Raises:
       RequestError: naming the field.
     """
-    ids = request.prompt_token_ids
+    ids = TokenIds.of(request.prompt_token_ids)
     if not ids:
         raise RequestError("the prompt is empty", param="prompt")
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    if ids.low < 0 or ids.high >= vocab_size:
         raise RequestError(
             f"the prompt has a token id outside the model's vocabulary (0..{vocab_size - 1})",
             param="prompt",

@@ -16,13 +16,13 @@ from tqdm import tqdm
 from forge_jax.adapters import Adapters, LoadedAdapter
 from forge_jax.assemble import assemble
 from forge_jax.config import EngineConfig, Pooling, python_names
-from forge_jax.core import EngineParts, token_ids
+from forge_jax.core import EngineParts
 from forge_jax.errors import RequestError
 from forge_jax.outputs import Completion, Delta, RequestOutput
 from forge_jax.pooled import normalized, stacked
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import TokenLogprobs
-from forge_jax.schedule.request import Request
+from forge_jax.schedule.request import Request, TokenIds
 
 Prompt = str | Seq[int]
 Messages = Seq[Mapping[str, Any]]
@@ -365,7 +365,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return list(token_ids(prompt))
+            return list(TokenIds.of(prompt))
         if self._parts.tokenizer is None:
             raise RequestError(
                 "this model has no tokenizer.json: pass token ids instead of text", param="prompt"

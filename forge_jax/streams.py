@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forge_jax import supervise
 from forge_jax.config import Pooling
-from forge_jax.core import Limits, Outputs, check_request, token_ids
+from forge_jax.core import Limits, Outputs, check_request
 from forge_jax.errors import EngineError, OverloadedError, RequestError
 from forge_jax.observe.engine_state import EngineState
 from forge_jax.observe.phases import Phase, PhaseTotals, TokenTotals
 from forge_jax.outputs import Delta
 from forge_jax.sampling_params import SamplingParams
-from forge_jax.schedule.request import LoraRef, Request
+from forge_jax.schedule.request import LoraRef, Request, TokenIds
 from forge_jax.speculate.speculator import SpeculationStats
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ class StreamingEngine(ABC):
         Raises:
           RequestError: the request can never be served; `param` names the field.
         """
-        ids = token_ids(prompt_token_ids)
+        ids = TokenIds.of(prompt_token_ids)
         request = Request(request_id="", prompt_token_ids=ids, params=params)
         check_request(request, self.limits, self.tokenizer)
 
@@ -362,7 +362,7 @@ class StreamingEngine(ABC):
         seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
         request = Request(
             request_id=request_id,
-            prompt_token_ids=token_ids(prompt_token_ids),
+            prompt_token_ids=TokenIds.of(prompt_token_ids),
             params=params,
             arrival_s=self._clock(),
             priority=priority,

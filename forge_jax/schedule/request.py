@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,6 +15,34 @@ from forge_jax.errors import ContextLengthError, RequestError
 from forge_jax.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class TokenIds(tuple[int, ...]):
+    """Token ids as plain ints, with their bounds: to check them again costs nothing.
+
+    Attributes:
+      low: the smallest; 0 without any.
+      high: the largest; -1 without any.
+    """
+
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, ids: Iterable[int]) -> TokenIds:
+        """Any integers, numpy's too; a copy that nobody else can change.
+
+        Raises:
+          RequestError: something else is among them.
+        """
+        if isinstance(ids, TokenIds):
+            return ids
+        try:
+            found = cls(map(operator.index, ids))
+        except TypeError as error:
+            raise RequestError("the prompt's token ids must be integers", param="prompt") from error
+        found.low, found.high = min(found, default=0), max(found, default=-1)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -462,8 +462,9 @@ class ResponseAnswer(Answer):
     user: str | None
 
 
-class _ResponseEvent(Answer):
+class _ResponseEvent(Answer, kw_only=True):
     sequence_number: int
+    stream_id: str | UnsetType = UNSET  # of the message of a WebSocket that asked with one
 
 
 class _WithResponse(_ResponseEvent):
@@ -625,11 +626,28 @@ class ListedCallOutput(Answer, tag="function_call_output"):
     status: ItemStatus
 
 
+class Compaction(Answer, tag="compaction"):
+    """A conversation as one item of an input."""
+
+    id: str
+    encrypted_content: str
+
+
+class CompactedResponse(Answer):
+    """The answer of /v1/responses/compact."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[Compaction]
+    usage: ResponseUsage
+
+
 class InputItems(Answer):
     """A page of the items that a response was made from."""
 
     object: Literal["list"]
-    data: list[ListedMessage | ListedReasoning | OutputCall | ListedCallOutput]
+    data: list[ListedMessage | ListedReasoning | OutputCall | ListedCallOutput | Compaction]
     first_id: str | None
     last_id: str | None
     has_more: bool
@@ -948,6 +966,23 @@ class ErrorAnswer(Answer):
     """An error in OpenAI's form."""
 
     error: Error
+
+
+class SocketErrorDetails(Answer):
+    type: str
+    code: str
+    message: str
+    param: str | None
+    headers: dict[str, str] | UnsetType = UNSET  # what an answer to a POST would have
+
+
+class SocketError(Answer):
+    """The event that answers a message of a WebSocket without a response."""
+
+    type: Literal["error"]
+    status: int  # as of an answer to a POST
+    error: SocketErrorDetails
+    stream_id: str | UnsetType = UNSET
 
 
 class ThreadErrorDetails(Answer):

@@ -66,16 +66,19 @@ from forge_serve.protocol import (
 from forge_serve.record import Trail
 from forge_serve.request_schemas import About
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
-from forge_serve.responses_api import ResponsesRequest
+from forge_serve.responses_api import MessageHead, ResponseCreate, ResponsesRequest
+from forge_serve.responses_compaction import CompactForm, CompactRequest
 from forge_serve.responses_events import ResponsesForm
 from forge_serve.responses_http import (
+    LOCAL,
     StoredResponses,
     json_response,
     whole_number,
 )
-from forge_serve.responses_store import ResponseStore
+from forge_serve.responses_store import LocalResponses, ResponseStore
+from forge_serve.responses_websocket import Message, ResponsesSocket, SocketForm, SocketStream
 from forge_serve.tracing import Tracing
-from forge_serve.validate import SMALL_BODY_BYTES, check, decode, decode_form, fields_of
+from forge_serve.validate import SMALL_BODY_BYTES, check, decode, decode_form, fields_of, glance
 from forge_serve.workers import TextWork, Workers
 
 if TYPE_CHECKING:
@@ -88,6 +91,7 @@ SERVES = ("serving", "ready")  # states; "ready" is when nothing is left to be c
 MAX_NAMES, MAX_NAME_CHARS = 5, 64  # of served models, in an error
 SCORE_FIELDS = frozenset(name for pair in SCORE_PAIRS for name in pair)
 CLIENT_CLOSED = 499  # what the log and the metrics call an answer that nobody waited for
+OVER_WEBSOCKET = "WEBSOCKET"  # likewise the method of a WebSocket's message
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +101,7 @@ _LORA = web.RequestKey("lora", str)  # the adapter that the model's name means, 
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 _CLIENTS_ID = web.RequestKey("clients_id", bool)  # whether a header of the client's has it
 _BODY_BYTES = web.RequestKey("body_bytes", int)
+_MESSAGE = web.RequestKey("message", bytes)  # of a WebSocket, in the place of a body
 _CLIENT_LEFT = web.RequestKey("client_left", bool)  # in the middle of a stream, or was given up
 
 Kind = type[CompletionRequest | ChatRequest | GenerateRequest | MessagesRequest | ResponsesRequest]
@@ -122,6 +127,7 @@ class Service:
         self.profiles = Profiles(config.profile_dir)
         self.workers = Workers()
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
+        self.sockets: set[ResponsesSocket] = set()  # the WebSockets that are open
 
     @property
     def model_name(self) -> str:
@@ -144,6 +150,12 @@ class Service:
         if not stats.healthy:
             return "failed"
         return "stalled" if stats.stalled_s > self.config.stall_timeout_s else stats.state
+
+    def stop(self) -> None:
+        """Refuses what is new. WebSockets are closed as soon as they have no response."""
+        self.stopping = True
+        for socket in list(self.sockets):
+            socket.stop()
 
     def fail(self, error: BaseException) -> None:
         """Have /health report "failed": a task that the server cannot do without has ended."""
@@ -259,6 +271,9 @@ class _Endpoints:
         number = await self._num_prompt_tokens(http, ResponsesRequest)
         return web.json_response({"object": "response.input_tokens", "input_tokens": number})
 
+    async def compact_response(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, CompactRequest, CompactForm)
+
     async def _num_prompt_tokens(self, http: web.Request, kind: Kind) -> int:
         engine = self._service.ready_engine()
         request = await self._read(http, kind)
@@ -296,6 +311,62 @@ class _Endpoints:
         finally:
             generation.close()
             self.stored.end(response, generation, form)
+
+    async def responses_socket(self, http: web.Request) -> web.StreamResponse:
+        service = self._service
+        service.ready_engine()
+        socket = ResponsesSocket(
+            http,
+            LocalResponses(service.responses),
+            max_bytes=service.config.limits.body_bytes,
+            stall_s=WRITE_STALL_S,
+            answer=self._answer_message,
+        )
+        service.sockets.add(socket)
+        try:
+            return await socket.run()
+        finally:
+            service.sockets.discard(socket)
+
+    async def _answer_message(self, socket: ResponsesSocket, message: Message) -> None:
+        """What `envelope` is around a request, around a message of a WebSocket."""
+        http = socket.http.clone()
+        http[_REQUEST_ID_KEY] = f"{http[_REQUEST_ID_KEY]}-{socket.num_messages}"
+        http[_CLIENTS_ID], http[LOCAL] = False, socket.local
+        trail = http[_TRAIL] = self._service.trail(http)
+        trail.method, trail.handler, trail.stream = OVER_WEBSOCKET, "responses", True
+        head, status = MessageHead(), CLIENT_CLOSED
+        try:
+            if isinstance(message, Exception):
+                raise message
+            http[_MESSAGE], http[_BODY_BYTES] = message, len(message)
+            limits = self._service.config.limits
+            head = await self._read_apart(http, lambda: glance(message, MessageHead, limits))
+            head.check()
+            await self._respond(http, socket)
+            status = CLIENT_CLOSED if http.get(_CLIENT_LEFT) else 200
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            reply = error_reply(error)
+            trail.error, status = reply.name, reply.status
+            socket.refuse(reply, head.valid_stream_id)
+        finally:
+            if trail.error is not None and isinstance(head.previous_response_id, str):
+                socket.local.forget(head.previous_response_id)
+            self._count(http, status)
+
+    async def _respond(self, http: web.Request, socket: ResponsesSocket) -> None:
+        generation, form = await self._begin(http, ResponseCreate, SocketForm)
+        response = self.stored.begin(http, form)
+        try:
+            stall_s = WRITE_STALL_S
+            await _send(http, SocketStream(http, generation, form, socket, stall_s=stall_s))
+        finally:
+            generation.close()
+            self.stored.end(response, generation, form)
+        if http[_TRAIL].error is not None:
+            socket.local.forget(form.id)
 
     async def response(self, http: web.Request) -> web.StreamResponse:
         response = self.stored.get(http)
@@ -525,7 +596,8 @@ class _Endpoints:
 
         def unique_id() -> str:
             adopted = _adopted_id(http, request)
-            return _new_id() if kind is ResponsesRequest else adopted  # found again by its id
+            stored = issubclass(kind, ResponsesRequest)  # and found again by its id
+            return _new_id() if stored else adopted
 
         generation, form = await answering.begin(
             self._service,
@@ -573,7 +645,7 @@ class _Endpoints:
         return await self._read_apart(http, lambda: decode_form(body, kind, limits))
 
     async def _body(self, http: web.Request) -> bytes:
-        body = await _body(http)
+        body = http[_MESSAGE] if _MESSAGE in http else await _body(http)
         http[_BODY_BYTES] = len(body)
         return body
 

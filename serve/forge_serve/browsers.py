@@ -3,8 +3,9 @@
 Two attacks reach a server that a firewall or the loopback address protects, because the browser is
 inside. DNS rebinding: a page's own host name suddenly means this machine, and the browser takes the
 server for that page's. The `Host` header still has the page's name. Cross-site request forgery: a
-page posts to the server, and does not need to read the answer. The browser says so in
-`Sec-Fetch-Site` and `Origin`, which no script can change.
+page posts to the server, and does not need to read the answer, or it opens a WebSocket, whose
+answers CORS does not keep from it. The browser says so in `Sec-Fetch-Site` and `Origin`, which no
+script can change.
 
 With API keys neither works, because a page has no key. Clients other than browsers send neither
 header and are not affected.
@@ -51,7 +52,8 @@ class BrowserGuard:
                 "this server is not reached by this host name: use localhost or an IP address, or "
                 "start it with --allowed-host"
             )
-        if self._checks_origin and request.method not in SAFE_METHODS:
+        changes = request.method not in SAFE_METHODS or hdrs.UPGRADE in request.headers
+        if self._checks_origin and changes:
             self._check_origin(request)
         return await handler(request)
 

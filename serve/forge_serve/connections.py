@@ -42,20 +42,26 @@ class Connection(web.RequestHandler):
     be of any length, and are read and dropped. So bytes on the wire are counted as well.
     """
 
-    __slots__ = ("_counted", "_wire_bytes", "_wire_limit")
+    __slots__ = ("_counted", "_is_websocket", "_wire_bytes", "_wire_limit")
 
     def __init__(self, manager: Connections, **options: Any):
         super().__init__(manager, **options)
         self._wire_limit = WIRE_BYTES_PER_BODY_BYTE * manager.body_bytes + OTHER_BYTES
         self._wire_bytes = 0
         self._counted: web.BaseRequest | None = None
+        self._is_websocket = False
+
+    def become_websocket(self) -> None:
+        """Count no more bytes: each message has its own limit, and there may be many."""
+        self._is_websocket = True
 
     def data_received(self, data: bytes) -> None:
         request = self._current_request
         if request is not self._counted:
             self._counted, self._wire_bytes = request, 0
         self._wire_bytes += len(data)
-        if request is None or self._wire_bytes <= self._wire_limit:
+        within = self._wire_bytes <= self._wire_limit or self._is_websocket
+        if request is None or within:
             super().data_received(data)
         elif request.content.exception() is None:
             request.content.set_exception(web.RequestPayloadError("chunk extensions without end"))

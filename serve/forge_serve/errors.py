@@ -56,6 +56,10 @@ class UnknownResponseError(RequestError):
     """The request names a response that is not kept here, or not for this client."""
 
 
+class PreviousResponseNotFoundError(UnknownResponseError):
+    """The response that a message of a WebSocket continues is not here any more."""
+
+
 class UnsupportedThreadError(RequestError):
     """The request is part of a message thread; clients then send the whole conversation."""
 
@@ -78,6 +82,14 @@ class ForeignSiteError(ForgeError):
 
 class TransferCodingError(ForgeError):
     """The body has a transfer coding that this server does not take."""
+
+
+class StreamIdError(RequestError):
+    """The `stream_id` of a WebSocket's message has not the form of one."""
+
+
+class UpgradeRequiredError(ForgeError):
+    """The request is for a WebSocket, and does not open one."""
 
 
 class NotReadyError(ForgeError):
@@ -120,6 +132,11 @@ class ErrorReply(msgspec.Struct, frozen=True):
         """The error in one word, for the log."""
         return self.code or self.type
 
+    @property
+    def retry_after(self) -> str | None:
+        """The value of the header, in whole seconds."""
+        return None if self.retry_after_s is None else str(math.ceil(self.retry_after_s))
+
     def body(self) -> bytes:
         """`{"error": {...}}`, as JSON."""
         error = {
@@ -134,10 +151,12 @@ class ErrorReply(msgspec.Struct, frozen=True):
         """The whole answer; `body`: in another form."""
         body = self.body() if body is None else body
         response = web.Response(status=self.status, body=body, content_type="application/json")
-        if self.retry_after_s is not None:
-            response.headers["Retry-After"] = str(math.ceil(self.retry_after_s))
+        if self.retry_after is not None:
+            response.headers["Retry-After"] = self.retry_after
         if self.status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
+        if self.status == 426:
+            response.headers["Upgrade"] = "websocket"
         return response
 
 
@@ -162,6 +181,15 @@ def error_reply(error: BaseException) -> ErrorReply:  # noqa: C901, PLR0911, PLR
         case UnknownAdapterError():
             code = "adapter_not_found"
             return ErrorReply(404, str(error), "invalid_request_error", error.param, code)
+        case UpgradeRequiredError():
+            code = "upgrade_required"
+            return ErrorReply(426, str(error), "invalid_request_error", None, code)
+        case StreamIdError():
+            code = "invalid_stream_id"
+            return ErrorReply(400, str(error), "invalid_request_error", error.param, code)
+        case PreviousResponseNotFoundError():
+            code = "previous_response_not_found"
+            return ErrorReply(400, str(error), "invalid_request_error", error.param, code)
         case UnknownResponseError():
             code = "response_not_found"
             return ErrorReply(404, str(error), "invalid_request_error", error.param, code)

@@ -56,6 +56,7 @@ class EventStream:
         keep_alive_s: float = 0.0,
     ):
         self.response = web.StreamResponse(headers=HEADERS)
+        self._chunked = False
         self._http = http
         self._generation = generation
         self._form = form
@@ -75,14 +76,12 @@ class EventStream:
           TimeoutError: the client took nothing for `stall_s`.
           ConnectionError: the client has gone.
         """
-        response = self.response
-        await response.prepare(self._http)
+        await self._open()
         transport = self._http.transport
         if transport is None:
             raise ConnectionResetError("the client has gone")
         self._transport = transport
         self._protocol = self._http.protocol
-        self._chunked = response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
         if self._keep_alive_s:
             self._wait_for_silence()
         try:
@@ -97,7 +96,16 @@ class EventStream:
             if self._alarm is not None:
                 self._alarm.cancel()
         async with asyncio.timeout(self._stall_s):
-            await response.write_eof(last)
+            await self._end(last)
+
+    async def _open(self) -> None:
+        """Send the headers."""
+        await self.response.prepare(self._http)
+        self._chunked = self.response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+
+    async def _end(self, last: bytes) -> None:
+        """Send the last events and the end of the response."""
+        await self.response.write_eof(last)
 
     async def _all_but_the_last(self) -> bytes:
         """Writes events until the generation is over. Returns the last ones: they leave with the

@@ -18,6 +18,7 @@ import msgspec
 from forge_jax import supervise
 from forge_jax.errors import ContextLengthError, EngineError, RequestError
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.request import TokenIds
 from forge_serve.errors import DeadlineError, StoppingError
 from forge_serve.metrics import Metrics, PromptTimes
 from forge_serve.parsers.reasoning import ReasoningTokens
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 # A shorter text is tokenised on the event loop: in less time than handing it to a thread takes.
 THREAD_FROM_CHARS = 4096
+THREAD_FROM_IDS = 4096  # likewise of token ids that are checked, or read as text
+BYTES_PER_ID = 4  # about, of the text of a token
 MARGIN_TOKENS = 256  # beyond a cut: tokens that may differ from those of the whole text
 CHARS_PER_TOKEN = 8  # a first guess at how much text holds the kept tokens
 
@@ -47,8 +50,12 @@ _serials = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    token_ids: list[int]
+    token_ids: Sequence[int]
     text: str | None = None  # as the client wrote it; None: it sent token ids, or a chat
+
+    def checked(self) -> Prompt:
+        """The same with `TokenIds`, which nothing has to go through again."""
+        return Prompt(TokenIds.of(self.token_ids), self.text)
 
 
 async def encode_prompts(
@@ -190,7 +197,8 @@ async def encode_texts(
     kept: Kept | None,
     work: TextWork,
 ) -> list[Prompt]:
-    """Texts as token ids, with special tokens about them or not; token ids as they are.
+    """Texts as token ids, with special tokens about them or not; token ids as they are. All of
+    them are `TokenIds`; what takes long is done in a thread.
 
     Args:
       given: each with the name of its field.
@@ -213,7 +221,7 @@ async def encode_texts(
 
     def size(item: str | list[int]) -> int:
         if not isinstance(item, str):
-            return 0
+            return BYTES_PER_ID * len(item)
         if kept is not None and len(item) > kept.num_chars:
             item = item[: kept.num_chars]  # as long as what will be tokenized
         return _num_bytes(item)
@@ -225,6 +233,9 @@ async def encode_texts(
     max_chars = work.max_bytes // max(len(texts), 1)
 
     def prompt(item: str | list[int]) -> Prompt:
+        return encoded(item).checked()
+
+    def encoded(item: str | list[int]) -> Prompt:
         if not isinstance(item, str):
             made = Prompt(item)
         else:
@@ -239,10 +250,12 @@ async def encode_texts(
         return made if kept is None else kept.cut(made, bos)
 
     items = [item for _, item in given]
-    if sum(len(text) for _, text in texts) < THREAD_FROM_CHARS:
+    num_ids = sum(len(item) for item in items if not isinstance(item, str))
+    if sum(len(text) for _, text in texts) < THREAD_FROM_CHARS and num_ids < THREAD_FROM_IDS:
         return [prompt(item) for item in items]
     pieces = [partial(_each, prompt, piece) for piece in in_pieces(items, size)]
-    return [prompt for found in await work.run(num_bytes, pieces) for prompt in found]
+    found = await work.run(num_bytes + BYTES_PER_ID * num_ids, pieces)
+    return [prompt for several in found for prompt in several]
 
 
 def _each[I, T](make: Callable[[I], T], items: Iterable[I]) -> list[T]:
@@ -277,7 +290,7 @@ async def _encode_chat(
 
     def encode() -> Prompt:
         prompt = Prompt(template.encode(messages, tokenizer, end, **options))
-        return prompt if kept is None else kept.cut(prompt, None)
+        return (prompt if kept is None else kept.cut(prompt, None)).checked()
 
     if not template.slow and num_bytes < THREAD_FROM_CHARS:
         return encode()

@@ -30,7 +30,8 @@ from forge_serve.protocol import (
     TokenizeRequest,
 )
 from forge_serve.request_schemas import REF, About, Schema, components
-from forge_serve.responses_api import ResponsesRequest
+from forge_serve.responses_api import ResponseCreate, ResponsesRequest
+from forge_serve.responses_compaction import CompactRequest
 from forge_serve.responses_http import DEFAULT_PAGE, MAX_PAGE
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
@@ -47,6 +48,7 @@ STATUSES = {
     404: "The server has no such model, adapter or response, or takes no profiles.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
+    426: "The request does not open a WebSocket.",
     500: "The model or its grammar failed for this request, or a defect, which the log has.",
     503: "Starting, stopping, overloaded, or the engine failed.",
     504: "It took longer than the request, or the server, allows.",
@@ -57,6 +59,7 @@ HEADERS = {  # by status; 0: all
         "Server": ({"const": "forge-jax"}, "", True),
     },
     401: {"WWW-Authenticate": ({"const": "Bearer"}, "", True)},
+    426: {"Upgrade": ({"const": "websocket"}, "", True)},
     503: {"Retry-After": ({"type": "string", "pattern": "^[0-9]+$"}, "in seconds", False)},
 }
 
@@ -82,8 +85,10 @@ class Operation:
 
     Attributes:
       request: the struct of its body; None: it reads none.
+      message: the struct of a message of the WebSocket that it opens; None: it opens none.
+      message_example: such a message.
       or_requests: the structs of other bodies that it takes.
-      example: such a body.
+      example: such a body; a model in it stands for the one that is served.
       answer: the type of its JSON; None: it answers with `content_type`; None as well: nothing.
       events: the type of an event of its stream, if it has one.
       errors: the statuses of its errors, beside 401 and 403.
@@ -93,6 +98,8 @@ class Operation:
 
     summary: str
     request: type | None = None
+    message: type | None = None
+    message_example: dict[str, Any] | None = None
     or_requests: tuple[type, ...] = ()
     example: dict[str, Any] | None = None
     answer: Any = None
@@ -142,6 +149,25 @@ OPERATIONS = {
         example={"input": "Tell me a story.", "max_output_tokens": 8},
         answer=answers.ResponseAnswer,
         events=answers.ResponseEvent,
+        errors=GENERATES,
+    ),
+    "responses_socket": Operation(
+        summary="Continue conversations over a WebSocket, in OpenAI's newer protocol",
+        content_type=None,
+        message=ResponseCreate,
+        message_example={
+            "type": "response.create",
+            "input": "Tell me a story.",
+            "max_output_tokens": 8,
+        },
+        events=answers.ResponseEvent,
+        errors=(426, *NOT_READY),
+    ),
+    "compact_response": Operation(
+        summary="Summarize a conversation as one item",
+        request=CompactRequest,
+        example={"model": "", "input": "Tell me a story.", "max_output_tokens": 64},
+        answer=answers.CompactedResponse,
         errors=GENERATES,
     ),
     "count_input_tokens": Operation(
@@ -368,7 +394,11 @@ def routes(router: web.UrlDispatcher) -> Iterable[tuple[str, str, str]]:
 
 def _schemas(about: About) -> tuple[dict[str, Schema], dict[str, Schema]]:
     """The schema of each operation's answers and events, by name, and all that they refer to."""
-    types: dict[str, Any] = {"error": answers.ErrorAnswer, "m-error": answers.MessagesErrorAnswer}
+    types: dict[str, Any] = {
+        "error": answers.ErrorAnswer,
+        "m-error": answers.MessagesErrorAnswer,
+        "socket error": answers.SocketError,
+    }
     for name, operation in OPERATIONS.items():
         if operation.answer is not None:
             types[name] = _stats_answer() if operation.answer == "EngineStats" else operation.answer
@@ -380,7 +410,7 @@ def _schemas(about: About) -> tuple[dict[str, Schema], dict[str, Schema]]:
         for of in schema.get("properties", {}).values():
             of.pop("default", None)
         schema["description"] = schema.get("description", "").partition("\n")[0]
-    kinds = {o.request for o in OPERATIONS.values() if o.request is not None}
+    kinds = {kind for o in OPERATIONS.values() for kind in (o.request, o.message) if kind}
     bodies = components(sorted(kinds, key=lambda kind: kind.__name__), about)
     twice = schemas.keys() & bodies.keys()
     assert not twice, f"schemas of bodies and answers have the same name: {twice}"
@@ -415,10 +445,13 @@ def _described(
         content[operation.content_type.partition(";")[0]] = {"schema": {"type": "string"}}
     error = schemas["m-error" if path.startswith(messages.PATH) else "error"]
     both, said = dict(content), "What was asked for."
-    if operation.events is not None:
+    if operation.message is None and operation.events is not None:
         both[EVENTS] = {"x-event-schema": {"anyOf": [schemas[f"{name} events"], error]}}
         said += " The data of each event of a stream is of x-event-schema, but for a last [DONE]."
-    answered = {200: _response(200, said, both, method)}
+    if operation.message is None:
+        answered = {200: _response(200, said, both, method)}
+    else:
+        answered = {101: _response(101, "The WebSocket is open.", {}, method)}
     for status in operation.also:
         answered[status] = _response(status, STATUSES[status], content, method)
     closed = about.api_keys and path not in OPEN_PATHS
@@ -437,8 +470,14 @@ def _described(
         kinds = (operation.request, *operation.or_requests)
         refs: list[Schema] = [{"$ref": REF.format(name=kind.__name__)} for kind in kinds]
         schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
-        body = {"schema": schema, "examples": _examples(operation)}
+        body = {"schema": schema, "examples": _examples(operation, about)}
         described["requestBody"] = {"required": True, "content": {JSON: body}}
+    if operation.message is not None:
+        described["x-websocket"] = {
+            "messages": {"$ref": REF.format(name=operation.message.__name__)},
+            "example": operation.message_example,
+            "events": {"anyOf": [schemas[f"{name} events"], schemas["socket error"]]},
+        }
     if operation.parameters:
         described["parameters"] = [
             _parameter(parameter, about) for parameter in operation.parameters
@@ -448,11 +487,14 @@ def _described(
     return described
 
 
-def _examples(operation: Operation) -> dict[str, Any]:
+def _examples(operation: Operation, about: About) -> dict[str, Any]:
     assert operation.example is not None
-    examples = {"whole": {"value": operation.example}}
+    example = dict(operation.example)
+    if "model" in example:
+        example["model"] = about.model
+    examples = {"whole": {"value": example}}
     if operation.events is not None:
-        examples["streamed"] = {"value": {**operation.example, "stream": True}}
+        examples["streamed"] = {"value": {**example, "stream": True}}
     return examples
 
 

@@ -18,7 +18,13 @@ import msgspec
 
 from forge_jax.config import Pooling
 from forge_jax.sampling_params import BIAS, RANGES, TOKEN_ID, Range
-from forge_serve import embeddings, messages, responses_api, responses_items
+from forge_serve import (
+    embeddings,
+    messages,
+    responses_api,
+    responses_compaction,
+    responses_items,
+)
 from forge_serve.embeddings import SCORE_PAIRS, PoolingRequest
 from forge_serve.limits import Limits
 from forge_serve.loras import LoadLoraRequest
@@ -61,6 +67,7 @@ _MODULES = {
         GenerationRequest,
         MessagesRequest,
         ResponsesRequest,
+        responses_compaction.CompactRequest,
         responses_items.Item,
         PoolingRequest,
         LoadLoraRequest,
@@ -514,6 +521,13 @@ def _item(kind: type, schema: Schema, about: About) -> None:
             },
         },
         {
+            "required": ["type", "encrypted_content"],
+            "properties": {
+                "type": {"const": "compaction"},
+                "encrypted_content": {"type": "string", "pattern": "^forge-jax-1\\."},
+            },
+        },
+        {
             "required": ["type"],
             "properties": {
                 "type": {"const": "reasoning"},
@@ -563,6 +577,23 @@ def _score(kind: type, schema: Schema, about: About) -> None:
     ]
 
 
+def _compact(kind: type, schema: Schema, about: About) -> None:
+    fields = schema["properties"]
+    fields["model"] = about.model_names if not about.any_model else {"type": "string"}
+    schema["required"] = [*schema.get("required", ()), "model"]
+    for name in ("stream", "background"):
+        _replace(schema, name, {"enum": [False, None]})
+
+
+def _message_of_socket(kind: type, schema: Schema, about: About) -> None:
+    fields = schema["properties"]
+    fields["type"] = {"const": responses_api.MESSAGE_TYPE}
+    schema["required"] = [*schema.get("required", ()), "type"]
+    _replace(schema, "stream", {"enum": [True, None]})
+    _replace(schema, "background", {"enum": [False, None]})
+    fields["stream_id"] = _nullable({"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,256}$"})
+
+
 def _rerank(kind: type, schema: Schema, about: About) -> None:
     _replace(schema, "documents", _texts(about.limits.prompts - 1))
     schema["properties"]["top_n"] |= {"minimum": 0, "maximum": MAX_COUNT}
@@ -589,6 +620,8 @@ _NARROWED: dict[type, tuple[_Narrow, ...]] = {
     messages.Choice: (_choice,),
     messages.OutputConfig: (_output_config,),
     ResponsesRequest: (_responses,),
+    responses_compaction.CompactRequest: (_responses, _compact),
+    responses_api.ResponseCreate: (_responses, _message_of_socket),
     responses_api.Format: (_format,),
     responses_api.Reasoning: (_reasoning,),
     responses_items.Item: (_item,),

@@ -14,6 +14,7 @@ import msgspec
 
 from forge_jax.errors import RequestError
 from forge_jax.suggest import did_you_mean
+from forge_serve.errors import StreamIdError
 from forge_serve.protocol import (
     MAX_COUNT,
     ChatRequest,
@@ -21,7 +22,7 @@ from forge_serve.protocol import (
     Message,
     thinking_variables,
 )
-from forge_serve.responses_items import Item, check_item, messages
+from forge_serve.responses_items import Item, check_item, check_outputs, messages
 from forge_serve.responses_store import Turn
 from forge_serve.tools import tool_choice as chosen
 
@@ -43,6 +44,8 @@ INCLUDABLE = frozenset(
     )
 )
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's
+MESSAGE_TYPE = "response.create"  # of a WebSocket
+_STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}", re.ASCII)
 _NESTED = re.compile(r"(tools\[\d+\])\.function\b")
 
 
@@ -222,6 +225,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     def _messages(self, before: Sequence[Item]) -> list[Message]:
         given = self.given
         asked = [Item(role="user", content=given)] if isinstance(given, str) else given
+        check_outputs(before, asked)
         found = messages([*before, *asked])
         if not self.instructions:
             return found
@@ -230,6 +234,60 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         while found and found[0].role in ("system", "developer"):
             texts.append(str(found.pop(0).content))
         return [Message("system", "\n\n".join(texts)), *found]
+
+
+class ResponseCreate(ResponsesRequest, kw_only=True):
+    """A message of a WebSocket: a body of POST /v1/responses with its type."""
+
+    type: str | None = None
+    generate: bool | None = None  # false: only prepare the prompt
+    stream_id: str | None = None  # repeated in the events
+
+    def __post_init__(self) -> None:
+        if self.stream is None:
+            self.stream = True
+
+    def check(self) -> None:
+        if not self.stream:
+            raise RequestError(
+                "stream: a WebSocket always has the events: leave it out", param="stream"
+            )
+        if self.background:
+            raise RequestError(
+                "background is not supported over a WebSocket: leave it out, or send a POST",
+                param="background",
+            )
+        if self.stream_id is not None and not _STREAM_ID.fullmatch(self.stream_id):
+            raise StreamIdError(
+                "stream_id must have 1 to 256 letters, digits and _.-", param="stream_id"
+            )
+        ResponsesRequest.check(self)
+
+    def chat(self, previous: Turn | None, *, kept: bool) -> ResponsesChat:
+        made = ResponsesRequest.chat(self, previous, kept=kept)
+        if self.generate is False:
+            made.max_completion_tokens, made.min_tokens = 0, None
+        return made
+
+
+class MessageHead(msgspec.Struct):
+    """What must be known of a WebSocket's message that may be no `ResponseCreate` at all."""
+
+    type: Any = None
+    previous_response_id: Any = None
+    stream_id: Any = None
+
+    @property
+    def valid_stream_id(self) -> str | None:
+        """The id that an error may repeat."""
+        given = self.stream_id
+        return given if isinstance(given, str) and _STREAM_ID.fullmatch(given) else None
+
+    def check(self) -> None:
+        if self.type != MESSAGE_TYPE:
+            raise RequestError(
+                f"type must be {MESSAGE_TYPE}: no other messages are supported", param="type"
+            )
 
 
 class ResponsesChat(ChatRequest, kw_only=True):

@@ -58,7 +58,8 @@ class ResponsesForm(ChatForm):
         self._num_events = 0
         self._num_tokens = 0  # whose logprobs have been seen
         self._waiting: list[TokenLogprobs] = []  # for the text of their tokens
-        self._plain_delta = b""  # up to its number, while a plain delta may come
+        self._plain_delta = b""  # its JSON up to its number, while a plain delta may come
+        self._of_each: dict[str, Any] = {}  # what each event has besides its own fields
 
     def beginning(self) -> bytes:
         return b"".join(self.beginning_events())
@@ -102,10 +103,7 @@ class ResponsesForm(ChatForm):
 
     def error_events(self, reply: ErrorReply) -> list[bytes]:
         """The last events of a stream that failed."""
-        news: list[Event] = [*self._items.close("incomplete")]
-        error = {"code": reply.code, "message": reply.text, "param": reply.param}
-        # OpenAI's event has the fields at its top, Open Responses' in an object.
-        news.append(("error", {**error, "error": {"type": reply.type, **error}}))
+        news: list[Event] = [*self._items.close("incomplete"), *self._error(reply)]
         news.append(self._told("failed", self._conclude("failed", error=reply)))
         return self._encoded(news)
 
@@ -172,8 +170,8 @@ class ResponsesForm(ChatForm):
     def _plain_start_of(self, item: Any) -> bytes:
         if not isinstance(item, MessageItem):
             return b""
-        fields = _json({"type": DELTA, **item.place, "logprobs": []})
-        return b'event: %b\ndata: %b,"sequence_number":' % (DELTA.encode(), fields[:-1])
+        fields = _json({"type": DELTA, **self._of_each, **item.place, "logprobs": []})
+        return b'%b,"sequence_number":' % fields[:-1]
 
     def _plain(self, text: str) -> bytes:
         if not text:
@@ -182,7 +180,13 @@ class ResponsesForm(ChatForm):
         assert item is not None
         item.pieces.append(text)
         number, self._num_events = self._num_events, self._num_events + 1
-        return self._plain_delta + b'%d,"delta":%b}\n\n' % (number, _json(text))
+        return self._framed(DELTA, b'%b%d,"delta":%b}' % (self._plain_delta, number, _json(text)))
+
+    def _error(self, reply: ErrorReply) -> list[Event]:
+        """The event before the last one of a stream that failed."""
+        error = {"code": reply.code, "message": reply.text, "param": reply.param}
+        # OpenAI's event has the fields at its top, Open Responses' in an object.
+        return [("error", {**error, "error": {"type": reply.type, **error}})]
 
     def _told(self, what: str, response: bytes) -> Event:
         return f"response.{what}", {"response": msgspec.Raw(response)}
@@ -192,7 +196,11 @@ class ResponsesForm(ChatForm):
 
     def _event(self, name: str, fields: dict[str, Any]) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
-        data = _json({"type": name, "sequence_number": number, **fields})
+        data = _json({"type": name, "sequence_number": number, **self._of_each, **fields})
+        return self._framed(name, data)
+
+    def _framed(self, name: str, data: bytes) -> bytes:
+        """The bytes that carry an event over the connection."""
         return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
     # ---- the object ----------------------------------------------------------------------------
@@ -206,7 +214,7 @@ class ResponsesForm(ChatForm):
         """The response as it will stay, as JSON."""
         fields = self._head_fields(status)
         if usage is not None:
-            fields["usage"] = _usage(usage)
+            fields["usage"] = usage_fields(usage)
         if status == "completed":
             fields["completed_at"] = int(time.time())
         if status == "incomplete":
@@ -261,7 +269,8 @@ class ResponsesForm(ChatForm):
         }
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    """The tokens of a response, in its words."""
     cached = usage.prompt_tokens_details["cached_tokens"]
     return {
         "input_tokens": usage.prompt_tokens,

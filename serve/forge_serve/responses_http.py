@@ -18,11 +18,18 @@ from forge_serve.generation import Generation, News
 from forge_serve.responses_api import PATH, ResponsesChat, ResponsesRequest
 from forge_serve.responses_events import ResponsesForm
 from forge_serve.responses_items import Item, input_items
-from forge_serve.responses_store import EventLog, ResponseStore, StoredResponse, Turn
+from forge_serve.responses_store import (
+    EventLog,
+    LocalResponses,
+    ResponseStore,
+    StoredResponse,
+    Turn,
+)
 
-# `input_tokens` is another endpoint. `compact` is an endpoint of OpenAI's that is not here: a 404.
+# `input_tokens` and `compact` are other endpoints.
 RESPONSE_PATH = PATH + "/{id:(?!(?:input_tokens|compact)$)[^/{}]+}"
 MAX_PAGE, DEFAULT_PAGE = 100, 20  # input items in one answer
+LOCAL = web.RequestKey("local", LocalResponses)  # those of the WebSocket, of one of its messages
 
 _json = msgspec.json.Encoder().encode
 _item = msgspec.json.Decoder(Item).decode
@@ -46,7 +53,8 @@ class StoredResponses:
         """What makes the same as a chat, with the conversation that it continues; in any thread.
 
         Raises:
-          UnknownResponseError: the previous response is not here.
+          UnknownResponseError: the previous response is not here; over a WebSocket a
+            PreviousResponseNotFoundError.
           RequestError: it has not finished, or nothing is stored here at all.
         """
         if not self._store.keeps:
@@ -59,7 +67,8 @@ class StoredResponses:
                     )
         previous = None
         if request.previous_response_id is not None:
-            response = self._store.get(
+            find = self._store.get if (local := http.get(LOCAL)) is None else local.previous
+            response = find(
                 _tenant(http), request.previous_response_id, param="previous_response_id"
             )
             if response.running:
@@ -71,15 +80,18 @@ class StoredResponses:
         return partial(request.chat, previous, kept=request.stored and self._store.keeps)
 
     def begin(self, http: web.Request, form: ResponsesForm) -> StoredResponse | None:
-        """Enters a response that is to be stored."""
-        if not form.kept:
+        """Enters a response that is to be stored, or that its WebSocket can go on from."""
+        local = None if form.kept else http.get(LOCAL)
+        if not form.kept and local is None:
             return None
         items = list(input_items(form.asked.given, form.unique_id))
         response = StoredResponse(
             form.id, _tenant(http), Turn(form.previous, _json(items)), form.snapshot,
-            background=form.background,
+            background=form.background, local=local,
         )  # fmt: skip
         self._store.begin(response)
+        if local is not None:
+            local.add(response)
         if not form.background:  # a client that has been told it is over may go on from it
             form.when_concluded = partial(self._keep, response, form)
         return response

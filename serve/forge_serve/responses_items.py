@@ -6,6 +6,7 @@ has answered are read as `Item`.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,10 @@ _ID_PREFIXES = {
     "function_call": "fc",
     "function_call_output": "fco",
     "reasoning": "rs",
+    "compaction": "cmp",
 }
+_COMPACTED = "forge-jax-1."  # what the content of a compaction begins with
+_BEFORE_SUMMARY = "A summary of the conversation up to here:\n\n"
 
 
 class Part(msgspec.Struct):
@@ -48,6 +52,7 @@ class Item(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
     output: str | list[Part] | None = None
+    encrypted_content: str | None = None  # read of a compaction alone
     summary: list[Part] | None = None
 
     @property
@@ -77,6 +82,14 @@ def check_item(path: str, item: Item) -> None:
             _required(path, "call_id", item.call_id)
             _required(path, "output", item.output)
             _check_parts(f"{path}.output", item.output, TEXTS)
+        case "compaction":
+            _required(path, "encrypted_content", item.encrypted_content)
+            if _summary(item) is None:
+                raise RequestError(
+                    f"{path}.encrypted_content was not made by /v1/responses/compact of this "
+                    "server: send the messages instead",
+                    param=f"{path}.encrypted_content",
+                )
         case "reasoning":
             _check_parts(f"{path}.content", item.content, ("reasoning_text", *TEXTS))
             _check_parts(f"{path}.summary", item.summary, ("summary_text",))
@@ -85,6 +98,23 @@ def check_item(path: str, item: Item) -> None:
             raise RequestError(
                 f"{path}.type: items of this type are not supported here; these are: {known}",
                 param=f"{path}.type",
+            )
+
+
+def check_outputs(before: Iterable[Item], given: Iterable[Item]) -> None:
+    """Refuses the output of a call that nobody made: templates put it where they should not.
+
+    Raises:
+      RequestError: `param` is the output's `call_id`.
+    """
+    given = list(given)
+    calls = {item.call_id for item in (*before, *given) if item.kind == "function_call"}
+    for i, item in enumerate(given):
+        if item.kind == "function_call_output" and item.call_id not in calls:
+            raise RequestError(
+                f"input[{i}].call_id: there is no function_call with this id in the input or in "
+                "the responses before it: send the call as well",
+                param=f"input[{i}].call_id",
             )
 
 
@@ -121,6 +151,10 @@ def messages(items: Iterable[Item]) -> list[Message]:
         if item.kind == "function_call_output":
             content = _text(item.output)
             found.append(Message("tool", content, name=item.name, tool_call_id=item.call_id))
+            own = None
+            continue
+        if item.kind == "compaction":
+            found.append(Message("system", f"{_BEFORE_SUMMARY}{_summary(item)}"))
             own = None
             continue
         if item.kind == "message" and item.role != "assistant":
@@ -184,12 +218,33 @@ def input_items(asked: str | Sequence[Item], unique_id: str) -> Iterator[dict[st
             case "function_call_output":
                 output = _text(item.output)
                 yield {**about, "call_id": item.call_id, "output": output, "status": "completed"}
+            case "compaction":
+                yield {**about, "encrypted_content": item.encrypted_content}
             case "reasoning":
                 thought = [
                     {"type": "reasoning_text", "text": part.text} for part in _parts(item.content)
                 ]
                 summary = [{"type": part.type, "text": part.text} for part in item.summary or ()]
                 yield {**about, "summary": summary, "content": thought}
+
+
+def compaction(summary: str, unique_id: str) -> dict[str, Any]:
+    """The item that stands for a conversation."""
+    content = _COMPACTED + base64.urlsafe_b64encode(summary.encode()).decode()
+    item_id = f"{_ID_PREFIXES['compaction']}_{unique_id}"
+    return {"id": item_id, "type": "compaction", "encrypted_content": content}
+
+
+def _summary(item: Item) -> str | None:
+    """That of a compaction; None: the server has not made it."""
+    content = item.encrypted_content or ""
+    if not content.startswith(_COMPACTED):
+        return None
+    try:
+        data = base64.b64decode(content.removeprefix(_COMPACTED), b"-_", validate=True)
+        return data.decode() or None
+    except ValueError:  # neither base64 nor UTF-8
+        return None
 
 
 def _parts(content: str | list[Part] | None) -> list[Part]:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from forge_serve.errors import UnknownResponseError
+from forge_serve.errors import PreviousResponseNotFoundError, UnknownResponseError
 from forge_serve.responses_items import Item
 
 OVERHEAD_BYTES = 1024  # of a response, or of a turn, beside its JSON
+MAX_LOCAL = 16  # responses that a WebSocket can go on from without storing them
 
 _items = msgspec.json.Decoder(list[Item]).decode
 _raw_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -80,6 +81,7 @@ class StoredResponse:
     turn: Turn
     snapshot: Callable[[], bytes] | None
     background: bool = False
+    local: LocalResponses | None = None  # those of a WebSocket, which alone can continue this one
     log: EventLog | None = None
     cancel: Callable[[], None] | None = None  # of one in the background, while it runs
     head: bytes = b"{}"  # its JSON without the output, which is the turn's
@@ -110,7 +112,12 @@ class _Tenant:
     """The finished responses of one tenant, the one used least recently first."""
 
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    local: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)  # of WebSockets
     num_bytes: int = 0
+
+    def like(self, response: StoredResponse) -> OrderedDict[str, StoredResponse]:
+        """The responses that this one belongs to."""
+        return self.responses if response.local is None else self.local
 
 
 class ResponseStore:
@@ -118,7 +125,8 @@ class ResponseStore:
 
     What has to go is the least recently used response of the tenant that holds most: nobody's
     responses are pushed out by somebody who has more of them. Responses that run are not counted,
-    and stay: the engine's queue bounds them.
+    and stay: the engine's queue bounds them. Of `LocalResponses` only the bytes are counted, and
+    they make room last: somebody is connected for them.
     """
 
     def __init__(self, max_responses: int, max_bytes: int):
@@ -129,12 +137,12 @@ class ResponseStore:
 
     @property
     def keeps(self) -> bool:
-        """Whether anything is kept at all."""
+        """Whether anything is kept that outlives a connection."""
         return self._max_responses > 0 and self._max_bytes > 0
 
     @property
     def num_responses(self) -> int:
-        """Those that are finished."""
+        """Those that are finished, without those of WebSockets."""
         return sum(len(tenant.responses) for tenant in self._tenants.values())
 
     @property
@@ -144,7 +152,7 @@ class ResponseStore:
     def get(self, tenant: str, response_id: str, *, param: str | None = None) -> StoredResponse:
         """Raises `UnknownResponseError`: there is none, or it is another tenant's."""
         found = self._running.get((tenant, response_id))
-        if found is not None:
+        if found is not None and found.local is None:
             return found
         mine = self._tenants.get(tenant)
         if mine is None or response_id not in mine.responses:
@@ -166,7 +174,7 @@ class ResponseStore:
         if self._running.pop((response.tenant, response.id), None) is None:
             return
         tenant = self._tenants.setdefault(response.tenant, _Tenant())
-        tenant.responses[response.id] = response
+        tenant.like(response)[response.id] = response
         tenant.num_bytes += response.num_bytes
         self._hold(tenant, response.turn)
         self._make_room()
@@ -176,7 +184,7 @@ class ResponseStore:
         if self._running.pop((response.tenant, response.id), None) is not None:
             return
         tenant = self._tenants.get(response.tenant)
-        if tenant is not None and response.id in tenant.responses:
+        if tenant is not None and response.id in tenant.like(response):
             self._drop(tenant, response)
 
     def _make_room(self) -> None:
@@ -187,10 +195,12 @@ class ResponseStore:
             self._drop_oldest(max(tenants, key=lambda tenant: tenant.num_bytes))
 
     def _drop_oldest(self, tenant: _Tenant) -> None:
-        self._drop(tenant, next(iter(tenant.responses.values())))
+        self._drop(tenant, next(iter((tenant.responses or tenant.local).values())))
 
     def _drop(self, tenant: _Tenant, response: StoredResponse) -> None:
-        del tenant.responses[response.id]
+        del tenant.like(response)[response.id]
+        if response.local is not None:
+            response.local.dropped(response)
         tenant.num_bytes -= response.num_bytes
         turn: Turn | None = response.turn
         while turn is not None:
@@ -207,3 +217,59 @@ class ResponseStore:
                 break
             tenant.num_bytes += turn.num_bytes
             turn = turn.previous
+
+
+class LocalResponses:
+    """The last responses of one WebSocket that were asked with `store: false`: nobody else can
+    look them up or continue them, and they end with the connection.
+
+    They are in the server's store, so that their bytes are bounded with all others'.
+    """
+
+    def __init__(self, store: ResponseStore):
+        self._store = store
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    def previous(self, tenant: str, response_id: str, param: str) -> StoredResponse:
+        """A response to be continued: one of these, or one that the tenant has stored.
+
+        Raises:
+          PreviousResponseNotFoundError: it is neither.
+        """
+        mine = self._responses.get(response_id)
+        if mine is not None:
+            self._responses.move_to_end(response_id)
+            return mine
+        try:
+            return self._store.get(tenant, response_id, param=param)
+        except UnknownResponseError as error:
+            raise PreviousResponseNotFoundError(
+                "there is no such response here: it was not stored and is not one of this "
+                "connection's last, or a turn that continued it has failed: leave "
+                "previous_response_id out and send the whole input",
+                param=param,
+            ) from error
+
+    def add(self, response: StoredResponse) -> None:
+        """Enters a response of this connection. The one before `MAX_LOCAL` others is forgotten."""
+        self._responses[response.id] = response
+        if len(self._responses) > MAX_LOCAL:
+            self.forget(next(iter(self._responses)))
+
+    def forget(self, response_id: str) -> None:
+        """Forgets a response, if it is one of these."""
+        response = self._responses.pop(response_id, None)
+        if response is not None:
+            self._store.delete(response)
+
+    def dropped(self, response: StoredResponse) -> None:
+        """Called by the store: the response had to make room."""
+        self._responses.pop(response.id, None)
+
+    def close(self) -> None:
+        """Forgets them all."""
+        while self._responses:
+            self.forget(next(iter(self._responses)))

@@ -49,7 +49,9 @@ ROUTES = (
     _post("completions", "/v1/completions", "/completions"),
     _post("chat_completions", "/v1/chat/completions", "/chat/completions"),
     _post("responses", RESPONSES),
+    _get("responses_socket", RESPONSES),  # a WebSocket
     _post("count_input_tokens", f"{RESPONSES}/input_tokens"),
+    _post("compact_response", f"{RESPONSES}/compact"),
     _get("response", RESPONSE_PATH),
     Route(hdrs.METH_DELETE, "delete_response", RESPONSE_PATH),
     _post("cancel_response", f"{RESPONSE_PATH}/cancel"),

@@ -68,6 +68,7 @@ def serve(
     configure(server_config.log_format)
     logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of every absent backend
     logging.getLogger("aiohttp.server").addFilter(_without_traceback)
+    logging.getLogger("aiohttp.websocket").setLevel(logging.ERROR)  # else it quotes headers
     raise_file_limit()
     with bind(server_config.host, server_config.port) as sock:
         if server_config.fake:
@@ -228,7 +229,7 @@ async def drain(service: Service, timeout_s: float) -> None:
     engine. The socket stays open meanwhile.
     """
     assert service.engine is not None
-    service.stopping = True
+    service.stop()
     log.info("stopping: %d s for the running requests", timeout_s)
     await service.profiles.close(service.engine)
     await service.engine.stop(timeout_s)

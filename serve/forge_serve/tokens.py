@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forge_jax.errors import RequestError
-from forge_serve.generation import encode_prompts
+from forge_serve.generation import BYTES_PER_ID, THREAD_FROM_IDS, encode_prompts
 from forge_serve.protocol import DetokenizeRequest, TokenizeRequest
 from forge_serve.workers import in_pieces
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from forge_jax.streams import StreamingEngine
     from forge_jax.text import Tokenizer
     from forge_serve.workers import TextWork
-
-THREAD_FROM_IDS = 4096  # fewer are read on the event loop
-BYTES_PER_ID = 4  # about, of the text of a token
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -87,11 +84,11 @@ def tokenizer_info(engine: StreamingEngine) -> dict[str, Any]:
 
 
 async def _at_length[T](
-    texts: Sequence[list[int]], read: Callable[[list[int]], T], work: TextWork
+    texts: Sequence[Sequence[int]], read: Callable[[Sequence[int]], T], work: TextWork
 ) -> list[T]:
     """What `read` says of each text; of long ones in a thread."""
 
-    def read_all(texts: Sequence[list[int]]) -> list[T]:
+    def read_all(texts: Sequence[Sequence[int]]) -> list[T]:
         return [read(ids) for ids in texts]
 
     num_ids = sum(map(len, texts))
@@ -102,7 +99,7 @@ async def _at_length[T](
     return [each for several in found for each in several]
 
 
-def _names(tokenizer: Tokenizer) -> Callable[[list[int]], list[str]]:
+def _names(tokenizer: Tokenizer) -> Callable[[Sequence[int]], list[str]]:
     name = tokenizer.backend.id_to_token
     return lambda ids: [name(token) or "" for token in ids]
 

@@ -32,6 +32,7 @@ _OPERATIONS = {
     "chat_completions": "chat",
     "messages": "chat",
     "responses": "chat",
+    "compact_response": "chat",
 }  # of handlers; of those that pool: embeddings
 
 

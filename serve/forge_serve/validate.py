@@ -111,10 +111,19 @@ def fields_of(body: bytes, limits: Limits) -> set[str]:
     Raises:
       RequestError: it is not an object in JSON.
     """
+    return set(glance(body, dict[str, msgspec.Raw], limits))
+
+
+def glance[T](body: bytes, kind: type[T], limits: Limits) -> T:
+    """What a body says, before it is known what kind of request it is.
+
+    Raises:
+      RequestError: it is not such an object in JSON.
+    """
     _check_counts(body, limits)
     _check_nesting(body, limits)
     try:
-        return set(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+        return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error), GenerationRequest) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -154,6 +154,14 @@ EVENTS: dict[str, Schema] = {
 OPENAI_ONLY = frozenset(("response.reasoning_text.delta", "response.reasoning_text.done"))
 
 
+# What answers a message of a WebSocket without a response.
+SOCKET_ERROR = made_of(
+    type=constant("error"),
+    status=WHOLE,
+    error=made_of({"type": TEXT, "param": nullable(TEXT)}, code=TEXT, message=TEXT),
+)
+
+_SOCKET_ERROR = jsonschema.Draft202012Validator(SOCKET_ERROR)
 _RESPONSE = jsonschema.Draft202012Validator(RESPONSE)
 _EVENTS = {name: jsonschema.Draft202012Validator(schema) for name, schema in EVENTS.items()}
 
@@ -167,3 +175,11 @@ def check_event(event: Any) -> None:
     """The same for an event of a stream. Raises KeyError for an event that it does not have."""
     if event["type"] not in OPENAI_ONLY:
         _EVENTS[event["type"]].validate(event)
+
+
+def check_socket_event(event: Any) -> None:
+    """The same for an event that comes over a WebSocket."""
+    if event["type"] == "error":
+        _SOCKET_ERROR.validate(event)
+    else:
+        check_event(event)

@@ -830,12 +830,83 @@ async def test_counting_has_a_path_of_its_own(start):
             assert (response.status, response.headers["Allow"]) == (405, "POST")
 
 
-async def test_compaction_is_not_here(start):
-    server = await start(Engine.fake())
-    for method in ("GET", "POST", "DELETE"):
-        async with server.http.request(method, f"{server.url}{PATH}/compact", json={}) as response:
-            assert response.status == 404
-            assert (await response.json())["error"]["code"] == "not_found"
+# ---- compaction ----------------------------------------------------------------------------------
+
+
+def prompts_of(server: Server) -> list[str]:
+    """The prompts that the engine gets from now on, as texts."""
+    submit, found = server.engine.submit, []
+    assert server.engine.tokenizer is not None
+    decode = server.engine.tokenizer.decode
+
+    def spy(prompt_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(decode(list(prompt_token_ids)))
+        return submit(prompt_token_ids, *args, **kwargs)
+
+    server.engine.submit = spy  # type: ignore[method-assign]
+    return found
+
+
+async def compacted(server: Server, **body: Any) -> dict[str, Any]:
+    status, answer = await server.post(f"{PATH}/compact", {"model": server.model, **body})
+    assert status == 200, answer
+    sdk.CompactedResponse.model_validate(answer)
+    assert answer["object"] == "response.compaction" and answer["usage"]["output_tokens"]
+    return answer
+
+
+@pytest.mark.parametrize("answer", ["Launch on Tuesday.", f"{THOUGHT}Launch on Tuesday."])
+async def test_a_compaction_is_a_summary_of_the_models(start, answer):
+    server = await start(scripted_engine(answer, template=families.QWEN))
+    prompts = prompts_of(server)
+    made = await compacted(server, input=[USER, {"role": "assistant", "content": "Tuesday."}])
+    assert "Paris" in prompts[0] and "Tuesday." in prompts[0] and "Summarize" in prompts[0]
+    [item] = made["output"]
+    assert item["type"] == "compaction"
+
+    last = {"role": "user", "content": "Go on."}
+    response = await created(server, input=[*made["output"], last], instructions="Be brief.")
+    assert "Paris" not in prompts[1] and "Launch on Tuesday." in prompts[1]
+    assert "Be brief." in prompts[1] and "Hm." not in prompts[1] and "Go on." in prompts[1]
+    _, items = await server.get(f"{PATH}/{response['id']}/input_items?order=asc")
+    assert [each["type"] for each in items["data"]] == ["compaction", "message"]
+    again = await compacted(server, previous_response_id=response["id"])
+    assert "Launch on Tuesday." in prompts[2] and len(again["output"]) == 1
+    assert (await server.get(f"{PATH}/{made['id']}"))[0] == 404, "it is not stored"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"stream": True}, "stream"),
+        ({"background": True}, "background"),
+        ({"input": None}, "input"),
+        ({"previous_response_id": "resp_missing"}, "previous_response_id"),
+    ],
+)
+async def test_a_compaction_that_cannot_be_is_refused(start, body, param):
+    server = await start(scripted_engine("x", template=families.QWEN))
+    body = {"model": server.model, "input": [USER], **body}
+    status, answer = await server.post(f"{PATH}/compact", body)
+    assert status in (400, 404) and answer["error"]["param"] == param
+
+
+async def test_a_model_that_writes_no_summary_makes_no_compaction(start):
+    server = await start(scripted_engine(THOUGHT, template=families.QWEN))
+    body = {"model": server.model, "input": [USER]}
+    status, answer = await server.post(f"{PATH}/compact", body)
+    assert status == 400 and "no summary" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "gAAAAB", "forge-jax-1.", "forge-jax-1.%", "forge-jax-1._w=="]
+)
+async def test_a_compaction_of_others_is_refused(start, content):
+    server = await start(scripted_engine("x", template=families.QWEN))
+    item = {"type": "compaction", "encrypted_content": content}
+    status, answer = await server.post(PATH, ask(input=[item, USER]))
+    assert (status, answer["error"]["param"]) == (400, "input[0].encrypted_content")
 
 
 async def test_a_tool_that_is_left_out_is_checked_too(start):

@@ -6,8 +6,15 @@ import json
 
 import pytest
 
-from forge_serve.errors import UnknownResponseError
-from forge_serve.responses_store import OVERHEAD_BYTES, ResponseStore, StoredResponse, Turn
+from forge_serve.errors import PreviousResponseNotFoundError, UnknownResponseError
+from forge_serve.responses_store import (
+    MAX_LOCAL,
+    OVERHEAD_BYTES,
+    LocalResponses,
+    ResponseStore,
+    StoredResponse,
+    Turn,
+)
 
 BYTES = 2 * OVERHEAD_BYTES  # of a response with its turn, and at most 200 more
 
@@ -134,3 +141,69 @@ def test_one_tenant_does_not_find_another_s():
     kept(store, "a", "one")
     assert names(store, "a", tenant="one") == "a"
     assert names(store, "a", tenant="two") == "" == names(store, "a")
+
+
+# ---- those of WebSockets -------------------------------------------------------------------------
+
+
+def local(
+    store: ResponseStore, own: LocalResponses, name: str, previous: Turn | None = None
+) -> StoredResponse:
+    """A response that only its connection can continue."""
+    response = StoredResponse(name, "", Turn(previous, b"[]"), lambda: b"{}", local=own)
+    store.begin(response)
+    own.add(response)
+    store.finish(response, b"{}", b"[]")
+    return response
+
+
+def test_a_local_response_is_its_connections_alone():
+    store = ResponseStore(10, 10**6)
+    own, other = LocalResponses(store), LocalResponses(store)
+    response = local(store, own, "a")
+    assert own.previous("", "a", "p") is response
+    assert names(store, "a") == "" and store.num_responses == 0 < store.num_bytes
+    with pytest.raises(PreviousResponseNotFoundError):
+        other.previous("", "a", "p")
+    own.forget("a")
+    with pytest.raises(PreviousResponseNotFoundError):
+        own.previous("", "a", "p")
+    assert store.num_bytes == 0
+
+
+def test_local_responses_share_turns_with_stored_ones():
+    store = ResponseStore(10, 10**6)
+    own = LocalResponses(store)
+    a = kept(store, "a")
+    before = store.num_bytes
+    b = local(store, own, "b", previous=a.turn)
+    kept(store, "c", previous=b.turn)
+    for name in "ac":
+        store.delete(store.get("", name))
+    assert len(own) == 1 and store.num_bytes > before, "what b continues is held"
+    own.close()
+    assert store.num_bytes == 0 and len(own) == 0
+
+
+def test_local_responses_make_room_after_stored_ones():
+    store = ResponseStore(10, 4 * BYTES)
+    own = LocalResponses(store)
+    local(store, own, "a")
+    for name in "bcde":
+        kept(store, name)
+    assert names(store, *"bcde") == "de" and len(own) == 1
+    for name in "fghij":
+        local(store, own, name)
+    assert names(store, *"bcde") == "" and 0 < len(own) < 6
+    assert own.previous("", "j", "p").id == "j", "the newest are kept"
+    with pytest.raises(PreviousResponseNotFoundError):
+        own.previous("", "a", "p")
+
+
+def test_no_number_of_local_responses_pushes_out_stored_ones():
+    store = ResponseStore(1, 10**6)
+    own = LocalResponses(store)
+    kept(store, "a")
+    for number in range(MAX_LOCAL + 3):
+        local(store, own, str(number))
+    assert names(store, "a") == "a" and len(own) == MAX_LOCAL
