@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -18,13 +19,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 
 STREAMS = 32
-WAIT_S = 120.0
+WAIT_S = 240.0  # until something counts as never coming
 POLL_S = 0.02
 SERVES = ("serving", "ready")
 STATES = {*SERVES, "recovering", "stalled"}
@@ -41,10 +43,16 @@ SCHEMA = {
     "required": ["animal", "words", "age"],
     "additionalProperties": False,
 }
+TOOL = {"type": "function", "function": {"name": "note", "parameters": SCHEMA}}
+NAMED = {"type": "function", "function": {"name": "note"}}
 
 
-def request(i: int, max_tokens: int) -> tuple[str, dict[str, Any]]:
-    """The path and the body of one of the streams: every kind but tools."""
+def request(i: int, max_tokens: int, *, tools: bool) -> tuple[str, dict[str, Any]]:
+    """Return the path and the body of one of the streams.
+
+    Args:
+      tools: False if the chat template has no place for tools.
+    """
     story = f"Once upon a time, number {i}, " * (1 + i % 5)
     body: dict[str, Any] = {
         "max_tokens": max_tokens + 3 * i,
@@ -79,6 +87,9 @@ def request(i: int, max_tokens: int) -> tuple[str, dict[str, Any]]:
         ("chat/completions", {**chat, "n": 2, "top_p": 0.9, "frequency_penalty": 0.5}),
         ("completions", {**completion, "echo": True, "logprobs": 1, "top_k": 20, "min_tokens": 9}),
     ]
+    if tools:
+        offer = {"tools": [TOOL], "tool_choice": NAMED, "ignore_eos": False}
+        more.append(("chat/completions", {**chat, **offer}))
     path, special = more[(i // 4 + i) % len(more)]
     return f"/v1/{path}", {**body, **special}
 
@@ -110,6 +121,11 @@ def _add(said: dict[str, Any], choice: dict[str, Any]) -> None:
     for name, text in zip(("text", "content", "reasoning"), texts, strict=True):
         if text is not None:
             said[name] = said.get(name, "") + text
+    for position, call in enumerate(message.get("tool_calls") or ()):
+        function, name = call["function"], f"call {call.get('index', position)}"
+        told_before = said.setdefault(name, {"name": "", "arguments": ""})
+        told_before["name"] += function.get("name") or ""
+        told_before["arguments"] += function.get("arguments") or ""
     for name, values in (choice.get("logprobs") or {}).items():
         if name != "text_offset":
             said.setdefault(f"logprobs {name}", []).extend(values or [])
@@ -140,8 +156,11 @@ class Chaos:
     """One run on a server that is up.
 
     Args:
-      plan: the deaths, by their moment: "decode", "prefill", "birth", "loading", and
+      plan: the deaths, by their moment: "decode", "prefill", "birth", "loading", "compiling", and
         "frozen" or "frozen birth" for processes that are stopped instead of killed.
+      cache: the server's folder of executables, which is emptied before "compiling".
+      loading_s: the longest time from the birth of a process to its death for "loading".
+      tools: whether some requests offer tools.
     """
 
     def __init__(
@@ -153,19 +172,28 @@ class Chaos:
         seed: int,
         plan: Sequence[str],
         max_tokens: int = 60,
+        cache: Path | None = None,
+        loading_s: float = 1.0,
+        tools: bool = False,
     ):
         self.report = Report(seed)
         self._http, self._url = http, url
         self._server = psutil.Process(pid)
+        self._known: set[int] = set()  # engine processes
         self._rng = random.Random(seed)
         self._plan = list(plan)
         self._rng.shuffle(self._plan)
-        self._requests = [request(i, max_tokens) for i in range(STREAMS)]
+        self._requests = [request(i, max_tokens, tools=tools) for i in range(STREAMS)]
+        self._cache, self._loading_s = cache, loading_s
+        self._num_executables = len(self._compiled())
+        assert self._num_executables > 1 or "compiling" not in plan
+        self._answered: set[int] = set()  # requests, since the last death
         self._over = False
 
     async def run(self) -> Report:
         expected = await asyncio.gather(*(self._ask(i) for i in range(STREAMS)))
-        assert all(len(str(said)) > 100 for said in expected)
+        for (_, body), said in zip(self._requests, expected, strict=True):
+            assert len(str(said)) > 100 and ("tools" not in body or "'name': 'note'" in str(said))
         async with asyncio.TaskGroup() as tasks:
             for i, said in enumerate(expected):
                 tasks.create_task(self._compare(i, said))
@@ -196,6 +224,7 @@ class Chaos:
                 await asyncio.sleep(POLL_S)
                 continue
             self.report.compared += 1
+            self._answered.add(i)
             if said != expected:
                 parts = [f"{k}: {said.get(k)} not {v}" for k, v in expected.items()]
                 self.report.faults.append(f"request {i} differs: {parts}"[:600])
@@ -224,15 +253,18 @@ class Chaos:
     # ---- deaths --------------------------------------------------------------------------------
 
     def _workers(self) -> list[int]:
-        """The server's engine processes that live, or are frozen."""
+        """The server's engine processes that live, or are frozen.
+
+        One that was killed lives until its last thread has ended. Its connection stays open as
+        long, which may take a busy machine longer than the process has a command line.
+        """
         found = []
         for child in self._server.children():
-            try:
-                alive = child.status() != psutil.STATUS_ZOMBIE
-                if alive and "forge_jax.process.worker" in child.cmdline():
-                    found.append(child.pid)
-            except psutil.Error:  # it has just ended
-                continue
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if "forge_jax.process.worker" in child.cmdline():
+                    self._known.add(child.pid)
+            if child.pid in self._known and _has_threads(child.pid):
+                found.append(child.pid)
         return found
 
     async def _kill_all(self) -> None:
@@ -240,46 +272,56 @@ class Chaos:
         serving = [moment for moment in self._plan if moment not in BIRTHS]
         while serving or births:
             await self._until(self._serves, "a server that serves")
-            moment = serving.pop() if serving else "decode"
+            first = serving.pop() if serving else "decode"
             victims = births[:MAX_BIRTHS] if not serving else births[: self._rng.randint(0, 2)]
             del births[: len(victims)]
-            last = await self._end_serving(moment)
-            for victim in victims:
-                last = await self._end_birth(victim, last)
+            pid = None
+            for moment, successor in itertools.zip_longest([first, *victims], victims):
+                pid = await self._victim(moment, pid)
+                if successor == "compiling":
+                    _signal(pid, signal.SIGSTOP)  # it writes no entry any more
+                    for path in self._compiled():
+                        path.unlink()
+                if moment == "compiling" and len(self._compiled()) == self._num_executables:
+                    births.append(moment)  # it was quicker: once more
+                    moment = "loading"
+                await self._end(pid, moment)
         await self._until(self._serves, "a server that serves at the end")
-        await self._until(self._has_tokens, "tokens at the end")
+        self._answered.clear()
+        await self._until(lambda: len(self._answered) == STREAMS, "an answer to each request")
 
-    async def _end_serving(self, moment: str) -> int:
-        if moment != "prefill":
-            await self._until(self._has_tokens, "tokens of each request")
-        await asyncio.sleep(self._rng.uniform(0.0, 0.3))
-        [pid] = self._workers()
-        if moment == "frozen":
-            await self._freeze(pid)
-        else:
-            _signal(pid, signal.SIGKILL)
-        self.report.deaths[moment] += 1
-        await self._until(self._recovers, "recovering")
-        return pid
-
-    async def _end_birth(self, moment: str, last: int) -> int:
+    async def _victim(self, moment: str, last: int | None) -> int:
+        """Wait for the moment; return the process that dies now, another one than the last."""
+        if moment not in BIRTHS:
+            if moment != "prefill":
+                await self._until(self._has_tokens, "tokens of each request")
+            await asyncio.sleep(self._rng.uniform(0.0, 0.3))
         found: list[int] = []
 
-        def successor() -> bool:
+        def living() -> bool:
             found[:] = [pid for pid in self._workers() if pid != last]
             return bool(found)
 
-        await self._until(successor, "a successor")
-        pid = found[0]
-        longest_s = 0.2 if moment == "birth" else 1.0
-        await asyncio.sleep(self._rng.uniform(0.0, longest_s))
-        if moment == "frozen birth":
+        await self._until(living, "an engine process")
+        if moment == "compiling":
+            count = self._rng.randrange(1, self._num_executables)
+            await self._until(lambda: len(self._compiled()) >= count, "executables")
+        elif moment in BIRTHS:
+            longest_s = 0.2 if moment == "birth" else self._loading_s
+            await asyncio.sleep(self._rng.uniform(0.0, longest_s))
+        return found[0]
+
+    async def _end(self, pid: int, moment: str) -> None:
+        if moment in ("frozen", "frozen birth"):
             await self._freeze(pid)
         else:
             _signal(pid, signal.SIGKILL)
         self.report.deaths[moment] += 1
         await self._until(self._recovers, "recovering")
-        return pid
+
+    def _compiled(self) -> list[Path]:
+        """The server's entries of compiled executables."""
+        return [] if self._cache is None else list(self._cache.glob("*-cache"))
 
     async def _freeze(self, pid: int) -> None:
         """Stops a process; the server kills it."""
@@ -314,7 +356,17 @@ class Chaos:
             await asyncio.sleep(POLL_S)
 
 
-BIRTHS = ("birth", "loading", "frozen birth")
+BIRTHS = ("birth", "loading", "compiling", "frozen birth")
+
+
+def _has_threads(pid: int) -> bool:
+    """True if any thread of a process has not ended."""
+    states = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                states.append(stat.read_text().rpartition(")")[2].split()[0])
+    return any(state not in "ZX" for state in states)
 
 
 def _signal(pid: int, number: int) -> None:
@@ -324,7 +376,7 @@ def _signal(pid: int, number: int) -> None:
 
 async def chaos(url: str, server: subprocess.Popen[str], **options: Any) -> Report:
     """A run, as `Chaos`, on the server that `tests.server_process` has started."""
-    timeout = aiohttp.ClientTimeout(total=WAIT_S)
+    timeout = aiohttp.ClientTimeout()  # none: how long a busy machine takes is no fault
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
         return await Chaos(http, url, server.pid, **options).run()

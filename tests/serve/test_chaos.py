@@ -7,16 +7,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from tests.serve.chaos import chaos
-from tests.server_process import running
+from tests.server_process import ROOT, running
 
 SERVE = "import sys; from forge_serve.cli import main; sys.exit(main())"
 FAKE = ("--fake", "--fake-step-time-ms", "2")
 # What decides when a frozen engine counts as one: long enough for imports on a busy machine.
 PATIENCE = ("--engine-timeout", "8", "--stall-timeout", "1")
+MORE_PATIENCE = ("--engine-timeout", "15", "--stall-timeout", "1")
+# A bundled model whose bits do not depend on the batch, for which one executable does every step.
+MODEL = (
+    *("forge-tiny", "--deterministic", "--max-model-len", "512"),
+    *("--num-blocks", "1024", "--max-num-seqs", "64"),
+    *("--chat-template", str(ROOT / "tests" / "clients" / "tools.jinja")),
+)
 
 
 @contextmanager
@@ -42,12 +50,35 @@ async def test_streams_survive_a_few_deaths(chaos_seed):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_streams_survive_many_deaths(chaos_seed):
-    plan = ["decode"] * 12 + ["prefill"] * 4 + ["birth"] * 8 + ["loading"] * 4
+    plan = ["decode"] * 8 + ["prefill"] * 4 + ["birth"] * 6 + ["loading"] * 2
     plan += ["frozen", "frozen birth"]
     with serving(*FAKE, *PATIENCE) as (url, process):
         report = await chaos(url, process, seed=chaos_seed, plan=plan)
     assert not report.faults, report
     assert report.deaths.total() >= len(plan) and report.polls["stalled"], report
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_streams_of_a_model_survive_deaths(chaos_seed, tmp_path: Path):
+    """Also deaths of processes that load it, or compile it because the cache is empty."""
+    plan = ["decode"] * 4 + ["prefill", "birth", "loading", "compiling", "compiling", "frozen"]
+    cache = tmp_path / "compiled"
+    cache.mkdir(mode=0o700)
+    with serving(*MODEL, *MORE_PATIENCE, "--compile-cache", str(cache)) as (url, process):
+        report = await chaos(
+            url,
+            process,
+            seed=chaos_seed,
+            plan=plan,
+            max_tokens=40,
+            cache=cache,
+            loading_s=2.5,
+            tools=True,
+        )
+    assert not report.faults, report
+    assert report.deaths.total() >= len(plan) and report.deaths["compiling"] == 2, report
+    assert report.polls["stalled"], report
 
 
 LOSES_A_TOKEN = f"""
