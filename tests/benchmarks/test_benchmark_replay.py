@@ -279,7 +279,7 @@ def test_the_command_replays_each_trace_at_each_rate_with_each_policy(tmp_path, 
     assert slow["ttft_ms"]["p99"] < fast["ttft_ms"]["p99"]
     assert slow["goodput"]["share"] > fast["goodput"]["share"]
     assert slow["queue_peak"] < fast["queue_peak"]
-    assert f"| 40x | fcfs | {rows[3]['ttft_ms']['p50']:,.0f} / " in text
+    assert f"| 40x | fcfs | off | {rows[3]['ttft_ms']['p50']:,.0f} / " in text
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path):
