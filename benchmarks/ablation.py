@@ -72,6 +72,12 @@ DECODER_ITL = Figure(
     of=_latency("itl_ms", "p99", "decoder"),
     digits=1,
 )
+LONG_TTFT = Figure(
+    name="TTFT p50 of long prompts, ms",
+    better="lower",
+    of=_latency("ttft_ms", "p50", "long"),
+    digits=1,
+)
 AT_ONCE = Figure(
     name="sequences at once in the same memory",
     better="higher",
@@ -124,10 +130,16 @@ def switches(context: int) -> tuple[Switch, ...]:
         ),
         Switch(  # a step has to hold whole prompts where they are not cut
             name="chunked_prefill",
-            on={"max_num_batched_tokens": context // 4},
+            on={"max_num_batched_tokens": context // 4, "itl_target_ms": 0},
             off={"max_num_batched_tokens": context, "chunked_prefill": False},
             workload=workloads.chunked_prefill,
             figures=(DECODER_ITL, OUTPUT),
+        ),
+        Switch(
+            name="itl_target",
+            off={"itl_target_ms": 0},
+            workload=workloads.chunked_prefill,
+            figures=(DECODER_ITL, LONG_TTFT, OUTPUT),
         ),
         Switch(
             name="prefix_cache",

@@ -33,6 +33,7 @@ from forge_jax.garbage import short_pauses
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule import request as schedule
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
+from forge_jax.schedule.token_budget import TokenBudget
 from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.metrics import Measured, Slo, latencies, percentile, spread_ms
 
@@ -104,6 +105,15 @@ class Served(Measured):
 
     alone_s: float = 0.0  # on an idle device that has as much of its prompt in the cache
     waited_s: float | None = None  # until its first step was dispatched
+    longest_gap_s: float = 0.0  # between two of its tokens
+
+    def gained(self, after_s: float) -> None:
+        """A token came; only the longest gap is kept, for a trace has millions."""
+        if self.last_s is None:
+            self.ttft_s = after_s
+        else:
+            self.longest_gap_s = max(self.longest_gap_s, after_s - self.last_s)
+        self.last_s = after_s
 
     @property
     def slowdown(self) -> float:
@@ -160,9 +170,12 @@ def play(
     sizes: EngineSizes,
     cost: StepCost,
     seed: int = 0,
+    itl_target_s: float = 0.0,
     on_finished: Callable[[], object] = lambda: None,
 ) -> Outcome:
     """Serves the requests, `rate` times as fast as they came, until the last one has its end.
+
+    With `itl_target_s` above 0, steps in which sequences decode have an inter-token latency target.
 
     As the engine does, one step ahead: step t + 1 is scheduled and dispatched while t runs, and
     then t is read. Whoever arrives in between is in step t + 2 at the earliest.
@@ -178,7 +191,8 @@ def play(
         policy=policy,
         aging_s=sizes.aging_s,
     )
-    scheduler = Scheduler(limits, pool, clock=clock, rng=random.Random(seed))
+    budget = TokenBudget(itl_target_s) if itl_target_s else None
+    scheduler = Scheduler(limits, pool, clock=clock, rng=random.Random(seed), budget=budget)
     served: list[Served] = []
     live: dict[str, Served] = {}
     coming = iter(enumerate(requests))
@@ -196,7 +210,7 @@ def play(
         plan = scheduler.schedule()
         step, in_flight = in_flight, None
         if plan is not None:
-            in_flight = plan, device.dispatch(plan)
+            in_flight = plan, device.dispatch(plan), now_s
             for admission in plan.admissions:
                 measured = live[admission.seq_key[0]]
                 if measured.waited_s is None:
@@ -207,16 +221,17 @@ def play(
             if plan is None and following is not None:
                 clock.now_s = following[1].arrival_s / rate
             continue
-        plan, pending = step
-        gains = scheduler.commit(plan, device.read(pending))
+        plan, pending, dispatched_s = step
+        result = device.read(pending)
         now_s = clock.now_s
-        for seq, _ in gains:
-            if len(seq.tokens) == seq.prompt_len + 1:
-                measured = live[seq.key[0]]
-                measured.ttft_s = now_s - measured.sent_s
+        if budget is not None:
+            budget.record(plan, dispatched_s, now_s)
+        for seq, _ in scheduler.commit(plan, result):
+            measured = live[seq.key[0]]
+            measured.gained(now_s - measured.sent_s)
             if seq.finish_reason is not None:
                 measured = live.pop(seq.key[0])
-                measured.end_s = measured.last_s = now_s - measured.sent_s
+                measured.end_s = now_s - measured.sent_s
                 measured.completion_tokens = seq.num_output
                 measured.cached_tokens = seq.num_cached
                 measured.alone_s = requests[int(seq.key[0])].decode_s + cost.prefill_s(
@@ -269,6 +284,7 @@ def summarise(outcome: Outcome, slo: Slo) -> dict[str, Any]:
         "prompt_tokens": sum(m.prompt_tokens or 0 for m in served),
         "output_tokens_per_s": output / span_s,
         **_latencies(served),
+        "longest_gap_ms": spread_ms(m.longest_gap_s for m in served),
         "goodput": {"requests_per_s": kept / span_s, "share": kept / len(served)},
         "prefix_hit_rate": pool.hit_tokens / max(pool.queried_tokens, 1),
         "preemptions": scheduler.num_preemptions,
@@ -346,19 +362,21 @@ def replay(args: argparse.Namespace) -> dict[str, Any]:
         raise BenchmarkError("--rates must be greater than 0")
     if not 0 <= args.urgent_share <= 1:
         raise BenchmarkError(f"--urgent-share must be from 0 to 1, not {args.urgent_share}")
+    if not all(0 <= target_ms < math.inf for target_ms in args.itl_target_ms):
+        raise BenchmarkError("--itl-target-ms must be finite and not negative")
     slo = Slo(ttft_ms=args.slo_ttft_ms, tpot_ms=args.slo_tpot_ms)
     traces, rows = [], []
     for path in args.trace:
         entries = read_trace(path, args.max_requests)
         requests = arrivals(entries, sizes, cost, urgent_share=args.urgent_share, seed=args.seed)
         traces.append(_about(path, entries, requests))
-        for rate in args.rates:
-            for policy in args.policies:
-                name = f"{path.stem} {rate:g}x {policy}"
-                figures = _played(name, requests, rate, policy, sizes, cost, slo, args.seed)
-                rows.append(
-                    {"trace": path.stem, "rate": rate, "policy": policy, **rounded(figures)}
-                )
+        for rate, policy, target_ms in itertools.product(
+            args.rates, args.policies, args.itl_target_ms
+        ):
+            name = f"{path.stem} {rate:g}x {policy}" + f" {target_ms:g} ms" * bool(target_ms)
+            figures = _played(name, requests, rate, policy, sizes, cost, slo, args.seed, target_ms)
+            which = {"rate": rate, "policy": policy, "itl_target_ms": target_ms}
+            rows.append({"trace": path.stem, **which, **rounded(figures)})
     return reports.new(
         "replay",
         device=args.device,
@@ -410,6 +428,7 @@ def _played(
     cost: StepCost,
     slo: Slo,
     seed: int,
+    itl_target_ms: float,
 ) -> dict[str, Any]:
     start_s = time.perf_counter()
     with short_pauses(), tqdm(total=len(requests), desc=name, unit="req", disable=None) as bar:
@@ -420,6 +439,7 @@ def _played(
             sizes=sizes,
             cost=cost,
             seed=seed,
+            itl_target_s=itl_target_ms / 1e3,
             on_finished=bar.update,
         )
     wall_s = time.perf_counter() - start_s
@@ -457,7 +477,8 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 HEADER = (
-    "rate", "policy", "TTFT p50 / p99, ms", "TPOT p50 / p99, ms", "whole p50 / p99, s", "goodput",
+    "rate", "policy", "ITL target, ms", "TTFT p50 / p99, ms", "TPOT p50 / p99, ms",
+    "longest gap p50 / p99, ms", "whole p50 / p99, s", "goodput",
     "hit rate", "preempted", "steps", "batch", "queue peak", "longest wait, s", "Jain",
     "slowdown short / long", "TTFT p99 urgent / others, ms",
 )  # fmt: skip
@@ -469,8 +490,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         f"{row['rate']:g}x",
         row["policy"],
+        f"{row['itl_target_ms']:g}" if row["itl_target_ms"] else "off",
         f"{_of(row, 'ttft_ms', 'p50')} / {_of(row, 'ttft_ms', 'p99')}",
         f"{_of(row, 'tpot_ms', 'p50', 1)} / {_of(row, 'tpot_ms', 'p99', 1)}",
+        f"{_of(row, 'longest_gap_ms', 'p50')} / {_of(row, 'longest_gap_ms', 'p99')}",
         f"{number(row['e2e_ms']['p50'] / 1e3, 1)} / {number(row['e2e_ms']['p99'] / 1e3, 1)}",
         f"{row['goodput']['share']:.1%}",
         f"{row['prefix_hit_rate']:.2f}",
@@ -516,6 +539,13 @@ def _parser() -> argparse.ArgumentParser:
         ("context", 131_072, "tokens, prompt and output: requests are cut to it"),
     ):
         engine.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
+    engine.add_argument(
+        "--itl-target-ms",
+        type=float,
+        nargs="+",
+        default=[0.0],
+        help="as the server's; 0: off (default)",
+    )
     engine.add_argument(
         "--aging-s",
         type=float,

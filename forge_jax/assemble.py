@@ -61,6 +61,7 @@ from forge_jax.observe.units import bytes_text
 from forge_jax.parallel.mesh import TensorMesh, choose_mesh
 from forge_jax.parallel.rules import check_shards, shard_spec
 from forge_jax.schedule.request import LoraRef
+from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.speculate import make_speculator
 from forge_jax.speculate.draft_model import DraftModel, draft_shapes
 from forge_jax.step.proposals import Proposals
@@ -81,6 +82,8 @@ if TYPE_CHECKING:
     from forge_jax.text import Tokenizer
 
 log = logging.getLogger(__name__)
+
+CPU_ITL_TARGET_MS = 200.0
 
 
 def assemble(  # noqa: PLR0915
@@ -197,6 +200,7 @@ def assemble(  # noqa: PLR0915
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         eos_token_ids=_eos_token_ids(spec, tokenizer),
         rng=rng,
+        budget=choose_budget(config, model, runner, device),
     )
     core = EngineCore(
         scheduler=scheduler,
@@ -231,6 +235,28 @@ def assemble(  # noqa: PLR0915
         shards=shards,
         pooling=config.model.pooling,
     )
+
+
+def choose_budget(
+    config: EngineConfig, model: Model, runner: Runner, device: jax.Device
+) -> TokenBudget | None:
+    """The size of steps that have an inter-token latency to keep; None where they have none."""
+    target_ms = config.batch.itl_target_ms
+    if target_ms is None:
+        on_cpu = device.platform == "cpu"
+        one_size = config.model.deterministic or not config.batch.chunked_prefill
+        target_ms = CPU_ITL_TARGET_MS if on_cpu and not one_size else 0.0
+    if not target_ms:
+        return None
+    # The C++ kernels leave unused rows out.
+    sizes = None if model.packings else runner.prompt_sizes
+    log.info(
+        "inter-token latency target of %g ms: while sequences decode, steps with prompts have "
+        "fewer tokens where full ones would take longer (%s)",
+        target_ms,
+        "any number" if sizes is None else f"one of {', '.join(map(str, sizes))}",
+    )
+    return TokenBudget(target_ms / 1e3, sizes)
 
 
 def _lora_shape(config: EngineConfig) -> LoraShape | None:

@@ -29,6 +29,7 @@ LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}", re.ASCII)
 MAX_LORAS = 64  # each is multiplied with every row
 MAX_LORA_RANK = 512
 MAX_ENGINE_TIMEOUT_S = 24 * 3600
+MAX_ITL_TARGET_MS = 60_000
 MAX_DRAFT_TOKENS = 31  # each is a row of the executables that verify
 Rounding = Literal["none", "int8", "fp8", "int4"]  # of weights, as they are read
 GGUFWeights = Literal["packed", "decoded"]
@@ -141,6 +142,11 @@ class BatchConfig:
         "one longer than max-num-batched-tokens, is still cut",
         flag="--no-chunked-prefill",
     )
+    itl_target_ms: float | None = option(
+        None,
+        "inter-token latency in ms that running requests keep while prompts are computed, in "
+        "smaller steps; 0 turns it off; auto: 200 for a server on CPU, else off",
+    )
     batching: Batching = option(
         "continuous",
         "static admits requests only when none runs, as many as fit the tokens of one step",
@@ -249,6 +255,7 @@ class EngineConfig:
                 "--prefill-chunk-size cuts prompts, which --no-chunked-prefill forbids: "
                 "leave one of them out"
             )
+        _check_itl_target(self)
         block_size = self.cache.block_size
         if block_size is not None and block_size % 8:
             raise ConfigError(f"--block-size must be a multiple of 8, not {block_size}")
@@ -396,6 +403,27 @@ def _check_verification(config: EngineConfig) -> None:
         )
 
 
+def _check_itl_target(config: EngineConfig) -> None:
+    target_ms = config.batch.itl_target_ms
+    if target_ms is None or target_ms == 0:
+        return
+    if not 1 <= target_ms <= MAX_ITL_TARGET_MS:
+        raise ConfigError(
+            f"--itl-target-ms must be from 1 to {MAX_ITL_TARGET_MS} milliseconds, or 0, which "
+            f"turns it off, not {target_ms}"
+        )
+    if config.model.deterministic:
+        raise ConfigError(
+            "--itl-target-ms chooses the size of steps, and with --deterministic there is one "
+            "size: leave one of them out"
+        )
+    if not config.batch.chunked_prefill:
+        raise ConfigError(
+            "--itl-target-ms cuts prompts, which --no-chunked-prefill forbids: leave one of them "
+            "out"
+        )
+
+
 def _check_lora(model: ModelConfig) -> None:
     if isinstance(model.lora, str):
         raise ConfigError("lora must be a tuple of strings")
@@ -438,10 +466,10 @@ def _check_types(section: Any) -> None:
                 f"{flag} must be one of {', '.join(choices)}, not {value!r}"
                 f"{did_you_mean(value, choices) if isinstance(value, str) else ''}"
             )
-        whole = kind is int or (int in get_args(kind) and value is not None)
-        if whole and type(value) is not int:
+        kinds = (kind, *(get_args(kind) if value is not None else ()))
+        if int in kinds and type(value) is not int:
             raise ConfigError(f"{flag} must be a whole number, not {value!r}")
-        if kind is float and type(value) not in (int, float):
+        if float in kinds and type(value) not in (int, float):
             raise ConfigError(f"{flag} must be a number, not {value!r}")
         if kind is bool and type(value) is not bool:
             raise ConfigError(f"{name} must be True or False, not {value!r}")

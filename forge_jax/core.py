@@ -42,6 +42,7 @@ from forge_jax.schedule.plan import (
 )
 from forge_jax.schedule.request import LoraRef, Request, Sequence, TokenIds, output_room
 from forge_jax.schedule.scheduler import Gain, Scheduler, SchedulerConfig
+from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.speculate.speculator import Speculator
 from forge_jax.text import Detokenizer, StopStrings
 
@@ -145,6 +146,7 @@ class _InFlight:
     plan: StepPlan
     pending: Any
     alone: bool  # nothing else was in flight when it was dispatched
+    dispatched_s: float
 
 
 class _SequenceText:
@@ -197,6 +199,7 @@ def make_scheduler(
     max_num_batched_tokens: int,
     eos_token_ids: frozenset[int],
     rng: random.Random,
+    budget: TokenBudget | None = None,
 ) -> Scheduler:
     """The scheduler and block pool of a configuration whose sizes have been resolved."""
     batch, cache = config.batch, config.cache
@@ -218,7 +221,7 @@ def make_scheduler(
         prefix_cache=cache.prefix_cache and cache.kv_cache == "paged",
         eviction=cache.eviction,
     )
-    return Scheduler(limits, pool, clock=time.monotonic, rng=rng)
+    return Scheduler(limits, pool, clock=time.monotonic, rng=rng, budget=budget)
 
 
 def max_rows(max_num_seqs: int) -> int:
@@ -442,6 +445,7 @@ class EngineCore:
                     return self._recover(step.plan, error)
                 self._foresee(*read)
             plan, failed = self._mask(plan)
+            dispatched_s = self._clock()
             try:
                 with span("dispatch"):
                     pending = self._device.dispatch(plan)
@@ -450,7 +454,7 @@ class EngineCore:
                     gains = self._commit(*read)
                 self._add_deltas(gains or [], self._immediate)
                 return self._recover(plan, error)
-            dispatched = _InFlight(plan, pending, self._in_flight is None)
+            dispatched = _InFlight(plan, pending, self._in_flight is None, dispatched_s)
             self.num_steps += 1
             self.step_tokens.observe(plan.num_tokens)
             self.step_sequences += plan.num_sequences
@@ -486,6 +490,8 @@ class EngineCore:
         with span("read"):
             result = self._device.read(step.pending)
         self.phases.end("read")
+        if self.scheduler.budget is not None:
+            self.scheduler.budget.record(step.plan, step.dispatched_s, self._clock())
         return result
 
     def _masks_late(self) -> bool:

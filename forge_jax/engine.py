@@ -314,6 +314,8 @@ class Engine(StreamingEngine):
             compilations_after_ready=self._parts.compilations(),
             step_phases=core.phases.totals(),
             startup_seconds=self._parts.startup.seconds,
+            step_token_budget=scheduler.token_budget,
+            expected_step_s=None if scheduler.budget is None else scheduler.budget.expected_s,
             speculation=None if core.speculator is None else core.speculator.stats(),
         )
 

@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from forge_jax.config import EngineConfig
 from forge_jax.core import EngineCore, EngineParts, make_scheduler
 from forge_jax.grammar import GrammarCompiler
+from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.speculate import make_speculator
 from forge_jax.testing import FakeDevice
 from forge_jax.text import ChatTemplate, Tokenizer
@@ -86,6 +87,7 @@ def assemble_fake(
     blocks_per_sequence = -(-max_model_len // block_size)
     num_blocks = config.cache.num_blocks or max(blocks_per_sequence, 4096)
     rng = random.Random(config.model.seed)
+    target_ms = config.batch.itl_target_ms
     scheduler = make_scheduler(
         config,
         num_blocks=num_blocks,
@@ -94,6 +96,7 @@ def assemble_fake(
         max_num_batched_tokens=config.batch.max_num_batched_tokens or 2048,
         eos_token_ids=frozenset((eos,)),
         rng=rng,
+        budget=TokenBudget(target_ms / 1e3) if target_ms else None,
     )
     device = FakeDevice(
         num_blocks=num_blocks,

@@ -49,6 +49,7 @@ class LLM:
 
     def __init__(self, model: str = "forge-tiny", **options: Any):
         with python_names():
+            options.setdefault("itl_target_ms", 0)  # nobody waits for single tokens
             self._start(assemble(EngineConfig.from_options(model=str(model), **options)))
 
     @classmethod

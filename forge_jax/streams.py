@@ -83,6 +83,8 @@ class EngineStats:
     compilations_after_ready: int
     step_phases: dict[Phase, PhaseTotals]  # the host's time by phase of a step
     startup_seconds: dict[str, float]  # by phase; "serving" and "ready" since the beginning
+    step_token_budget: int  # tokens of the latest step that could take prompts, at most
+    expected_step_s: float | None  # how long such a step takes; None: without a target, or unknown
     speculation: SpeculationStats | None = None  # where it is off
 
 

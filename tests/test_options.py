@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from forge_jax import LLM
 from forge_jax.config import EngineConfig, in_python
 from forge_jax.errors import ConfigError
 from forge_jax.process.messages import WireError
@@ -53,6 +54,17 @@ def test_names_of_other_engines_are_arguments():
             {"chunked_prefill": False, "prefill_chunk_size": 8},
             "prefill_chunk_size cuts prompts, which chunked_prefill=False forbids",
         ),
+        ({"itl_target_ms": 0.5}, "itl_target_ms must be from 1 to 60000 milliseconds, or 0"),
+        ({"itl_target_ms": float("nan")}, "itl_target_ms must be from 1 to 60000 milliseconds"),
+        ({"itl_target_ms": "200"}, "itl_target_ms must be a number, not '200'"),
+        (
+            {"itl_target_ms": 200, "deterministic": True},
+            "itl_target_ms chooses the size of steps, and with deterministic=True there is one",
+        ),
+        (
+            {"itl_target_ms": 200, "chunked_prefill": False},
+            "itl_target_ms cuts prompts, which chunked_prefill=False forbids",
+        ),
         ({"lora": ("a=x", "a=y")}, "lora a: two adapters cannot have one name"),
     ],
 )
@@ -60,6 +72,21 @@ def test_errors_name_python_arguments(options, said):
     with pytest.raises(ConfigError, match=said) as error:
         EngineConfig.from_options(**options)
     assert "--" not in str(error.value)
+
+
+@pytest.mark.parametrize("itl_target_ms", [None, 0, 0.0])
+def test_a_latency_target_that_is_off_goes_with_one_step_size(itl_target_ms):
+    EngineConfig.from_options(itl_target_ms=itl_target_ms, deterministic=True)
+    EngineConfig.from_options(itl_target_ms=itl_target_ms, chunked_prefill=False)
+
+
+@pytest.mark.parametrize(("options", "target_ms"), [({}, 0), ({"itl_target_ms": 50}, 50)])
+def test_an_llm_has_no_latency_target_unless_it_is_given(options, target_ms, monkeypatch):
+    configs: list[EngineConfig] = []
+    monkeypatch.setattr("forge_jax.llm.assemble", configs.append)
+    monkeypatch.setattr(LLM, "_start", lambda *_: None)
+    LLM(**options)
+    assert configs[0].batch.itl_target_ms == target_ms
 
 
 def test_the_command_line_keeps_the_flags_of_an_error():

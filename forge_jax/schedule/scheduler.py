@@ -56,6 +56,7 @@ from forge_jax.schedule.request import (
     output_room,
     sequence_seed,
 )
+from forge_jax.schedule.token_budget import TokenBudget
 
 _FINISHED = Status.FINISHED
 
@@ -117,6 +118,9 @@ class Scheduler:
     known tokens are free, besides what running prompts still need and one block for each running
     sequence that can still grow. No sequence is ever admitted in a step that preempted one.
 
+    With a `budget`, a step in which a sequence waits for its next token takes only as many prompt
+    tokens as the budget allows. The order of the prompts stays the same.
+
     Two switches take back what that gains, to measure it. Static batching admits only when nothing
     runs. Without chunked prefill a waiting sequence that an empty step would hold is not admitted
     to a step that would cut it; one that no step can hold is cut as ever, so all are served.
@@ -129,6 +133,7 @@ class Scheduler:
       pool: the blocks; nobody else allocates from it.
       clock: seconds, for the aging of waiting requests.
       rng: draws the seeds of requests that have none.
+      budget: the size of steps in which prompts and decodes meet; None: they are full, too.
     """
 
     def __init__(
@@ -138,9 +143,12 @@ class Scheduler:
         *,
         clock: Callable[[], float],
         rng: random.Random,
+        budget: TokenBudget | None = None,
     ):
+        assert budget is None or config.chunked_prefill, "it cuts prompts"
         self.config = config
         self.pool = pool
+        self.budget = budget
         self.num_preemptions = 0
         self.cached_prompt_tokens = 0  # of admitted requests: found in the prefix cache, or not
         self.computed_prompt_tokens = 0
@@ -282,6 +290,12 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def token_budget(self) -> int:
+        """Tokens of the latest step that could take prompts, at most; any thread may ask."""
+        latest = None if self.budget is None else self.budget.latest
+        return self.config.max_num_batched_tokens if latest is None else latest
+
+    @property
     def running(self) -> Seq[Sequence]:
         """Who has a slot, by rank; not to be changed."""
         return self._running
@@ -354,12 +368,14 @@ class Scheduler:
         # Preemption takes from the end of `running`, where this loop has not been: what is taken is
         # never in `decodes`, and the loop ends at the shortened end.
         prompts: list[Sequence] = []
+        awaited = False  # whether somebody waits for its next token
         for seq in () if pools else running:  # what pools never decodes
             known, computed = len(seq.tokens) + seq.num_pending, seq.num_computed
             if known != computed + 1 or known >= seq.max_len:
                 if (known < seq.max_len or computed < seq.prompt_len) and not seq.num_verifying:
                     prompts.append(seq)
                 continue  # or its last tokens have been sampled and only need to be read
+            awaited = True
             if seq.stepwise and seq.num_pending and not masks_late:
                 continue
             if not tokens_left or not rows_left:
@@ -379,6 +395,11 @@ class Scheduler:
             prompts = [seq for seq in unfinished if seq.pooling is not None]
         elif pools is not None:
             prompts = [seq for seq in prompts if seq.pooling is None]
+        held_back = 0  # tokens that prompts may not have
+        if self.budget is not None and (prompts or len(self._waiting)):
+            num_drafts = sum(map(len, drafts.values())) if drafts else 0
+            held_back = self._held_back(len(decodes) + num_drafts, tokens_left, awaited)
+            tokens_left -= held_back
         for seq in prompts:
             if not tokens_left:
                 break
@@ -434,10 +455,18 @@ class Scheduler:
             )
             return None
         verified: dict[Sequence, ScheduledSequence] = {}
+        tokens_left += held_back
         if drafts and decodes and tokens_left and rows_left:
             room = min(tokens_left, rows_left)
             decodes, grown, verified = self._verify(drafts, decodes, grown, room)
         return self._plan(decodes, grown, verified, chunks, new_blocks, admissions)
+
+    def _held_back(self, num_decodes: int, tokens_left: int, awaited: bool) -> int:
+        """How many of the tokens that are left must not go to prompts; never all of them."""
+        assert self.budget is not None
+        most = self.config.max_num_batched_tokens
+        size = self.budget.choose(max(num_decodes, 1) if awaited else 0, most)
+        return 0 if size == most else max(tokens_left - max(size - num_decodes, 1), 0)
 
     def _verify(
         self,

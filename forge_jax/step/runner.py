@@ -230,6 +230,11 @@ class Runner:
         return list(self._compiled)
 
     @property
+    def prompt_sizes(self) -> list[int]:
+        """Tokens of the executables that take prompts, and compute unused rows as well."""
+        return [shape.num_tokens for shape in self._shapes if shape.prompts]
+
+    @property
     def settings(self) -> dict[str, Any]:
         """What decides the bits of a step, besides weights, device and versions; as JSON.
 

@@ -278,6 +278,8 @@ def _batch(options: dict[str, Any]) -> int:
         )
         limits = Limits(**taken(options, Limits))
         server = ServerConfig(**{n: options.pop(n) for n in SERVER_FLAGS}, limits=limits)
+        if options["itl_target_ms"] is None:
+            options["itl_target_ms"] = 0  # nobody waits for single tokens
         engine = EngineConfig.from_options(**options)
         if not server.fake:
             check_model(engine)

@@ -419,6 +419,19 @@ def _own(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric]:
         {(): stats.stalled_s},
     )
     yield _gauge(
+        "forge:step_token_budget",
+        "Tokens of the latest step that could take prompts, at most",
+        labels,
+        {(): stats.step_token_budget},
+    )
+    if stats.expected_step_s is not None:
+        yield _gauge(
+            "forge:expected_step_seconds",
+            "How long such a step takes, by the times of those before",
+            labels,
+            {(): stats.expected_step_s},
+        )
+    yield _gauge(
         "forge:kv_blocks",
         "Blocks of the KV cache: held by live sequences, kept by the prefix cache, or free",
         labels,

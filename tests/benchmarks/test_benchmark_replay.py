@@ -20,6 +20,7 @@ from benchmarks.workloads import TRACE_BLOCK, read_trace
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.core import EngineCore, max_rows
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
+from forge_jax.schedule.token_budget import TokenBudget
 from forge_serve.bench.metrics import Slo
 
 pytestmark = pytest.mark.slow
@@ -115,11 +116,14 @@ def test_who_comes_during_a_step_waits_for_the_step_after_the_next():
     assert second.ttft_s == pytest.approx(first_s / 2 + second_s + third_s)
 
 
+@pytest.mark.parametrize("itl_target_s", [0.0, 0.01])
 @pytest.mark.parametrize("policy", replay.POLICIES)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_engine_core_would_make_the_same_steps(name, policy):
+def test_the_engine_core_would_make_the_same_steps(name, policy, itl_target_s):
     requests = requests_of(name, SMALL)[:25]
-    outcome = play(requests, rate=8.0, policy=policy, sizes=SMALL, cost=H200)
+    outcome = play(
+        requests, rate=8.0, policy=policy, sizes=SMALL, cost=H200, itl_target_s=itl_target_s
+    )
     clock = VirtualClock()
     device = VirtualDevice(H200.step_s, clock)
     limits = SchedulerConfig(
@@ -130,8 +134,11 @@ def test_the_engine_core_would_make_the_same_steps(name, policy):
         policy=policy,
     )
     pool = BlockPool(SMALL.num_blocks, SMALL.block_size)
-    scheduler = Scheduler(limits, pool, clock=clock, rng=random.Random(0))
-    core = EngineCore(scheduler=scheduler, device=device, tokenizer=None, vocab_size=1_000_000)
+    budget = TokenBudget(itl_target_s) if itl_target_s else None
+    scheduler = Scheduler(limits, pool, clock=clock, rng=random.Random(0), budget=budget)
+    core = EngineCore(
+        scheduler=scheduler, device=device, tokenizer=None, vocab_size=1_000_000, clock=clock
+    )
     ends: dict[str, float] = {}
     coming = list(enumerate(requests))
     while coming or core.has_work:
@@ -148,6 +155,19 @@ def test_the_engine_core_would_make_the_same_steps(name, policy):
     assert (device.num_tokens, device.busy_s) == (outcome.device.num_tokens, outcome.device.busy_s)
     expected = [m.sent_s + m.end_s for m in outcome.served]
     assert [ends[str(index)] for index in range(len(requests))] == pytest.approx(expected)
+
+
+def test_a_latency_target_shortens_the_longest_gaps():
+    cost = StepCost(overhead_ms=5.0, weights_ms=20.0, token_us=1_500.0)
+    requests = requests_of("azure2023_conv", SMALL)[:40]
+    gaps_s = []
+    for itl_target_s in (0.0, 0.2):
+        outcome = play(
+            requests, rate=0.2, policy="fcfs", sizes=SMALL, cost=cost, itl_target_s=itl_target_s
+        )
+        gaps_s.append(max(served.longest_gap_s for served in outcome.served))
+    assert gaps_s[0] > 0.5
+    assert gaps_s[1] <= 0.2
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -259,7 +279,7 @@ def test_the_command_replays_each_trace_at_each_rate_with_each_policy(tmp_path, 
     assert slow["ttft_ms"]["p99"] < fast["ttft_ms"]["p99"]
     assert slow["goodput"]["share"] > fast["goodput"]["share"]
     assert slow["queue_peak"] < fast["queue_peak"]
-    assert f"| 40x | fcfs | {rows[3]['ttft_ms']['p50']:,.0f} / " in text
+    assert f"| 40x | fcfs | off | {rows[3]['ttft_ms']['p50']:,.0f} / " in text
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path):

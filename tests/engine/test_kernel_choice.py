@@ -3,11 +3,12 @@ little which.
 """
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from forge_jax import LLM, SamplingParams
-from forge_jax.assemble import choose_device, choose_kernels
+from forge_jax.assemble import choose_budget, choose_device, choose_kernels
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import EngineConfig, ModelConfig
 from forge_jax.errors import ConfigError
@@ -168,3 +169,34 @@ def test_heads_that_attention_is_not_written_for(stories, caplog):
     assert llm._core._device._model.packings and llm._core._device._implementation == "auto"
     [output] = llm.generate("Once upon a time", GREEDY, progress=False)
     assert output.text.startswith(", there was a little girl named Lily.")
+
+
+def budget_of(platform="cpu", packings=None, **options):
+    """The token budget of an engine that has sizes 64 and 512."""
+    model, runner = SimpleNamespace(packings=packings), SimpleNamespace(prompt_sizes=[64, 512])
+    config = EngineConfig.from_options(**options)
+    return choose_budget(config, model, runner, SimpleNamespace(platform=platform))  # type: ignore[arg-type]
+
+
+def test_steps_keep_a_latency_target_by_default_on_a_cpu_alone():
+    budget = budget_of()
+    assert budget is not None and budget.target_s == 0.2
+    assert budget_of("gpu") is None
+    assert budget_of(deterministic=True) is None
+    assert budget_of(chunked_prefill=False) is None
+    assert budget_of(itl_target_ms=0) is None
+    for platform in ("cpu", "gpu"):
+        budget = budget_of(platform, itl_target_ms=50)
+        assert budget is not None and budget.target_s == 0.05
+
+
+def test_steps_of_kernels_that_skip_unused_rows_have_any_size(caplog):
+    caplog.set_level(logging.INFO, logger="forge_jax.assemble")
+    filled, exact = budget_of(), budget_of(packings={"layers.0.mlp.down.weight": None})
+    assert filled is not None and exact is not None
+    assert (filled.choose(4, 512), exact.choose(4, 512)) == (64, 12)
+    assert [record.getMessage() for record in caplog.records] == [
+        "inter-token latency target of 200 ms: while sequences decode, steps with prompts have "
+        f"fewer tokens where full ones would take longer ({sizes})"
+        for sizes in ("one of 64, 512", "any number")
+    ]

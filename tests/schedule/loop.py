@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import StepPlan
 from forge_jax.schedule.request import Request, Sequence
 from forge_jax.schedule.scheduler import Gain, Scheduler, SchedulerConfig
+from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.testing import FakeDevice
 
 VOCAB = 1000
 
 
 class Loop:
-    """`add` requests, then `step` or `run`. Tokens count upwards from the last one by default."""
+    """`add` requests, then `step` or `run`. Tokens count upwards from the last one by default.
+
+    With `step_s` a step takes that long on the device, and `now_s` is when the last one was read.
+    """
 
     def __init__(
         self,
@@ -26,6 +31,8 @@ class Loop:
         prefix_cache: bool = True,
         next_token: Callable | None = lambda tokens, seed: (tokens[-1] + 1) % VOCAB,
         fault: Callable | None = None,
+        budget: TokenBudget | None = None,
+        step_s: Callable[[StepPlan], float] = lambda plan: 0.0,
         **limits,
     ):
         defaults = {
@@ -38,7 +45,7 @@ class Loop:
         self.pool = BlockPool(num_blocks, block_size, prefix_cache)
         config = SchedulerConfig(**{**defaults, **limits})
         self.scheduler = Scheduler(
-            config, self.pool, clock=lambda: self.now_s, rng=random.Random(0)
+            config, self.pool, clock=lambda: self.now_s, rng=random.Random(0), budget=budget
         )
         self.device = FakeDevice(
             num_blocks=num_blocks,
@@ -50,8 +57,10 @@ class Loop:
             fault=fault,
         )
         self.gains: list[Gain] = []  # of the last step
-        self._in_flight: tuple[StepPlan, object] | None = None
+        self._in_flight: tuple[StepPlan, Any, float] | None = None
         self._num_requests = 0
+        self._step_s = step_s
+        self._free_s = 0.0  # when the device has done what was dispatched
 
     def add(
         self, prompt, *, request_id=None, priority=0, salt="", request_seed=0, **params
@@ -77,11 +86,16 @@ class Loop:
         plan = self.scheduler.schedule()
         previous, self._in_flight = self._in_flight, None
         if plan is not None:
-            self._in_flight = plan, self.device.dispatch(plan)
+            self._in_flight = plan, self.device.dispatch(plan), self.now_s
         self.gains = []
         if previous is not None:
-            before, pending = previous
-            self.gains = self.scheduler.commit(before, self.device.read(pending))
+            before, pending, dispatched_s = previous
+            result = self.device.read(pending)
+            self._free_s = max(self._free_s, dispatched_s) + self._step_s(before)
+            self.now_s = max(self.now_s, self._free_s)
+            if self.scheduler.budget is not None:
+                self.scheduler.budget.record(before, dispatched_s, self.now_s)
+            self.gains = self.scheduler.commit(before, result)
         self.pool.check()
         return plan
 

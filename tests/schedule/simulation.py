@@ -2,8 +2,8 @@
 
 Each seed draws its own limits and a random subset of troubles: tiny pools, aborts, stop strings,
 faults, preemption of anybody, dispatches and reads that raise, recovery with a few at first,
-requests that move, results that come late, changing chunk sizes, a clock that jumps either way, an
-emptied prefix cache. The fake device checks what
+requests that move, results that come late, changing chunk sizes, a latency target, a clock that
+jumps either way, an emptied prefix cache. The fake device checks what
 every KV slot holds, `Simulation.check` what the scheduler and the pool believe, `_check_order` who
 goes before whom, and each output is compared with the continuation that the fake device computes
 for the prompt alone.
@@ -46,6 +46,7 @@ from forge_jax.schedule.plan import (
 )
 from forge_jax.schedule.request import Request, Sequence, Status, sequence_seed
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
+from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.testing import FakeDevice
 
 EOS = 1
@@ -105,7 +106,14 @@ class Simulation:
             eos_token_ids=frozenset((EOS,)),
             aging_s=rng.choice((0.0, 20.0, 20.0, 1e9)),
         )
-        self.scheduler = Scheduler(self.config, self.pool, clock=lambda: self.now_s, rng=rng)
+        self.times = random.Random(f"times {seed}")  # of steps
+        self.budget = None
+        if chunked and self.times.random() < 0.4:
+            sizes = self.times.choice((None, (4, 16, 64)))
+            self.budget = TokenBudget(self.times.choice((0.01, 0.1)), sizes)
+        self.scheduler = Scheduler(
+            self.config, self.pool, clock=lambda: self.now_s, rng=rng, budget=self.budget
+        )
         self.vocab_size = rng.choice((2, 5, 50))
         self.device = FakeDevice(
             num_blocks=num_blocks,
@@ -144,6 +152,7 @@ class Simulation:
             [rng.randrange(self.vocab_size) for _ in range(max_model_len)] for _ in range(3)
         ]
         self.expected: dict[Sequence, Expected] = {}
+        self.device_s = 0.0  # when the last step that was read has ended
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.faulted: set[tuple[str, int]] = set()
         self.contents: dict[bytes, list[int]] = {}  # by block hash: the KV that it stands for
@@ -556,8 +565,19 @@ class Simulation:
 
     def _commit(self) -> None:
         plan, result = self.in_flight.popleft()
+        if self.budget is not None:
+            self._time(self.budget, plan)
         for seq, got in self.scheduler.commit(plan, result):
             self._gained(seq, got)
+
+    def _time(self, budget: TokenBudget, plan: StepPlan) -> None:
+        """It took as long as its tokens, or any other time."""
+        begin_s = self.device_s
+        self.device_s += self.times.choice((0.001 * plan.num_tokens, self.times.random()))
+        budget.record(plan, begin_s, self.device_s)
+        self.counts["short steps"] += (
+            self.scheduler.token_budget < self.config.max_num_batched_tokens
+        )
 
     def _gained(self, seq: Sequence, got: SequenceResult) -> None:
         expected = self.expected[seq]  # a KeyError here: it has already ended

@@ -29,7 +29,7 @@ def test_every_output_is_the_oracles_whatever_happens(first_seed):
     # The troubles did occur: a simulation of nothing proves nothing.
     troubles = ("preemptions", "cached", "faults", "refused", "victims", "cache resets")
     troubles += ("restrictions", "releases", "moves", "drafts", "accepted drafts", "masks")
-    troubles += ("pooled",)
+    troubles += ("pooled", "short steps")
     errors = ("error:dispatch", "error:read", "error:after commit")
     clock = ("clock forwards", "clock backwards", "aged", "gave way")
     switches = ("static batches", "cut anyway", "whole prompts")

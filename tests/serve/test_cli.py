@@ -161,6 +161,19 @@ def test_whatever_goes_wrong_is_one_line_and_debug_shows_where(
     assert error.splitlines()[-1].startswith(f"forge-jax: {line}")
 
 
+@pytest.mark.parametrize(("flags", "target_ms"), [((), 0), (("--itl-target-ms", "50"), 50)])
+def test_a_batch_has_no_latency_target_unless_it_is_given(flags, target_ms, monkeypatch):
+    configs: list[EngineConfig] = []
+
+    def batch(engine: EngineConfig, *_: object) -> int:
+        configs.append(engine)
+        return 0
+
+    monkeypatch.setattr("forge_serve.batch.run.batch", batch)
+    assert cli.main(["batch", "in.jsonl", "out.jsonl", *flags]) == 0
+    assert configs[0].batch.itl_target_ms == target_ms
+
+
 @pytest.mark.parametrize("name", [*COMMANDS, "profile diff"])
 def test_every_command_takes_debug_and_says_what_it_does(name, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -125,6 +125,21 @@ async def test_steps_are_counted_with_their_tokens(start):
     assert found["vllm:iteration_tokens_total_sum",] >= prompt_tokens + 7
 
 
+async def test_the_token_budget_is_that_of_the_latest_step_with_prompts(start):
+    config = EngineConfig.from_options(itl_target_ms=1)
+    server = await start(Engine.fake(config=config, step_time_s=0.005))
+    assert (await scrape(server))["forge:step_token_budget",] == 2048
+    async with long_request(server):
+        await server.post(PATH, {**LONG, "prompt": "the old dog " * 40})
+        found = await scrape(server)
+    # It at most doubles from one step to the next.
+    assert found["forge:step_token_budget",] < 2048
+    assert found["forge:expected_step_seconds",] > 0
+    unlimited = await scrape(await start(Engine.fake()))
+    assert unlimited["forge:step_token_budget",] == 2048
+    assert ("forge:expected_step_seconds",) not in unlimited
+
+
 async def test_who_waits_for_another_sample_is_told_from_who_waits_for_room(start):
     server = await start(one_at_a_time())
     name = "vllm:num_requests_waiting_by_reason"
