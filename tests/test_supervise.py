@@ -46,6 +46,8 @@ ALLOWED = {
     ("serve/forge_serve/event_stream.py", "call_at"): "a comment that fails costs no event",
     ("serve/forge_serve/generation.py", "call_soon"): "the callback is guarded",
     ("serve/forge_serve/generation.py", "call_later"): "the callback is guarded",
+    ("serve/forge_serve/responses_websocket.py", "call_later"): "the callback is guarded",
+    ("serve/forge_serve/responses_websocket.py", "add_done_callback"): "forgets responses",
     ("serve/forge_serve/workers.py", "ThreadPoolExecutor"): "the future is awaited",
     ("serve/forge_serve/workers.py", "add_done_callback"): "gives the thread back",
     ("serve/forge_serve/workers.py", "call_soon_threadsafe"): "gives the thread back",

@@ -188,7 +188,8 @@ class ResponsesSocket:
         await response.prepare(http)
         assert isinstance(http.protocol, Connection)
         http.protocol.become_websocket()
-        expiry = asyncio.get_running_loop().call_later(CONNECTION_S, self._expire)
+        expire = supervise.guarded(self._expire, "ending a WebSocket", lambda _: self._abort())
+        expiry = asyncio.get_running_loop().call_later(CONNECTION_S, expire)
         answering = supervise.start_task(
             self._answer_all(), "answering a WebSocket's messages", lambda _: self._abort()
         )

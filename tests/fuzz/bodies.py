@@ -41,6 +41,7 @@ from forge_serve.protocol import (
     ToolCall,
 )
 from forge_serve.responses_api import Format, Reasoning, ResponsesRequest
+from forge_serve.responses_compaction import CompactRequest
 from forge_serve.responses_items import Item, Part
 
 SENTINEL = "zq7331"
@@ -49,6 +50,7 @@ ENDPOINTS: dict[str, type[GenerationRequest]] = {
     "/v1/messages/count_tokens": MessagesRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/responses/input_tokens": ResponsesRequest,
+    "/v1/responses/compact": CompactRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/score": ScoreRequest,
     "/v1/score": ScoreRequest,
@@ -82,6 +84,10 @@ VALID: dict[type, dict[str, Any]] = {
     ResponsesRequest: {
         "input": [{"role": "user", "content": f"the dog {SENTINEL}"}],
         "tools": [{"type": "function", "name": "bark"}],
+    },
+    CompactRequest: {
+        "model": "m",
+        "input": [{"role": "user", "content": f"the dog {SENTINEL}"}],
     },
     Item: {"role": "user", "content": f"the dog {SENTINEL}"},
     Part: {"type": "input_text", "text": f"the dog {SENTINEL}"},

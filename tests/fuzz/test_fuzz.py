@@ -134,7 +134,7 @@ def check_events(answer: bytes) -> None:
 
 @contextlib.asynccontextmanager
 async def fuzzed() -> AsyncIterator[Fuzzed]:
-    service = Service(ServerConfig(request_log=False))
+    service = Service(ServerConfig(request_log=False, served_model_name="m"))
     service.engine = engine = Engine.fake(max_model_len=160)
     engine.chat_template = ChatTemplate(TEMPLATE + "{% if tools %}<tool_call>{% endif %}")
     engine.start()
