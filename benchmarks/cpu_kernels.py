@@ -1,13 +1,16 @@
 """How fast are the C++ kernels on this CPU, beside plain XLA and beside the memory?
 
-    python -m benchmarks.cpu_kernels [--shapes M S] [--parts linear attention] [--rounds 5]
-        [--output FILE.json]
+    python -m benchmarks.cpu_kernels [--shapes M S] [--parts linear attention] [--gguf Q8_0 ...]
+        [--rounds 5] [--output FILE.json]
 
 Linear layers: all matrices of some decoder layers (M: TinyLlama-1.1B's, S: SmolLM2-135M's; random
 weights, more than a cache holds), chained as the decoder chains them, with norms, SwiGLU and
 residuals. GB/s are bytes of weights over time, so at one row the best that can be
 is the memory's own rate, which is measured in each round. Attention: decode rows and chunks of
 prompts, in all layers; GB/s are bytes of the keys and values of the contexts.
+
+With `--gguf`, instead of the linear layers, matrices in the blocks of these types, with activations
+rounded to int8 (`--gguf-weights packed`) and not (`packed-exact`), in turns.
 
 Takes about six minutes; nothing else should run meanwhile.
 """
@@ -20,8 +23,8 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +34,26 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.interleaved import median_seconds
+from benchmarks.k_quants import rounded_rows
 from benchmarks.peers.proc import read_bandwidth_bytes_per_s
 from benchmarks.random_model import SHAPES, Shape
+from forge_jax.checkpoint.gguf.quants import BY_NAME
+from forge_jax.quant.block_types import TYPES
 from forge_kernels import cpu
 from forge_kernels.attention import QuantizedKV, kv_storage_dtype, ragged_paged_attention
 from forge_kernels.attention.quantized import quantize_rows
+from forge_kernels.blocks import BlockValues
 from forge_kernels.cpu.library import num_threads
-from forge_kernels.linear import FORMATS, PackedWeight, Packing, Weight, linear, pack
+from forge_kernels.linear import (
+    FORMATS,
+    BlockPacking,
+    PackedWeight,
+    Packing,
+    Weight,
+    linear,
+    pack,
+    pack_blocks,
+)
 from forge_serve.bench import machine
 
 ROWS = (1, 8, 16, 32, 512)
@@ -54,6 +70,7 @@ def main() -> int:
     parser.add_argument(
         "--parts", nargs="+", choices=("linear", "attention"), default=("linear", "attention")
     )
+    parser.add_argument("--gguf", nargs="+", default=[], metavar="TYPE", choices=TYPES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args()
@@ -67,10 +84,14 @@ def main() -> int:
     }
     rates = [_memory()]
     for name in args.shapes:
-        for part, measure in (("linear", measure_linear), ("attention", measure_attention)):
-            if part in args.parts:
-                report[part] += measure(name, SHAPES[name], args.rounds)
-                rates.append(_memory())
+        if "linear" in args.parts and args.gguf:
+            report["linear"] += measure_blocks(name, SHAPES[name], args.gguf, args.rounds)
+        elif "linear" in args.parts:
+            report["linear"] += measure_linear(name, SHAPES[name], args.rounds)
+        rates.append(_memory())
+        if "attention" in args.parts:
+            report["attention"] += measure_attention(name, SHAPES[name], args.rounds)
+            rates.append(_memory())
     report["memory_gb_per_s"] = {"median": statistics.median(rates), "best": max(rates)}
     print(tables(report))
     if args.output is not None:
@@ -156,6 +177,66 @@ def _run_layers(x: jax.Array, layers: list[Leaf]) -> jax.Array:
 
 def _call(run: Callable[..., jax.Array], *arrays: Any) -> Callable[[], jax.Array]:
     return lambda: run(*arrays)
+
+
+# ---- matrices in blocks -------------------------------------------------------------------------
+
+
+def measure_blocks(
+    name: str, shape: Shape, types: Sequence[str], rounds: int
+) -> list[dict[str, Any]]:
+    """Seconds of the layers by type and rows; both ways to multiply take turns."""
+    plain = _layers(shape)
+    count = sum(w.size for layer in plain for w in layer.values())
+    results = []
+    for kind in types:
+        layer = {key: _in_blocks(w, kind, paired=key == "gate_up") for key, w in plain[0].items()}
+        # Each layer is memory of its own.
+        exact = [jax.tree.map(jnp.array, layer) for _ in plain]
+        sides = {f"{kind}, packed-exact": exact, f"{kind}, packed": _rounding(exact)}
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(exact))
+        for rows in ROWS:
+            x = jnp.asarray(
+                np.random.default_rng(0).standard_normal((rows, shape.hidden_size)), jnp.bfloat16
+            )
+            run = jax.jit(_run_layers)
+            times = median_seconds({s: _call(run, x, w) for s, w in sides.items()}, rounds)
+            results += [
+                {
+                    "shape": name,
+                    "format": side,
+                    "rows": rows,
+                    "layers": len(plain),
+                    "ms_per_layer": 1e3 * seconds / len(plain),
+                    "gb_per_s": size / seconds / 1e9,
+                    "gflop_per_s": 2 * rows * count / seconds / 1e9,
+                    "speedup_over_exact": times[f"{kind}, packed-exact"] / seconds,
+                }
+                for side, seconds in times.items()
+            ]
+    return results
+
+
+def _in_blocks(w: np.ndarray, kind: str, *, paired: bool) -> PackedWeight:
+    form = BY_NAME[kind]
+    assert form.blocks is not None
+
+    def read(rows: np.ndarray) -> BlockValues:
+        data = rounded_rows(w[rows].astype(np.float32), kind)
+        return form.unpacked(data.reshape(len(rows), -1, form.block_bytes))
+
+    packing = BlockPacking(form.blocks, *w.shape, paired)
+    return PackedWeight(jnp.asarray(pack_blocks(read, packing)), None, packing)
+
+
+def _rounding(layers: list[Leaf]) -> list[Leaf]:
+    """The same memory, multiplied with rows that are rounded to int8."""
+
+    def one(w: Weight) -> Weight:
+        assert isinstance(w, PackedWeight) and isinstance(w.packing, BlockPacking)
+        return replace(w, packing=replace(w.packing, activations="int8"))
+
+    return [{name: one(w) for name, w in layer.items()} for layer in layers]
 
 
 # ---- attention ----------------------------------------------------------------------------------
@@ -272,7 +353,7 @@ def tables(report: dict[str, Any]) -> str:
         f"{report['versions']['jax']}; memory {memory['median']:.1f} GB/s "
         f"(best {memory['best']:.1f})",
         "",
-        "Linear layers: GB/s of weights (GFLOP/s; times plain XLA in bfloat16)",
+        "Linear layers: GB/s of weights (GFLOP/s; times plain XLA in bfloat16, or packed-exact)",
         "",
         "| shape | format | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |",
         "|---" * (2 + len(ROWS)) + "|",
@@ -280,8 +361,10 @@ def tables(report: dict[str, Any]) -> str:
     lines += _grid(
         report["linear"],
         ("shape", "format"),
-        lambda r: f"{r['gb_per_s']:.1f} ({r['gflop_per_s']:,.0f}; {r['speedup_over_xla']:.2f}x)",
+        lambda r: f"{r['gb_per_s']:.1f} ({r['gflop_per_s']:,.0f}; {_speedup(r):.2f}x)",
     )
+    if not report["attention"]:
+        return "\n".join(lines)
     lines += [
         "",
         "Attention: us a layer (GB/s of keys and values; times plain XLA)",
@@ -295,6 +378,10 @@ def tables(report: dict[str, Any]) -> str:
         lambda r: f"{r['us_per_layer']:,.0f} ({r['gb_per_s']:.1f}; {r['speedup_over_xla']:.1f}x)",
     )
     return "\n".join(lines)
+
+
+def _speedup(result: dict[str, Any]) -> float:
+    return result.get("speedup_over_xla") or result["speedup_over_exact"]
 
 
 def _grid(

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report as reports
+from benchmarks.k_quants import rounded_rows
 from benchmarks.random_model import SHAPES, write_model
 from forge_serve.bench.errors import BenchmarkError
 
@@ -138,7 +139,9 @@ def write_forms(folder: Path, shape: str) -> dict[str, str]:
 
 
 def write_gguf(source: Path, target: Path, kind: str = "BF16") -> None:
-    """The same Llama, without a tokenizer; matrices are rounded to the type `kind`, of gguf's own.
+    """The same Llama, without a tokenizer; matrices are rounded to the type `kind`.
+
+    By the package gguf, or to types with blocks of 256 by `benchmarks.k_quants`.
 
     Those whose rows are no blocks of it are bfloat16. Rows of queries and keys stand as llama.cpp
     has them: neighbours are rotated together.
@@ -175,7 +178,7 @@ def write_gguf(source: Path, target: Path, kind: str = "BF16") -> None:
         if chosen.name == values.dtype.name.replace("bfloat", "BF"):
             data = values.view("uint8")
         else:
-            data = gguf.quants.quantize(values.astype("float32"), chosen)
+            data = rounded_rows(values.astype("float32"), chosen.name)
         writer.add_tensor(gguf_name(name), data, raw_dtype=chosen)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

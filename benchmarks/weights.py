@@ -2,8 +2,9 @@
 
     python -m benchmarks.weights [--model FOLDER] [--kernels auto] [--gguf Q8_0 ...] [--output FILE]
 
-With `--gguf` also of GGUF files in which the package gguf has rounded the same model (a Llama),
-kept as they are and decoded (`--gguf-weights`). Beside bfloat16, in which all are computed.
+With `--gguf` also of GGUF files in which the same model (a Llama) has been rounded, kept as they
+are and decoded (`--gguf-weights`): to a type with blocks of 256 by `benchmarks.k_quants`, to
+another by the package gguf. Beside bfloat16, in which all are computed, and the decoded ones.
 forge-tiny is scored on documents of its kinds from a seed that it was not trained on, any other
 model on texts of its own, drawn in float32 at temperature 1. Speed is measured in turns.
 """
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--gguf", nargs="+", default=[], metavar="TYPE",
-        help="types of GGUF files besides, of those that the package gguf rounds to",
+        help="types of GGUF files besides: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K to Q6_K",
     )  # fmt: skip
     parser.add_argument("--texts", type=int, default=2000, help="to be scored (default 2000)")
     parser.add_argument("--rounds", type=int, default=7, help="of decoding (default 7)")
@@ -87,8 +88,10 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     speed = tokens_per_s(engines, context, args.rounds)
     exact = log_likelihoods(engines[PLAIN], texts)
     rows = []
+    found = {kind: log_likelihoods(llm, texts) for kind, llm in engines.items() if kind != PLAIN}
     for kind, llm in engines.items():
-        lost = exact - (exact if kind == PLAIN else log_likelihoods(llm, texts))
+        lost = exact - found.get(kind, exact)
+        decoded = found.get(f"{kind.split(', ')[0]}, decoded")
         rows.append(
             {
                 "quantization": kind,
@@ -96,6 +99,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 "perplexity": math.exp(-np.mean(exact - lost)),
                 "more_perplexity": math.expm1(np.mean(lost)),
                 "standard_error": float(np.std(lost) / math.sqrt(len(lost))),
+                **({} if decoded is None else _beside(decoded, exact - lost)),
                 "tokens_per_s": median(speed[kind]),
                 "ratio": median([x / y for x, y in zip(speed[kind], speed[PLAIN], strict=True)]),
             }
@@ -109,8 +113,17 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def _beside(decoded: np.ndarray, own: np.ndarray) -> dict[str, float]:
+    """More perplexity than the decoded model of the same file, by log likelihoods of tokens."""
+    lost = decoded - own
+    return {
+        "more_than_decoded": math.expm1(np.mean(lost)),
+        "standard_error_to_decoded": float(np.std(lost) / math.sqrt(len(lost))),
+    }
+
+
 def markdown(report: dict[str, Any]) -> str:
-    header = ["quantization", "MB of weights", "perplexity", "to none", "tokens/s"]
+    header = ["quantization", "MB of weights", "perplexity", "to none", "to decoded", "tokens/s"]
     rows = [
         [
             row["quantization"],
@@ -119,6 +132,9 @@ def markdown(report: dict[str, Any]) -> str:
             "-"
             if row["quantization"] == PLAIN
             else f"{row['more_perplexity']:+.3%} ± {row['standard_error']:.3%}",
+            f"{row['more_than_decoded']:+.3%} ± {row['standard_error_to_decoded']:.3%}"
+            if "more_than_decoded" in row
+            else "-",
             f"{row['tokens_per_s']:,.0f} ({row['ratio']:.2f})",
         ]
         for row in report["rows"]

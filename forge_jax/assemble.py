@@ -486,7 +486,7 @@ def read_model_spec(config: EngineConfig, folder: Path) -> ModelSpec:
     """
     spec, wanted = read_spec(folder), config.model
     if spec.block_types is None or (
-        wanted.gguf_weights == "packed" and wanted.quantization == "none"
+        wanted.gguf_weights != "decoded" and wanted.quantization == "none"
     ):
         return spec
     if not is_gguf(folder):
@@ -537,6 +537,7 @@ def choose_kernels(
             head="int8" if packed == "int4" else packed,
             embedding=None if packed == "bf16" else "int8",
             rounded="fp8" if quantization == "fp8" else None,
+            block_rows="int8" if config.model.gguf_weights == "packed" else None,
         )
         if record is not None:
             forms = dataclasses.replace(forms, **dict(record.forms))

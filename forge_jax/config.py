@@ -32,7 +32,7 @@ MAX_ENGINE_TIMEOUT_S = 24 * 3600
 MAX_ITL_TARGET_MS = 60_000
 MAX_DRAFT_TOKENS = 31  # each is a row of the executables that verify
 Rounding = Literal["none", "int8", "fp8", "int4"]  # of weights, as they are read
-GGUFWeights = Literal["packed", "decoded"]
+GGUFWeights = Literal["packed", "packed-exact", "decoded"]
 Batching = Literal["continuous", "static"]
 Pooling = Literal["last", "mean"]  # of hidden states, for an embedding
 
@@ -63,8 +63,9 @@ class ModelConfig:
     )
     gguf_weights: GGUFWeights = option(
         "packed",
-        "matrices of a .gguf file: packed ones stay in 4 or 8 bits; decoded ones are floats, and "
-        "take the memory of these",
+        "matrices of a .gguf file: packed ones stay in 4 or 8 bits, and the C++ kernels multiply "
+        "them as whole numbers with activations rounded to int8; packed-exact rounds no "
+        "activations; decoded ones are floats, and take the memory of these",
     )
     kernels: Literal["auto", "xla"] = option(
         "auto", "xla: do not use the C++ kernels on a CPU, only what XLA makes itself"

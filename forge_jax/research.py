@@ -67,7 +67,8 @@ def load(
         leaves are as they were written, which may be packed for the kernels of CPUs.
       dtype: of weights and activations: auto (the checkpoint's), bfloat16, float16 or float32.
       revision: branch, tag or commit of a Hugging Face id.
-      gguf_weights: "decoded" makes floats of the matrices of a GGUF file, as gradients need.
+      gguf_weights: "decoded" makes floats of the matrices of a GGUF file, as gradients need;
+        "packed-exact" rounds no activations, in a converted folder that is packed.
       progress: show a progress bar on a terminal.
 
     Raises:
@@ -75,10 +76,10 @@ def load(
     """
     folder = resolve(model, revision)
     record = read_record(folder)
-    forms = WeightForms()
+    forms = WeightForms(block_rows="int8" if gguf_weights == "packed" else None)
     if record is not None:
         record.check_options(dtype=dtype)
-        forms = dataclasses.replace(WeightForms(rounded=record.rounded), **dict(record.forms))
+        forms = dataclasses.replace(forms, rounded=record.rounded, **dict(record.forms))
         if record.packed and not (jax.default_backend() == "cpu" and cpu.available()):
             raise ModelError(
                 f"{folder} is packed for the C++ kernels of CPUs, which cannot be used here: "

@@ -29,7 +29,7 @@ from forge_jax.cache.kv import KV, LayerKV, bits_of
 from forge_jax.models.lora import LayerLora, Lora
 from forge_jax.models.spec import ExpertSpec, ModelSpec, RopeSpec
 from forge_jax.parallel.rules import AXIS, shard_spec, shard_vocab
-from forge_jax.quant.blocks import BlockForm, Pieces, forms_by_piece
+from forge_jax.quant.blocks import BlockForm, BlockRows, Pieces, forms_by_piece
 from forge_jax.quant.forms import QuantizedForm
 from forge_jax.quant.spec import Values
 from forge_kernels.attention import Implementation, ragged_paged_attention, rotate_and_write
@@ -81,6 +81,7 @@ class WeightForms:
 
     `quantized`: of those that the checkpoint has quantised, by the names of their leaves.
     `blocks`: the same of a GGUF file, embedding and head among them.
+    `block_rows`: what the CPU kernels round activations to before they multiply these.
     `rounded`: what those of the layers are rounded to as they are read, where not for the kernels.
     """
 
@@ -89,6 +90,7 @@ class WeightForms:
     embedding: Format | None = None  # where it is not the head
     quantized: Mapping[str, QuantizedForm] = field(default_factory=dict)
     blocks: Mapping[str, BlockForm | Pieces] = field(default_factory=dict)
+    block_rows: BlockRows | None = None
     rounded: Values | None = None
     lora: bool = False  # adapters add to gates and ups: SwiGLU cannot be a part of their product
 

@@ -90,7 +90,8 @@ def build_model(
     elif spec.block_types is not None:
         assert forms.layers in (None, "bf16"), "matrices in blocks that are rounded anew"
         weights = find_architecture(spec.architecture).weights(spec)
-        forms = dataclasses.replace(forms, blocks=block_forms(spec, weights, forms.layers, shards))
+        blocks = block_forms(spec, weights, forms.layers, shards, forms.block_rows)
+        forms = dataclasses.replace(forms, blocks=blocks)
     return Model.build(Decoder, spec, resolve_dtype(spec, dtype), forms, shards)
 
 

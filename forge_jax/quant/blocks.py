@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from forge_jax.checkpoint.gguf.config import TYPES_KEY as KEY
 from forge_jax.errors import ConfigError, UnsupportedModelError
@@ -18,20 +18,27 @@ if TYPE_CHECKING:
     from forge_jax.checkpoint.weight_map import Tensor, WeightMap
     from forge_jax.models.spec import ModelSpec
 
+BlockRows = Literal["int8"]
+
 
 @dataclass(frozen=True)
 class BlockForm:
-    """A matrix in blocks; `packed`: for the CPU kernels, which hold all of them."""
+    """A matrix in blocks; `packed`: for the CPU kernels, which hold all of them.
+
+    `activations`: packed, the rows of x are rounded to that type; those of experts are not.
+    """
 
     blocks: Blocks
     packed: bool
+    activations: BlockRows | None = None
 
     def packing(
         self, outputs: int, inputs: int, paired: bool, experts: int | None = None
     ) -> BlockPacking | None:
         if not self.packed:
             return None
-        return BlockPacking(self.blocks, outputs, inputs, paired, experts)
+        rows = self.activations if experts is None else None
+        return BlockPacking(self.blocks, outputs, inputs, paired, experts, rows)
 
     def quantization(self, outputs: int, inputs: int, experts: int | None = None) -> Quantization:
         return Quantization.of_blocks(self.blocks, outputs, inputs, experts)
@@ -54,18 +61,23 @@ class Pieces:
 
 
 def block_forms(
-    spec: ModelSpec, weights: WeightMap, plain: Format | None, shards: int = 1
+    spec: ModelSpec,
+    weights: WeightMap,
+    plain: Format | None,
+    shards: int = 1,
+    rows: BlockRows | None = None,
 ) -> dict[str, BlockForm | Pieces]:
     """The leaves that have tensors in blocks, and their forms on each of so many devices.
 
     Args:
       plain: the form of matrices of floats: packed, where the CPU kernels are used.
+      rows: what these round activations to. None: they round none.
 
     Raises:
       UnsupportedModelError: gates and ups of experts in different types.
       ConfigError: blocks that cannot be cut so, with each number of devices that goes.
     """
-    forms = _whole_forms(spec, weights, plain)
+    forms = _whole_forms(spec, weights, plain, rows)
     if shards == 1:
         return forms
     cut_all = {}
@@ -106,7 +118,7 @@ def _of_shard(form: BlockForm | Pieces, cut: Cut | None) -> BlockForm | Pieces |
 
 
 def _whole_forms(
-    spec: ModelSpec, weights: WeightMap, plain: Format | None
+    spec: ModelSpec, weights: WeightMap, plain: Format | None, rows: BlockRows | None
 ) -> dict[str, BlockForm | Pieces]:
     if spec.block_types is None:
         return {}
@@ -132,7 +144,7 @@ def _whole_forms(
         pairs = zip(blocks, parts, strict=True)
         for found, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
             same = [part for _, part in group]
-            form = plain if found is None else BlockForm(found, plain is not None)
+            form = plain if found is None else BlockForm(found, plain is not None, rows)
             pieces.append(Piece(form, sum(part.shape[0] for part in same), len(same)))
         first = pieces[0].form
         single = len(pieces) == 1 and isinstance(first, BlockForm)

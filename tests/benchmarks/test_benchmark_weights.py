@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 
+import gguf
+import numpy as np
 import pytest
 
-from benchmarks import weights
-
-pytestmark = [pytest.mark.long, pytest.mark.quick_compile, pytest.mark.slow]
+from benchmarks import k_quants, weights
 
 
+@pytest.mark.long
+@pytest.mark.quick_compile
+@pytest.mark.slow
 def test_each_form_has_its_row(stories, tmp_path, capsys):
     file = tmp_path / "report.json"
     sizes = ["--texts", "2", "--rounds", "1", "--context", "8", "--output", str(file)]
     options = ["--forms", "int4", "--gguf", "Q8_0", *sizes]
     assert weights.main(["--model", str(stories), *options]) == 0
-    plain, int4, packed, decoded = json.loads(file.read_text())["rows"]
+    plain, int4, packed, exact, decoded = json.loads(file.read_text())["rows"]
     assert (plain["quantization"], int4["quantization"]) == ("none", "int4")
     assert plain["more_perplexity"] == 0 and plain["ratio"] == 1
     assert int4["bytes"] < plain["bytes"] and 0 < abs(int4["more_perplexity"]) < 0.2
@@ -24,7 +27,9 @@ def test_each_form_has_its_row(stories, tmp_path, capsys):
     assert packed["bytes"] < decoded["bytes"] == plain["bytes"]
     assert abs(packed["more_perplexity"] - decoded["more_perplexity"]) < 0.002
     assert abs(packed["more_perplexity"]) < 0.01
-    found = (plain, int4, packed, decoded)
+    assert exact["more_than_decoded"] == decoded["more_than_decoded"] == 0
+    assert abs(packed["more_than_decoded"]) < 0.002
+    found = (plain, int4, packed, exact, decoded)
     assert all(row["tokens_per_s"] > 0 and row["perplexity"] > 1 for row in found)
     assert "| int4 |" in capsys.readouterr().out
 
@@ -32,3 +37,15 @@ def test_each_form_has_its_row(stories, tmp_path, capsys):
 def test_an_unknown_model_is_one_line(capsys):
     assert weights.main(["--model", "/nowhere/at/all"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    {"Q2_K": 0.35, "Q3_K": 0.17, "Q4_K": 0.085, "Q5_K": 0.042, "Q6_K": 0.021}.items(),
+)
+def test_blocks_of_256_are_near_what_was_rounded(kind, error):
+    """As the package gguf reads them: a wrong place of a bit would be far above."""
+    values = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
+    data = k_quants.quantize(values, kind)
+    read = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+    assert np.linalg.norm(read - values) < error * np.linalg.norm(values)

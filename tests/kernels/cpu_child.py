@@ -42,14 +42,18 @@ def main() -> None:
             check()
         except AssertionError as error:
             failed[name] = str(error).strip().splitlines()[0]
+    from test_blocks import rounded_digests
+
     digests = contract.digests() | attention.cpu_digests()
-    print(json.dumps({"isa": isa, "failed": failed, "digests": digests}))
+    result = {"isa": isa, "failed": failed, "digests": digests, "rounded": rounded_digests()}
+    print(json.dumps(result))
 
 
 def checks() -> dict[str, Callable[[], None]]:
     """A selection of every operation's contract."""
     import cpu_contract as contract
     import test_attention as attention
+    import test_blocks as blocks
     import test_cpu_kernels as kernels
     import test_experts as experts
     import test_sampling as sampling
@@ -72,6 +76,8 @@ def checks() -> dict[str, Callable[[], None]]:
             found[f"experts {form}, {name}"] = partial(experts.check_packed, form, shape)
         found[f"experts {form}, company"] = lambda form=form: experts.check_packed_company(form)
         found[f"embed {form}"] = lambda form=form: kernels.check_embed((33, 7), form)
+    for kind in blocks.ROUNDED:
+        found[f"rounded rows, {kind}"] = partial(blocks.check_rounded, kind)
     ragged = {name: attention.BATCHES[name] for name in RAGGED}
     for name, batch in {**ragged, **attention.CPU_BATCHES}.items():
         found[f"attention, {name}"] = lambda batch=batch: attention.check_cpu(batch.for_cpu())

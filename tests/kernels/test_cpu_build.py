@@ -247,16 +247,22 @@ def child(*arguments: str, **environment: str) -> dict:
 
 
 def test_avx2_passes_the_same_checks(cpu_kernels):
+    from test_blocks import rounded_digests
+
     result = child("--isa", "avx2")
     assert result["isa"] == "avx2" and result["failed"] == {}
+    # On rows that are rounded to int8 blocks have the same bits with every instruction set.
+    assert result["rounded"] == rounded_digests()
 
 
 def test_one_cpu_computes_the_same_bits(cpu_kernels):
     from cpu_contract import digests
     from test_attention import cpu_digests
+    from test_blocks import rounded_digests
 
     result = child("--one-cpu", "--no-checks")
     assert result["isa"] == cpu_kernels and result["digests"] == digests() | cpu_digests()
+    assert result["rounded"] == rounded_digests()
 
 
 FAULTS = {  # file: (what it says, what it should not say), each in its own part of the suite
@@ -264,6 +270,8 @@ FAULTS = {  # file: (what it says, what it should not say), each in its own part
         # int8 forgets the offset of its weights; the last columns of a matrix are shifted.
         ("isplat(128 * packed.sums[row + r])", "isplat(127 * packed.sums[row + r])"),
         ("for (long i = 0; i < columns; ++i) {", "for (long i = 1; i < columns; ++i) {"),
+        # Rows are rounded to a scale of 16 values, and keep that of 32.
+        ("float top = maximum(max(abs(first), abs(second)));", "float top = maximum(abs(first));"),
     ),
     "attention.h": (
         # A row sees a key too many, its window lets one go too early, chunks lose their weight.
@@ -291,6 +299,7 @@ def test_the_checks_catch_planted_faults(cpu_kernels, tmp_path):
     assert {
         "linear int8, whole panels",
         "linear bf16, a tail of 15 columns",
+        "rounded rows, 8 bits",
         "pack int4",
         "experts bf16, whole panels",
         "attention, mixed",

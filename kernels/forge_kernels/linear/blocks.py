@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,11 @@ class BlockPacking:
     """How a matrix [outputs, inputs] in blocks lies for the CPU kernels.
 
     `paired` and `experts` as in `Packing`.
+
+    Attributes:
+      activations: "int8": rows of x are rounded to int8, each 32 values to a scale of their own,
+        and multiplied as whole numbers. None: values become bfloat16, and the result has the bits
+        of a bfloat16 matrix. The bytes of the weight are the same.
     """
 
     blocks: Blocks
@@ -33,10 +39,16 @@ class BlockPacking:
     inputs: int
     paired: bool = False
     experts: int | None = None
+    activations: Literal["int8"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.activations is not None and self.experts is not None:
+            raise ValueError("experts in blocks take activations that are not rounded")
 
     @property
     def format(self) -> str:
-        return f"{self.blocks.values} blocks"
+        rows = "" if self.activations is None else f", {self.activations} rows"
+        return f"{self.blocks.values} blocks{rows}"
 
     @property
     def panels(self) -> int:

@@ -38,7 +38,7 @@ def packed_linear(
         epilogue=np.int64(_SWIGLU if swiglu else _STORE if residual is None else _RESIDUAL),
         columns=np.int64(packing.outputs),
         eps=np.float32(eps),
-        **format_attributes(packing),
+        **format_attributes(packing, rounds_rows=True),
     )
 
 
@@ -55,12 +55,19 @@ def packed_embed(w: PackedWeight, tokens: jax.Array) -> jax.Array:
     )
 
 
-def format_attributes(packing: Packing | BlockPacking) -> dict[str, np.int64]:
-    """What tells the kernels how to read a weight: `Format` and `Blocks` of `cpu/src/linear.h`."""
+def format_attributes(
+    packing: Packing | BlockPacking, *, rounds_rows: bool = False
+) -> dict[str, np.int64]:
+    """What tells the kernels how to read a weight: `Format` and `Blocks` of `cpu/src/linear.h`.
+
+    `rounds_rows`: the operation has rows of activations, which blocks may ask to be rounded.
+    """
     if isinstance(packing, Packing):
         return _attributes(FORMATS.index(packing.format), 0, 0, False)
     blocks = packing.blocks
     number = len(FORMATS) + ("int8", "int4").index(blocks.values)
+    if rounds_rows and packing.activations is not None:
+        number += 2
     return _attributes(number, blocks.size, blocks.group, blocks.minima)
 
 

@@ -51,6 +51,8 @@ ffi::Error linear(ffi::ThreadPool pool, BF16 x, BF16 norm, ffi::AnyBuffer w, ffi
     case forge::Format::kInt4: forge::run_linear<forge::Format::kInt4>(pool, op); break;
     case forge::Format::kBlocks8: forge::run_linear<forge::Format::kBlocks8>(pool, op); break;
     case forge::Format::kBlocks4: forge::run_linear<forge::Format::kBlocks4>(pool, op); break;
+    case forge::Format::kRounded8: forge::run_linear<forge::Format::kRounded8>(pool, op); break;
+    case forge::Format::kRounded4: forge::run_linear<forge::Format::kRounded4>(pool, op); break;
   }
   return ffi::Error::Success();
 }
@@ -102,6 +104,7 @@ ffi::Error experts(ffi::ThreadPool pool, BF16 x, ffi::AnyBuffer gate_up, ffi::An
     case forge::Format::kBlocks4:
       run_experts_in_blocks<forge::Format::kBlocks4>(pool, op, then);
       break;
+    default: return ffi::Error(ffi::ErrorCode::kInternal, "experts on rows that are rounded");
   }
   return ffi::Error::Success();
 }

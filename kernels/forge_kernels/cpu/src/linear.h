@@ -7,7 +7,8 @@
 //   blocks u8[N/32, K/size, bytes] of `size` values of 32 columns, as GGUF's types have them (`Blocks`)
 // N is rounded up to 32 and K to 2, 4 and 32 with zeros. Values of blocks become the bfloat16 numbers
 // that they would be in the first format, in registers, and are multiplied in the same order: what
-// comes out is the same bits. Rows of x are packed in tiles of at most
+// comes out is the same bits. Or they are multiplied as whole numbers with rows of x that are rounded
+// to int8. Rows of x are packed in tiles of at most
 // kMaxRows, [K/2 or K/4, rows], words of 2 bfloat16 or 4 int8, so that a tile is a stream too.
 //
 // Every element of y is one chain of sums over k, in order, whatever the number of rows, their
@@ -23,13 +24,28 @@
 
 namespace forge {
 
-enum class Format { kBf16 = 0, kInt8 = 1, kInt4 = 2, kBlocks8 = 3, kBlocks4 = 4 };
+// The last two have the blocks of the two before, and rows of x rounded to int8.
+enum class Format {
+  kBf16 = 0,
+  kInt8 = 1,
+  kInt4 = 2,
+  kBlocks8 = 3,
+  kBlocks4 = 4,
+  kRounded8 = 5,
+  kRounded4 = 6
+};
 enum class Epilogue { kStore = 0, kResidual = 1, kSwiGLU = 2, kAddWeighted = 3 };
 constexpr int kPanel = 32;
-constexpr int kGroup = 32;  // of int4 along K
+constexpr int kGroup = 32;  // of int4 along K, and of a row of x that is rounded in groups
 
+constexpr bool has_rounded_rows(Format format) {
+  return format == Format::kRounded8 || format == Format::kRounded4;
+}
 constexpr bool in_blocks(Format format) {
-  return format == Format::kBlocks8 || format == Format::kBlocks4;
+  return format == Format::kBlocks8 || format == Format::kBlocks4 || has_rounded_rows(format);
+}
+constexpr bool has_4_bits(Format format) {
+  return format == Format::kBlocks4 || format == Format::kRounded4;
 }
 
 // What a block of 32 columns holds, in this order:
@@ -49,7 +65,7 @@ struct Blocks {
   // Where the values of a block begin.
   long values() const { return (minima ? 2 : 1) * kPanel * (2 + (two_levels() ? groups() : 0)); }
   long bytes(Format format) const {
-    return values() + size * kPanel / (format == Format::kBlocks4 ? 2 : 1);
+    return values() + size * kPanel / (has_4_bits(format) ? 2 : 1);
   }
   long panel_bytes(Format format, long K) const { return K / size * bytes(format); }
 };
@@ -127,7 +143,9 @@ inline void read_row(const Linear& op, long row, float* out) {
 }
 
 // Whether rows of x are multiplied as bfloat16.
-constexpr bool has_plain_rows(Format format) { return format == Format::kBf16 || in_blocks(format); }
+constexpr bool has_plain_rows(Format format) {
+  return format == Format::kBf16 || format == Format::kBlocks8 || format == Format::kBlocks4;
+}
 
 inline long words_of(Format format, long K) {
   return has_plain_rows(format) ? (K + 1) / 2 : format == Format::kInt8 ? (K + 3) / 4
@@ -142,8 +160,17 @@ inline long panel_bytes_of(Format format, long K, const Blocks& blocks) {
 
 struct PackedRows {
   uint32_t* words;  // [tiles][words][rows of the tile]
-  float* scales;    // [rows], int8 and int4
-  int32_t* sums;    // int8: [rows]; int4: [tiles][K / 32][rows of the tile]
+  float* scales;    // int8 and int4: [rows]; rounded: [tiles][K / 32][rows of the tile]
+  int32_t* sums;    // int8: [rows]; int4: [tiles][K / 32][rows]; rounded: [tiles][groups][rows]
+  float* minima;    // rounded, with minima: the same
+
+  // How many numbers there are of a row of x.
+  static long scales_of(Format format, long K) { return has_rounded_rows(format) ? groups_of(K) : 1; }
+  static long sums_of(Format format, long K, const Blocks& blocks) {
+    if (has_rounded_rows(format)) return K / blocks.group;
+    return format == Format::kInt4 ? groups_of(K) : 1;
+  }
+  static long groups_of(long K) { return (K + kGroup - 1) / kGroup; }
 };
 
 inline void quantise_row(const float* x, long K32, int8_t* out, float* scale) {
@@ -153,6 +180,38 @@ inline void quantise_row(const float* x, long K32, int8_t* out, float* scale) {
   *scale = top / 127.0f;
   F16 inverse = splat(top > 0.0f ? 127.0f / top : 0.0f);
   for (long k = 0; k < K32; k += 16) store_s8(out + k, to_int(mul(load(x + k), inverse)));
+}
+
+// What integer sums of products begin with: values are stored so much above the number they are.
+constexpr int offset_of(Format format, const Blocks& blocks) {
+  return format == Format::kRounded8 ? kSignedBias : blocks.minima ? 0 : 8;
+}
+
+// Rounds a row to int8, 32 values to a scale: that by which the largest becomes 127. Values that are
+// all below 1e-30 become 0. Of each group of the weights' blocks it gives what sums begin with and,
+// where there are minima, by what they are multiplied: the sum of the row's values there. Numbers
+// that follow each other are `stride` apart.
+inline void round_groups(const float* x, const Linear& op, Format format, int8_t* out, float* scales,
+                         int32_t* starts, float* minima, long stride) {
+  long K32 = PackedRows::groups_of(op.K) * kGroup, groups = op.K / op.blocks.group;
+  int32_t offset = -offset_of(format, op.blocks);
+  for (long k = 0; k < K32; k += kGroup) {
+    F16 first = load(x + k), second = load(x + k + 16);
+    float top = maximum(max(abs(first), abs(second)));
+    F16 inverse = splat(top > 1e-30f ? 127.0f / top : 0.0f);
+    I16 low = to_int(mul(first, inverse)), high = to_int(mul(second, inverse));
+    store_s8(out + k, low);
+    store_s8(out + k + 16, high);
+    // max() drops NaN; a sum keeps it.
+    float scale = top / 127.0f + sum(fma(first, zero(), mul(second, zero())));
+    scales[k / kGroup * stride] = scale;
+    int32_t sums[2] = {isum(low), isum(high)};
+    if (op.blocks.group == kGroup) sums[0] += sums[1];
+    for (long i = 0, g = k / op.blocks.group; i < kGroup / op.blocks.group && g < groups; ++i, ++g) {
+      starts[g * stride] = offset * sums[i];
+      if (op.blocks.minima) minima[g * stride] = scale * float(sums[i]);
+    }
+  }
 }
 
 // Packs the rows of one tile. A row that is not finite keeps a scale that is not, so that its
@@ -173,7 +232,11 @@ inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long 
     }
     read_row(op, first + r, row);
     const void* source = narrow;
-    if (has_plain_rows(format)) {
+    if (has_rounded_rows(format)) {
+      long groups = op.K / op.blocks.group;
+      round_groups(row, op, format, bytes, packed.scales + first * (K32 / kGroup) + r,
+                   packed.sums + first * groups + r, packed.minima + first * groups + r, rows);
+    } else if (has_plain_rows(format)) {
       for (long k = 0; k < K32; k += 16) store_bf16(narrow + k, load(row + k));
     } else {
       float top = 0.0f;
@@ -497,6 +560,302 @@ void unpack_panel(const Linear& op, long panel, uint16_t* out) {
   }
 }
 
+// ---- blocks times rows rounded to int8 ----------------------------------------------------------
+//
+// Of each 32 values of k, in order:
+//   t = t + (sum of value * x, in whole numbers) * scale, of each group, one or two
+//   y = y + minimum * (sum of x, in whole numbers, * scale of x), of the same
+//   y = y + t * scale of x
+// where a product and the sum that it is added to are rounded once. Both sets of instructions give
+// the same bits.
+
+
+// So many rows have all their sums in registers; groups that share a scale of x have more of them.
+constexpr int rows_in_registers(int together) { return kMaxRows < 6 ? 1 : together == 1 ? 6 : 4; }
+
+// The order of columns in two vectors, by fours, as `pair_columns` gives it.
+constexpr int kOrder8[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+constexpr int kOrder4[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+
+template <Format format>
+constexpr const int (&order_of())[8] {
+  if constexpr (has_4_bits(format)) return kOrder4;
+  return kOrder8;
+}
+
+// A group's factors of 32 columns, in that order.
+struct Columns {
+  F16 scale[2], minimum[2];
+};
+
+// Reads a panel in the order of k, as it lies in memory.
+template <Format format>
+struct BlockReader {
+  static constexpr int kAhead = has_4_bits(format) ? 1 : 2;  // lines of a word
+  const Blocks& blocks;
+  const uint8_t* block;
+  const uint8_t* values;
+  long group = 0;  // of the block
+  Columns factors{};
+
+  BlockReader(const Linear& op, const uint8_t* panel) : blocks(op.blocks), block(panel) {
+    begin_block();
+  }
+
+  void begin_block() {
+    values = block + blocks.values();
+    load_f16_in(order_of<format>(), block, factors.scale[0], factors.scale[1]);
+    if (blocks.minima)
+      load_f16_in(order_of<format>(), block + 64, factors.minimum[0], factors.minimum[1]);
+  }
+
+  // Four values of each column: those of the word with this number from the next one on.
+  void word(int number, I16& first, I16& second) const {
+    if constexpr (has_4_bits(format)) {
+      I16 both = pair_columns(values + 64 * number);
+      first = low_nibbles(both);
+      second = high_nibbles(both);
+    } else {
+      pair_columns(values + 128 * number, values + 128 * number + 64, first, second);
+      first = signed_words(first);
+      second = signed_words(second);
+    }
+  }
+
+  // The factors of a group whose words have been read. After the `last` of a panel nothing follows.
+  template <int words>
+  Columns end_group(bool last) {
+    Columns found = factors;
+    values += words * (has_4_bits(format) ? 64 : 128);
+    if (blocks.two_levels()) {
+      const uint8_t* bytes = block + (blocks.minima ? 128 : 64) + group * kPanel;
+      Columns by_group;
+      load_s8_in(order_of<format>(), bytes, by_group.scale[0], by_group.scale[1]);
+      for (int j = 0; j < 2; ++j) found.scale[j] = mul(factors.scale[j], by_group.scale[j]);
+      if (blocks.minima) {
+        load_s8_in(order_of<format>(), bytes + blocks.groups() * kPanel, by_group.minimum[0],
+                   by_group.minimum[1]);
+        for (int j = 0; j < 2; ++j) found.minimum[j] = mul(factors.minimum[j], by_group.minimum[j]);
+      }
+    }
+    if (++group == blocks.groups() && !last) {
+      group = 0;
+      block += blocks.bytes(format);
+      begin_block();
+    }
+    return found;
+  }
+};
+
+// Reads a panel that `unpack_rounded` has made, where many rows are multiplied.
+template <int words>
+struct UnpackedReader {
+  static constexpr int kAhead = 0;
+  const uint8_t* values;  // [groups, words of a group, 2, 64]: words as products take them
+  const float* factors;   // [groups, 2 or 4, 16]
+  bool minima;
+
+  UnpackedReader(const Linear& op, const uint8_t* unpacked)
+      : values(unpacked),
+        factors(reinterpret_cast<const float*>(unpacked + op.K * kPanel)),
+        minima(op.blocks.minima) {}
+
+  void word(int number, I16& first, I16& second) const {
+    first = load_bits(values + 128 * number);
+    second = load_bits(values + 128 * number + 64);
+  }
+
+  template <int>
+  Columns end_group(bool) {
+    Columns found{{load(factors), load(factors + 16)}, {}};
+    if (minima) {
+      found.minimum[0] = load(factors + 32);
+      found.minimum[1] = load(factors + 48);
+    }
+    values += 128 * words;
+    factors += minima ? 64 : 32;
+    return found;
+  }
+};
+
+inline long unpacked_bytes(const Linear& op) {
+  return op.K * kPanel + op.K / op.blocks.group * (op.blocks.minima ? 256 : 128);
+}
+
+template <Format format, int words>
+void unpack_rounded(const Linear& op, const uint8_t* panel, uint8_t* out) {
+  BlockReader<format> reader(op, panel);
+  float* factors = reinterpret_cast<float*>(out + op.K * kPanel);
+  for (long k = 0; k < op.K; k += 4 * words, out += 128 * words) {
+    for (int i = 0; i < words; ++i) {
+      I16 first, second;
+      reader.word(i, first, second);
+      store_bits(out + 128 * i, first);
+      store_bits(out + 128 * i + 64, second);
+    }
+    Columns columns = reader.template end_group<words>(k + 4 * words >= op.K);
+    for (int j = 0; j < 2; ++j, factors += 16) store(factors, columns.scale[j]);
+    if (!op.blocks.minima) continue;
+    for (int j = 0; j < 2; ++j, factors += 16) store(factors, columns.minimum[j]);
+  }
+}
+
+// What is read into the cache meanwhile. Where nothing is left, the last line again.
+struct Ahead {
+  const char* at;
+  long lines;
+
+  void read(int count) {
+    long step = lines > 0 ? 64 : 0;
+#pragma GCC unroll 2
+    for (int i = 0; i < count; ++i) prefetch(at + i * step);
+    at += count * step;
+    lines -= count;
+  }
+};
+
+// R x 2 sums in registers; or in memory that the compiler cannot see through, where products need all
+// registers: a sum is touched once in 32 values of k.
+template <int R, bool in_memory>
+struct Sums {
+  F16 sums[R][2];
+  F16 get(int r, int j) const { return sums[r][j]; }
+  void set(int r, int j, F16 x) { sums[r][j] = x; }
+};
+template <int R>
+struct Sums<R, true> {
+  alignas(64) float room[R][2][16];
+  float* at = &room[0][0][0];
+  Sums() { asm volatile("" : "+r"(at) : : "memory"); }
+  Sums(const Sums&) = delete;
+  F16 get(int r, int j) const { return load(at + 32 * r + 16 * j); }
+  void set(int r, int j, F16 x) { store(at + 32 * r + 16 * j, x); }
+};
+
+// R rows of x on their way along a panel.
+template <Format format, int R, int words, bool minima>
+struct RoundedRows {
+  static constexpr int kTogether = kGroup / (4 * words);  // groups to a scale of x
+  static constexpr bool kInMemory = R > rows_in_registers(kTogether);
+  Sums<R, kInMemory> y, t;
+  const uint32_t* x;
+  const float* scales;
+  const int32_t* starts;
+  const float* minimum;
+
+  RoundedRows(const PackedRows& packed, const uint32_t* x, long row, long K)
+      : x(x),
+        scales(packed.scales + row * PackedRows::groups_of(K)),
+        starts(packed.sums + row * (K / (4 * words))),
+        minimum(packed.minima + row * (K / (4 * words))) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) y.set(r, j, zero());
+  }
+
+  static I16 dot(I16 acc, I16 w, uint32_t x) {
+    return has_4_bits(format) ? dot4_nibbles(acc, w, x) : dot4_signed(acc, w, x);
+  }
+
+  // Adds groups that share scales of x; `last` of the panel.
+  template <int groups, class Reader>
+  inline __attribute__((always_inline)) void add(Reader& reader, Ahead& ahead, bool last) {
+#pragma GCC unroll 2
+    for (int g = 0; g < groups; ++g) {
+      I16 part[R][2];
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = isplat(starts[r]);
+      if (Reader::kAhead > 0 || ahead.lines > 0) ahead.read(1);
+#pragma GCC unroll 8
+      for (int i = 0; i < words; ++i) {
+        I16 first, second;
+        reader.word(i, first, second);
+        if constexpr (Reader::kAhead > 0) ahead.read(Reader::kAhead);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+          part[r][0] = dot(part[r][0], first, x[r]);
+          part[r][1] = dot(part[r][1], second, x[r]);
+        }
+        x += R;
+      }
+      Columns columns = reader.template end_group<words>(last && g + 1 == groups);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; ++j) {
+          F16 whole = to_float(part[r][j]);
+          F16 so_far = g ? fma(whole, columns.scale[j], t.get(r, j)) : mul(whole, columns.scale[j]);
+          bool whole_row = g + 1 == groups;
+          if (!whole_row) t.set(r, j, so_far);
+          if (!whole_row && !minima) continue;
+          F16 sum = y.get(r, j);
+          if constexpr (minima) sum = fma(columns.minimum[j], splat(minimum[r]), sum);
+          if (whole_row) sum = fma(so_far, splat(scales[r]), sum);
+          y.set(r, j, sum);
+        }
+      starts += R;
+      minimum += R;
+    }
+    scales += R;
+  }
+};
+
+template <Format format, int R, int words, bool minima, class Reader>
+void multiply_rounded(const Linear& op, const PackedRows& packed, Reader reader, const uint32_t* x,
+                      long row, long panel, Ahead ahead) {
+  using Rows = RoundedRows<format, R, words, minima>;
+  constexpr int kTogether = Rows::kTogether;
+  long groups = op.K / (4 * words), g = 0;
+  Rows rows(packed, x, row, op.K);
+  for (; g + kTogether <= groups; g += kTogether)
+    rows.template add<kTogether>(reader, ahead, g + kTogether == groups);
+  if (kTogether > 1 && g < groups) rows.template add<1>(reader, ahead, true);
+  alignas(64) float out[R][32];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    store(out[r], rows.y.get(r, 0));
+    store(out[r] + 16, rows.y.get(r, 1));
+  }
+  for (int r = 0; r < R; ++r) {
+    F16 first = load(out[r]), second = load(out[r] + 16);
+    sort_fours(order_of<format>(), first, second);
+    write_panel(op, row + r, panel, first, second);
+  }
+}
+
+template <Format format, int R>
+void tile_rounded(const Linear& op, const PackedRows& packed, const uint32_t* x, long row,
+                  long panel, const char* ahead, long ahead_lines) {
+  const uint8_t* w =
+      static_cast<const uint8_t*>(op.w) + panel * op.blocks.panel_bytes(format, op.K);
+  BlockReader<format> reader(op, w);
+  auto multiply = op.blocks.group == kGroup
+                      ? op.blocks.minima ? multiply_rounded<format, R, 8, true, decltype(reader)>
+                                         : multiply_rounded<format, R, 8, false, decltype(reader)>
+                  : op.blocks.minima ? multiply_rounded<format, R, 4, true, decltype(reader)>
+                                     : multiply_rounded<format, R, 4, false, decltype(reader)>;
+  multiply(op, packed, reader, x, row, panel, {ahead, ahead_lines});
+}
+
+// `op.w` is one panel, unpacked.
+template <Format format, int R>
+void tile_unpacked(const Linear& op, const PackedRows& packed, const uint32_t* x, long row,
+                   long panel, const char* ahead, long ahead_lines) {
+  const uint8_t* w = static_cast<const uint8_t*>(op.w);
+  auto multiply = [&](auto words) {
+    UnpackedReader<words> reader(op, w);
+    (op.blocks.minima ? multiply_rounded<format, R, words, true, UnpackedReader<words>>
+                      : multiply_rounded<format, R, words, false, UnpackedReader<words>>)(
+        op, packed, reader, x, row, panel, {ahead, ahead_lines});
+  };
+  if (op.blocks.group == kGroup) {
+    multiply(std::integral_constant<int, 8>());
+  } else {
+    multiply(std::integral_constant<int, 4>());
+  }
+}
+
 using TileFunction = void (*)(const Linear&, const PackedRows&, const uint32_t*, long, long,
                               const char*, long);
 
@@ -505,7 +864,11 @@ constexpr TileFunction tile_function() {
   if constexpr (format == Format::kBf16) return tile_bf16<R, P>;
   if constexpr (format == Format::kInt8) return tile_int8<R, P>;
   if constexpr (format == Format::kInt4) return tile_int4<R, 1>;
-  if constexpr (in_blocks(format)) return tile_blocks<format, R, P>;
+  if constexpr (has_rounded_rows(format)) {
+    return tile_rounded<format, R>;
+  } else if constexpr (in_blocks(format)) {
+    return tile_blocks<format, R, P>;
+  }
 }
 
 template <Format format, int P, size_t... R>
@@ -515,16 +878,36 @@ TileFunction pick(long rows, std::index_sequence<R...>) {
 }
 
 constexpr int kMaxRowsInt4 = kMaxRows < 6 ? kMaxRows : 6;
+constexpr int kMaxRowsRounded = kMaxRows < 12 ? kMaxRows : 12;
 constexpr int kMaxRowsBlocks = kMaxRows < 12 ? kMaxRows : 12;  // values need registers, too
 
+// Whether a group has sums of its own, and only one panel is multiplied at a time.
+constexpr bool sums_by_group(Format format) {
+  return format == Format::kInt4 || has_rounded_rows(format);
+}
+
 constexpr int max_rows(Format format) {
+  if (has_rounded_rows(format)) return kMaxRowsRounded;
   return format == Format::kInt4 ? kMaxRowsInt4 : in_blocks(format) ? kMaxRowsBlocks : kMaxRows;
+}
+
+// A few rounded rows are multiplied at once, so that the weight is read once; many by tiles whose sums
+// stay in registers.
+inline long tile_rows(Format format, long rows, const Blocks& blocks) {
+  if (!has_rounded_rows(format) || rows <= kMaxRowsRounded) return max_rows(format);
+  return rows_in_registers(int(kGroup / blocks.group));
+}
+
+template <Format format, size_t... R>
+TileFunction pick_unpacked(long rows, std::index_sequence<R...>) {
+  static constexpr TileFunction functions[] = {tile_unpacked<format, int(R) + 1>...};
+  return functions[rows - 1];
 }
 
 template <Format format>
 TileFunction pick(long rows, int panels) {
-  if constexpr (format == Format::kInt4) {
-    return pick<format, 1>(rows, std::make_index_sequence<kMaxRowsInt4>());
+  if constexpr (sums_by_group(format)) {
+    return pick<format, 1>(rows, std::make_index_sequence<max_rows(format)>());
   } else {
     return panels == 2 ? pick<format, 2>(rows, std::make_index_sequence<kMaxRowsWide>())
                        : pick<format, 1>(rows, std::make_index_sequence<max_rows(format)>());
@@ -535,25 +918,47 @@ TileFunction pick(long rows, int panels) {
 
 constexpr long kTilesUnpacked = 2;  // from so many on a panel of blocks is unpacked for all of them
 
-// The tiles from `first` to `last` times a panel, or two if `wide` is 2.
-template <Format format>
+// The tiles from `first` to `last` times a panel, or two if `wide` is 2. `choose` gives the function
+// for so many rows.
+template <Format format, class Choose>
 void multiply_tiles(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
-                    long last, long panel, int wide, const char* ahead, long lines) {
+                    long last, long panel, const char* ahead, long lines, Choose choose) {
   long words = words_of(format, op.K);
   for (long tile = first; tile < last; ++tile) {
     long row = tile * tiles.rows, rows = std::min(tiles.rows, op.rows - row);
     long left = last - tile, share = (lines + left - 1) / left;
-    pick<format>(rows, wide)(op, packed, packed.words + row * words, row, panel, ahead, share);
+    choose(rows)(op, packed, packed.words + row * words, row, panel, ahead, share);
     ahead += share * 64;
     lines -= share;
   }
 }
 
-// The same, of blocks by way of bfloat16 where there are many.
+template <Format format>
+void multiply_tiles(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
+                    long last, long panel, int wide, const char* ahead, long lines) {
+  multiply_tiles<format>(op, packed, tiles, first, last, panel, ahead, lines,
+                         [wide](long rows) { return pick<format>(rows, wide); });
+}
+
+// The same, of blocks by way of a panel in another form where there are many: of bfloat16, or for
+// rounded rows of words that need no shuffling.
 template <Format format>
 void multiply_panel(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
                     long last, long panel, int wide, const char* ahead, long lines) {
-  if constexpr (in_blocks(format)) {
+  if constexpr (has_rounded_rows(format)) {
+    if (last - first >= kTilesUnpacked) {
+      uint8_t* unpacked = scratch<uint8_t>(2, unpacked_bytes(op));
+      const uint8_t* w = static_cast<const uint8_t*>(op.w);
+      auto unpack = op.blocks.group == kGroup ? unpack_rounded<format, 8> : unpack_rounded<format, 4>;
+      unpack(op, w + panel * op.blocks.panel_bytes(format, op.K), unpacked);
+      Linear other = op;
+      other.w = unpacked;
+      multiply_tiles<format>(other, packed, tiles, first, last, panel, ahead, lines, [](long rows) {
+        return pick_unpacked<format>(rows, std::make_index_sequence<rows_in_registers(1)>());
+      });
+      return;
+    }
+  } else if constexpr (in_blocks(format)) {
     if (last - first >= kTilesUnpacked) {
       uint16_t* unpacked = scratch<uint16_t>(2, words_of(format, op.K) * 64);
       unpack_panel<format>(op, panel, unpacked);
@@ -570,17 +975,18 @@ void multiply_panel(const Linear& op, const PackedRows& packed, const Tiles& til
 template <Format format>
 void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
   if (op.rows <= 0) return;
-  long words = words_of(format, op.K), K32 = (op.K + 31) / 32 * 32;
+  long words = words_of(format, op.K), sums = PackedRows::sums_of(format, op.K, op.blocks);
   long panels = (op.N + kPanel - 1) / kPanel;
-  Tiles tiles(op.rows, max_rows(format));
+  Tiles tiles(op.rows, tile_rows(format, op.rows, op.blocks));
   // Two panels at a time give more independent sums; few of them would divide badly among threads.
   bool many = panels >= 64L * pool.num_threads();
-  int wide = format != Format::kInt4 && op.rows <= kMaxRowsWide && panels % 2 == 0 && many ? 2 : 1;
+  int wide = !sums_by_group(format) && op.rows <= kMaxRowsWide && panels % 2 == 0 && many ? 2 : 1;
   long panel_bytes = panel_bytes_of(format, op.K, op.blocks);
   PackedRows packed;
   packed.words = scratch<uint32_t>(2, op.rows * words);
-  packed.scales = scratch<float>(3, op.rows);
-  packed.sums = scratch<int32_t>(4, op.rows * (format == Format::kInt4 ? K32 / kGroup : 1));
+  packed.scales = scratch<float>(3, op.rows * PackedRows::scales_of(format, op.K));
+  packed.sums = scratch<int32_t>(4, op.rows * sums);
+  packed.minima = scratch<float>(4, has_rounded_rows(format) && op.blocks.minima ? op.rows * sums : 0);
 
   // Many rows are cut into groups of tiles too, so that every thread finds work.
   Team team(pool, std::max(panels / wide, tiles.count));

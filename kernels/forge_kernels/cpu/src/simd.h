@@ -117,6 +117,56 @@ inline I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
 }
 inline I16 low_nibbles(I16 x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline I16 high_nibbles(I16 x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+// Products of s8 and s8, for weights that have been through `signed_words`: each adds kSignedBias
+// times the s8 of x too.
+constexpr int kSignedBias = 128;
+inline I16 signed_words(I16 w_s8) { return _mm512_xor_si512(w_s8, _mm512_set1_epi8(-128)); }
+inline I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
+// Products of u8 up to 15 and s8.
+inline I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
+// Two rows of 32 values of 16 bits -> the pairs of each column together; columns in the order of
+// `kOrder8`, in fours.
+inline void pair_columns(const void* a, const void* b, I16& first, I16& second) {
+  I16 x = load_bits(a), y = load_bits(b);
+  first = _mm512_unpacklo_epi16(x, y);
+  second = _mm512_unpackhi_epi16(x, y);
+}
+// The same for two rows of 16 such values that follow each other; columns as in `kOrder4`.
+inline I16 pair_columns(const void* p) {
+  const __m512i at = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 23, 7, 22, 6, 21, 5, 20, 4,
+                                      27, 11, 26, 10, 25, 9, 24, 8, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(at, load_bits(p));
+}
+// 32 values as float32, the fours of them in an order.
+inline void load_f16_in(const int (&order)[8], const void* p, F16& first, F16& second) {
+  const int* o = order;
+  __m512i at = _mm512_setr_epi64(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7]);
+  __m512i halves = _mm512_permutexvar_epi64(at, load_bits(p));
+  first = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+  second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+}
+inline void load_s8_in(const int (&order)[8], const void* p, F16& first, F16& second) {
+  const int* o = order;
+  __m256i at = _mm256_setr_epi32(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7]);
+  __m256i bytes = _mm256_permutevar8x32_epi32(
+      _mm256_loadu_si256(static_cast<const __m256i*>(p)), at);
+  first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+  second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+}
+
+// Puts fours of 32 values that are in this order into that of their numbers.
+inline void sort_fours(const int (&order)[8], F16& first, F16& second) {
+  int at[8];
+  for (int i = 0; i < 8; ++i) at[order[i]] = 4 * i;
+  auto index = [&](int i) {
+    return _mm512_setr_epi32(at[i], at[i] + 1, at[i] + 2, at[i] + 3, at[i + 1], at[i + 1] + 1,
+                             at[i + 1] + 2, at[i + 1] + 3, at[i + 2], at[i + 2] + 1, at[i + 2] + 2,
+                             at[i + 2] + 3, at[i + 3], at[i + 3] + 1, at[i + 3] + 2, at[i + 3] + 3);
+  };
+  F16 low = _mm512_permutex2var_ps(first, index(0), second);
+  second = _mm512_permutex2var_ps(first, index(4), second);
+  first = low;
+}
 
 // 16 rows of 16 words each -> their transpose, in place.
 inline void transpose16(I16 r[16]) {
@@ -357,6 +407,61 @@ inline __m256i nibbles(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(
 inline I16 low_nibbles(I16 x) { return {nibbles(x.lo), nibbles(x.hi)}; }
 inline I16 high_nibbles(I16 x) {
   return {nibbles(_mm256_srli_epi16(x.lo, 4)), nibbles(_mm256_srli_epi16(x.hi, 4))};
+}
+constexpr int kSignedBias = 0;
+inline I16 signed_words(I16 w_s8) { return w_s8; }
+inline __m256i add_pairs(__m256i acc, __m256i pairs) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+// Pairs stay within 16 bits: 2 * 128 * 127 of values, where x is not -128.
+inline __m256i signed_half(__m256i acc, __m256i w, __m256i x) {
+  return add_pairs(acc, _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)));
+}
+inline I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) {
+  __m256i x = _mm256_set1_epi32(int32_t(x_s8));
+  return {signed_half(acc.lo, w.lo, x), signed_half(acc.hi, w.hi, x)};
+}
+inline I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) {
+  __m256i x = _mm256_set1_epi32(int32_t(x_s8));
+  return {add_pairs(acc.lo, _mm256_maddubs_epi16(w.lo, x)),
+          add_pairs(acc.hi, _mm256_maddubs_epi16(w.hi, x))};
+}
+inline void pair_columns(const void* a, const void* b, I16& first, I16& second) {
+  I16 x = load_bits(a), y = load_bits(b);
+  first = FORGE_BOTH(_mm256_unpacklo_epi16, x, y);
+  second = FORGE_BOTH(_mm256_unpackhi_epi16, x, y);
+}
+inline I16 pair_columns(const void* p) {
+  I16 both = load_bits(p);
+  return {_mm256_unpacklo_epi16(both.lo, both.hi), _mm256_unpackhi_epi16(both.lo, both.hi)};
+}
+inline void load_f16_in(const int (&order)[8], const void* p, F16& first, F16& second) {
+  auto floats = [&](int at) {
+    auto four = [&](int i) {
+      return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const char*>(p) + 8 * i));
+    };
+    return _mm256_cvtph_ps(_mm_unpacklo_epi64(four(order[at]), four(order[at + 1])));
+  };
+  first = {floats(0), floats(2)};
+  second = {floats(4), floats(6)};
+}
+inline void load_s8_in(const int (&order)[8], const void* p, F16& first, F16& second) {
+  const int* o = order;
+  alignas(32) int8_t bytes[32];
+  __m256i at = _mm256_setr_epi32(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7]);
+  _mm256_store_si256(
+      reinterpret_cast<__m256i*>(bytes),
+      _mm256_permutevar8x32_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)), at));
+  first = load_s8(bytes);
+  second = load_s8(bytes + 16);
+}
+inline void sort_fours(const int (&order)[8], F16& first, F16& second) {
+  alignas(32) float from[32], to[32];
+  store(from, first);
+  store(from + 16, second);
+  for (int i = 0; i < 8; ++i) std::memcpy(to + 4 * order[i], from + 4 * i, 16);
+  first = load(to);
+  second = load(to + 16);
 }
 inline void transpose16(I16 r[16]) {
   alignas(32) uint32_t x[16][16], y[16][16];
