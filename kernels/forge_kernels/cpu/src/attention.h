@@ -3,7 +3,7 @@
 //
 // Decode rows, drafts and prompt chunks are computed alike: a work item is a few query rows of one
 // sequence and one key/value head, and walks the keys in tiles of 64 at absolute positions 0, 64,
-// 128, ... Tiles are summed up in chunks of 512 keys, at absolute positions too, and the sums of the
+// 128, ... Tiles are summed up in chunks of 512 keys, at absolute positions too, and the sums of
 // chunks are merged in their order, whether one thread computes them or several. So a row's bits
 // depend on its own query and keys only: not on its place in an item, on the other rows, or on the
 // number of threads. Keys that a row does not see get the weight 0, and keys and values that no row
@@ -192,13 +192,13 @@ inline void multiply16(const uint32_t* x, long x_stride, const uint32_t* y, long
 
 // Sums over some of the keys: of each row the largest score, the sum of the weights relative to it,
 // and the sum of the values by these weights.
-struct Sums {
+struct SoftmaxSums {
   float* top;    // [rows]
   float* total;  // [rows]
   float* out;    // [rows][D]
 
   static long size(long rows, long D) { return rows * (D + 2); }
-  static Sums at(float* memory, long rows) {
+  static SoftmaxSums at(float* memory, long rows) {
     return {memory, memory + rows, memory + 2 * rows};
   }
   void clear(long rows, long D) const {
@@ -208,7 +208,7 @@ struct Sums {
 };
 
 // Adds the sums of the next chunk. Of one that a row does not see, nothing changes.
-inline void merge(const Sums& sums, const Sums& next, long rows, long D) {
+inline void merge(const SoftmaxSums& sums, const SoftmaxSums& next, long rows, long D) {
   for (long i = 0; i < rows; ++i) {
     float top = std::max(sums.top[i], next.top[i]);
     float before = sums.top[i] == top ? 1.0f : std::exp(sums.top[i] - top);
@@ -234,7 +234,7 @@ struct AttentionScratch {
 // `kPlain`: a cache of 16 bits, no window and no soft cap.
 template <int R, bool kPlain>
 void attend_rows(const Attention& op, const AttentionScratch& s, long tile, long row,
-                 const Sums& sums) {
+                 const SoftmaxSums& sums) {
   long D = op.head_dim, start = tile * kKeys;
   F16 scores[R][4];
 #pragma GCC unroll 6
@@ -264,7 +264,8 @@ void attend_rows(const Attention& op, const AttentionScratch& s, long tile, long
     for (int j = 0; j < 4; ++j) {
       F16 x = mul(scores[r][j], splat(op.sm_scale));
       if (!kPlain && op.scale) x = mul(x, load(s.scales + 16 * j));
-      if (!kPlain && op.soft_cap != 0.0f) x = mul(splat(op.soft_cap), tanh(div(x, splat(op.soft_cap))));
+      if (!kPlain && op.soft_cap != 0.0f)
+        x = mul(splat(op.soft_cap), tanh(div(x, splat(op.soft_cap))));
       x = keep_first(x, int(std::min(seen - 16 * j, 16L)), kNone);
       if (!kPlain && passed > 16 * j) x = drop_first(x, int(std::min(passed - 16 * j, 16L)), kNone);
       scores[r][j] = x;
@@ -345,7 +346,7 @@ inline bool is_plain(const Attention& op) {
 
 template <bool kPlain>
 void attend_tile(const Attention& op, const AttentionScratch& s, long tile, long rows,
-                 const Sums& sums) {
+                 const SoftmaxSums& sums) {
   for (long row = 0; row < rows;) {
     long n = std::min<long>(kRowTile, rows - row);
     switch (n) {
@@ -369,7 +370,7 @@ struct TileOf {
 // The sums of an item's rows over one of its chunks. `after` is read into the cache at the end.
 inline void attend_chunk(const Attention& op, const AttentionItem& item,
                          const AttentionScratch& s, long chunk, const TileOf& after,
-                         const Sums& sums) {
+                         const SoftmaxSums& sums) {
   long rows = item.rows * (op.heads / op.kv_heads);
   sums.clear(rows, op.head_dim);
   TileRange tiles = tiles_of(op, item, chunk);
@@ -398,7 +399,7 @@ inline void attend_chunk(const Attention& op, const AttentionItem& item,
   }
 }
 
-inline void write_rows(const Attention& op, const AttentionItem& item, const Sums& sums) {
+inline void write_rows(const Attention& op, const AttentionItem& item, const SoftmaxSums& sums) {
   long D = op.head_dim, G = op.heads / op.kv_heads;
   for (long i = 0; i < item.rows * G; ++i) {
     F16 scale = splat(sums.total[i] == 0.0f ? 1.0f : 1.0f / sums.total[i]);
@@ -412,8 +413,9 @@ inline void write_rows(const Attention& op, const AttentionItem& item, const Sum
 inline void attend_item(const Attention& op, const AttentionItem& item, const AttentionItem* next) {
   long D = op.head_dim, rows = item.rows * (op.heads / op.kv_heads);
   AttentionScratch s = prepare(op, item);
-  float* memory = scratch<float>(6, 2 * Sums::size(rows, D));
-  Sums sums = Sums::at(memory, rows), more = Sums::at(memory + Sums::size(rows, D), rows);
+  float* memory = scratch<float>(6, 2 * SoftmaxSums::size(rows, D));
+  SoftmaxSums sums = SoftmaxSums::at(memory, rows);
+  SoftmaxSums more = SoftmaxSums::at(memory + SoftmaxSums::size(rows, D), rows);
   for (long c = 0; c < item.chunks; ++c) {
     long chunk = item.first_chunk + c;
     TileOf after = {};
@@ -457,12 +459,12 @@ inline void attend_in_chunks(xla::ffi::ThreadPool& pool, const Attention& op,
     first.push_back(long(tasks.size()));
     for (long c = 0; c < items[i].chunks; ++c) {
       tasks.push_back({i, items[i].first_chunk + c, size});
-      size += Sums::size(items[i].rows * G, D);
+      size += SoftmaxSums::size(items[i].rows * G, D);
     }
   }
   float* memory = scratch<float>(7, size);
   auto sums_of = [&](const Task& task) {
-    return Sums::at(memory + task.offset, items[task.item].rows * G);
+    return SoftmaxSums::at(memory + task.offset, items[task.item].rows * G);
   };
   long count = long(tasks.size());
   auto attend = [&](long t) {
@@ -476,7 +478,7 @@ inline void attend_in_chunks(xla::ffi::ThreadPool& pool, const Attention& op,
   };
   auto merge_all = [&](long i) {
     const Task* task = &tasks[first[i]];
-    Sums sums = sums_of(*task);
+    SoftmaxSums sums = sums_of(*task);
     for (long c = 1; c < items[i].chunks; ++c)
       merge(sums, sums_of(task[c]), items[i].rows * G, D);
     write_rows(op, items[i], sums);
