@@ -218,14 +218,14 @@ def measure_blocks(
 
 
 def _in_blocks(w: np.ndarray, kind: str, *, paired: bool) -> PackedWeight:
-    form = BY_NAME[kind]
+    form, (outputs, inputs) = BY_NAME[kind], w.shape
     assert form.blocks is not None
 
     def read(rows: np.ndarray) -> BlockValues:
         data = rounded_rows(w[rows].astype(np.float32), kind)
         return form.unpacked(data.reshape(len(rows), -1, form.block_bytes))
 
-    packing = BlockPacking(form.blocks, *w.shape, paired)
+    packing = BlockPacking(form.blocks, outputs, inputs, paired)
     return PackedWeight(jnp.asarray(pack_blocks(read, packing)), None, packing)
 
 

@@ -279,9 +279,11 @@ def rounded_digests() -> dict[str, str]:
     return found
 
 
-def test_experts_in_blocks_round_no_rows():
+def test_rows_are_rounded_only_where_the_kernels_can():
     with pytest.raises(ValueError, match="experts in blocks"):
         BlockPacking(KINDS["8 bits"], 64, 64, experts=2, activations="int8")
+    with pytest.raises(ValueError, match="groups of 64"):
+        BlockPacking(Blocks("int8", 64, 64), 64, 64, activations="int8")
     packing = BlockPacking(KINDS["8 bits"], 64, 64)
     rounded = dataclasses.replace(packing, activations="int8")
     assert packing.weight == rounded.weight and packing.format != rounded.format

@@ -204,7 +204,7 @@ def test_the_cpu_kernels_give_the_bits_of_the_decoded_model(zoo, alike):
 
 
 def test_rounded_activations_stay_near_the_decoded_model(alike):
-    """An error of 1 part in 100 of random blocks' logits, measured 0.0066; and never none."""
+    """By 0.026 of the norm of logits was measured, of random blocks, which lose most."""
     needs_kernels()
     packed, decoded = (logits(loaded(alike, gguf_weights=each)) for each in ("packed", "decoded"))
     error = np.linalg.norm(packed - decoded) / np.linalg.norm(decoded)

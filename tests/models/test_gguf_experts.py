@@ -141,7 +141,7 @@ def test_experts_beside_one_matrix_of_floats(tmp_path):
     """Where one of both is not in blocks, neither is packed for the kernels."""
     kinds = (*LAYERS[0][:6], Q.BF16)
     file = write_zoo(tmp_path / "zoo.gguf", (kinds,), experts=EXPERTS)
-    model, decoded = (loaded(file, **each) for each in ({}, {"gguf_weights": "decoded"}))
+    model, decoded = (loaded(file, gguf_weights=kept) for kept in ("packed-exact", "decoded"))
     assert not any(".mlp." in leaf for leaf in model.model.packings)
     ours, want = logits(model), logits(decoded)
     assert np.linalg.norm(ours - want) < 0.02 * np.linalg.norm(want)

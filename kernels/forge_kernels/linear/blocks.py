@@ -42,8 +42,14 @@ class BlockPacking:
     activations: Literal["int8"] | None = None
 
     def __post_init__(self) -> None:
-        if self.activations is not None and self.experts is not None:
+        if self.activations is None:
+            return
+        if self.experts is not None:
             raise ValueError("experts in blocks take activations that are not rounded")
+        if self.blocks.group not in (16, 32):
+            raise ValueError(
+                f"rounded activations with groups of {self.blocks.group}, not 16 or 32"
+            )
 
     @property
     def format(self) -> str:
