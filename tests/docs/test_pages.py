@@ -164,6 +164,7 @@ def helps():
 
 
 @pytest.mark.parametrize("page", pages())
+@pytest.mark.slow
 def test_flags_of_what_is_not_run_exist(page, helps):
     for block in blocks(page):
         if block.language != "bash" or "not run" not in block.notes:

@@ -193,6 +193,7 @@ def more_perplexity(llm: LLM, texts: list[list[int]], exact: np.ndarray) -> floa
 
 
 @pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 0.002), ("fp8", 0.002)])
+@pytest.mark.quick_cases(1)
 def test_8_bits_predict_as_well_as_16(make_llm, texts, exact, kv_dtype, most):
     assert abs(more_perplexity(make_llm(kv_dtype), texts, exact)) < most
 

@@ -79,6 +79,7 @@ def failing(parts, fails) -> tuple[EngineCore, FailingDevice]:
 
 
 @pytest.mark.parametrize("one_step_ahead", [True, False])
+@pytest.mark.quick_cases(1)
 def test_a_step_in_a_hundred_raises_and_nobody_notices(one_step_ahead):
     rng = random.Random(1)
     core, device = failing(

@@ -344,6 +344,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.quick_cases(6)
 def test_a_bomb_ends_soon(bin_of, name):
     path = bin_of(BOMBS[name])
     begin = time.thread_time()

@@ -733,7 +733,7 @@ BUGS = [
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-@pytest.mark.quick_cases(30)
+@pytest.mark.quick_cases(15)
 def test_the_simulation_catches_a_planted_bug(bug, monkeypatch):
     bug(monkeypatch)
     steps = 0

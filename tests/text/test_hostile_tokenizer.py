@@ -328,6 +328,7 @@ EXPLODING = [
 
 
 @pytest.mark.parametrize("pattern", EXPLODING, ids=range(len(EXPLODING)))
+@pytest.mark.quick_cases(10)
 def test_a_pattern_that_explodes_is_refused_soon(pattern):
     begin = time.thread_time()
     with pytest.raises(PatternError):
@@ -343,6 +344,7 @@ ORDINARY = [
 
 
 @pytest.mark.parametrize("pattern", ORDINARY)
+@pytest.mark.quick_cases(4)
 def test_ordinary_patterns_are_run(pattern):
     check_pattern(pattern)
 

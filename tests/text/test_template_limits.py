@@ -112,6 +112,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.quick_cases(15)
 def test_what_has_no_end_is_ended(name, monkeypatch):
     """Within a quarter of a second of CPU beyond the limit, which is set low here."""
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.1)
@@ -216,6 +217,7 @@ HUGE = {
 
 
 @pytest.mark.parametrize("name", HUGE)
+@pytest.mark.quick_cases(20)
 def test_what_is_too_large_is_never_made(name):
     template = ChatTemplate(HUGE[name], {})
     tracemalloc.start()
