@@ -122,17 +122,39 @@ def build(isa: str, folder: Path | None = None) -> Path:
             log.info("building the CPU kernels (%s) with %s", isa, compiler[0])
             start = time.perf_counter()
             headers = f"-isystem{jax.ffi.include_dir()}"
-            command = [*compiler, *flags, headers, str(SOURCES / "kernels.cc"), "-o", str(built)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                last = "\n".join(done.stderr.strip().splitlines()[-5:])
-                raise BuildError(f"{compiler[0]} could not build the CPU kernels: {last}")
+            units = sorted(SOURCES.glob("*.cc"))
+            objects = [str(Path(scratch) / f"{unit.stem}.o") for unit in units]
+            _run_all(
+                [*compiler, *flags, headers, "-c", str(unit), "-o", made]
+                for unit, made in zip(units, objects, strict=True)
+            )
+            _run_all([[*compiler, *flags, *objects, "-o", str(built)]])
             built.chmod(0o700)
             built.replace(path)
     except OSError as error:
         raise BuildError(f"the CPU kernels could not be built: {error}") from error
     log.info("built in %.1f s; the next start finds them in %s", time.perf_counter() - start, path)
     return path
+
+
+def _run_all(commands: Iterable[list[str]]) -> None:
+    """Run compilers at the same time.
+
+    Raises:
+      BuildError: one failed; with its last lines.
+    """
+    running = [
+        (
+            command[0],
+            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True),
+        )
+        for command in commands
+    ]
+    ended = [(compiler, process.communicate()[1], process) for compiler, process in running]
+    for compiler, said, process in ended:
+        if process.returncode:
+            last = "\n".join(said.strip().splitlines()[-5:])
+            raise BuildError(f"{compiler} could not build the CPU kernels: {last}")
 
 
 def _is_usable(library: Path) -> bool:

@@ -1013,4 +1013,8 @@ void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
   }
 }
 
+// In rounded.cc, which is compiled at the same time as everything else.
+extern template void run_linear<Format::kRounded8>(xla::ffi::ThreadPool&, const Linear&);
+extern template void run_linear<Format::kRounded4>(xla::ffi::ThreadPool&, const Linear&);
+
 }  // namespace forge
