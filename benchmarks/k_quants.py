@@ -1,4 +1,4 @@
-"""Rounds floats to GGUF's types with blocks of 256, which the package gguf only reads.
+"""Rounds floats to the K and IQ4 types of GGUF, which the package gguf only reads.
 
 To the nearest, with scales from the largest values of each group: simpler than llama.cpp, which
 searches for better scales. So what a type loses here is an upper bound; the blocks are as valid.
@@ -136,10 +136,50 @@ def _q6_k(x: np.ndarray) -> list[np.ndarray]:
     return [low, _in_twos(values >> 4), scales.view(np.uint8), factors]
 
 
+# What the 16 numbers of the IQ4 types stand for, and half way from each to the next.
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+_IQ4_BORDERS = (_IQ4[1:] + _IQ4[:-1]) / 2
+
+
+def _sixteenths(groups: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """f32[B, G, 32] with f32[B, G] -> u8[B * G, 16]: of 32 the first half in the low bits."""
+    wide = step[..., None]
+    scaled = np.divide(groups, wide, out=np.zeros_like(groups), where=wide != 0)
+    numbers = np.searchsorted(_IQ4_BORDERS, scaled).astype(np.uint8).reshape(-1, 2, 16)
+    return numbers[:, 0] | numbers[:, 1] << 4
+
+
+def _largest(groups: np.ndarray) -> np.ndarray:
+    """f32[B, G, 32] -> f32[B, G]: with it, the largest of a group is -127."""
+    at = np.abs(groups).argmax(axis=2)[..., None]
+    return np.take_along_axis(groups, at, 2)[..., 0] / _IQ4[0]
+
+
+def _iq4_nl(x: np.ndarray) -> list[np.ndarray]:
+    groups = x.reshape(len(x), 8, 32)
+    d = _largest(groups).astype(np.float16)
+    numbers = _sixteenths(groups, d.astype(np.float32))
+    blocks = np.concatenate([_bytes(d.reshape(-1)), numbers], axis=1)
+    return [blocks.reshape(len(x), -1)]
+
+
+def _iq4_xs(x: np.ndarray) -> list[np.ndarray]:
+    groups = x.reshape(len(x), 8, 32)
+    d, scales = _in_steps(_largest(groups), 31)
+    six = (scales + 32).astype(np.uint8)
+    low = six[:, ::2] & 15 | (six[:, 1::2] & 15) << 4
+    parts = (six >> 4).astype(np.uint16) << np.arange(0, 16, 2, dtype=np.uint16)
+    high = np.bitwise_or.reduce(parts, axis=1).astype("<u2")[:, None].view(np.uint8)
+    numbers = _sixteenths(groups, _wide(d) * scales)
+    return [_bytes(d), high, low, numbers.reshape(len(x), -1)]
+
+
 KINDS: dict[str, Callable[[np.ndarray], list[np.ndarray]]] = {
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
 }

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--gguf", nargs="+", default=[], metavar="TYPE",
-        help="types of GGUF files besides: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K to Q6_K",
+        help="types of GGUF files besides: Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS",
     )  # fmt: skip
     parser.add_argument("--texts", type=int, default=2000, help="to be scored (default 2000)")
     parser.add_argument("--rounds", type=int, default=7, help="of decoding (default 7)")

@@ -41,9 +41,12 @@ def test_an_unknown_model_is_one_line(capsys):
 
 @pytest.mark.parametrize(
     ("kind", "error"),
-    {"Q2_K": 0.35, "Q3_K": 0.17, "Q4_K": 0.085, "Q5_K": 0.042, "Q6_K": 0.021}.items(),
+    {
+        **{"Q2_K": 0.35, "Q3_K": 0.17, "Q4_K": 0.085, "Q5_K": 0.042, "Q6_K": 0.021},
+        **{"IQ4_NL": 0.09, "IQ4_XS": 0.09},
+    }.items(),
 )
-def test_blocks_of_256_are_near_what_was_rounded(kind, error):
+def test_blocks_are_near_what_was_rounded(kind, error):
     """As the package gguf reads them: a wrong place of a bit would be far above."""
     values = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
     data = k_quants.quantize(values, kind)

@@ -38,6 +38,7 @@ KINDS = {
     "8 bits": Blocks("int8", 32, 32),
     "8 bits with minima": Blocks("int8", 32, 32, minima=True),
     "8 bits, two levels": Blocks("int8", 16, 256),
+    "8 bits, two levels, groups of 32": Blocks("int8", 32, 256),
     "8 bits, two levels with minima": Blocks("int8", 32, 256, minima=True),
     "4 bits": Blocks("int4", 32, 32),
     "4 bits with minima": Blocks("int4", 32, 32, minima=True),

@@ -25,6 +25,8 @@ FACTORS = {
     Q.Q4_K: {0: 1 / 150, 2: 7.5 / 150},
     Q.Q5_K: {0: 1 / 300, 2: 15.5 / 300},
     Q.Q6_K: {208: 1 / 1360},
+    Q.IQ4_NL: {0: 1 / 70},
+    Q.IQ4_XS: {0: 1 / 1300},
 }
 # By layer: q, k, v, output, gate, up, down. The first is as llama.cpp's Q4_K_M has them.
 LAYERS = (

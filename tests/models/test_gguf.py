@@ -102,7 +102,9 @@ def test_rounded_matrices_are_read_as_ggml_reads_them(kind, goldens, tmp_path, f
 
 
 @pytest.mark.parametrize(
-    "kind", [Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.Q4_0, Q.Q8_0], ids=lambda kind: kind.name
+    "kind",
+    [Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.Q4_0, Q.Q8_0, Q.IQ4_NL, Q.IQ4_XS],
+    ids=lambda kind: kind.name,
 )
 def test_blocks_of_256_are_read_as_ggml_reads_them(kind, tmp_path, monkeypatch, figure):
     """Random blocks, in chunks of some rows, and with the rows of queries put back."""
@@ -113,7 +115,7 @@ def test_blocks_of_256_are_read_as_ggml_reads_them(kind, tmp_path, monkeypatch, 
     data = rng.integers(0, 256, (rows, 512 // per_block, block_bytes), dtype=np.uint8)
     # Where a float16 stands, a small number: any bits there may be no number.
     for at in {Q.Q2_K: (80, 82), Q.Q3_K: (108,), Q.Q6_K: (208,)}.get(kind, (0, 2)):
-        if kind in (Q.Q4_0, Q.Q8_0) and at:
+        if kind in (Q.Q4_0, Q.Q8_0, Q.IQ4_NL, Q.IQ4_XS) and at:
             continue
         data[..., at : at + 2] = (
             rng.uniform(0.001, 0.1, data.shape[:2]).astype(np.float16)[..., None].view(np.uint8)
@@ -188,9 +190,9 @@ def test_every_token_that_ends_a_text_is_known(goldens, tmp_path):
         (
             "llama2",
             lambda w: w.add_tensor(
-                "blk.0.ffn_sub_norm.weight", np.zeros((1, 18), np.uint8), raw_dtype=Q.IQ4_NL
+                "blk.0.ffn_sub_norm.weight", np.zeros((1, 110), np.uint8), raw_dtype=Q.IQ3_S
             ),
-            "'blk.0.ffn_sub_norm.weight' is of type IQ4_NL",
+            "'blk.0.ffn_sub_norm.weight' is of type IQ3_S",
         ),
     ],
 )

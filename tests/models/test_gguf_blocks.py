@@ -41,6 +41,7 @@ from forge_kernels.linear.quantized import ARRAYS
 BYTES = {
     **{"Q4_0": 144, "Q4_1": 160, "Q5_0": 272, "Q5_1": 288, "Q8_0": 272},
     **{"Q2_K": 164, "Q3_K": 146, "Q4_K": 148, "Q5_K": 276, "Q6_K": 274},
+    **{"IQ4_NL": 272, "IQ4_XS": 266},
 }
 MODULES = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),

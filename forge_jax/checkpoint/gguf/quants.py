@@ -2,10 +2,11 @@
 
 Block formats are those of ggml (`ggml-common.h`, `ggml-quants.c`). In all but the plainest a block
 has 256 elements in sub-blocks of 16 or 32, each with a scale, and some with a minimum, that are
-themselves rounded. What a block holds is unpacked to whole numbers and their float16 factors
-(`forge_kernels.blocks.BlockValues`), which matrices keep in memory: nothing is rounded again.
-Types of 5 and 6 bits take 8, those of 2 and 3 bits 4. Floats are made of these in float32, in the
-order of `gguf.quants`, so they are the same bits.
+themselves rounded. The IQ4 types spread their 16 values unevenly. What a block holds is unpacked to
+whole numbers and their float16 factors (`forge_kernels.blocks.BlockValues`), which matrices keep in
+memory: nothing is rounded again. Types of 5 and 6 bits and the IQ4 types take 8 bits, those of 2
+and 3 bits 4. Floats are made of these in float32, in the order of `gguf.quants`, so they are the
+same bits.
 """
 
 from __future__ import annotations
@@ -176,6 +177,29 @@ def _q6_k(blocks: np.ndarray) -> BlockValues:
     return BlockValues(q.view(np.int8) - np.int8(32), _half(d), scale, None, None)
 
 
+# The values of the IQ4 types (`kvalues_iq4nl`).
+_IQ4_VALUES = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
+)
+
+
+def _iq4_nl(blocks: np.ndarray) -> BlockValues:
+    d, q = _split(blocks, 2)
+    return _of_32(_IQ4_VALUES[_nibbles(q)], d)
+
+
+def _iq4_xs(blocks: np.ndarray) -> BlockValues:
+    d, high, low, q = _split(blocks, 2, 2, 4)
+    n = len(blocks)
+    # Eight scales of 6 bits: the low 4 in 4 bytes, two to a byte, the high 2 in the 2 bytes before.
+    shifts = np.arange(0, 16, 2, dtype=np.uint16)
+    upper = ((np.ascontiguousarray(high).view("<u2") >> shifts) & 3).astype(np.uint8)
+    lower = np.stack([low & 0x0F, low >> 4], axis=2).reshape(n, 8)
+    scale = (lower | (upper << 4)).view(np.int8) - np.int8(32)
+    values = _IQ4_VALUES[_nibbles(q.reshape(-1, 16))].reshape(n, 256)
+    return BlockValues(values, _half(d), scale, None, None)
+
+
 # By ggml's number of the type.
 FORMATS = {
     0: BlockFormat("F32", 1, 4),
@@ -191,12 +215,14 @@ FORMATS = {
     12: BlockFormat("Q4_K", 256, 144, blocks=Blocks("int4", 32, 256, minima=True), unpack=_q4_k),
     13: BlockFormat("Q5_K", 256, 176, blocks=Blocks("int8", 32, 256, minima=True), unpack=_q5_k),
     14: BlockFormat("Q6_K", 256, 210, blocks=Blocks("int8", 16, 256), unpack=_q6_k),
+    20: BlockFormat("IQ4_NL", 32, 18, blocks=Blocks("int8", 32, 32), unpack=_iq4_nl),
+    23: BlockFormat("IQ4_XS", 256, 136, blocks=Blocks("int8", 32, 256), unpack=_iq4_xs),
 }
 BY_NAME = {form.name: form for form in FORMATS.values()}
 
 # What else there is, for messages.
 UNSUPPORTED = {
     **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
-    **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32"},
-    **{27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
+    **{21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
+    **{29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
 }
