@@ -12,6 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,6 +28,7 @@ from forge_serve.browsers import BrowserGuard
 from forge_serve.chat_answers import ChatAnswers
 from forge_serve.config import ServerConfig
 from forge_serve.connections import only_chunked
+from forge_serve.content_coding import content_coding, decompressed
 from forge_serve.cors import Cors
 from forge_serve.embeddings import (
     SCORE_PAIRS,
@@ -645,17 +647,31 @@ class _Endpoints:
         return await self._read_apart(http, lambda: decode_form(body, kind, limits))
 
     async def _body(self, http: web.Request) -> bytes:
-        body = http[_MESSAGE] if _MESSAGE in http else await _body(http)
+        if _MESSAGE in http:
+            body = http[_MESSAGE]
+        else:
+            coding = content_coding(http.headers)
+            body = await _body(http)
+            if coding is not None:
+                body = await self._decompressed(http, body, coding)
         http[_BODY_BYTES] = len(body)
         return body
+
+    async def _decompressed(self, http: web.Request, body: bytes, coding: str) -> bytes:
+        limit = self._service.config.limits.body_bytes
+        work = partial(decompressed, body, coding, limit)
+        return await self._in_thread(http, len(body), work)
 
     async def _read_apart[T](self, http: web.Request, read: Callable[[], T]) -> T:
         """What `read` makes of the request's body; of a large one, in a thread."""
         if http[_BODY_BYTES] <= SMALL_BODY_BYTES:
             return read()
+        return await self._in_thread(http, http[_BODY_BYTES], read)
+
+    async def _in_thread[T](self, http: web.Request, num_bytes: int, work: Callable[[], T]) -> T:
         lane, tenant = self._service.workers.bodies, http.get(TENANT, "")
-        with lane.admit(tenant, http[_BODY_BYTES]):
-            return await lane.run(tenant, read)
+        with lane.admit(tenant, num_bytes):
+            return await lane.run(tenant, work)
 
     @web.middleware
     async def envelope(self, request: web.Request, handler: Handler) -> web.StreamResponse:

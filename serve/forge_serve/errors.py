@@ -84,6 +84,10 @@ class TransferCodingError(ForgeError):
     """The body has a transfer coding that this server does not take."""
 
 
+class ContentCodingError(ForgeError):
+    """The body has a content coding that this server does not take."""
+
+
 class StreamIdError(RequestError):
     """The `stream_id` of a WebSocket's message has not the form of one."""
 
@@ -155,6 +159,8 @@ class ErrorReply(msgspec.Struct, frozen=True):
             response.headers["Retry-After"] = self.retry_after
         if self.status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
+        if self.status == 415:
+            response.headers["Accept-Encoding"] = "gzip, deflate"
         if self.status == 426:
             response.headers["Upgrade"] = "websocket"
         return response
@@ -172,6 +178,9 @@ def error_reply(error: BaseException) -> ErrorReply:  # noqa: C901, PLR0911, PLR
         case TransferCodingError():
             code = "transfer_coding_not_supported"
             return ErrorReply(400, str(error), "invalid_request_error", None, code)
+        case ContentCodingError():
+            code = "content_coding_not_supported"
+            return ErrorReply(415, str(error), "invalid_request_error", None, code)
         case ForeignSiteError():
             code = "origin_not_allowed"
             return ErrorReply(403, str(error), "invalid_request_error", None, code)

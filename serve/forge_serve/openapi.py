@@ -38,7 +38,7 @@ JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 
 DEFECT = (500,)
 NOT_READY = (503, *DEFECT)
-READS = (400, 404, 408, 413, *NOT_READY)  # a body
+READS = (400, 404, 408, 413, 415, *NOT_READY)  # a body
 GENERATES = (*READS, 504)
 
 STATUSES = {
@@ -48,6 +48,7 @@ STATUSES = {
     404: "The server has no such model, adapter or response, or takes no profiles.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
+    415: "The body has a content coding other than gzip and deflate.",
     426: "The request does not open a WebSocket.",
     500: "The model or its grammar failed for this request, or a defect, which the log has.",
     503: "Starting, stopping, overloaded, or the engine failed.",
@@ -59,6 +60,7 @@ HEADERS = {  # by status; 0: all
         "Server": ({"const": "forge-jax"}, "", True),
     },
     401: {"WWW-Authenticate": ({"const": "Bearer"}, "", True)},
+    415: {"Accept-Encoding": ({"const": "gzip, deflate"}, "", True)},
     426: {"Upgrade": ({"const": "websocket"}, "", True)},
     503: {"Retry-After": ({"type": "string", "pattern": "^[0-9]+$"}, "in seconds", False)},
 }

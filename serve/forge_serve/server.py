@@ -216,6 +216,7 @@ def make_runner(service: Service, *, last_bytes_s: float = LAST_BYTES_S) -> web.
         make_app(service),
         body_bytes=limits.body_bytes,
         handler_cancellation=True,
+        auto_decompress=False,  # see content_coding.py
         access_log=None,
         shutdown_timeout=last_bytes_s,
         max_line_size=limits.target_bytes,

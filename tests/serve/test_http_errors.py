@@ -7,6 +7,7 @@ import io
 import json
 import re
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -355,11 +356,61 @@ async def test_a_body_that_is_too_large(server):
         assert response.status == 413
 
 
+COMPRESSED = {
+    "gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "deflate without a header": lambda body: zlib.compress(body, wbits=-15),
+}
+
+
+@pytest.mark.parametrize("form", COMPRESSED)
+async def test_a_compressed_body_is_read(server, form):
+    body, headers = COMPRESSED[form](b'{"prompt": "a", "max_tokens": 1}'), {}
+    headers["Content-Encoding"] = form.split()[0].upper()
+    url = server.url + "/v1/completions"
+    async with server.http.post(url, data=body, headers=headers) as response:
+        assert response.status == 200, await response.text()
+
+
+@pytest.mark.parametrize("coding", ["br", "zstd", "gzip, gzip", "x"])
+async def test_an_unsupported_content_coding_is_refused(server, coding):
+    url, headers = server.url + "/v1/completions", {"Content-Encoding": coding}
+    async with server.http.post(url, data=b"{}", headers=headers) as response:
+        assert response.status == 415
+        assert response.headers["Accept-Encoding"] == "gzip, deflate"
+        answer = await response.json()
+    _check_form(answer)
+    assert answer["error"]["code"] == "content_coding_not_supported"
+
+
+async def test_bodies_are_decompressed_in_a_thread_and_only_if_they_are_read(server, monkeypatch):
+    """On the event loop a small body could hold up everybody, before its key is looked at."""
+    threads: list[str] = []
+    make = zlib.decompressobj
+
+    def decompressobj(*args, **kwargs):
+        threads.append(threading.current_thread().name)
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(zlib, "decompressobj", decompressobj)
+    monkeypatch.setattr("aiohttp.http_parser.DeflateBuffer.__init__", _never)
+    body, headers = gzip.compress(bytes(BODY_BYTES + 1)), {"Content-Encoding": "gzip"}
+    for path, status in (("/unknown", 404), ("/health", 405), ("/v1/completions", 413)):
+        async with server.http.post(server.url + path, data=body, headers=headers) as response:
+            assert response.status == status
+    assert len(threads) == 1 and threads[0].startswith("forge-body")
+
+
+def _never(*args, **kwargs):
+    raise AssertionError("aiohttp decompresses on the event loop")
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 async def test_a_body_that_is_not_what_its_encoding_says(server, caplog, encoding):
     headers = {"Content-Encoding": encoding}
     url = server.url + "/v1/completions"
-    for body in (b'{"prompt": "a"}', b"", gzip.compress(b'{"prompt": "a"}')[:20]):
+    whole = COMPRESSED[encoding](b'{"prompt": "a", "max_tokens": 1}')
+    for body in (b'{"prompt": "a"}', b"", whole[:20], whole + whole):
         async with server.http.post(url, data=body, headers=headers) as response:
             assert response.status == 400
             _check_form(await response.json())
