@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def _check_target(target: Path) -> None:
 def _copy_text(source: Path, target: Path) -> None:
     """The configuration, the tokenizer and the chat templates, byte by byte."""
     for name in COPIED:
-        if (source / name).is_file():
+        with suppress(FileNotFoundError):
             read_text(source / name)  # no more than is read of such a file
             shutil.copyfile(source / name, target / name)
     for file in sorted((source / TEMPLATES).glob("*.jinja")):

@@ -97,12 +97,17 @@ def file_size(file: Path, root: Path | None = None) -> int:
       root: the model's folder; default: the folder of the file.
 
     Raises:
-      CheckpointError: it is not an ordinary file of the model.
+      CheckpointError: it is not an ordinary file of the model, or a link to none.
       FileNotFoundError: there is no such file.
     """
     try:
         found = os.stat(file)
     except FileNotFoundError:
+        if file.is_symlink():
+            raise CheckpointError(
+                f"{file} is a link to {os.readlink(file)}, which does not exist: "
+                "copy the file there"
+            ) from None
         raise
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise CheckpointError(f"{file} cannot be read: {error}") from error
@@ -119,12 +124,11 @@ def _check_inside(file: Path, root: Path) -> None:
     of its model, two folders above.
     """
     target, folder = Path(os.path.realpath(file)), Path(os.path.realpath(root))
-    if target.is_relative_to(folder):
-        return
+    allowed = [folder]
     if folder.parent.name == "snapshots":
-        blobs = os.path.realpath(folder.parents[1] / "blobs")
-        if target.is_relative_to(blobs):
-            return
+        allowed.append(folder.parents[1] / "blobs")  # if that is a link, it is none of these
+    if any(target.is_relative_to(each) for each in allowed):
+        return
     raise CheckpointError(
         f"{file} is a link to {target}, which is not in the model's folder: if the file is the "
         f"model's, copy it there (cp --remove-destination {target} {file})"

@@ -5,6 +5,7 @@ The same precedence as with Hugging Face. Nothing here knows Jinja.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from forge_jax.checkpoint.gguf import is_gguf
@@ -64,7 +65,7 @@ def given_template(folder: Path, given: str | Path) -> dict[str, str]:
 def _from_files(folder: Path) -> dict[str, str]:
     found = {}
     file = folder / _KIND
-    if file.is_file():
+    with suppress(FileNotFoundError):
         found[DEFAULT] = read_text(file)
     try:
         others = sorted(folder.joinpath("additional_chat_templates").glob("*.jinja"))

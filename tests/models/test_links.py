@@ -109,6 +109,25 @@ def test_a_link_out_of_the_folder_is_refused(folder, kind):
         read(folder)
 
 
+@pytest.mark.parametrize("kind", ["generation", "its special tokens", "template", "weights"])
+def test_a_link_to_nothing_is_not_a_file_that_is_missing(folder, kind):
+    name, read = READERS[kind]
+    take_out(folder, name)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../outside/none")
+    with pytest.raises(
+        CheckpointError, match=r"is a link to \.\./outside/none, which does not exist"
+    ):
+        read(folder)
+
+
+def test_a_template_that_is_a_pipe_is_refused(folder):
+    (folder / "chat_template.jinja").unlink()
+    os.mkfifo(folder / "chat_template.jinja")
+    with pytest.raises(CheckpointError, match="is not an ordinary file"):
+        folder_templates(folder)
+
+
 @pytest.mark.parametrize("kind", ["configuration", "template", "shard"])
 def test_a_link_inside_the_folder_is_followed(folder, kind):
     name, read = READERS[kind]
@@ -151,6 +170,16 @@ def test_a_snapshot_has_none_to_the_blobs_of_another_model(tmp_path):
     (one / "chat_template.jinja").symlink_to(other.parents[1] / "blobs" / "abc")
     with pytest.raises(CheckpointError, match=r"which is not in the model's folder"):
         folder_templates(one)
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_snapshot_has_none_to_blobs_that_are_a_link(tmp_path, absolute):
+    folder, outside = snapshot(tmp_path, "one"), tmp_path / "outside"
+    blobs = folder.parents[1] / "blobs"
+    blobs.rename(outside)
+    blobs.symlink_to(outside if absolute else "../outside")
+    with pytest.raises(CheckpointError, match=OUTSIDE):
+        folder_templates(folder)
 
 
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/hostname", "a/../../b", ".."])
