@@ -371,6 +371,7 @@ class LLM:
             raise RequestError(
                 "this model has no tokenizer.json: pass token ids instead of text", param="prompt"
             )
+        self._parts.tokenizer.check_fits([prompt], self.max_model_len, "prompt")
         return self._parts.tokenizer.encode(prompt)
 
     def _encode_chat(self, messages: Messages, **options: Any) -> list[int]:
@@ -379,7 +380,12 @@ class LLM:
             raise RequestError(
                 "this model has no chat template: pass chat_template=...", param="messages"
             )
-        return template.encode(list(messages), tokenizer, **options)
+
+        def encode(text: str, encode_all: Callable[[str], list[int]]) -> list[int]:
+            tokenizer.check_fits([text], self.max_model_len, "messages")
+            return encode_all(text)
+
+        return template.encode(list(messages), tokenizer, encode, **options)
 
 
 def _for_each(lora: Lora, count: int) -> list[str | None]:

@@ -405,6 +405,7 @@ class StreamingEngine(ABC):
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("this model has no tokenizer: pass token ids", param="prompt")
+            self.tokenizer.check_fits([prompt], self.max_model_len, "prompt")
             prompt = self.tokenizer.encode(prompt)
         kwargs.setdefault("request_id", f"gen-{self._rng.getrandbits(64):016x}")
         stream = self.submit(prompt, params or SamplingParams(), **kwargs)

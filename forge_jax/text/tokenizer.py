@@ -20,7 +20,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from forge_jax.checkpoint.gguf import is_gguf
-from forge_jax.errors import CheckpointError, RequestError
+from forge_jax.errors import CheckpointError, ContextLengthError, RequestError
 from forge_jax.files import read_json, shown
 from forge_jax.panics import panics_as
 from forge_jax.text.gguf import load_gguf_tokenizer
@@ -64,7 +64,7 @@ class Tokenizer:
         add_bos_token: bool = False,
         bos_in_chats: bool = False,
     ):
-        # Limits saved with a tokenizer come from training; here they would cut prompts silently.
+        # Limits saved with a tokenizer come from training. They would cut prompts silently.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -188,6 +188,34 @@ class Tokenizer:
                 return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         hidden = self.special_ids if skip_special_tokens else _NOTHING
         return ByteStream(self.table, hidden).push(ids).decode("utf-8", "replace")
+
+    @cached_property
+    def longest_token_bytes(self) -> int | None:
+        """Bytes of the longest token; None if tokens have no bytes of their own."""
+        if self.table is None:
+            return None
+        return max((len(piece) for piece in self.table.pieces if piece), default=None)
+
+    def check_fits(self, texts: Iterable[str], context: int, param: str) -> None:
+        """Refuse texts that exceed the context even in the longest tokens, without encoding them.
+
+        Args:
+          context: in tokens.
+          param: the field of the texts.
+
+        Raises:
+          ContextLengthError: the texts are too long.
+        """
+        longest = self.longest_token_bytes
+        if longest is None:
+            return
+        size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        if size > context * longest:
+            raise ContextLengthError(
+                f"{param}: {size} bytes of text have more tokens than the {context} that the "
+                "context has room for",
+                param=param,
+            )
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds to a text, in bytes; empty for an id outside the vocabulary."""

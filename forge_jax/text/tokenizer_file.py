@@ -7,6 +7,7 @@ error there, and each would be ours later, in a table or on a request.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import json
 import math
@@ -67,6 +68,8 @@ def _checked(data: dict[str, Any], text: str, file: Path, vocab_size: int | None
     _File(file, data, vocab_size).check()
     try:
         backend = Backend.from_str(text)
+        backend.no_truncation()
+        backend.no_padding()  # a fixed length could be one of gigabytes
         with contextlib.suppress(Exception):  # a panic here would be one for each text
             backend.decode(backend.encode("a").ids)
     except BaseException as error:  # the library raises bare Exception, or panics
@@ -267,10 +270,23 @@ class _File:
                 self._short(f"{name}.prepend", parent.get("prepend"))
             if name == "post_processor" and not parent.keys().isdisjoint(_TEMPLATES):
                 self._template(name, parent)
+            if name == "post_processor":
+                self._bounds(name, parent)
             if growth > most:
                 self._fail(name, f"makes texts more than {most} times longer")
         if count > MAX_COMPONENTS and name != "post_processor":  # which lists special tokens
             self._fail(name, f"has more than {MAX_COMPONENTS} parts")
+
+    def _bounds(self, name: str, parent: dict[str, Any]) -> None:
+        """The tokens that BertProcessing and RobertaProcessing put around a text."""
+        for key in ("sep", "cls"):
+            match parent.get(key, ...):
+                case builtins.Ellipsis:
+                    pass
+                case [str(token), i]:
+                    self._id(f"{name}.{key}", token, i, self.limit)
+                case other:
+                    self._fail(f"{name}.{key}", "must be a token and its id, not", other)
 
     def _template(self, name: str, template: dict[str, Any]) -> None:
         """The library takes for granted that a template's tokens and sequences are there."""

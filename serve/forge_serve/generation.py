@@ -10,13 +10,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from forge_jax import supervise
-from forge_jax.errors import ContextLengthError, EngineError, RequestError
+from forge_jax.errors import EngineError, RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import TokenIds
 from forge_serve.errors import DeadlineError, StoppingError
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from forge_jax.config import Pooling
     from forge_jax.outputs import Delta
     from forge_jax.streams import Stream, StreamingEngine
-    from forge_jax.text import Tokenizer
     from forge_serve.workers import TextWork
 
 # A shorter text is tokenised on the event loop: in less time than handing it to a thread takes.
@@ -149,26 +148,6 @@ def kept_tokens(
     return Kept(keep, first=request.truncation_side == "right")
 
 
-def check_text_size(engine: StreamingEngine, texts: Iterable[str], param: str) -> None:
-    """Refuses, before the work of tokenising it, what would not fit in the longest tokens.
-
-    Raises:
-      ContextLengthError: with this `param`.
-    """
-    if engine.tokenizer is None:
-        return
-    longest = _longest_token_bytes(engine.tokenizer)
-    if longest is None:
-        return
-    size = sum(map(_num_bytes, texts))
-    if size > engine.max_model_len * longest:
-        raise ContextLengthError(
-            f"{param}: {size} bytes of text have more tokens than the {engine.max_model_len} "
-            "that the context has room for",
-            param=param,
-        )
-
-
 def _num_bytes(text: str) -> int:
     return len(text.encode("utf-8", "surrogatepass"))
 
@@ -180,14 +159,6 @@ def _check_total(num_bytes: int, work: TextWork, param: str) -> None:
             "(--max-text-bytes): send less text, or several requests",
             param=param,
         )
-
-
-@lru_cache(maxsize=1)
-def _longest_token_bytes(tokenizer: Tokenizer) -> int | None:
-    """None: this tokenizer's tokens have no bytes of their own."""
-    if tokenizer.table is None:
-        return None
-    return max((len(piece) for piece in tokenizer.table.pieces if piece), default=None)
 
 
 async def encode_texts(
@@ -217,7 +188,8 @@ async def encode_texts(
         )
     if kept is None:
         for param, text in texts:
-            check_text_size(engine, [text], param)
+            assert tokenizer is not None
+            tokenizer.check_fits([text], engine.max_model_len, param)
 
     def size(item: str | list[int]) -> int:
         if not isinstance(item, str):
@@ -280,7 +252,7 @@ async def _encode_chat(
     options = request.template_options()
     options["add_special_tokens"] = bool(request.add_special_tokens)
     if kept is None:
-        check_text_size(engine, map(text_of, messages), "messages")
+        tokenizer.check_fits(map(text_of, messages), engine.max_model_len, "messages")
     # Templates may show whatever a message holds: the calls of tools, say.
     num_bytes = len(msgspec.json.encode((messages, options)))
     _check_total(num_bytes, work, "messages")

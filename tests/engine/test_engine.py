@@ -9,6 +9,7 @@ import pytest
 from forge_jax import Engine, SamplingParams
 from forge_jax.config import BatchConfig, CacheConfig, EngineConfig
 from forge_jax.errors import ContextLengthError, EngineError, NumericalError, RequestError
+from forge_jax.text import Tokenizer
 
 
 @pytest.fixture
@@ -82,6 +83,12 @@ async def test_leaving_generate_early_aborts_the_request(engine):
     await generation.aclose()
     await asyncio.sleep(0.05)
     assert engine.stats().num_running == 0 and engine.stats().num_used_blocks == 0
+
+
+async def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(engine, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    with pytest.raises(ContextLengthError):
+        await anext(engine.generate("word " * 1_000_000))
 
 
 async def test_what_cannot_be_served_is_refused_at_submit(engine):

@@ -16,6 +16,7 @@ import pytest
 from forge_jax import LLM, SamplingParams
 from forge_jax.errors import ConfigError, ContextLengthError, RequestError
 from forge_jax.step import slots
+from forge_jax.text import ChatTemplate, Tokenizer
 from forge_kernels.sampling.api import IN_PROMPT
 
 PROMPT = "Once upon a time"
@@ -277,6 +278,23 @@ def test_prompt_logprobs_are_those_of_decoding_the_same_tokens(make_llm, llm):
             [e.logprob for e in tail], [e.logprob for e in written.logprobs], atol=2e-4
         )
         assert [e.top[0][0] for e in tail] == list(written.token_ids)
+
+
+def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(llm, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("encoded")
+
+    text = "word " * 100_000
+    monkeypatch.setattr(Tokenizer, "encode", never)
+    with pytest.raises(ContextLengthError) as error:
+        one(llm, [text], max_tokens=1)
+    assert error.value.param == "prompt"
+    assert llm._parts.tokenizer is not None
+    monkeypatch.setattr(llm._parts, "chat_template", ChatTemplate("{{ messages[0].content }}"))
+    monkeypatch.setattr(Tokenizer, "encode_template", never)
+    with pytest.raises(ContextLengthError) as error:
+        llm.chat([{"role": "user", "content": text}], progress=False)
+    assert error.value.param == "messages"
 
 
 def test_what_can_never_fit_is_refused_with_the_field_named(llm):

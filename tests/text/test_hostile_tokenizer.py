@@ -165,6 +165,16 @@ REFUSED = {
     "an unknown piece": (
         {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 7}}, {}, "model.unk_id must",
     ),
+    "a bound beyond the width": (
+        {"post_processor": {"type": "BertProcessing", "sep": ["a", 10**8], "cls": ["a", 0]}},
+        {},
+        "post_processor.sep gives a token an id",
+    ),
+    "a bound that is none": (
+        {"post_processor": {"type": "RobertaProcessing", "sep": ["a", 0], "cls": None}},
+        {},
+        "post_processor.cls must be a token and its id",
+    ),
     "a piece twice": (
         {"model": {"type": "Unigram", "vocab": [["a", 0.0], ["a", 0.0]], "unk_id": 0}},
         {},
@@ -182,6 +192,28 @@ def test_each_poison_is_named(folder, name):
         Tokenizer.from_folder(path, 6)
     assert message in str(caught.value) and len(str(caught.value)) < 1000
     assert time.thread_time() - begin < 10  # under a second on an idle machine
+
+
+def test_padding_is_off_before_a_text_is_encoded(folder, monkeypatch):
+    """A fixed length of 10**9 took 15 GB."""
+    calls: list[str] = []
+
+    class Recorded:
+        @staticmethod
+        def from_str(text):
+            backend = Backend.from_str(text)
+            return types.SimpleNamespace(
+                no_padding=lambda: calls.append("no_padding") or backend.no_padding(),
+                no_truncation=backend.no_truncation,
+                encode=lambda text: calls.append("encode") or backend.encode(text),
+                decode=backend.decode,
+            )
+
+    monkeypatch.setattr(tokenizer_file, "Backend", Recorded)
+    padding = {"strategy": {"Fixed": 1000}, "direction": "Right", "pad_id": 0}
+    path = folder({"padding": padding | {"pad_type_id": 0, "pad_token": "a"}})
+    tokenizer_file.load_backend(path / "tokenizer.json")
+    assert calls == ["no_padding", "encode"]
 
 
 def test_a_token_that_appears_twice_is_refused(folder):
