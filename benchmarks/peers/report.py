@@ -56,12 +56,12 @@ def median(runs: Sequence[Run], figure: str) -> float:
 
 
 def ratio(ours: Sequence[Run], theirs: Sequence[Run], figure: str) -> float:
-    """The median, over rounds, of ours over theirs in the same round."""
+    """The median, over rounds, of ours over theirs in the same round. NaN if theirs are all 0."""
     by_round = {run.round: run.figures[figure] for run in usable(theirs, figure)}
     pairs = [
         run.figures[figure] / by_round[run.round]
         for run in usable(ours, figure)
-        if run.round in by_round
+        if by_round.get(run.round)  # a number of failed requests may be 0
     ]
     return statistics.median(pairs) if pairs else math.nan
 

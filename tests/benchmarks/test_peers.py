@@ -218,6 +218,10 @@ class TestReport:
         assert report.ratio(ours, theirs, self.FIGURE) == 2.0
         assert math.isnan(report.ratio(ours, [run("peer", 9, 1.0)], self.FIGURE))
 
+    def test_a_figure_of_zero_has_no_ratio(self):
+        runs = [run("forge-jax", 1, 0.0), run("peer", 1, 0.0)]  # such as failed requests
+        assert math.isnan(report.ratio(runs[:1], runs[1:], self.FIGURE))
+
     def test_agreement_counts_prompts_with_the_same_first_token(self):
         ours = [run("x", 1, 1.0, tokens=("a", "b")), run("x", 2, 1.0, tokens=("a", "c"))]
         theirs = [run("y", 1, 1.0, tokens=("a", "b")), run("y", 2, 1.0, tokens=("a", "b"))]
