@@ -1,9 +1,8 @@
 """What a machine allows at most: bytes over measured bandwidth, operations over measured peak.
 
 A step takes at least as long as its bytes and at least as long as its operations, whichever is
-more. Only what every engine must do is counted: each matrix is read once a step, keys and values of
-the context once, every product once. So a figure of 1.0 of a limit cannot be exceeded, and a figure
-far below it leaves room.
+more. Only the work that every engine must do is counted: each matrix is read once a step, keys and
+values of the context once, every product is computed once.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Model:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Model:
         layers, d, ffn = (
-            config[f"{name}"] for name in ("num_hidden_layers", "hidden_size", "intermediate_size")
+            config[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size")
         )
         q = config["num_attention_heads"] * config["head_dim"]
         kv = config["num_key_value_heads"] * config["head_dim"]
