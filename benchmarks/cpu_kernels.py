@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from benchmarks import report as reports
 from benchmarks.interleaved import median_seconds
 from benchmarks.k_quants import rounded_rows
 from benchmarks.peers.proc import read_bandwidth_bytes_per_s
@@ -349,8 +350,8 @@ def _attend(
 def tables(report: dict[str, Any]) -> str:
     memory = report["memory_gb_per_s"]
     lines = [
-        f"{report['date']}, {report['cpu']}, {report['threads']} threads, {report['isa']}, jax "
-        f"{report['versions']['jax']}; memory {memory['median']:.1f} GB/s "
+        f"{report['date']}, {reports.cpu(report)}, {report['threads']} threads, {report['isa']}, "
+        f"jax {report['versions']['jax']}; memory {memory['median']:.1f} GB/s "
         f"(best {memory['best']:.1f})",
         "",
         "Linear layers: GB/s of weights (GFLOP/s; times plain XLA in bfloat16, or packed-exact)",

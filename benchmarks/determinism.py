@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report as reports
 from forge_jax import Engine, EngineConfig, SamplingParams
 from forge_serve.bench import machine
 
@@ -184,8 +185,7 @@ def count_flips(alone: list[list[int]], crowd: Iterable[list[int]]) -> dict[str,
 
 
 def table(report: dict[str, Any]) -> str:
-    where = f"{report['cpu']}, {report['cores']} cores, jax {report['versions']['jax']}"
-    lines = [f"{report['date']}, {where}, {report['model']}, kernels {report['kernels']}"]
+    lines = [f"{reports.heading(report)}, {report['model']}, kernels {report['kernels']}"]
     for dtype, figures in report["dtypes"].items():
         lines += ["", f"| {dtype} | tier | tokens/s | TTFT | of the default's tokens/s |"]
         lines += ["|---|---|---|---|---|"]

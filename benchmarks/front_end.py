@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import report as reports
 from benchmarks.epoll_client import (
     BadAnswerError,
     Body,
@@ -277,7 +278,7 @@ def progress(row: dict[str, Any]) -> str:
 
 def table(report: dict[str, Any]) -> str:
     lines = [
-        f"{report['date']}, {report['cpu']}, {report['cores']} cores shared with the load "
+        f"{report['date']}, {reports.cpu(report)}, {report['cores']} cores shared with the load "
         f"generator, Python {report['python']}, {PROMPT_TOKENS} tokens in",
         "",
         "| load | tokens out | requests/s | separate events/s | merged/s | events a read "

@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 import psutil
 
+from benchmarks import report as reports
 from benchmarks.serving_process import serving
 from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import EngineConfig, Policy
@@ -484,8 +485,7 @@ def _stats(url: str) -> Any:
 
 
 def tables(report: Report) -> str:
-    versions = report["versions"]
-    lines = [f"{report['date']}, {report['cpu']}, {report['cores']} cores, jax {versions['jax']}"]
+    lines = [reports.heading(report)]
     if "phases" in report:
         lines += ["", "| sequences | load | host, µs | " + " | ".join(HOST_PHASES) + " |"]
         lines += ["|---" * (3 + len(HOST_PHASES)) + "|"]

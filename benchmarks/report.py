@@ -50,7 +50,13 @@ def heading(report: dict[str, Any]) -> str:
     """One line: when and where."""
     versions = report["versions"]
     stack = f", jax {versions['jax']}" if "jax" in versions else ""
-    return f"{report['date']}, {report['cpu']}, {report['cores']} cores{stack}"
+    return f"{report['date']}, {cpu(report)}, {report['cores']} cores{stack}"
+
+
+def cpu(report: dict[str, Any]) -> str:
+    """The CPU of a report, with its instruction sets."""
+    sets = " ".join(report.get("instruction_sets", ()))
+    return f"{report['cpu']} ({sets})" if sets else report["cpu"]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

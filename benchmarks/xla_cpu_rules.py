@@ -24,6 +24,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from benchmarks import report as reports
 from benchmarks.interleaved import median_seconds
 from forge_kernels.sampling import filter_threshold
 from forge_serve.bench import machine
@@ -91,8 +92,7 @@ def line(rule: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    where = f"{report['cpu']}, {report['cores']} cores, jax {report['versions']['jax']}"
-    lines = [f"{report['date']}, {where}", ""]
+    lines = [reports.heading(report), ""]
     lines += [
         "| rule | good | ms | bad | ms | bad / good | holds |",
         "|---|---|---|---|---|---|---|",

@@ -4,75 +4,171 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import fcntl
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import aiohttp
 
-from benchmarks.peers import engines, measure, proc, report, setup
-from benchmarks.peers.engines import Engine
-from benchmarks.peers.measure import MeasureError
+from benchmarks import report as reports
+from benchmarks.peers import engines, measure, proc, report, setup, suites
+from benchmarks.peers.engines import Engine, Room
+from benchmarks.peers.limits import BITS, Machine, Model, Weights
+from benchmarks.peers.measure import MeasureError, TraceReplay, Workload
+from benchmarks.peers.peak import Probe, probe
 from benchmarks.peers.server import Server, ServerError
+from benchmarks.peers.suites import MODEL_CONTEXT, Suite
 from benchmarks.random_model import SHAPES, write_model
-from benchmarks.report import new as new_report
-from benchmarks.report import write as write_report
 from forge_jax.errors import ConfigError
+from forge_serve.bench.errors import BenchmarkError
 
 PEERS = ("vllm", "llama.cpp", "transformers")
 FORGE = ("bf16:dtype=bfloat16", "int8:quantization=int8", "int4:quantization=int4")
 WAKE_UP_SEED = 2**32 - 1
 HOLD_S = 240.0  # of the lock
-ATTEMPTS = 3  # at a quiet run
-QUIET_WAIT_S, QUIET_SAMPLE_S = 60.0, 0.5
+QUIET_SAMPLE_S = 0.5
 
 
 def main() -> int:
     args = _parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # ends the servers too
     lock = _Lock(args.lock)
-    columns = report.metrics(args.batch_sizes)
-    document = new_report(
+    try:
+        chosen_suites = _suites(args)
+    except BenchmarkError as error:
+        print(f"peers: {error}", file=sys.stderr)
+        return 1
+    with probe() as peaks:
+        return _run_all(args, chosen_suites, peaks, lock)
+
+
+def _run_all(
+    args: argparse.Namespace, chosen_suites: Sequence[Suite], peaks: Probe, lock: _Lock
+) -> int:
+    with lock:
+        operations_per_s = peaks.operations_per_s(engines.num_threads())
+    document = reports.new(
         "peers",
         threads=engines.num_threads(),
         packages={name: setup.ENVIRONMENTS[name].packages for name in args.peers},
+        peak_operations_per_s=operations_per_s,
         runs=[],
         shapes={},
     )
-    tables = []
+    tables = [_about(document)]
+    print(tables[0], flush=True)
     for shape in args.shapes:
-        model = _model(shape)
-        chosen = _engines(args, model)
-        if not chosen:
-            print("there is nothing to measure", file=sys.stderr)
-            return 1
-        runs: list[report.Run] = []
-        with _servers(chosen, lock) as servers:
-            document["shapes"][shape] = {
-                "start_s": {s.engine.name: s.start_s for s in servers},
-                "read_bandwidth_gb_per_s": [],
-            }
-            servers = [s for s in servers if _warms_up(s, model, args.batch_sizes, lock)]
-            for number in range(1, args.rounds + 1):
-                bandwidths = document["shapes"][shape]["read_bandwidth_gb_per_s"]
-                bandwidths.append(_bandwidth(lock))
-                for run in _round(servers, model, args.batch_sizes, number, lock):
-                    runs.append(run)
-                    document["runs"].append(report.as_json(run))
-                document["shapes"][shape] |= report.summary(runs, columns)
-                if args.output is not None:
-                    write_report(report.without_nan(document), args.output)
-        text = report.table(shape, document["shapes"][shape], columns)
-        print(text, flush=True)
-        tables.append(text)
-    if args.output is not None:
-        args.output.with_suffix(".md").write_text("\n\n".join(tables) + "\n")
+        document["shapes"][shape] = {}
+        for suite in chosen_suites:
+            text = _measured(args, shape, suite, document, peaks, lock)
+            if text is None:
+                return 1
+            print(text, flush=True)
+            tables.append(text)
+            if args.output is not None:
+                args.output.with_suffix(".md").write_text("\n\n".join(tables) + "\n")
     return 0
+
+
+def _about(document: dict[str, Any]) -> str:
+    """Where it was measured, and the peaks of that machine."""
+    peaks = ", ".join(
+        f"{name} {rate / 1e9:,.0f}" for name, rate in document["peak_operations_per_s"].items()
+    )
+    return f"{reports.heading(document)}, {document['threads']} threads" + (
+        f"; peak in 10^9 operations/s: {peaks}" if peaks else ""
+    )
+
+
+def _suites(args: argparse.Namespace) -> list[Suite]:
+    """Raises BenchmarkError for a size that cannot be."""
+    made = []
+    for name in args.suites:
+        if name == "batches":
+            made.append(suites.batches(args.batch_sizes or [1, 8, 16, 32]))
+        elif name == "long":
+            made.append(suites.long(args.contexts, args.batch_sizes or [1]))
+        elif args.trace is None:
+            raise BenchmarkError("--suites trace needs --trace FILE")
+        else:
+            made.append(
+                suites.trace(
+                    args.trace,
+                    args.rates,
+                    args.max_requests,
+                    args.trace_context,
+                    args.trace_seqs,
+                )
+            )
+    return made
+
+
+def _measured(
+    args: argparse.Namespace,
+    shape: str,
+    suite: Suite,
+    document: dict[str, Any],
+    peaks: Probe,
+    lock: _Lock,
+) -> str | None:
+    """Measures one suite on one shape into the document. Returns its table; None: no engine."""
+    model = _model(shape)
+    chosen = _engines(args, model, suite.room)
+    if not chosen:
+        print("there is nothing to measure", file=sys.stderr)
+        return None
+    runs: list[report.Run] = []
+    with _servers(chosen, lock) as servers:
+        found: dict[str, Any] = {
+            "room": vars(suite.room),
+            "weights": {engine.name: engine.weights for engine in chosen},
+            "start_s": {s.engine.name: s.start_s for s in servers},
+            "read_bandwidth_gb_per_s": [],
+        }
+        document["shapes"][shape][suite.name] = found
+        servers = [s for s in servers if _warms_up(s, model, suite, lock)]
+        for number in range(1, args.rounds + 1):
+            found["read_bandwidth_gb_per_s"].append(_bandwidth(peaks, lock))
+            for run in _round(servers, shape, model, suite, number, args, lock):
+                runs.append(run)
+                document["runs"].append(report.as_json(run))
+            if not runs:
+                continue
+            machine = Machine(
+                bytes_per_s=1e9 * max(found["read_bandwidth_gb_per_s"]),
+                peaks=document["peak_operations_per_s"],
+            )
+            found |= report.summary(runs, suite.metrics)
+            found["limits"] = _limits(suite, model, found["weights"].values(), machine)
+            if args.output is not None:
+                reports.write(report.without_nan(document), args.output)
+    if not runs:
+        print(f"no engine completed a workload of {suite.name}", file=sys.stderr)
+        return None
+    return report.table(shape, suite, found)
+
+
+def _limits(
+    suite: Suite, model: Path, weights: Iterable[str], machine: Machine
+) -> dict[str, dict[str, float]]:
+    """The machine's limits by kind of weights."""
+    costs = Model.of(engines.config(model))
+    found = {}
+    for name in dict.fromkeys(weights):
+        if name.startswith("gguf "):
+            kind = Weights.of_gguf(engines.gguf(model, name.removeprefix("gguf ")), costs)
+        elif name in BITS:
+            kind = Weights.of_type(name, costs)
+        else:
+            continue
+        found[name] = report.limits_of(suite, costs, kind, machine)
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,7 +185,14 @@ def _parser() -> argparse.ArgumentParser:
         "--quantizations",
         type=_names(engines.LLAMA_CPP_QUANTIZATIONS),
         default=list(engines.LLAMA_CPP_QUANTIZATIONS),
-        help="of llama.cpp's weights",
+        help="of llama.cpp's weights; files of all but bf16 are served by forge-jax as well "
+        f"(default: {','.join(engines.LLAMA_CPP_QUANTIZATIONS)})",
+    )
+    parser.add_argument(
+        "--no-gguf",
+        dest="gguf",
+        action="store_false",
+        help="do not serve llama.cpp's quantized files by forge-jax",
     )
     parser.add_argument(
         "--forge",
@@ -100,9 +203,56 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--shapes", type=_names(tuple(SHAPES)), default=["S", "M"])
     parser.add_argument(
-        "--batch-sizes", type=lambda s: [int(b) for b in s.split(",")], default=[1, 8, 16, 32]
+        "--suites",
+        type=_names(suites.NAMES),
+        default=["batches"],
+        help="batches: 128 tokens in, 64 out; long: prompts of --contexts, 64 tokens out; trace: "
+        "the requests of --trace (default: batches)",
     )
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument(
+        "--batch-sizes",
+        type=_numbers(int),
+        help="requests at the same time (default: 1,8,16,32; of the suite long: 1)",
+    )
+    parser.add_argument(
+        "--contexts",
+        type=_numbers(int),
+        default=[4096, 8192, 32768],
+        help="prompt tokens of the suite long (default: 4096,8192,32768)",
+    )
+    parser.add_argument("--trace", type=Path, help="Azure CSV or Mooncake JSON lines")
+    parser.add_argument(
+        "--rates",
+        type=_numbers(float),
+        default=[0.6, 1.2],
+        help="mean requests/s to which a trace's arrivals are stretched (default: 0.6,1.2)",
+    )
+    parser.add_argument(
+        "--max-requests", type=int, default=60, help="first requests of the trace (default: 60)"
+    )
+    parser.add_argument(
+        "--trace-context",
+        type=int,
+        default=4096,
+        help="tokens that a trace's requests are cut to, prompt and output (default: 4096)",
+    )
+    parser.add_argument(
+        "--trace-seqs",
+        type=int,
+        default=16,
+        help="sequences that each server runs at the same time in a trace (default: 16)",
+    )
+    parser.add_argument("--rounds", type=int, default=4, help="default: 4")
+    parser.add_argument(
+        "--attempts", type=int, default=3, help="at most, at a quiet run (default: 3)"
+    )
+    parser.add_argument(
+        "--quiet-wait",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="to wait for an idle machine before a run, at most (default: 60)",
+    )
     parser.add_argument(
         "--output", type=Path, help="write the report here as JSON, and beside it as .md"
     )
@@ -126,7 +276,17 @@ def _names(known: Sequence[str]):
     return parse
 
 
-def _engines(args: argparse.Namespace, model: Path) -> list[Engine]:
+def _numbers[N: (int, float)](kind: Callable[[str], N]) -> Callable[[str], list[N]]:
+    def parse(text: str) -> list[N]:
+        try:
+            return [kind(part) for part in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} must be numbers and commas") from None
+
+    return parse
+
+
+def _engines(args: argparse.Namespace, model: Path, room: Room) -> list[Engine]:
     """What can be measured of what was asked for; says what is left out, and why."""
     threads = engines.num_threads()
     chosen: list[Engine] = []
@@ -135,7 +295,7 @@ def _engines(args: argparse.Namespace, model: Path) -> list[Engine]:
             continue
         name, options = _forge_options(text)
         try:
-            chosen.append(engines.forge_jax(name, options, model))
+            chosen.append(engines.forge_jax(name, options, model, room))
         except ConfigError as error:
             print(f"left out: forge-jax {name}: {error}", flush=True)
     for peer in args.peers:
@@ -143,11 +303,14 @@ def _engines(args: argparse.Namespace, model: Path) -> list[Engine]:
             how = f"python -m benchmarks.peers.setup {peer}"
             print(f"left out: {peer}: it is not set up; run {how}", flush=True)
         elif peer == "vllm":
-            chosen.append(engines.vllm(model, threads))
+            chosen.append(engines.vllm(model, threads, room))
         elif peer == "transformers":
-            chosen.append(engines.transformers(model, threads))
+            chosen.append(engines.transformers(model, threads, room))
         else:
-            chosen += [engines.llama_cpp(q, model, threads) for q in args.quantizations]
+            chosen += [engines.llama_cpp(q, model, threads, room) for q in args.quantizations]
+            if args.gguf:
+                files = [q for q in args.quantizations if q != "bf16"]
+                chosen += [engines.forge_jax_gguf(q, model, room) for q in files]
     return chosen
 
 
@@ -164,10 +327,11 @@ def _forge_options(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _model(shape: str) -> Path:
-    folder = setup.cache_folder() / "models" / shape
+    folder = setup.cache_folder() / "models" / f"{shape}-{MODEL_CONTEXT}"
     if not (folder / "model.safetensors").exists():
         print(f"writing random weights of shape {shape}", flush=True)
-        write_model(folder, SHAPES[shape])
+        claimed = dataclasses.replace(SHAPES[shape], max_position_embeddings=MODEL_CONTEXT)
+        write_model(folder, claimed)
     return folder
 
 
@@ -192,13 +356,12 @@ def _servers(chosen: Sequence[Engine], lock: _Lock) -> Iterator[list[Server]]:
         yield servers
 
 
-def _warms_up(server: Server, model: Path, batch_sizes: Sequence[int], lock: _Lock) -> bool:
-    """Runs every batch once with few tokens, and the long prompt; says so if the server cannot."""
-    shortened = [measure.batch_workload(batch).shortened() for batch in batch_sizes]
+def _warms_up(server: Server, model: Path, suite: Suite, lock: _Lock) -> bool:
+    """Sends what warms a server up; says so if it cannot."""
     try:
-        for workload in [*shortened, measure.PREFILL]:
+        for workload in suite.warm_ups:
             with lock:
-                _run(server, model, workload, 0, 0)
+                _run(server, "", model, workload, 0, 0)
     except (MeasureError, aiohttp.ClientError) as error:
         print(f"left out: {server.engine.name}: {error}", flush=True)
         return False
@@ -206,29 +369,46 @@ def _warms_up(server: Server, model: Path, batch_sizes: Sequence[int], lock: _Lo
 
 
 def _round(
-    servers: Sequence[Server], model: Path, batch_sizes: Sequence[int], number: int, lock: _Lock
+    servers: Sequence[Server],
+    shape: str,
+    model: Path,
+    suite: Suite,
+    number: int,
+    args: argparse.Namespace,
+    lock: _Lock,
 ) -> Iterator[report.Run]:
-    for workload in _workloads(batch_sizes):
+    """Every workload on every server. One that fails is left out, and the others go on."""
+    for workload in suite.workloads:
         for server in servers:
-            yield _quiet_run(server, model, workload, number, lock)
+            try:
+                yield _quiet_run(server, shape, model, workload, number, args, lock)
+            except (MeasureError, aiohttp.ClientError) as error:
+                name = f"{workload.name} of {server.engine.name}"
+                print(f"left out: round {number}, {name}: {error}", flush=True)
 
 
 def _quiet_run(
-    server: Server, model: Path, workload: measure.Workload, number: int, lock: _Lock
+    server: Server,
+    shape: str,
+    model: Path,
+    workload: Workload | TraceReplay,
+    number: int,
+    args: argparse.Namespace,
+    lock: _Lock,
 ) -> report.Run:
-    """The first of `ATTEMPTS` runs that is quiet, else the least noisy; speed does not choose."""
+    """The first of `--attempts` runs that is quiet, else the least noisy; speed does not choose."""
     attempts: list[report.Run] = []
-    while len(attempts) < ATTEMPTS and not (attempts and attempts[-1].quiet):
+    while len(attempts) < args.attempts and not (attempts and attempts[-1].quiet):
         with lock:
-            _wait_for_quiet()
-            attempts.append(_run(server, model, workload, number, len(attempts)))
+            _wait_for_quiet(args.quiet_wait)
+            attempts.append(_run(server, shape, model, workload, number, len(attempts)))
         print(_progress(attempts[-1]), flush=True)
     return min(attempts, key=lambda run: run.foreign_cores)
 
 
-def _wait_for_quiet() -> None:
-    """Returns when other processes are idle, or after `QUIET_WAIT_S`. All servers are paused."""
-    deadline = time.monotonic() + QUIET_WAIT_S
+def _wait_for_quiet(seconds: float) -> None:
+    """Returns when other processes are idle, or after so long. All servers are paused."""
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         meter = proc.BusyMeter(lambda: 0.0)
         time.sleep(QUIET_SAMPLE_S)
@@ -237,34 +417,36 @@ def _wait_for_quiet() -> None:
 
 
 def _run(
-    server: Server, model: Path, workload: measure.Workload, number: int, attempt: int
+    server: Server,
+    shape: str,
+    model: Path,
+    workload: Workload | TraceReplay,
+    number: int,
+    attempt: int,
 ) -> report.Run:
     vocab_size = engines.vocab_size(model)
     with server.running():
         measure.run(server.url, server.engine, measure.WAKE_UP, vocab_size, [WAKE_UP_SEED])
         meter = proc.BusyMeter(server.cpu_s)
-        seed = [number, attempt, workload.batch, workload.prompt_tokens]
-        streams = measure.run(server.url, server.engine, workload, vocab_size, seed)
+        figures, first_tokens = workload.measure(
+            server.url, server.engine, vocab_size, number, attempt
+        )
         foreign_cores = meter.foreign_cores()
     return report.Run(
-        shape=model.name,
+        shape=shape,
         round=number,
         attempt=attempt,
         engine=server.engine.name,
         workload=workload.name,
-        figures=measure.figures(workload, streams),
+        figures=figures,
         foreign_cores=foreign_cores,
-        first_tokens=measure.first_tokens(streams),
+        first_tokens=first_tokens,
     )
 
 
-def _workloads(batch_sizes: Sequence[int]) -> list[measure.Workload]:
-    return [*map(measure.batch_workload, batch_sizes), measure.PREFILL]
-
-
-def _bandwidth(lock: _Lock) -> float:
+def _bandwidth(peaks: Probe, lock: _Lock) -> float:
     with lock:
-        rate = proc.read_bandwidth_bytes_per_s(engines.num_threads())
+        rate = peaks.read_bytes_per_s(engines.num_threads())
     print(f"memory: {rate / 1e9:.1f} GB/s read", flush=True)
     return rate / 1e9
 

@@ -1,7 +1,7 @@
 """How each engine is started as a server: the command, its environment, what its requests need.
 
-Everybody gets two threads (or as many as there are cores), room for 32 sequences of 768 tokens, and
-prompts that were never seen before, so that no prefix cache helps. Beyond that the defaults stand.
+Every engine gets as many threads as there are cores and KV room for the same number of sequences of
+the same length (`Room`). Beyond that the defaults stand.
 """
 
 from __future__ import annotations
@@ -19,13 +19,23 @@ from typing import Any
 from benchmarks.peers import setup
 from forge_jax.config import EngineConfig
 
-MAX_NUM_SEQS = 32
-MAX_MODEL_LEN = 768
-KV_CACHE_GIB = 1  # vLLM; 32 sequences of 768 tokens of shape M are 0.6 GB
+BLOCK_SIZE = 16  # of forge-jax on CPUs
 # transformers' defaults take nine tenths of the memory that is free, for the cache and for a dense
 # mask of 8192 rows.
 TRANSFORMERS_PAGE_SIZE, TRANSFORMERS_BATCH_TOKENS = 256, 512
-LLAMA_CPP_QUANTIZATIONS = ("bf16", "q8_0", "q4_0")
+LLAMA_CPP_QUANTIZATIONS = ("bf16", "q8_0", "q4_0", "q4_k_m")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What a server must be able to hold."""
+
+    max_num_seqs: int
+    max_model_len: int  # tokens of a sequence, prompt and output
+
+    @property
+    def num_tokens(self) -> int:
+        return self.max_num_seqs * self.max_model_len
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +44,7 @@ class Engine:
 
     name: str
     peer: str
+    weights: str  # the type of its matrices; of a GGUF file, "gguf " and the file's
     command: tuple[str, ...]
     model: str  # what its requests name
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -41,35 +52,59 @@ class Engine:
     takes_token_ids: bool = True
 
 
-def forge_jax(name: str, options: Mapping[str, Any], model: Path) -> Engine:
-    """Raises `ConfigError` for an option that this version of the engine does not have."""
-    own = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": MAX_MODEL_LEN, **options}
+def forge_jax(name: str, options: Mapping[str, Any], model: Path, room: Room) -> Engine:
+    """forge-jax on a model folder.
+
+    Raises:
+      ConfigError: this version of the engine does not have an option.
+    """
+    return _forge_jax(name, str(options.get("quantization", "bf16")), options, model, room)
+
+
+def forge_jax_gguf(quantization: str, model: Path, room: Room) -> Engine:
+    """forge-jax on the GGUF file that llama.cpp serves, its matrices packed as they are."""
+    name = f"gguf {quantization}"
+    return _forge_jax(name, name, {"gguf_weights": "packed"}, gguf(model, quantization), room)
+
+
+def _forge_jax(
+    name: str, weights: str, options: Mapping[str, Any], model: Path, room: Room
+) -> Engine:
+    own = {
+        "max_num_seqs": room.max_num_seqs,
+        "max_model_len": room.max_model_len,
+        "num_blocks": -(-room.num_tokens // options.get("block_size", BLOCK_SIZE)),
+        **options,
+    }
     EngineConfig.from_options(**own)
     flags = [part for key, value in own.items() for part in (_flag(key), str(value))]
     return Engine(
         name=f"forge-jax {name}",
         peer="forge-jax",
+        weights=weights,
         command=(sys.executable, "-m", "forge_serve", "serve", str(model), *flags, *_port()),
         model=str(model),
     )
 
 
-def vllm(model: Path, threads: int) -> Engine:
+def vllm(model: Path, threads: int, room: Room) -> Engine:
     preload = [str(setup.folder_of("vllm") / "venv" / "lib" / "libiomp5.so")]
     if tcmalloc := _tcmalloc():
         preload.append(tcmalloc)
     return Engine(
         name="vllm bf16",
         peer="vllm",
+        weights="bf16",
         command=(
             *(str(setup.python_of("vllm")), "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--served-model-name", model.name, "--dtype", "bfloat16"),
-            *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)),
+            *("--max-model-len", str(room.max_model_len)),
+            *("--max-num-seqs", str(room.max_num_seqs)),
             *_port(),
         ),
         environment={
             "LD_PRELOAD": ":".join(preload),  # as its documentation recommends
-            "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
+            "VLLM_CPU_KVCACHE_SPACE": str(_kv_gib(model, room)),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -78,14 +113,15 @@ def vllm(model: Path, threads: int) -> Engine:
     )
 
 
-def llama_cpp(quantization: str, model: Path, threads: int) -> Engine:
+def llama_cpp(quantization: str, model: Path, threads: int, room: Room) -> Engine:
     return Engine(
         name=f"llama.cpp {quantization}",
         peer="llama.cpp",
+        weights="bf16" if quantization == "bf16" else f"gguf {quantization}",
         command=(
             *(str(setup.llama_cpp_binary("llama-server")), "-m", str(gguf(model, quantization))),
             *("--alias", model.name, "--threads", str(threads), "--threads-batch", str(threads)),
-            *("--parallel", str(MAX_NUM_SEQS), "--ctx-size", str(MAX_NUM_SEQS * MAX_MODEL_LEN)),
+            *("--parallel", str(room.max_num_seqs), "--ctx-size", str(room.num_tokens)),
             *("--no-kv-unified", "--cache-ram", "0"),
             *_port(),
         ),
@@ -94,15 +130,16 @@ def llama_cpp(quantization: str, model: Path, threads: int) -> Engine:
     )
 
 
-def transformers(model: Path, threads: int) -> Engine:
+def transformers(model: Path, threads: int, room: Room) -> Engine:
     start = "from transformers.cli.transformers import main; main()"
     return Engine(
         name="transformers bf16",
         peer="transformers",
+        weights="bf16",
         command=(
             *(str(setup.python_of("transformers")), "-c", start, "serve", str(model)),
             *("--continuous-batching", "--device", "cpu", "--dtype", "bfloat16"),
-            *("--cb-num-blocks", str(MAX_NUM_SEQS * MAX_MODEL_LEN // TRANSFORMERS_PAGE_SIZE)),
+            *("--cb-num-blocks", str(-(-room.num_tokens // TRANSFORMERS_PAGE_SIZE))),
             *("--cb-max-batch-tokens", str(TRANSFORMERS_BATCH_TOKENS)),
             *_port(),
         ),
@@ -129,8 +166,19 @@ def gguf(model: Path, quantization: str) -> Path:
     return file
 
 
+def config(model: Path) -> dict[str, Any]:
+    return json.loads((model / "config.json").read_text(encoding="utf-8"))
+
+
 def vocab_size(model: Path) -> int:
-    return json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    return config(model)["vocab_size"]
+
+
+def _kv_gib(model: Path, room: Room) -> int:
+    """Whole GiB that hold a bfloat16 KV cache of that room."""
+    own = config(model)
+    values = 2 * own["num_hidden_layers"] * own["num_key_value_heads"] * own["head_dim"]
+    return -(-room.num_tokens * values * 2 // 2**30)
 
 
 def num_threads() -> int:

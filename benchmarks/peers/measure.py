@@ -1,4 +1,8 @@
-"""The client: sends a workload to a server, notes when each token came, makes figures of it."""
+"""The client: sends a workload to a server, notes when each token came, makes figures of it.
+
+A `Workload` is a batch of equal requests. A `TraceReplay` is requests with the lengths and arrivals
+of a trace, sent and measured by the client of `benchmarks.serving`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,16 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from benchmarks import workloads
 from benchmarks.peers.engines import Engine
 from benchmarks.random_model import NUM_RESERVED, prompt_text
+from benchmarks.workloads import TraceEntry
+from forge_serve.bench.client import run as run_workload
+from forge_serve.bench.client import run_async
+from forge_serve.bench.client import stream as stream_answer
+from forge_serve.bench.metrics import Measured, latencies
+from forge_serve.bench.workload import Request, Sizes, Vocabulary
+from forge_serve.http_client import new_session
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 64
 PREFILL_TOKENS = 512
@@ -25,14 +37,24 @@ class MeasureError(Exception):
     """An answer that is not what was asked for; its times mean nothing."""
 
 
+# Names of figures.
+DECODE, END_TO_END = "decode_tokens_per_s", "output_tokens_per_s"
+PREFILL_RATE = "prefill_tokens_per_s"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """`batch` requests at the same time, each `prompt_tokens` in and `max_tokens` out."""
+    """`batch` requests at the same time, each `prompt_tokens` in and `max_tokens` out.
+
+    Attributes:
+      figures: which figures `measure` returns, in the order of the table.
+    """
 
     name: str
     batch: int
     prompt_tokens: int
     max_tokens: int
+    figures: tuple[str, ...] = (DECODE, END_TO_END, "ttft_s", "wall_s")
 
     def shortened(self) -> Workload:
         """For warming up: the same batch, few tokens."""
@@ -44,8 +66,25 @@ class Workload:
         random = np.random.default_rng(seed)
         return random.integers(NUM_RESERVED, vocab_size, (self.batch, self.prompt_tokens)).tolist()
 
+    def measure(
+        self, url: str, engine: Engine, vocab_size: int, number: int, attempt: int
+    ) -> tuple[dict[str, float], list[str]]:
+        """Sends it once. Other rounds and attempts have other prompts.
 
-PREFILL = Workload(name="prefill", batch=1, prompt_tokens=PREFILL_TOKENS, max_tokens=2)
+        Returns:
+          The figures, and the first token of each answer.
+
+        Raises:
+          MeasureError: an answer fails or has another number of tokens.
+        """
+        seed = [number, attempt, self.batch, self.prompt_tokens]
+        streams = run(url, engine, self, vocab_size, seed)
+        return figures(self, streams), first_tokens(streams)
+
+
+PREFILL = Workload(
+    name="prefill", batch=1, prompt_tokens=PREFILL_TOKENS, max_tokens=2, figures=(PREFILL_RATE,)
+)
 WAKE_UP = Workload(name="wake-up", batch=1, prompt_tokens=8, max_tokens=2)
 
 
@@ -53,6 +92,89 @@ def batch_workload(batch: int) -> Workload:
     return Workload(
         name=f"batch {batch}", batch=batch, prompt_tokens=PROMPT_TOKENS, max_tokens=NEW_TOKENS
     )
+
+
+def long_workload(context: int, batch: int) -> Workload:
+    return Workload(
+        name=f"{context} tokens x {batch}",
+        batch=batch,
+        prompt_tokens=context,
+        max_tokens=NEW_TOKENS,
+        figures=(PREFILL_RATE, DECODE),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceReplay:
+    """The first requests of a trace, its arrivals stretched to a mean rate."""
+
+    name: str
+    entries: tuple[TraceEntry, ...]
+    rate: float  # requests/s
+    context: int  # requests are cut to it
+
+    @property
+    def time_scale(self) -> float:
+        """The trace's time times this has the rate."""
+        span_s = self.entries[-1].arrival_s
+        return (len(self.entries) - 1) / self.rate / span_s if span_s else 1.0
+
+    @property
+    def prompt_lens(self) -> list[int]:
+        return [workloads.fitted(entry, self.context)[0] for entry in self.entries]
+
+    def measure(
+        self, url: str, engine: Engine, vocab_size: int, number: int, attempt: int
+    ) -> tuple[dict[str, float], list[str]]:
+        """As `Workload.measure`. Prefix caches stay on: a trace may have shared prefixes."""
+        workload = workloads.trace(
+            self.entries,
+            Sizes(context=self.context),
+            Vocabulary(range(NUM_RESERVED, vocab_size)),
+            name=self.name,
+            time_scale=self.time_scale,
+            round_=number * 100 + attempt,
+        )
+        measured = run_async(_replayed(url, engine, workload, vocab_size))
+        failed = [m.error for m in measured if m.error is not None]
+        if len(failed) == len(measured):
+            raise MeasureError(f"{engine.name}, {self.name}: every request failed: {failed[0]}")
+        firsts = [first_token(m.text) if m.error is None else "" for m in measured]
+        return trace_figures(measured), firsts
+
+
+async def _replayed(
+    url: str, engine: Engine, workload: workloads.Workload, vocab_size: int
+) -> list[Measured]:
+    async with new_session() as session:
+
+        async def submit(request: Request) -> Measured:
+            body = request_body(engine, request.prompt, request.max_tokens, vocab_size)
+            body.pop("cache_prompt", None)
+            answer = await stream_answer(session, f"{url}/v1/completions", body)
+            # An event may carry several tokens, and a server may count none.
+            tokens = answer.text.count(" ")
+            if answer.error is None and tokens != request.max_tokens:
+                answer.error = f"{tokens} tokens instead of {request.max_tokens}"
+            answer.completion_tokens = tokens
+            return answer
+
+        return (await run_workload(submit, workload)).measured
+
+
+def trace_figures(measured: Sequence[Measured]) -> dict[str, float]:
+    """Latencies of the answered requests in milliseconds, and how many requests failed."""
+    spreads = latencies(measured)
+    good = [m for m in measured if m.error is None]
+    end_s = max(m.sent_s + m.end_s for m in good)
+    found: dict[str, float] = {
+        f"{name}_{p}_ms": spreads[f"{name}_ms"][p]
+        for name in ("ttft", "itl")
+        if spreads[f"{name}_ms"] is not None
+        for p in ("p50", "p99")
+    }
+    output = sum(m.completion_tokens for m in good)
+    return found | {END_TO_END: output / end_s, "failed": float(len(measured) - len(good))}
 
 
 @dataclass(kw_only=True)
@@ -67,20 +189,10 @@ def run(
     url: str, engine: Engine, workload: Workload, vocab_size: int, seed: Sequence[int]
 ) -> list[Stream]:
     """Raises MeasureError if an answer fails or has another number of tokens."""
-    bodies = []
-    for token_ids in workload.prompts(vocab_size, seed):
-        body = {
-            "model": engine.model,
-            "prompt": token_ids if engine.takes_token_ids else prompt_text(token_ids, vocab_size),
-            "max_tokens": workload.max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if not engine.takes_token_ids:
-            del body["ignore_eos"]  # transformers refuses it; these weights never choose the end
-        bodies.append({**body, **engine.body})
+    bodies = [
+        request_body(engine, token_ids, workload.max_tokens, vocab_size)
+        for token_ids in workload.prompts(vocab_size, seed)
+    ]
     streams = asyncio.run(_all(url, bodies))
     for stream in streams:
         if len(stream.token_times_s) != workload.max_tokens:
@@ -91,18 +203,37 @@ def run(
     return streams
 
 
+def request_body(
+    engine: Engine, token_ids: Sequence[int], max_tokens: int, vocab_size: int
+) -> dict[str, Any]:
+    """A streamed, greedy completion of exactly `max_tokens` tokens, as the engine takes it."""
+    ids = list(token_ids)
+    body: dict[str, Any] = {
+        "model": engine.model,
+        "prompt": ids if engine.takes_token_ids else prompt_text(ids, vocab_size),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if not engine.takes_token_ids:
+        del body["ignore_eos"]  # transformers refuses it; these weights never choose the end
+    return {**body, **engine.body}
+
+
 def figures(workload: Workload, streams: Sequence[Stream]) -> dict[str, float]:
     """Tokens/s, or seconds: what a table shows of one run."""
     first_s = [stream.token_times_s[0] for stream in streams]
-    if workload.name == PREFILL.name:
-        return {"prefill_tokens_per_s": workload.prompt_tokens / first_s[0]}
     end_s = max(stream.token_times_s[-1] for stream in streams)
-    return {
-        "decode_tokens_per_s": decode_rate(streams),
-        "output_tokens_per_s": workload.batch * workload.max_tokens / end_s,
+    every = {
+        PREFILL_RATE: workload.batch * workload.prompt_tokens / max(first_s),
+        DECODE: decode_rate(streams),
+        END_TO_END: workload.batch * workload.max_tokens / end_s,
         "ttft_s": statistics.median(first_s),
         "wall_s": end_s,
     }
+    return {name: every[name] for name in workload.figures}
 
 
 def decode_rate(streams: Sequence[Stream]) -> float:
@@ -124,7 +255,11 @@ def decode_rate(streams: Sequence[Stream]) -> float:
 
 
 def first_tokens(streams: Sequence[Stream]) -> list[str]:
-    return [stream.text.split(maxsplit=1)[0] for stream in streams]
+    return [first_token(stream.text) for stream in streams]
+
+
+def first_token(text: str) -> str:
+    return text.split(maxsplit=1)[0]
 
 
 async def _all(url: str, bodies: Sequence[Mapping[str, Any]]) -> list[Stream]:

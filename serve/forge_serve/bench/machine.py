@@ -8,13 +8,13 @@ import os
 import platform
 from typing import Any
 
-from forge_jax.doctor.machine import cpu_model
+from forge_jax.doctor.machine import cpu_model, instruction_sets
 
 PACKAGES = ("forge-jax", "jax", "jaxlib", "flax", "aiohttp", "numpy")
 
 
 def describe() -> dict[str, Any]:
-    """Date, machine and versions; no host name and no path."""
+    """Date, machine with its instruction sets, and versions; no host name and no path."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -24,6 +24,7 @@ def describe() -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu_model(),
+        "instruction_sets": instruction_sets(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": versions,
