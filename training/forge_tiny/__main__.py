@@ -6,6 +6,7 @@ With `--draft` it trains the draft model on the same corpus, with the bundled mo
 import argparse
 import os
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from .tokenizer import encode, train_tokenizer
 from .train import Progress, Rows, TrainConfig, pack, train
 
 CACHE = Path(__file__).parent / ".cache"
-DRAFT_TRAINING = {"minutes": 18.0, "peak_rate": 6e-3, "checkpoint_minutes": 2.0}
+DRAFT_TRAINING = TrainConfig(minutes=18.0, peak_rate=6e-3, checkpoint_minutes=2.0)
 TOKENIZER_DOCUMENTS = 60_000
 # The buffers of a step, some hundred MB, are allocated anew each time: huge pages make training
 # 1.4 times as fast.
@@ -50,8 +51,7 @@ def main() -> None:
     parser.add_argument(
         "--minutes",
         type=float,
-        help=f"time to train (default: {TrainConfig.minutes:g}, "
-        f"draft {DRAFT_TRAINING['minutes']:g})",
+        help=f"time to train (default: {TrainConfig.minutes:g}, draft {DRAFT_TRAINING.minutes:g})",
     )
     parser.add_argument(
         "--documents", type=int, help="size of the corpus (default: 450000, draft 150000)"
@@ -91,8 +91,8 @@ def train_bundled(args: argparse.Namespace) -> None:
 
 
 def train_draft(args: argparse.Namespace) -> None:
-    options = DRAFT_TRAINING | ({"minutes": args.minutes} if args.minutes else {})
-    config = TrainConfig(**options, seed=args.seed)
+    minutes = args.minutes or DRAFT_TRAINING.minutes
+    config = replace(DRAFT_TRAINING, minutes=minutes, seed=args.seed)
     out = args.out or DRAFT
     tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
     rows = prepare_rows(CACHE / "draft-rows.npz", tokenizer, config, args.documents or 150_000)
