@@ -1,22 +1,27 @@
 """What do drafts bring? The same requests with and without them, in turns, in this process.
 
     python -m benchmarks.speculation --questions FILE.jsonl [--model forge-tiny] [--rounds 5]
-        [--drafters ngram suffix] [--parts questions replay load] [--output FILE.json]
+        [--drafters ngram suffix draft] [--draft-model FOLDER] [--parts questions replay load]
+        [--output FILE.json]
 
+A step of the bundled model takes 0.25 ms: drafts cannot save much of that. A model that
+`python -m training.forge_tiny.widen` makes answers the same, at the cost of a larger one.
 `--questions` is a file in Spec-Bench's form (Xia et al. 2024, arXiv:2401.07851): a JSON object a
-line with `question_id`, `category` and `turns`. Four parts:
+line with `question_id`, `category` and `turns`. Five parts:
 
 - usual: what the bundled model was made for, stories, facts, sums, extraction, from the grammars of
   its training text with a seed of its own, one at a time, at temperature 0.7. `suffix` learns from
   earlier answers, so the first half of the rounds and the second are told apart.
+- batch: the same requests at each of `--loads`, and at each of `--temperatures`.
 - questions: every question once, one at a time, greedy, what the model says of itself. Each round
   has other questions, so that nothing is drafted from an earlier answer to the same one.
 - replay: texts that repeat what is in their prompt, edits of a document and JSON extracted from
   sentences, one at a time. A small model cannot write these, so the step's own choice is replaced
   by the recorded token: everything is computed as ever, sampling too, and drafts are verified
   against the record.
-- load: questions at temperature 0.7 with 1, 4, 16 and 64 at once, for the slowdown that drafts
-  bring at their worst: the 95% interval of the median ratio, by bootstrap over the rounds.
+- load: questions at each of `--loads` and `--temperatures`, by default 0.7 with 1, 4, 16 and 64 at
+  once, for the slowdown that drafts bring at their worst: the 95% interval of the median ratio, by
+  bootstrap over the rounds.
 
 Outputs must be equal with and without drafts where the tier is deterministic; in the default one
 the share of requests that differ is reported. With `--draft-verification rejection` all differ that
@@ -28,12 +33,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -55,7 +61,8 @@ from forge_jax.step import step as step_file
 from forge_serve.bench.errors import BenchmarkError
 from training.forge_tiny.corpus import documents
 
-PARTS = ("usual", "questions", "replay", "load")
+PARTS = ("usual", "batch", "questions", "replay", "load")
+DEFAULT_PARTS = ("usual", "questions", "replay", "load")
 USUAL = 200  # requests of a round
 LEAST_LOAD = 48  # the same
 USUAL_SEED = 77_777  # none that it was trained with
@@ -63,6 +70,7 @@ LOADS = (1, 4, 16, 64)
 ANSWER = 160  # most tokens of an answer
 RECORD = 192  # of a replayed text
 OFF = "off"
+DRAFTING = ("draft_verification", "max_draft_tokens", "draft_model")  # options of sides that draft
 
 
 # ---- requests ------------------------------------------------------------------------------------
@@ -276,10 +284,12 @@ class Sides:
 
     def __init__(self, names: Sequence[str], **options: Any):
         self.parts: dict[str, EngineParts] = {}
-        verification = options.pop("draft_verification", "coupled")
+        drafting = {name: options.pop(name) for name in DRAFTING}
         for name in names:
-            drafting = {} if name == OFF else {"draft_verification": verification}
-            config = EngineConfig.from_options(speculation=name, **drafting, **options)
+            drafting_of = {} if name == OFF else dict(drafting)
+            if name != "draft":
+                drafting_of.pop("draft_model", None)
+            config = EngineConfig.from_options(speculation=name, **drafting_of, **options)
             parts = assemble(config)
             if parts.late is not None:
                 parts.late.wait()
@@ -333,8 +343,10 @@ def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
 
 
 def run_questions(sides: Sides, questions: Sequence[str], rounds: int) -> list[dict[str, Run]]:
+    """The first two questions warm up and are not measured: `suffix` would know the answers."""
     parts = sides.parts[OFF]
     serve_warm_up(sides, question_requests(parts, questions[:2], 0.0, "warm"))
+    questions = questions[2:]
     done = []
     for index in tqdm(range(rounds), desc="questions", leave=False):
         chosen = questions[index::rounds]
@@ -342,33 +354,51 @@ def run_questions(sides: Sides, questions: Sequence[str], rounds: int) -> list[d
     return done
 
 
-def run_usual(sides: Sides, rounds: int) -> list[dict[str, Run]]:
-    parts = sides.parts[OFF]
-    chats = [d for d in documents(USUAL_SEED, 4 * USUAL * rounds) if d.turns[0][0] == "user"]
-    asked = [document.turns[0][1] for document in chats][: USUAL * rounds]
+def usual_questions() -> Iterator[str]:
+    """What the bundled model was made for, without an end."""
+    for batch in itertools.count():
+        for document in documents(USUAL_SEED + batch, 4000):
+            if document.turns[0][0] == "user":
+                yield document.turns[0][1]
+
+
+def run_usual(sides: Sides, rounds: int, each: int) -> list[dict[str, Run]]:
+    parts, asked = sides.parts[OFF], usual_questions()
+    warm_up = question_requests(parts, [*itertools.islice(asked, 5)], 0.7, "warm")
+    serve_warm_up(sides, warm_up)
     done = []
     for index in tqdm(range(rounds), desc="usual", leave=False):
-        requests = question_requests(parts, asked[index::rounds], 0.7, f"u{index}")
+        requests = question_requests(parts, [*itertools.islice(asked, each)], 0.7, f"u{index}")
         requests = [dataclasses.replace(r, seed=1000 * index + i) for i, r in enumerate(requests)]
-        if not index:
-            serve_warm_up(sides, requests[:5])
         done.append(sides.round(index, requests))
     return done
 
 
 def run_load(
-    sides: Sides, questions: Sequence[str], rounds: int, at_once: int
+    sides: Sides,
+    draw: Callable[[int], list[str]],
+    rounds: int,
+    at_once: int,
+    *,
+    temperature: float = 0.7,
+    least: int = LEAST_LOAD,
 ) -> list[dict[str, Run]]:
-    parts, rng = sides.parts[OFF], random.Random(at_once)
-    done = []
-    for index in tqdm(range(rounds), desc=f"{at_once} at once", leave=False):
-        chosen = rng.sample(questions, min(max(LEAST_LOAD, 3 * at_once), len(questions)))
-        requests = question_requests(parts, chosen, 0.7, f"l{at_once}-{index}")
-        requests = [dataclasses.replace(r, seed=rng.getrandbits(32)) for r in requests]
-        if not index:
-            serve_warm_up(sides, requests, at_once)
-        done.append(sides.round(index, requests, at_once))
-    return done
+    """Each round has at least `least` requests, and three for each at once.
+
+    Args:
+      draw: gives so many questions. Those of the warm-up are not measured.
+    """
+    parts, rng, count = sides.parts[OFF], random.Random(at_once), max(least, 3 * at_once)
+
+    def drawn(tag: str) -> list[Request]:
+        requests = question_requests(parts, draw(count), temperature, f"{tag}-{at_once}")
+        return [dataclasses.replace(r, seed=rng.getrandbits(32)) for r in requests]
+
+    serve_warm_up(sides, drawn("warm"), at_once)
+    return [
+        sides.round(index, drawn(f"l{index}"), at_once)
+        for index in tqdm(range(rounds), desc=f"{at_once} at once", leave=False)
+    ]
 
 
 def serve_warm_up(sides: Sides, requests: Sequence[Request], at_once: int = 1) -> None:
@@ -390,7 +420,7 @@ def run_replay(
     }
     done = {}
     for kind, records in kinds.items():
-        plain = {name: v for name, v in options.items() if name != "draft_verification"}
+        plain = {name: v for name, v in options.items() if name not in DRAFTING}
         parts = assemble(EngineConfig.from_options(**plain))  # for its tokenizer
         recorded = Records(parts, records)
         with recorded.instead_of_samples():
@@ -443,44 +473,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.speculation", description="What do drafts bring?"
     )
-    parser.add_argument("--questions", type=Path, required=True, help="in Spec-Bench's form")
+    parser.add_argument(
+        "--questions", type=Path, help="in Spec-Bench's form; all parts but usual and batch need it"
+    )
     parser.add_argument("--model", default="forge-tiny")
     parser.add_argument("--drafters", nargs="+", default=["ngram", "suffix"])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--draft-model", type=str, help="of the drafter `draft`")
+    parser.add_argument("--max-draft-tokens", type=int, default=7)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=DEFAULT_PARTS)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--load-rounds", type=int, default=20)
+    parser.add_argument("--load-rounds", type=int, default=20, help="of load and batch")
     parser.add_argument("--loads", type=int, nargs="+", default=LOADS)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=(0.7,))
+    parser.add_argument(
+        "--requests",
+        type=int,
+        help="of a round, at least (default: usual 200, load and batch 48; these never less than "
+        "three times the load)",
+    )
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--draft-verification", choices=get_args(Verification), default="coupled")
     parser.add_argument("--limit", type=int, help="use only so many of the questions")
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args(argv)
-    options: dict[str, Any] = {
-        "model": args.model,
-        "deterministic": args.deterministic,
-        "draft_verification": args.draft_verification,
-        "max_num_seqs": max(args.loads),
-    }
     names = [OFF, *args.drafters]
     report = reports.new("speculation", model=args.model, rounds=args.rounds, parts={})
     try:
-        questions = read_questions(args.questions)
-        random.Random(0).shuffle(questions)
-        questions = questions[: args.limit]
-        done: dict[str, list[dict[str, Run]]] = {}
-        if set(args.parts) & {"usual", "questions", "load"}:
-            sides = Sides(names, **options)
-            if "usual" in args.parts:
-                usual = run_usual(sides, 2 * args.rounds)
-                done["usual, first half"] = usual[: args.rounds]
-                done["usual, second half"] = usual[args.rounds :]
-            if "questions" in args.parts:
-                done["questions"] = run_questions(sides, questions, args.rounds)
-            for at_once in args.loads if "load" in args.parts else ():
-                done[f"{at_once} at once"] = run_load(sides, questions, args.load_rounds, at_once)
-        if "replay" in args.parts:
-            replayed = run_replay(names, questions, args.rounds, options)
-            done |= {f"replay: {kind}": rounds for kind, rounds in replayed.items()}
+        done = measure(args, names)
     except (BenchmarkError, ForgeError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -492,6 +511,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output is not None:
         reports.write(report, args.output)
     return 0
+
+
+def measure(args: argparse.Namespace, names: Sequence[str]) -> dict[str, list[dict[str, Run]]]:
+    """The rounds of each part."""
+    if ("draft" in names) != (args.draft_model is not None):
+        raise BenchmarkError("--draft-model FOLDER belongs to --drafters draft: give both or none")
+    options: dict[str, Any] = {
+        "model": args.model,
+        "deterministic": args.deterministic,
+        "draft_verification": args.draft_verification,
+        "max_draft_tokens": args.max_draft_tokens,
+        "draft_model": args.draft_model,
+        "max_num_seqs": max(args.loads),
+    }
+    questions: list[str] = []
+    if set(args.parts) & {"questions", "replay", "load"}:
+        if args.questions is None:
+            raise BenchmarkError("--questions FILE is missing")
+        questions = read_questions(args.questions)
+        random.Random(0).shuffle(questions)
+        questions = questions[: args.limit]
+    done: dict[str, list[dict[str, Run]]] = {}
+    if set(args.parts) - {"replay"}:
+        sides = Sides(names, **options)
+        if "usual" in args.parts:
+            usual = run_usual(sides, 2 * args.rounds, args.requests or USUAL)
+            done["usual, first half"] = usual[: args.rounds]
+            done["usual, second half"] = usual[args.rounds :]
+        if "questions" in args.parts:
+            done["questions"] = run_questions(sides, questions, args.rounds)
+        asked, rng = usual_questions(), random.Random(0)
+        draws: dict[str, Callable[[int], list[str]]] = {
+            "batch": lambda count: [*itertools.islice(asked, count)],
+            "load": lambda count: rng.sample(questions, min(count, len(questions))),
+        }
+        for part in (part for part in ("batch", "load") if part in args.parts):
+            for at_once, temperature in itertools.product(args.loads, args.temperatures):
+                done[f"{part}: {at_once} at once, temperature {temperature:g}"] = run_load(
+                    sides,
+                    draws[part],
+                    args.load_rounds,
+                    at_once,
+                    temperature=temperature,
+                    least=args.requests or LEAST_LOAD,
+                )
+    if "replay" in args.parts:
+        replayed = run_replay(names, questions, args.rounds, options)
+        done |= {f"replay: {kind}": rounds for kind, rounds in replayed.items()}
+    return done
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ WORTH = 1.02  # a choice must be better by this factor: measured times are noisy
 HIGHEST = 0.98  # probability that is believed
 TRIAL = 16  # steps with drafts, from which it is judged how long such steps take
 HOPE = 1.25  # of a step without drafts: what one with drafts is taken to need, during a trial
+FEW, HOPELESS = 4, 0.8  # a trial ends after so many steps, if drafts bring less than this rate
+GROWTH = 2  # a step with drafts has at most so many times the tokens of the largest timed one
 CONTROL = 8  # steps without drafts that must have been timed, before there are any
 CONTROL_AFTER = 256  # steps with drafts, after which the others are timed anew
 TURNS = 1 / 64  # weight of a step with drafts in how often one is the last of a row
@@ -67,15 +69,22 @@ class StepTimes:
         self._known.clear()
         self._stale.clear()
 
-    def expect(self, num_tokens: int) -> float | None:
+    @property
+    def largest(self) -> float:
+        """Tokens of the largest size that has been timed, 0 if none has."""
+        return max((tokens for tokens, _ in self._known.values()), default=0.0)
+
+    def expect(self, num_tokens: int, origin: tuple[float, float] | None = None) -> float | None:
         """Between two sizes that are known, a time between theirs; beyond them, the nearest's.
 
-        None if nothing is known.
+        None if nothing is known. `origin` is one more size, with its seconds.
         """
         for place in self._stale:
             self._known[place] = self._known[place][0], self._mean_s(self._latest[place])
         self._stale.clear()
-        known = self._known.values()
+        known = [*self._known.values()]
+        if origin is not None:
+            known.append(origin)
         below = max((times for times in known if times[0] <= num_tokens), default=None)
         above = min((times for times in known if times[0] >= num_tokens), default=None)
         if below is None or above is None:
@@ -234,12 +243,24 @@ class LengthPolicy:
         if in_flight and (alone_s := self.alone.expect(num_sequences)) is not None:
             turn_s = self._turns * max(alone_s - plain_s, 0.0)
         best, best_rate = 0, WORTH * num_sequences / plain_s
+        if self._trial:
+            if (num_sequences + sum(gains)) / (HOPE * plain_s + turn_s) <= best_rate:
+                return 0
+            # Times of a few steps say little: they choose among counts, and speak against all of
+            # them only where drafts are far too slow.
+            best_rate *= HOPELESS if self._trial <= TRIAL - FEW else 0.0
         expected, counted = float(num_sequences), 0
+        most = GROWTH * max(num_sequences, self.drafted.largest)
         for count in _counts(len(gains)):
+            if num_sequences + count > most:
+                break
             expected += sum(gains[counted:count])
             counted = count
-            seconds = None if self._trial else self.drafted.expect(num_sequences + count)
-            rate = expected / ((seconds or HOPE * plain_s) + turn_s)
+            # Sizes that have not been timed are taken to be cheap, so that one step times them:
+            # without drafts they would cost nothing, and a larger step no more than a smaller.
+            seconds = self.drafted.expect(num_sequences + count, origin=(num_sequences, plain_s))
+            assert seconds is not None
+            rate = expected / (max(seconds, plain_s) + turn_s)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best

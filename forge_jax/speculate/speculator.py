@@ -117,6 +117,7 @@ class Speculator:
         self._to_study = Budget(STUDY_PART, STUDY_SAVED_PART)
         self._unread = False  # whether there is something to study
         self._num_unpaid = 0  # steps since the budgets grew
+        self._declined = False  # drafts were proposed for the latest step, and none was verified
         self._drafted_s: float | None = None  # that the last step took, if it had drafts
         self._read_s: float | None = None  # when the last step was read, if steps have come since
 
@@ -157,6 +158,7 @@ class Speculator:
         self._verifying.clear()
         runs_ahead = runs_ahead and self._one_step_ahead
         waited, self._waited = self._waited, False
+        self._declined = False
         seqs = scheduler.verifiable()
         num_sequences = scheduler.num_running
         if not seqs or not (waited or self._may_look(num_sequences, runs_ahead)):
@@ -178,6 +180,7 @@ class Speculator:
         gains.sort(reverse=True)
         count = self.policy.choose(num_sequences, gains, runs_ahead=runs_ahead)
         if not count:
+            self._declined = bool(gains)
             return {}
         self.policy.tried(num_sequences, runs_ahead=runs_ahead)
         least = gains[count - 1]
@@ -218,6 +221,8 @@ class Speculator:
         """The step of `plan`, which did not run ahead, came so long after the one before."""
         if not plan.chunks:
             self.policy.alone.record(plan.num_tokens, seconds)
+            if self._declined:  # what drafts cost before any is verified
+                self.policy.drafted.record(plan.num_tokens, seconds)
         elif drafted and all(row.num_drafts for row in plan.chunks):
             self.policy.drafted.record(plan.num_tokens, seconds)
             self._drafted_s = seconds

@@ -94,6 +94,26 @@ def serve(core: EngineCore, arriving: list[Request], *, at_once: int = 6):
     return found
 
 
+@pytest.mark.parametrize("length", [0, 3])
+def test_time_of_drafts_that_were_not_verified_counts_against_drafts(monkeypatch, length):
+    arriving, core = requests(4, seed=1), make_core()
+    outputs = {key: outcome[0] for key, outcome in serve(make_core(), arriving).items()}
+    drafter = OneByOne(Oracle(outputs, right=1.0, length=length))
+    core.speculator = Speculator(drafter, max_draft_tokens=8)
+    policy = core.speculator.policy
+    monkeypatch.setattr(policy, "knows", lambda num_sequences, **_: True)
+    monkeypatch.setattr(policy, "plain_s", lambda num_sequences, **_: 1.0)
+
+    def choose(num_sequences, gains, *, in_flight=False, **_) -> int:
+        """They seem to be worth waiting for, and turn out not to be."""
+        return int(in_flight)
+
+    monkeypatch.setattr(policy, "choose", choose)
+    serve(core, arriving)
+    assert core.speculator.stats().num_drafts == 0
+    assert (policy.drafted.largest > 0) == (length > 0)
+
+
 class TimedDevice:
     """Steps of a second each, on a clock of its own; a look adds to it what it takes."""
 

@@ -17,6 +17,7 @@ import jinja2
 from safetensors.flax import load_file
 from tokenizers import Tokenizer
 
+from . import BUNDLED
 from .corpus import extraction, facts, sums
 
 QUESTIONS = (
@@ -158,9 +159,8 @@ def check_accuracy(folder: Path, count: int = 400) -> None:
 
 
 if __name__ == "__main__":
-    here = Path(__file__).parents[2] / "forge_jax" / "bundled" / "forge-tiny"
     if len(sys.argv) > 1:
-        check(here, tuple(sys.argv[1:]))
+        check(BUNDLED, tuple(sys.argv[1:]))
     else:
-        check(here)
-        check_accuracy(here)
+        check(BUNDLED)
+        check_accuracy(BUNDLED)

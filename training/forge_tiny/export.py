@@ -55,24 +55,35 @@ def tensors(state: nnx.State) -> dict[str, np.ndarray]:
     return named
 
 
-def export(folder: Path, config: ModelConfig, tokenizer: Tokenizer, state: nnx.State) -> None:
-    """Replaces the folder's files one by one, each by an atomic rename; the model card stays."""
+def export(
+    folder: Path,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    state: nnx.State,
+    *,
+    drafts: bool = False,
+) -> None:
+    """Replaces the folder's files one by one, each by an atomic rename; the model card stays.
+
+    A draft model (`drafts`) is used with the tokenizer of its target, and has none of its own.
+    """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors(state), partial / "model.safetensors", metadata={"format": "pt"})
-    tokenizer.save(str(partial / "tokenizer.json"))
-    documents = {
-        "config.json": model_config(config, tokenizer),
-        "tokenizer_config.json": tokenizer_config(config.max_position_embeddings),
-        "generation_config.json": {
-            "bos_token_id": tokenizer.token_to_id(BOS),
-            "eos_token_id": tokenizer.token_to_id(END),
-            "pad_token_id": tokenizer.token_to_id(PAD),
-            "do_sample": True,
-        },
-    }
+    documents = {"config.json": model_config(config, tokenizer)}
+    if not drafts:
+        tokenizer.save(str(partial / "tokenizer.json"))
+        documents |= {
+            "tokenizer_config.json": tokenizer_config(config.max_position_embeddings),
+            "generation_config.json": {
+                "bos_token_id": tokenizer.token_to_id(BOS),
+                "eos_token_id": tokenizer.token_to_id(END),
+                "pad_token_id": tokenizer.token_to_id(PAD),
+                "do_sample": True,
+            },
+        }
     for name, content in documents.items():
         (partial / name).write_text(json.dumps(content, indent=2) + "\n")
     for path in partial.iterdir():

@@ -26,6 +26,16 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
 
 
+# forge-tiny's draft model: 0.5 million parameters, less than 1 MB.
+DRAFT_MODEL = ModelConfig(
+    hidden_size=96,
+    intermediate_size=224,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+
+
 @jax.custom_vjp
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x: f32[..., K] times weight: f32[N, K] (as in the checkpoint) -> f32[..., N], in bf16.
