@@ -70,6 +70,12 @@ class ModelConfig:
     kernels: Literal["auto", "xla"] = option(
         "auto", "xla: do not use the C++ kernels on a CPU, only what XLA makes itself"
     )
+    mmap: bool = option(
+        True,
+        "on a CPU, read the weights of converted folders into memory; by default they stay in the "
+        "page cache if that has them in huge pages",
+        flag="--no-mmap",
+    )
     max_model_len: int | None = option(
         None,
         "longest prompt plus output; auto: the model's, or what the KV cache has room for",
