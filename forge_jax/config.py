@@ -71,10 +71,9 @@ class ModelConfig:
         "auto", "xla: do not use the C++ kernels on a CPU, only what XLA makes itself"
     )
     mmap: bool = option(
-        True,
-        "on a CPU, read the weights of converted folders into memory; by default they stay in the "
-        "page cache if that has them in huge pages",
-        flag="--no-mmap",
+        False,
+        "on a CPU, leave the weights of converted folders in the page cache if that has them in "
+        "huge pages: a fast start, but slower steps where the system evicts them",
     )
     max_model_len: int | None = option(
         None,

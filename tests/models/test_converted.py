@@ -199,7 +199,7 @@ def test_an_engine_serves_it_and_a_draft_model_may_be_one(stories, tmp_path, mon
             outputs = llm.generate(["Once upon a time", "Lily"], greedy, progress=False)
             return [output.outputs[0].token_ids for output in outputs], llm.system_fingerprint
 
-    drafted = {"speculation": "draft", "draft_model": str(out), "max_draft_tokens": 3}
+    drafted = {"speculation": "draft", "draft_model": str(out), "max_draft_tokens": 3, "mmap": True}
     original, fingerprint = texts(stories)
     got, other = texts(out, **drafted)
     assert got == original
@@ -207,8 +207,8 @@ def test_an_engine_serves_it_and_a_draft_model_may_be_one(stories, tmp_path, mon
     assert len(maps) == 1  # of the model, not of the draft model
 
 
-@pytest.mark.parametrize(("options", "expected"), [({}, True), ({"mmap": False}, False)])
-def test_weights_are_mapped_on_a_cpu_unless_told_not_to(options, expected):
+@pytest.mark.parametrize(("options", "expected"), [({}, False), ({"mmap": True}, True)])
+def test_weights_are_mapped_on_a_cpu_if_asked_for(options, expected):
     config = EngineConfig.from_options(**options)
     assert may_map(config, jax.devices("cpu")[0]) is expected
 
