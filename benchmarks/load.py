@@ -1,15 +1,19 @@
 """How long does it take until the weights are there? From safetensors, GGUF and converted folders.
 
-    python -m benchmarks.load [--shape M] [--rounds 5] [--cache warm|cold] [--output FILE.json]
+    python -m benchmarks.load [--shape M] [--rounds 5] [--cache warm|cold] [--memory used|new]
+                              [--output FILE.json]
 
 One model with random weights in bfloat16, written in each form. Every time is of a fresh process,
 in which everything has been imported and the device is up: from the call that reads to the last
 leaf on the device, checks included. The floor is `safetensors.numpy.load_file` alone, which makes
 numpy arrays and no leaves. "packed" is for the CPU kernels: there safetensors and the blocks of
-GGUF files are packed as they are read, and of a converted folder nothing is left to do.
+GGUF files are packed as they are read, and of a converted folder nothing is left to do. "mapped"
+leaves its files where they are in the page cache.
 
-Each round reads all forms in turn, beginning with another one. Before its reading each process
-takes memory and gives it back: what a virtual machine's host takes to find memory is not measured.
+Each round reads all forms in turn, beginning with another one, and measures how fast the machine
+reads the file, writes to new memory and copies (`benchmarks.floors`). By default each process takes
+memory and gives it back before its reading: what a virtual machine's host takes to find memory is
+not measured. With `--memory new` it is, as in a start on such a machine.
 Warm: before each process the files are read, unmeasured. Cold:
 they are dropped from the page cache (`POSIX_FADV_DONTNEED`), on file systems that heed it; what
 caches lie below the file system is not known.
@@ -26,11 +30,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report as reports
+from benchmarks.floors import FLOORS, seconds_at_best
 from benchmarks.k_quants import rounded_rows
 from benchmarks.random_model import SHAPES, write_model
 from forge_serve.bench.errors import BenchmarkError
@@ -60,6 +65,7 @@ class Case:
     name: str
     path: str  # in the folder of the benchmark
     kernels: str  # as the flag
+    mapped: bool = False
 
 
 CASES = (
@@ -70,6 +76,7 @@ CASES = (
     Case("safetensors, packed", "safetensors", "auto"),
     Case("GGUF Q8_0, packed", "Q8_0.gguf", "auto"),
     Case("converted, packed", "converted-packed", "auto"),
+    Case("converted, packed, mapped", "converted-packed", "auto", mapped=True),
 )
 GGUF_FILES = {"BF16": "model.gguf", "Q8_0": "Q8_0.gguf"}  # by the type of their matrices
 
@@ -79,24 +86,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="M")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cache", choices=("warm", "cold"), default="warm")
+    parser.add_argument("--memory", choices=("used", "new"), default="used")
     parser.add_argument("--folder", type=Path, help="where the files are written; they are kept")
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
-    parser.add_argument("--child", nargs=3, metavar=("NAME", "PATH", "KERNELS"), help="internal")
+    parser.add_argument("--child", nargs=2, metavar=("NAME", "PATH"), help="internal")
     args = parser.parse_args(argv)
     if args.child:
-        print(json.dumps(read_once(Case(*args.child))))
+        name, path = args.child
+        [case] = [replace(case, path=path) for case in CASES if case.name == name]
+        print(json.dumps(read_once(case, args.memory)))
         return 0
     try:
         with tempfile.TemporaryDirectory() as temporary:
             folder = args.folder or Path(temporary)
             left_out = write_forms(folder, args.shape)
             cases = [case for case in CASES if case.name not in left_out]
-            rounds = []
+            rounds, floors = [], []
             for index in range(args.rounds):
                 first = index % len(cases)  # nobody always comes after the same
                 order = [*cases[first:], *cases[:first]]
                 title = f"round {index + 1} of {args.rounds}"
-                rounds.append(_round(folder, order, args.cache, title))
+                rounds.append(_round(folder, order, args.cache, args.memory, title))
+                _prepare(folder / CASES[0].path, args.cache)
+                floors.append(seconds_at_best(folder / CASES[0].path))
     except BenchmarkError as error:
         print(error, file=sys.stderr)
         return 1
@@ -104,9 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "load",
         shape=args.shape,
         cache=args.cache,
+        memory=args.memory,
         left_out=left_out,
         rounds=rounds,
         median=medians(rounds),
+        floors=floors,
     )
     print(table(report))
     if args.output is not None:
@@ -195,10 +209,11 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{GGUF_NAMES[rest]}.weight"
 
 
-def read_once(case: Case) -> dict[str, float]:
+def read_once(case: Case, memory: str = "used") -> dict[str, float]:
     """Reads the form once, in this process: seconds, and bytes of what came out of it."""
     read = _floor(case) if case.name == FLOOR else _leaves(case)
-    touch_memory(2 * sum(file.stat().st_size for file in files_of(Path(case.path))))
+    if memory == "used":
+        touch_memory(2 * sum(file.stat().st_size for file in files_of(Path(case.path))))
     start = time.perf_counter()
     arrays = read()
     seconds = time.perf_counter() - start
@@ -239,22 +254,27 @@ def _leaves(case: Case) -> Callable[[], Sequence[Any]]:
     model = build_model(spec, "auto", forms)
     jax.block_until_ready(jax.device_put(0, device))
 
-    return lambda: load_weights(model, folder, device=device, progress=False)
+    return lambda: load_weights(model, folder, device=device, mapped=case.mapped, progress=False)
 
 
-def _round(folder: Path, cases: Sequence[Case], cache: str, title: str) -> dict[str, Any]:
+def _round(
+    folder: Path, cases: Sequence[Case], cache: str, memory: str, title: str
+) -> dict[str, Any]:
     figures = {}
     for case in cases:
         path = folder / case.path
-        for file in files_of(path):
-            drop(file) if cache == "cold" else _read_all(file)
-        found = json.loads(
-            _python("-m", "benchmarks.load", "--child", case.name, str(path), case.kernels)
-        )
+        _prepare(path, cache)
+        child = ["--child", case.name, str(path), "--memory", memory]
+        found = json.loads(_python("-m", "benchmarks.load", *child))
         figures[case.name] = found
         line = f"{case.name} {found['seconds']:.2f} s"
         print(f"{title}: {line}", file=sys.stderr)
     return figures
+
+
+def _prepare(path: Path, cache: str) -> None:
+    for file in files_of(path):
+        drop(file) if cache == "cold" else _read_all(file)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -306,10 +326,15 @@ def table(report: dict[str, Any]) -> str:
         (name, *(reports.number(f[key], 2) for key in ("seconds", "per_floor", "gb_per_s")))
         for name, f in report["median"].items()
     ]
+    for name, title in FLOORS.items():
+        seconds = statistics.median(floors[name] for floors in report["floors"])
+        size = report["rounds"][0][FLOOR]["bytes"]
+        rows.append((title, *(reports.number(x, 2) for x in (seconds, None, size / seconds / 1e9))))
     rows += [(name, why, "-", "-") for name, why in report["left_out"].items()]
     header = ("read from", "s", "of safetensors.numpy", "GB/s")
     num = len(report["rounds"])
     title = f"{reports.heading(report)}; shape {report['shape']}, page cache {report['cache']}, "
+    title += f"memory {report['memory']}, "
     return "\n".join((f"{title}medians of {num} rounds", "", reports.table(header, rows)))
 
 

@@ -1,13 +1,15 @@
 """How long does a start take? To the first answer and to full speed, beside the bare imports.
 
-    python -m benchmarks.startup [--model forge-tiny] [--rounds 5] [--output FILE.json]
+    python -m benchmarks.startup [--model forge-tiny] [--rounds 5] [--kinds warm cold]
+                                 [--output FILE.json]
 
 Each round starts, one after the other: Python with the imports that a server needs, and a server
 with a warm and with a cold compilation cache. All times are from the start of a process, as another
 sees them: for the imports until it says that they are done, for a server until it says where it
 serves, and until `/health` says "ready". The cold cache is an empty folder each time. Files are in
 the page cache, and the C++ kernels have been built, in every case but the first, which is not
-counted.
+counted. Of a model in a folder or file the report also has the floors: how long the machine takes
+to read its bytes, to write to as much new memory, and to copy them (`benchmarks.floors`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report as reports
+from benchmarks.floors import FLOORS, seconds_at_best
 from benchmarks.serving_process import started
 from forge_serve.bench.errors import BenchmarkError
 
@@ -41,13 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="How long does a start take?")
     parser.add_argument("--model", default="forge-tiny", help="what to serve")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of caches")
     parser.add_argument("--serve-args", default="", help='more flags, as "--max-num-seqs 8"')
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args(argv)
     arguments = [args.model, *args.serve_args.split()]
     try:
         report = reports.new(
-            "startup", arguments=arguments, imports=IMPORTS, **measure(arguments, args.rounds)
+            "startup",
+            arguments=arguments,
+            imports=IMPORTS,
+            **measure(arguments, args.rounds, args.kinds),
         )
     except BenchmarkError as error:
         print(error, file=sys.stderr)
@@ -58,19 +65,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(arguments: Sequence[str], num_rounds: int) -> dict[str, Any]:
+def measure(
+    arguments: Sequence[str], num_rounds: int, kinds: Sequence[str] = KINDS
+) -> dict[str, Any]:
     """All rounds, and their medians; seconds."""
-    rounds = []
+    rounds, floors = [], []
     with tempfile.TemporaryDirectory() as warm:
         start(arguments, warm)  # fills it
         for index in range(num_rounds):
             figures: dict[str, Any] = {"imports_s": bare_imports()}
-            figures["warm"] = start(arguments, warm)
-            with tempfile.TemporaryDirectory() as cold:
-                figures["cold"] = start(arguments, cold)
+            if "warm" in kinds:
+                figures["warm"] = start(arguments, warm)
+            if "cold" in kinds:
+                with tempfile.TemporaryDirectory() as cold:
+                    figures["cold"] = start(arguments, cold)
+            if Path(arguments[0]).exists():
+                floors.append(seconds_at_best(Path(arguments[0])))
             rounds.append(figures)
             print(f"round {index + 1} of {num_rounds}: {_line(figures)}", file=sys.stderr)
-    return {"rounds": rounds, "median": medians(rounds)}
+    return {"rounds": rounds, "median": medians(rounds), "floors": floors}
 
 
 def start(arguments: Sequence[str], cache_folder: str) -> dict[str, Any]:
@@ -78,7 +91,18 @@ def start(arguments: Sequence[str], cache_folder: str) -> dict[str, Any]:
     with started([*arguments, "--compile-cache", cache_folder]) as server:
         with urllib.request.urlopen(f"{server.url}/stats", timeout=10) as response:
             phases = json.load(response)["startup_seconds"]
-        return {"serving_s": server.serving_s, "ready_s": server.ready_s, "phases_s": phases}
+        return {
+            "serving_s": server.serving_s,
+            "ready_s": server.ready_s,
+            "peak_bytes": peak_bytes(server.pid),
+            "phases_s": phases,
+        }
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that the process has had at once, mapped files included (Linux)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def bare_imports() -> float:
@@ -98,10 +122,11 @@ def medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return statistics.median(values)
 
     result: dict[str, Any] = {"imports_s": median(r["imports_s"] for r in rounds)}
-    for kind in KINDS:
+    for kind in (kind for kind in KINDS if kind in rounds[0]):
         result[kind] = {
             "serving_s": median(r[kind]["serving_s"] for r in rounds),
             "ready_s": median(r[kind]["ready_s"] for r in rounds),
+            "peak_bytes": median(r[kind]["peak_bytes"] for r in rounds),
             "serving_per_imports": median(r[kind]["serving_s"] / r["imports_s"] for r in rounds),
             "phases_s": {
                 phase: median(r[kind]["phases_s"][phase] for r in rounds)
@@ -113,8 +138,8 @@ def medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def table(report: dict[str, Any]) -> str:
     median = report["median"]
-    rows = [("bare imports", reports.number(median["imports_s"], 2), "-", "1.00", "-")]
-    for kind in KINDS:
+    rows = [("bare imports", reports.number(median["imports_s"], 2), "-", "1.00", "-", "-")]
+    for kind in (kind for kind in KINDS if kind in median):
         figures = median[kind]
         phases = figures["phases_s"].items()
         inner = ", ".join(f"{n} {s:.2f}" for n, s in phases if n not in ("serving", "ready"))
@@ -124,10 +149,15 @@ def table(report: dict[str, Any]) -> str:
                 reports.number(figures["serving_s"], 2),
                 reports.number(figures["ready_s"], 2),
                 reports.number(figures["serving_per_imports"], 2),
+                reports.number(figures["peak_bytes"] / 1e9, 2),
                 inner,
             )
         )
-    header = ("start", "serving, s", "ready, s", "serving / imports", "phases, s (they overlap)")
+    for name, title in FLOORS.items() if report["floors"] else ():
+        seconds = statistics.median(floors[name] for floors in report["floors"])
+        rows.append((title, "-", reports.number(seconds, 2), "-", "-", "-"))
+    header = ("start", "serving, s", "ready, s", "serving / imports", "peak, GB")
+    header = (*header, "phases, s (they overlap)")
     title = f"{reports.heading(report)}; medians of {len(report['rounds'])} rounds"
     return "\n".join((title, "", reports.table(header, rows)))
 
@@ -136,6 +166,7 @@ def _line(figures: dict[str, Any]) -> str:
     starts = (
         f"{kind} {figures[kind]['serving_s']:.2f} / {figures[kind]['ready_s']:.2f} s"
         for kind in KINDS
+        if kind in figures
     )
     return f"imports {figures['imports_s']:.2f} s, serving / ready: " + ", ".join(starts)
 

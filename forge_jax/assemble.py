@@ -139,7 +139,8 @@ def assemble(  # noqa: PLR0915
     with startup.phase("config"):  # what the shapes do not depend on
         tokenizer, template = load_text(folder, config.model.chat_template, spec.vocab_size)
     with startup.phase("weights"):
-        leaves = load_weights(model, folder, device=device, mesh=mesh)
+        mapped = may_map(config, device)
+        leaves = load_weights(model, folder, device=device, mesh=mesh, mapped=mapped)
         place = device if mesh is None else mesh.whole
         draft_leaves = () if draft is None else draft.load(model, leaves, place)
     with startup.phase("compile"):  # what is left of it
@@ -498,6 +499,11 @@ def read_model_spec(config: EngineConfig, folder: Path) -> ModelSpec:
             "convert the original model again with it"
         )
     return decoded(spec)
+
+
+def may_map(config: EngineConfig, device: jax.Device) -> bool:
+    """True if the device may compute with files of a converted folder as they lie in memory."""
+    return config.model.mmap and device.platform == "cpu"
 
 
 def choose_kernels(

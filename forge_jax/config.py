@@ -70,6 +70,11 @@ class ModelConfig:
     kernels: Literal["auto", "xla"] = option(
         "auto", "xla: do not use the C++ kernels on a CPU, only what XLA makes itself"
     )
+    mmap: bool = option(
+        False,
+        "on a CPU, leave the weights of converted folders in the page cache if that has them in "
+        "huge pages: a fast start, but slower steps where the system evicts them",
+    )
     max_model_len: int | None = option(
         None,
         "longest prompt plus output; auto: the model's, or what the KV cache has room for",

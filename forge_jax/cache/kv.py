@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from forge_jax.errors import ConfigError
-from forge_kernels.attention import QuantizedKV, kv_shape_dtype, kv_storage_dtype
+from forge_kernels.attention import QuantizedKV, cpu_ffi, kv_shape_dtype, kv_storage_dtype
 
 if TYPE_CHECKING:
     from forge_jax.models.spec import ModelSpec
@@ -68,13 +68,19 @@ class KVShape:
         arrays = jax.tree.leaves(self.layer)
         return self.num_layers * sum(array.size * array.dtype.itemsize for array in arrays)
 
-    def empty(self) -> KV:
-        """A cache of zeros."""
-        layer = self.layer
-        return tuple(
-            jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), layer)
-            for _ in range(self.num_layers)
-        )
+    def empty(self, *, untouched: bool = False) -> KV:
+        """A cache of zeros, or of anything.
+
+        Args:
+          untouched: nothing is written, so that memory is taken when it is first used; needs the
+            C++ kernels on the device.
+        """
+        layer, new = self.layer, cpu_ffi.untouched if untouched else _zeros
+        return tuple(jax.tree.map(new, layer) for _ in range(self.num_layers))
+
+
+def _zeros(array: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(array.shape, array.dtype)
 
 
 def kv_shape(

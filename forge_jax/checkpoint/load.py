@@ -19,8 +19,9 @@ from forge_jax.checkpoint import orbax
 from forge_jax.checkpoint.converted import FILE, WEIGHTS, Record, read_record
 from forge_jax.checkpoint.folder import open_checkpoint
 from forge_jax.checkpoint.gguf.weights import GGUFWeight, read_blocks
+from forge_jax.checkpoint.mapped import map_arrays
 from forge_jax.checkpoint.matrix import StoredMatrix
-from forge_jax.checkpoint.stored import FLOATS, StoredTensor, TensorSource
+from forge_jax.checkpoint.stored import FLOATS, StoredTensor, TensorSource, shorter
 from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
 from forge_jax.files import shown
@@ -33,6 +34,7 @@ from forge_jax.quant.forms import QuantizedForm, module_of, num_experts
 from forge_jax.quant.rounding import round_matrix
 from forge_jax.quant.shards import shard_of
 from forge_jax.quant.tensors import MIDDLE, Matrix, check_matrix, read_matrices, read_order
+from forge_kernels import cpu
 from forge_kernels.blocks import Blocks, BlockValues
 from forge_kernels.linear import (
     BlockPacking,
@@ -46,6 +48,7 @@ from forge_kernels.linear import (
     unpack_int4,
 )
 from forge_kernels.linear.blocks import Read
+from forge_kernels.linear.files import PackedInFiles, PlainInFiles, ShortFileError, read_files
 from forge_kernels.linear.packed import GROUP as INT4_GROUP
 from forge_kernels.linear.panels import aligned_empty
 from forge_kernels.linear.quantized import ARRAYS
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from forge_jax.parallel.mesh import TensorMesh
 
 _COMPARED_ROWS = 4096  # at once
+_TOGETHER_BYTES = 256 * 2**20  # of leaves that are read by one call
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +170,7 @@ def load_weights(
     *,
     device: Any = None,
     mesh: TensorMesh | None = None,
+    mapped: bool = False,
     progress: bool = True,
 ) -> Leaves:
     """Reads the weights of `model` from the files in `folder`.
@@ -181,6 +186,8 @@ def load_weights(
         as many shards each shard by itself.
       device: a `jax.Device` or a `Sharding`; JAX's default if None.
       mesh: of a model with shards, and instead of `device`: where they go.
+      mapped: `device` is a CPU, and leaves of a converted folder may stay in their files
+        (`map_arrays`).
       progress: show a progress bar on a terminal.
 
     Returns:
@@ -195,9 +202,9 @@ def load_weights(
     leaves: dict[str, jax.Array] = {}
     with _bar(model, progress) as bar:
         if mesh is None:
-            for name, host in _whole_leaves(model, checked):
-                leaves[name] = _put(host, device)
-                bar.update(host.nbytes)
+            for some in _whole_leaves(model, checked, mapped=mapped):
+                leaves |= _put(some, device)
+                bar.update(sum(host.nbytes for host in some.values()))
             return tuple(leaves[name] for name in model.names)
         own = dict(mesh.own)
         parts: dict[str, list[jax.Array]] = {}
@@ -275,18 +282,85 @@ def _bar(model: Model, progress: bool) -> tqdm:
 
 
 def _whole_leaves(
-    model: Model, checked: CheckedTensors | CheckedLeaves
-) -> Iterator[tuple[str, np.ndarray]]:
-    if isinstance(checked, CheckedTensors):
-        for name in checked.parts:
-            yield from _host_leaves(model, name, checked)
-        return
-    for name in checked.stored:  # as they are
-        yield name, _read_leaf(name, checked.stored)
+    model: Model, checked: CheckedTensors | CheckedLeaves, *, mapped: bool
+) -> Iterator[dict[str, np.ndarray]]:
+    """All of them, some at a time."""
+    views: dict[str, np.ndarray] = {}
+    if mapped and isinstance(checked, CheckedLeaves):
+        views = map_arrays(checked.stored)
+        yield views
+    names = [name for name in _own(checked) if name not in views]
+    in_files: dict[str, PackedInFiles | PlainInFiles] = {}
+    if cpu.identity() is not None:  # else there is no C++
+        blocks = _blocks(model) if isinstance(checked, CheckedTensors) else ()
+        found = {name: _in_files(model, name, checked) for name in names if name not in blocks}
+        in_files = {name: leaf for name, leaf in found.items() if leaf is not None}
+    yield from _read_together(in_files)
+    for name in names:
+        if name in in_files:
+            continue
+        if isinstance(checked, CheckedTensors):
+            for leaf, host in _host_leaves(model, name, checked):
+                yield {leaf: host}
+        else:
+            yield {name: _read_leaf(name, checked.stored)}  # as it is
 
 
-def _put(host: np.ndarray, device: Any) -> jax.Array:
-    """Waits for the transfer, so that there is at most one leaf on the host."""
+def _own(checked: CheckedTensors | CheckedLeaves) -> Iterable[str]:
+    return checked.parts if isinstance(checked, CheckedTensors) else checked.stored
+
+
+def _in_files(
+    model: Model, name: str, checked: CheckedTensors | CheckedLeaves
+) -> PackedInFiles | PlainInFiles | None:
+    """Where a leaf lies, if C++ can read it: as it is, or packed; None if not."""
+    leaf = model.leaves[model.names.index(name)]
+    if isinstance(checked, CheckedLeaves):
+        parts: tuple[Tensor, ...] = (Tensor(name, checked.stored[name].shape),)
+        packing = None
+    elif name in model.quantized:
+        return None
+    else:
+        parts, packing = checked.parts[name], model.packings.get(name)
+    assert not isinstance(packing, BlockPacking)
+    if packing is None:
+        stretches = StoredMatrix(parts, checked.stored).stretches(np.dtype(leaf.dtype))
+        return None if stretches is None else PlainInFiles(leaf.shape, leaf.dtype, stretches)
+    each, experts = [parts], [None]
+    if packing.experts is not None:
+        each, experts = _by_expert(parts, packing.experts), range(packing.experts)
+    matrices = [
+        stretches
+        for own, expert in zip(each, experts, strict=True)
+        if (stretches := StoredMatrix(own, checked.stored, expert).stretches()) is not None
+    ]
+    return PackedInFiles(packing, matrices) if len(matrices) == len(each) else None
+
+
+def _read_together(
+    leaves: Mapping[str, PackedInFiles | PlainInFiles],
+) -> Iterator[dict[str, np.ndarray]]:
+    """Reads some leaves at a time: the memory that they are read into is what XLA:CPU adopts."""
+    names = list(leaves)
+    while names:
+        some, total = [], 0
+        while names and total < _TOGETHER_BYTES:
+            some.append(names.pop(0))
+            total += leaves[some[-1]].num_bytes
+        try:
+            found = read_files([leaves[name] for name in some])
+        except ShortFileError as error:
+            raise shorter(error.file) from None
+        arrays: dict[str, np.ndarray] = {}
+        for name, (weight, scale) in zip(some, found, strict=True):
+            arrays[name] = weight
+            if scale is not None:
+                arrays[_scale_name(name)] = scale
+        yield arrays
+
+
+def _put(host: Any, device: Any) -> Any:
+    """One array or several. Waits for the transfer, so that no more are on the host."""
     return jax.block_until_ready(jax.device_put(host, device, may_alias=True))
 
 

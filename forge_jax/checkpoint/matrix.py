@@ -12,6 +12,7 @@ import numpy as np
 
 from forge_jax.checkpoint.stored import StoredTensor, TensorSource
 from forge_jax.checkpoint.weight_map import Tensor
+from forge_kernels.linear.files import TYPES, Stretch
 from forge_kernels.linear.panels import aligned_empty
 from forge_kernels.threads import for_each
 
@@ -56,6 +57,24 @@ class StoredMatrix:
             some = out[done : done + self._ends[index] - row]
             self._sources[index].read_rows(some, self._starts[index] + row - begin)
             done += len(some)
+
+    def stretches(self, dtype: np.dtype | None = None) -> list[Stretch] | None:
+        """Where all of it lies in files, row after row; None if it does not.
+
+        Args:
+          dtype: of all numbers; None: any that is rounded to bfloat16 where it is read.
+        """
+        found, begin = [], 0
+        for source, start, end in zip(self._sources, self._starts, self._ends, strict=True):
+            if not isinstance(source, StoredTensor) or source.strides is not None:
+                return None
+            if source.dtype not in (TYPES if dtype is None else (dtype,)):
+                return None
+            row_bytes = math.prod(self.shape[1:]) * source.dtype.itemsize
+            offset = source.offset + start * row_bytes
+            found.append(Stretch(source.file, source.dtype, offset, end - begin))
+            begin = end
+        return found
 
     def read(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """All of it, in memory that XLA:CPU can adopt; `shape` may tell the axis of experts."""

@@ -97,7 +97,7 @@ class StoredTensor:
             while view:
                 done = os.preadv(number, [view], at)
                 if not done:
-                    raise CheckpointError(f"{self.file} is shorter than it was: download it again")
+                    raise shorter(self.file)
                 view, at = view[done:], at + done
         finally:
             os.close(number)
@@ -113,6 +113,11 @@ class StoredTensor:
             rows = values[outer, inner : inner + len(out) - done]
             np.copyto(out[done : done + len(rows)], rows, casting="unsafe")
             done += len(rows)
+
+
+def shorter(file: Path) -> CheckpointError:
+    """The error of a file that has been cut off since it was checked."""
+    return CheckpointError(f"{file} is shorter than it was: download it again")
 
 
 def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:

@@ -279,7 +279,7 @@ class Runner:
         whole = {} if self._mesh is None else {"out_shardings": self._sharding}
         kv_sharding = self._sharding if self._mesh is None else self._mesh.kv(self._model)
         add("new_state", self._new_state, out_shardings=(kv_sharding, self._sharding))
-        self._new = self._executables.call("new_state")  # touching its pages takes long
+        self._new = self._executables.call("new_state")  # which may touch all of its pages
         for shape in self._first:
             add_step(shape)
         has_lora = self._lora is not None
@@ -600,7 +600,10 @@ class Runner:
 
     def _new_state(self) -> tuple[KV, Slots]:
         slots = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._slots_shape)
-        return self._whole_kv.empty(), slots
+        # Each position is written before it is read. On a CPU it may take longer than all else to
+        # find the pages of a large cache.
+        untouched = self._implementation == "cpu" and self._mesh is None
+        return self._whole_kv.empty(untouched=untouched), slots
 
     def _i32(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._sharding)

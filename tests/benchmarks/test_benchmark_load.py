@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks import load
+from benchmarks.floors import FLOORS
 from benchmarks.random_model import SHAPES, write_model
 from forge_jax.checkpoint.load import check_weights
 from forge_jax.models import build_model, read_spec
@@ -25,8 +26,11 @@ def test_every_form_is_read_in_a_process_of_its_own(tmp_path, capsys):
     plain = build_model(read_spec(folder / "safetensors")).param_bytes
     for name in names:
         assert only[name]["seconds"] > 0 and f"| {name} |" in text
-        assert only[name]["bytes"] == plain or name.endswith("packed")
+        assert only[name]["bytes"] == plain or "packed" in name
         assert f"round 1 of 1: {name} " in progress
+    [floors] = report["floors"]
+    assert floors.keys() == FLOORS.keys() and all(s > 0 for s in floors.values())
+    assert all(f"| {title} |" in text for title in FLOORS.values())
 
 
 def test_the_gguf_file_has_what_the_model_needs(tmp_path):

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from benchmarks import report as reports
 from benchmarks import startup
+from benchmarks.floors import FLOORS
 from forge_serve.bench.errors import BenchmarkError
 
 pytestmark = pytest.mark.slow
@@ -31,14 +33,30 @@ def test_a_round_times_imports_and_both_starts(tmp_path, capsys):
 
 def test_the_median_is_of_each_figure():
     def figures(imports_s: float, serving_s: float) -> dict:
-        start = {"serving_s": serving_s, "ready_s": 2 * serving_s, "phases_s": {"import": 0.5}}
+        times = {"serving_s": serving_s, "ready_s": 2 * serving_s}
+        start = {**times, "peak_bytes": 1e9, "phases_s": {"import": 0.5}}
         return {"imports_s": imports_s, "warm": start, "cold": start}
 
     median = startup.medians([figures(1, 2), figures(2, 3), figures(4, 4)])
     assert median["imports_s"] == 2
     assert median["warm"] == {
-        "serving_s": 3, "ready_s": 6, "serving_per_imports": 1.5, "phases_s": {"import": 0.5},
+        "serving_s": 3, "ready_s": 6, "peak_bytes": 1e9, "serving_per_imports": 1.5,
+        "phases_s": {"import": 0.5},
     }  # fmt: skip
+
+
+def test_a_model_in_a_folder_has_floors_and_one_kind_is_enough(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 2**20)
+    start = {"serving_s": 1.0, "ready_s": 2.0, "peak_bytes": 3e9, "phases_s": {}}
+    monkeypatch.setattr(startup, "start", lambda *_: start)
+    monkeypatch.setattr(startup, "bare_imports", lambda: 1.0)
+    report = reports.new("startup", **startup.measure([str(tmp_path)], 1, ["warm"]))
+    assert "cold" not in report["median"]
+    [floors] = report["floors"]
+    assert all(seconds > 0 for seconds in floors.values())
+    text = startup.table(report)
+    assert "| warm cache | 1.00 | 2.00 | 1.00 | 3.00 |" in text
+    assert all(f"| {title} |" in text for title in FLOORS.values())
 
 
 def test_imports_that_fail_are_an_error(monkeypatch):

@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import logging
 import math
+from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,7 +20,7 @@ from benchmarks import kv_dtype as benchmark
 from benchmarks import report as reports
 from forge_jax import LLM, SamplingParams, assemble
 from forge_jax.assemble import _Sizes
-from forge_jax.cache.kv import GIB, coarse, element_dtype, kv_shape
+from forge_jax.cache.kv import GIB, KVShape, coarse, element_dtype, kv_shape
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
 from forge_jax.testing import FailingDevice, tiny_model
@@ -69,6 +71,27 @@ def test_a_block_in_8_bits_has_as_many_bytes_as_its_arrays(dtype, head_dim, more
         assert shape("auto").block_bytes / shape(kv_dtype).block_bytes == pytest.approx(
             1 if kv_dtype == "auto" else more
         )
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_a_cache_of_the_cpu_kernels_takes_memory_where_it_is_used():
+    if not cpu.available():
+        pytest.skip("no CPU kernels on this machine")
+    storage = np.dtype(np.uint16)
+    shape = KVShape(
+        num_layers=2, num_blocks=512, num_kv_heads=32, block_size=16, head_dim=64, storage=storage
+    )
+
+    def resident() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+    make = jax.jit(partial(shape.empty, untouched=True)).lower().compile()
+    before = resident()
+    kv = jax.block_until_ready(make())
+    assert resident() - before < shape.total_bytes / 8
+    assert len({layer.unsafe_buffer_pointer() for layer in kv}) == 2
+    assert sum(layer.nbytes for layer in kv) == shape.total_bytes
 
 
 def test_the_same_memory_holds_nearly_twice_the_blocks(monkeypatch):

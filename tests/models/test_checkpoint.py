@@ -24,7 +24,8 @@ from forge_jax.models import build_model, read_spec
 from forge_jax.models.decoder import WeightForms
 from forge_jax.models.families import ARCHITECTURES
 from forge_kernels import cpu
-from forge_kernels.linear import packed
+from forge_kernels.linear import files, packed
+from forge_kernels.linear.files import read_files
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 
@@ -158,9 +159,45 @@ def test_the_bits_do_not_depend_on_how_much_is_read_at_once(name, form, monkeypa
     expected = load_weights(model, GOLDENS / name, progress=False)
     monkeypatch.setattr(matrix, "CHUNK_BYTES", 7 * 64 * 2)  # seven rows; then two panels
     monkeypatch.setattr(packed, "CHUNK_BYTES", 64 * 64 * 2)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 7 * 64 * 2)
+    monkeypatch.setattr(load, "_TOGETHER_BYTES", 64 * 64 * 2)
     got = load_weights(model, GOLDENS / name, progress=False)
     for key, mine, theirs in zip(model.names, got, expected, strict=True):
         np.testing.assert_array_equal(mine, theirs, key)
+
+
+@pytest.mark.parametrize("form", [None, "bf16", "int8", "int4"])
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama2", "mixtral", "qwen3_moe"])
+@pytest.mark.quick_cases(12)
+def test_leaves_read_in_cpp_equal_those_read_in_python(name, stored, form, tmp_path, monkeypatch):
+    if not cpu.available():
+        pytest.skip("no CPU kernels on this machine")
+    spec = read_spec(GOLDENS / name)
+    tensors = {key: x.astype(jnp.dtype(stored)) for key, x in arrays_of(GOLDENS / name).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = build_model(spec, "bfloat16", WeightForms(layers=form, head=form))
+    calls = []
+    monkeypatch.setattr(load, "read_files", lambda leaves: calls.append(1) or read_files(leaves))
+    in_cpp = load_weights(model, tmp_path, progress=False)
+    assert calls or (form is None and stored != "bfloat16")
+    monkeypatch.setattr(load.cpu, "identity", lambda: None)
+    in_python = load_weights(model, tmp_path, progress=False)
+    for key, mine, theirs in zip(model.names, in_cpp, in_python, strict=True):
+        np.testing.assert_array_equal(mine, theirs, key)
+
+
+def test_a_file_cut_off_while_cpp_reads_it_is_an_error(folder, tensors, monkeypatch):
+    if not cpu.available():
+        pytest.skip("no CPU kernels on this machine")
+    tensors = {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    model = build_model(read_spec(folder), "bfloat16", WeightForms(layers="bf16"))
+    checked = load.check_weights(model, folder)
+    (folder / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr(load, "check_weights", lambda *_: checked)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is shorter than it was"):
+        load_weights(model, folder, progress=False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -323,7 +360,8 @@ from forge_jax.models import build_model, read_spec
 from forge_jax.models.decoder import WeightForms
 from forge_jax.checkpoint.load import load_weights
 from forge_kernels import cpu
-from forge_kernels.linear import packed
+from forge_kernels.linear import files, packed
+from forge_kernels.linear.files import read_files
 import jax.numpy as jnp
 
 def status(key):

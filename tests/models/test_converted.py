@@ -20,10 +20,11 @@ from lora_files import weights_of
 
 import forge_jax
 from forge_jax import LLM, SamplingParams, convert
-from forge_jax.assemble import choose_device, choose_kernels, read_converted
-from forge_jax.checkpoint import orbax
+from forge_jax.assemble import choose_device, choose_kernels, may_map, read_converted
+from forge_jax.checkpoint import load as loading
+from forge_jax.checkpoint import mapped, orbax
 from forge_jax.checkpoint.converted import FILE, WEIGHTS, Record, write_record
-from forge_jax.checkpoint.load import check_weights, load_weights
+from forge_jax.checkpoint.load import CheckedLeaves, check_weights, load_weights
 from forge_jax.config import EngineConfig
 from forge_jax.errors import CheckpointError, ConfigError, ForgeError, ModelError
 from forge_jax.fingerprint import system_fingerprint
@@ -187,7 +188,9 @@ def test_of_the_bundled_model_all_is_copied_that_is_read(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_engine_serves_it_and_a_draft_model_may_be_one(stories, tmp_path):
+def test_an_engine_serves_it_and_a_draft_model_may_be_one(stories, tmp_path, monkeypatch):
+    maps = []
+    monkeypatch.setattr(loading, "map_arrays", lambda stored: maps.append(len(stored)) or {})
     greedy = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     out = converted(stories, tmp_path / "out")
 
@@ -196,11 +199,18 @@ def test_an_engine_serves_it_and_a_draft_model_may_be_one(stories, tmp_path):
             outputs = llm.generate(["Once upon a time", "Lily"], greedy, progress=False)
             return [output.outputs[0].token_ids for output in outputs], llm.system_fingerprint
 
-    drafted = {"speculation": "draft", "draft_model": str(out), "max_draft_tokens": 3}
+    drafted = {"speculation": "draft", "draft_model": str(out), "max_draft_tokens": 3, "mmap": True}
     original, fingerprint = texts(stories)
     got, other = texts(out, **drafted)
     assert got == original
     assert other != fingerprint
+    assert len(maps) == 1  # of the model, not of the draft model
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, False), ({"mmap": True}, True)])
+def test_weights_are_mapped_on_a_cpu_if_asked_for(options, expected):
+    config = EngineConfig.from_options(**options)
+    assert may_map(config, jax.devices("cpu")[0]) is expected
 
 
 def test_the_fingerprint_changes_with_the_weights(folder):
@@ -466,11 +476,57 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(folder):
         source.read_rows(np.empty(source.shape, source.dtype), 0)
 
 
+@pytest.fixture
+def huge_pages(monkeypatch):
+    """A system that has every page of a file in huge pages, of one ordinary page each."""
+    monkeypatch.setattr(mapped, "HUGE_PAGE", 4096)
+    monkeypatch.setattr(mapped, "huge_bytes", lambda views: sum(view.nbytes for view in views))
+
+
+def is_in_a_file(array):
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+    at = array.unsafe_buffer_pointer()
+    [line] = [line for line, (begin, end) in zip(maps, ranges, strict=True) if begin <= at < end]
+    return WEIGHTS in line
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
+def test_large_leaves_may_stay_in_their_files(folder, huge_pages):
+    model = build_model(read_spec(folder))
+    expected = load_weights(model, folder, progress=False)
+    found = load_weights(model, folder, mapped=True, progress=False)
+    assert not any(map(is_in_a_file, expected))
+    for name, mine, theirs in zip(model.names, found, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs, name)
+        assert is_in_a_file(mine) == (mine.nbytes >= 4096), name
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
+def test_leaves_in_small_pages_are_read(folder, huge_pages, monkeypatch):
+    monkeypatch.setattr(mapped, "huge_bytes", lambda views: 0.8 * sum(v.nbytes for v in views))
+    model = build_model(read_spec(folder))
+    assert not any(map(is_in_a_file, load_weights(model, folder, mapped=True, progress=False)))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
+def test_pages_of_an_ordinary_array_are_not_counted_as_huge_pages_of_a_file():
+    assert mapped.huge_bytes([np.zeros(4096, np.uint8)]) == 0
+
+
+def test_a_mapped_file_that_became_shorter_is_an_error(folder, huge_pages):
+    checked = check_weights(build_model(read_spec(folder)), folder)
+    assert isinstance(checked, CheckedLeaves)
+    os.truncate(folder / WEIGHTS / "head.weight" / "0.0", 100)
+    with pytest.raises(CheckpointError, match="shorter than it was"):
+        mapped.map_arrays(checked.stored)
+
+
 PEAK = """
 import sys, pathlib
 import jax.numpy as jnp
 from forge_jax.models import build_model, read_spec
-from forge_jax.checkpoint.load import check_weights, load_weights
+from forge_jax.checkpoint.load import CheckedLeaves, check_weights, load_weights
 
 def status(key):
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()

@@ -67,3 +67,10 @@ def cpu_rotate_write(
     call = jax.ffi.ffi_call("forge_rotate_write", (q, written), input_output_aliases={5: 1})
     q, kv = call(qkv, cos, sin, slot_mapping, num_tokens.reshape(1), kv)
     return q, kv
+
+
+def untouched(array: jax.ShapeDtypeStruct) -> jax.Array:
+    """Memory for an array, which holds anything: nothing is written to it."""
+    out = jax.ShapeDtypeStruct(array.shape, array.dtype)
+    # Two of the same type are two arrays.
+    return jax.ffi.ffi_call("forge_untouched", out, has_side_effect=True)()

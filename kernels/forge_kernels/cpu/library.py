@@ -15,7 +15,7 @@ from forge_kernels.private_files import open_private
 
 TARGETS = (
     *("forge_linear", "forge_experts", "forge_embed"),
-    *("forge_rotate_write", "forge_attention", "forge_sample"),
+    *("forge_rotate_write", "forge_attention", "forge_sample", "forge_untouched"),
 )
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
         loaded.forge_isa.restype = ctypes.c_char_p
         loaded.forge_pack.restype = None
+        loaded.forge_read_files.restype = None
         _loaded.append((loaded, path.stem))
     return loaded.forge_isa().decode()
 

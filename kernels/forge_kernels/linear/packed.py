@@ -106,7 +106,7 @@ def pack(w: np.ndarray | Rows, packing: Packing) -> tuple[np.ndarray, np.ndarray
     Rows that are read need no room besides: each thread has those of some panels.
     """
     assert packing.experts is None
-    weight, scale = _empty(packing)
+    weight, scale = empty(packing)
     _pack_all([w], packing, weight[None], None if scale is None else scale[None])
     return weight, scale
 
@@ -115,7 +115,7 @@ def pack_experts(
     matrices: Sequence[Rows] | np.ndarray, packing: Packing
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """The same for the matrices of `packing.experts`, bf16[outputs, inputs] each."""
-    weight, scale = _empty(packing)
+    weight, scale = empty(packing)
     _pack_all(matrices, packing, weight, scale)
     return weight, scale
 
@@ -135,7 +135,7 @@ def pack_values(
     assert packing.format != "bf16" and packing.experts is None
     rows = rows_of_panels(packing.outputs, packing.panels, packing.paired)
     panels, exists = packing.panels, (rows >= 0)[:, None]
-    weight, scale_out = _empty(packing)
+    weight, scale_out = empty(packing)
     assert scale_out is not None
     step = 4 if packing.format == "int8" else GROUP
     padding = ((0, 0), (0, -packing.inputs % step))
@@ -155,10 +155,11 @@ def pack_values(
     return weight, scale_out
 
 
-def _empty(packing: Packing) -> tuple[np.ndarray, np.ndarray | None]:
+def empty(packing: Packing) -> tuple[np.ndarray, np.ndarray | None]:
+    """Memory for (weight, scale), which XLA:CPU can adopt."""
     weight, scale = packing.weight, packing.scale
-    empty = aligned_empty(weight.shape, weight.dtype)
-    return empty, None if scale is None else aligned_empty(scale.shape, scale.dtype)
+    memory = aligned_empty(weight.shape, weight.dtype)
+    return memory, None if scale is None else aligned_empty(scale.shape, scale.dtype)
 
 
 def _pack_all(

@@ -6,6 +6,7 @@
 #include "experts.h"
 #include "linear.h"
 #include "pack.h"
+#include "read.h"
 #include "sampling.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -204,6 +205,9 @@ ffi::Error sample(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits,
   return ffi::Error::Success();
 }
 
+// Nothing is written: memory that is new to the process has its pages when each is first used.
+ffi::Error untouched(ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); }
+
 }  // namespace
 
 extern "C" {
@@ -226,6 +230,12 @@ void forge_pack(const uint16_t* w, int64_t rows, int64_t columns, int64_t paired
   op.scale_columns = scale_columns;
   long panels = paired ? (rows / 2 + 15) / 16 : (rows + forge::kPanel - 1) / forge::kPanel;
   for (long panel = 0; panel < panels; ++panel) forge::pack_panel(op, panel);
+}
+
+// Files -> panels, or bytes as they are. Called by as many threads as are to share the work.
+void forge_read_files(const forge::MatrixInFiles* matrices, int64_t count,
+                      const forge::Stretch* stretches, forge::Progress* progress) {
+  forge::read_files(matrices, count, stretches, progress);
 }
 
 }  // extern "C"
@@ -322,3 +332,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_sample, sample,
                                   .Arg<ffi::Buffer<ffi::U32>>()
                                   .Arg<I32>()
                                   .Ret<I32>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(forge_untouched, untouched,
+                              ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
