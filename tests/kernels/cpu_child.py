@@ -1,6 +1,6 @@
 """Checks of the CPU kernels in a fresh process; prints what failed, and hashes, as JSON.
 
-    python cpu_child.py [--isa avx2] [--one-cpu] [--sources FOLDER] [--no-checks]
+    python cpu_child.py [--isa ISA] [--one-cpu] [--sources FOLDER] [--no-checks]
 
 A process has one library, and the number of its CPUs when jax starts: so these run apart.
 """
@@ -37,7 +37,7 @@ def main() -> None:
     import test_attention as attention
 
     failed = {}
-    for name, check in ({} if args.no_checks else checks()).items():
+    for name, check in ({} if args.no_checks else checks(isa)).items():
         try:
             check()
         except AssertionError as error:
@@ -49,7 +49,7 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def checks() -> dict[str, Callable[[], None]]:
+def checks(isa: str) -> dict[str, Callable[[], None]]:
     """A selection of every operation's contract."""
     import cpu_contract as contract
     import test_attention as attention
@@ -76,6 +76,8 @@ def checks() -> dict[str, Callable[[], None]]:
             found[f"experts {form}, {name}"] = partial(experts.check_packed, form, shape)
         found[f"experts {form}, company"] = lambda form=form: experts.check_packed_company(form)
         found[f"embed {form}"] = lambda form=form: kernels.check_embed((33, 7), form)
+    if isa != "avx512_bf16":
+        found["bits of two FMAs"] = contract.check_fma_bits
     for kind in blocks.ROUNDED:
         found[f"rounded rows, {kind}"] = partial(blocks.check_rounded, kind)
     ragged = {name: attention.BATCHES[name] for name in RAGGED}

@@ -329,6 +329,17 @@ def check_not_finite(case: Case) -> None:
             np.testing.assert_array_equal(out[others], clean[others])
 
 
+def check_fma_bits() -> None:
+    """Without BF16 a sum of bfloat16 products is a chain of FMAs in the order of k, to the bit."""
+    case = Case("bf16", rows=40, outputs=95, inputs=99)
+    arrays = make(case)
+    x, w = f32(arrays.x), f32(arrays.w)
+    want = np.zeros((case.rows, case.outputs), np.float32)
+    for k in range(case.inputs):  # a product of two bfloat16 is exact: this rounds as an FMA does
+        want += x[:, k, None] * w[None, :, k]
+    np.testing.assert_array_equal(run(case, arrays), want)
+
+
 def digest(case: Case) -> str:
     """A hash of the result's bits."""
     return hashlib.sha256(run(case, make(case)).tobytes()).hexdigest()

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import jax
 
-from forge_kernels.cpu.build import BuildError, best_isa, build, cpu_features
+from forge_kernels.cpu.build import (
+    ISAS,
+    BuildError,
+    CompilerTooOld,
+    build,
+    cpu_features,
+    runnable_isas,
+)
+from forge_kernels.cpu.choice import Choice, choose
 from forge_kernels.private_files import open_private
 
 TARGETS = (
@@ -27,7 +35,7 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
     The first call of a process decides: later ones return the same.
 
     Args:
-      isa: "avx512" or "avx2"; the best that the CPU has by default.
+      isa: a name in `build.ISAS`; by default the fastest that the CPU has.
       folder: where built libraries are kept.
 
     Raises:
@@ -35,7 +43,7 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
     """
     loaded = _library()
     if loaded is None:
-        path = build(isa or best_isa(cpu_features()), folder)
+        why, path = _fastest(folder) if isa is None else _asked_for(isa, folder)
         try:
             loaded = _load_private(path)
         except OSError as error:  # a file system that nothing may be run from, another libc
@@ -45,13 +53,47 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
         loaded.forge_isa.restype = ctypes.c_char_p
         loaded.forge_pack.restype = None
-        _loaded.append((loaded, path.stem))
+        _loaded.append((loaded, path.stem, why))
+        log.info("CPU kernels: %s", why)
     return loaded.forge_isa().decode()
 
 
-def available() -> bool:
-    """Whether the kernels can be used here; says once in the log what is lost if not."""
-    return _why_not() is None
+def _fastest(folder: Path | None) -> tuple[Choice, Path]:
+    """The fastest instruction set that the compiler has flags for, and its library."""
+    features = cpu_features()
+    fastest = choose(features, folder)
+    isas = runnable_isas(features)
+    for isa in isas[isas.index(fastest.isa) :]:
+        try:
+            return (fastest if isa == fastest.isa else Choice(isa)), build(isa, folder)
+        except CompilerTooOld as error:
+            log.warning("no %s in the CPU kernels: %s", isa, error)
+            if isa == isas[-1]:
+                raise
+    raise AssertionError("the last instruction set is built or raises")
+
+
+def _asked_for(isa: str, folder: Path | None) -> tuple[Choice, Path]:
+    runnable = runnable_isas(cpu_features())
+    if isa not in runnable:
+        what = f"this CPU does not run {isa}" if isa in ISAS else f"there is no {isa}"
+        raise BuildError(f"{what}: name one of {', '.join(runnable)}")
+    return Choice(isa), build(isa, folder)
+
+
+def available(isa: str | None = None) -> bool:
+    """True if the kernels can be used here; says once in the log what is lost if not.
+
+    Raises:
+      BuildError: `isa` is named and cannot be used: the CPU, the compiler, or this process, which
+        has loaded another, do not allow it.
+    """
+    if isa is None:
+        return _why_not() is None
+    loaded = load(isa)
+    if loaded != isa:
+        raise BuildError(f"this process has loaded {loaded}: use {isa} in a process of its own")
+    return True
 
 
 @functools.cache
@@ -79,7 +121,8 @@ def _load_private(path: Path) -> ctypes.CDLL:
         raise
 
 
-_loaded: list[tuple[ctypes.CDLL, str]] = []  # and its name, without a suffix
+# With its name, without a suffix, and why it was chosen.
+_loaded: list[tuple[ctypes.CDLL, str, Choice]] = []
 
 
 def _library() -> ctypes.CDLL | None:
@@ -89,6 +132,11 @@ def _library() -> ctypes.CDLL | None:
 def identity() -> str | None:
     """Names what has been loaded: its instruction set, sources, compiler and flags."""
     return _loaded[0][1] if _loaded else None
+
+
+def chosen() -> Choice | None:
+    """The instruction set that has been loaded, and what was measured for it."""
+    return _loaded[0][2] if _loaded else None
 
 
 def library() -> ctypes.CDLL:

@@ -95,7 +95,7 @@ void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
     weights[at] = op.weights[p];
   }
 
-  long words = std::max(words_of(format, d), words_of(format, inner));
+  long words = std::max(row_words_of(format, d), row_words_of(format, inner));
   long groups = format == Format::kInt4 ? (std::max(d, inner) + kGroup - 1) / kGroup : 1;
   uint32_t* packed_words = scratch<uint32_t>(2, places * words);
   float* packed_scales = scratch<float>(3, places);

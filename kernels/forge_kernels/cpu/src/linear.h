@@ -9,7 +9,8 @@
 // that they would be in the first format, in registers, and are multiplied in the same order: what
 // comes out is the same bits. Or they are multiplied as whole numbers with rows of x that are rounded
 // to int8. Rows of x are packed in tiles of at most
-// kMaxRows, [K/2 or K/4, rows], words of 2 bfloat16 or 4 int8, so that a tile is a stream too.
+// kMaxRows, [K/2 or K/4, rows], words of 2 bfloat16 or 4 int8, so that a tile is a stream too. Where
+// bfloat16 is multiplied by FMAs, it is float32 there, [K, rows].
 //
 // Every element of y is one chain of sums over k, in order, whatever the number of rows, their
 // place, or the number of threads: the bits of a row depend on that row alone.
@@ -19,6 +20,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "pairs.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -152,6 +154,11 @@ inline long words_of(Format format, long K) {
                                                                         : (K + 31) / 32 * 8;
 }
 
+// Words of 4 bytes of a row of x.
+inline long row_words_of(Format format, long K) {
+  return words_of(format, K) * (has_plain_rows(format) ? kPairWords : 1);
+}
+
 // Of one panel of w.
 inline long panel_bytes_of(Format format, long K, const Blocks& blocks) {
   if (in_blocks(format)) return blocks.panel_bytes(format, K);
@@ -159,7 +166,7 @@ inline long panel_bytes_of(Format format, long K, const Blocks& blocks) {
 }
 
 struct PackedRows {
-  uint32_t* words;  // [tiles][words][rows of the tile]
+  uint32_t* words;  // [tiles][row_words_of][rows of the tile]
   float* scales;    // int8 and int4: [rows]; rounded: [tiles][K / 32][rows of the tile]
   int32_t* sums;    // int8: [rows]; int4: [tiles][K / 32][rows]; rounded: [tiles][groups][rows]
   float* minima;    // rounded, with minima: the same
@@ -220,14 +227,18 @@ inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long 
                       PackedRows& packed) {
   long first = tile * tiles.rows, rows = std::min(tiles.rows, op.rows - first);
   long words = words_of(format, op.K), K32 = (op.K + 31) / 32 * 32;
-  uint32_t* out = packed.words + first * words;
+  uint32_t* out = packed.words + first * row_words_of(format, op.K);
   float* row = scratch<float>(0, K32);
   uint16_t* narrow = scratch<uint16_t>(1, K32 * 2);
   int8_t* bytes = reinterpret_cast<int8_t*>(narrow);
   for (long r = 0; r < rows; ++r) {
     if (has_plain_rows(format) && !op.norm && !op.order && op.K % 2 == 0) {
       const uint16_t* x = op.x_row(first + r);
-      for (long k = 0; k < words; ++k) std::memcpy(out + k * rows + r, x + 2 * k, 4);
+      for (long k = 0; k < words; ++k) {
+        uint32_t pair;
+        std::memcpy(&pair, x + 2 * k, 4);
+        store_pair(out + kPairWords * k * rows + r, rows, pair);
+      }
       continue;
     }
     read_row(op, first + r, row);
@@ -259,7 +270,13 @@ inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long 
       }
     }
     for (long k = 0; k < words; ++k) {
-      std::memcpy(out + k * rows + r, static_cast<const char*>(source) + 4 * k, 4);
+      uint32_t word;
+      std::memcpy(&word, static_cast<const char*>(source) + 4 * k, 4);
+      if (has_plain_rows(format)) {
+        store_pair(out + kPairWords * k * rows + r, rows, word);
+      } else {
+        out[k * rows + r] = word;
+      }
     }
   }
 }
@@ -314,29 +331,7 @@ void tile_bf16(const Linear& op, const PackedRows& packed, const uint32_t* x, lo
   long words = (op.K + 1) / 2;
   const uint16_t* w = static_cast<const uint16_t*>(op.w) + (panel - op.first_panel) * words * 64;
   F16 acc[R][2 * P];
-#pragma GCC unroll 14
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int j = 0; j < 2 * P; ++j) acc[r][j] = zero();
-  for (long k = 0; k < words; ++k) {
-    I16 v[2 * P];
-#pragma GCC unroll 2
-    for (int p = 0; p < P; ++p) {
-      v[2 * p] = load_bits(w + p * words * 64 + k * 64);
-      v[2 * p + 1] = load_bits(w + p * words * 64 + k * 64 + 32);
-    }
-    if (ahead_lines > 0) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 2 * P; ++i) prefetch(ahead + 64 * i);
-      ahead += 128 * P;
-      ahead_lines -= 2 * P;
-    }
-#pragma GCC unroll 14
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < 2 * P; ++j) acc[r][j] = dot2(acc[r][j], v[j], x[k * R + r]);
-    }
-  }
+  multiply_pairs<R, P>(w, words, x, ahead, ahead_lines, acc);
   alignas(64) float out[R][2 * P][16];
 #pragma GCC unroll 14
   for (int r = 0; r < R; ++r)
@@ -523,9 +518,9 @@ void tile_blocks(const Linear& op, const PackedRows& packed, const uint32_t* x, 
 #pragma GCC unroll 14
         for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-          for (int j = 0; j < 2 * P; ++j) acc[r][j] = dot2(acc[r][j], v[j], x[r]);
+          for (int j = 0; j < 2 * P; ++j) acc[r][j] = dot2(acc[r][j], v[j], load_pair(x + r, R));
         }
-        x += R;
+        x += kPairWords * R;
       }
     }
   }
@@ -923,7 +918,7 @@ constexpr long kTilesUnpacked = 2;  // from so many on a panel of blocks is unpa
 template <Format format, class Choose>
 void multiply_tiles(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
                     long last, long panel, const char* ahead, long lines, Choose choose) {
-  long words = words_of(format, op.K);
+  long words = row_words_of(format, op.K);
   for (long tile = first; tile < last; ++tile) {
     long row = tile * tiles.rows, rows = std::min(tiles.rows, op.rows - row);
     long left = last - tile, share = (lines + left - 1) / left;
@@ -975,7 +970,7 @@ void multiply_panel(const Linear& op, const PackedRows& packed, const Tiles& til
 template <Format format>
 void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
   if (op.rows <= 0) return;
-  long words = words_of(format, op.K), sums = PackedRows::sums_of(format, op.K, op.blocks);
+  long words = row_words_of(format, op.K), sums = PackedRows::sums_of(format, op.K, op.blocks);
   long panels = (op.N + kPanel - 1) / kPanel;
   Tiles tiles(op.rows, tile_rows(format, op.rows, op.blocks));
   // Two panels at a time give more independent sums; few of them would divide badly among threads.

@@ -1,0 +1,144 @@
+"""Which instruction set the kernels use on this CPU: measured once, and kept beside the libraries.
+
+The choice decides the bits of bfloat16 products, so it must not change from one start to the next.
+It is measured when there is no record of it, and holds for one CPU, compiler and version of the
+inner loop. A measured difference below `MARGIN` does not count.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge_kernels.cpu import build
+from forge_kernels.cpu.build import BuildError, CompilerTooOld
+from forge_kernels.private_files import open_private
+
+PROBE = ("probe.cc", "pairs.h", "simd.h")
+ROUNDS, PRODUCTS = 25, 100  # 5 ms each where a core does 230 GFLOP/s
+MARGIN = 1.1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An instruction set, and what led to it.
+
+    `gflops` is what a core does in bfloat16 by instruction set; empty if it was not measured.
+    """
+
+    isa: str
+    gflops: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if not self.gflops:
+            return self.isa
+        measured = ", ".join(f"{isa} {value:.0f}" for isa, value in self.gflops.items())
+        return f"{self.isa} (bfloat16 products, GFLOP/s of a core: {measured})"
+
+
+def choose(features: Iterable[str], folder: Path | None = None) -> Choice:
+    """Return the fastest instruction set of a CPU with `features`.
+
+    The dot products of AVX-512 BF16 are faster than FMAs on some CPUs and slower on others, so
+    these two are timed. Everything else is faster with more instructions.
+
+    Raises:
+      BuildError: there is none, no compiler, or the folder cannot be used.
+    """
+    isas = build.runnable_isas(features)
+    if isas[0] != "avx512_bf16":
+        return Choice(isas[0])
+    folder = build.default_folder() if folder is None else folder
+    compiler = build.find_compiler()
+    key = build.hash_of(compiler, (build.cpu_identity(),), PROBE)
+    try:
+        build.make_cache(folder)
+        gflops = record(
+            folder / f"choice-{key}.json",
+            lambda: measure(isas[:2], folder, compiler),
+            lambda found: _is_measurement(found, isas[:2]),
+        )
+    except OSError as error:
+        raise BuildError(f"the CPU kernels could not be chosen: {error}") from error
+    except CompilerTooOld:  # for BF16
+        return Choice(isas[1])
+    return Choice(fastest(gflops), gflops)
+
+
+def fastest(gflops: dict[str, float]) -> str:
+    """The first instruction set, unless another is faster by more than `MARGIN`."""
+    first = next(iter(gflops))
+    best = max(gflops, key=lambda isa: gflops[isa])
+    return best if gflops[best] > MARGIN * gflops[first] else first
+
+
+def measure(isas: list[str], folder: Path, compiler: list[str]) -> dict[str, float]:
+    """GFLOP/s of a core in bfloat16, by instruction set: medians of rounds that take turns."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        paths = {isa: str(Path(scratch) / f"{isa}.so") for isa in isas}
+        source = str(build.SOURCES / PROBE[0])
+        build.run_compilers(
+            [*compiler, *build.flags_of(isa), source, "-o", path] for isa, path in paths.items()
+        )
+        probes = {isa: ctypes.CDLL(path).forge_probe for isa, path in paths.items()}
+        for probe in probes.values():
+            probe.restype, probe.argtypes = ctypes.c_double, [ctypes.c_long]
+        rounds = [{isa: probe(PRODUCTS) for isa, probe in probes.items()} for _ in range(ROUNDS)]
+    return {isa: round(statistics.median(each[isa] for each in rounds), 1) for isa in isas}
+
+
+def _is_measurement(found: Any, isas: list[str]) -> bool:
+    return (
+        isinstance(found, dict)
+        and list(found) == isas
+        and all(isinstance(x, float) and math.isfinite(x) and x > 0 for x in found.values())
+    )
+
+
+def record(path: Path, make: Callable[[], Any], is_valid: Callable[[Any], bool]) -> Any:
+    """What the file at `path` holds as JSON; made and written where there is none that can be used.
+
+    Processes that start together all return what the first has written.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    found = _read(path, is_valid)
+    if found is not None:
+        return found
+    with build.one_at_a_time(path.parent):
+        found = _read(path, is_valid)
+        if found is not None:
+            return found
+        made = make()
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # for this user alone
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(made, file)
+        os.replace(temporary, path)
+    return made
+
+
+def _read(path: Path, is_valid: Callable[[Any], bool]) -> Any:
+    try:
+        with os.fdopen(open_private(path)) as file:
+            found = json.load(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("the CPU kernels are measured again: %s: %s", path, error)
+        return None
+    if not is_valid(found):
+        log.warning("the CPU kernels are measured again: %s is not a measurement", path)
+        return None
+    return found
