@@ -34,7 +34,7 @@ MAX_DRAFT_TOKENS = 31  # each is a row of the executables that verify
 Rounding = Literal["none", "int8", "fp8", "int4"]  # of weights, as they are read
 GGUFWeights = Literal["packed", "packed-exact", "decoded"]
 # Or the name of an instruction set, as in `forge_kernels.cpu.build`.
-Kernels = Literal["auto", "xla", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"]
+Kernels = Literal["auto", "xla", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"]
 Batching = Literal["continuous", "static"]
 Pooling = Literal["last", "mean"]  # of hidden states, for an embedding
 
@@ -72,7 +72,8 @@ class ModelConfig:
     kernels: Kernels = option(
         "auto",
         "xla: do not use the C++ kernels on a CPU, only what XLA makes itself; auto: the C++ "
-        "kernels for the instruction set that is measured to be the fastest; or for a named one",
+        "kernels for the instructions that are measured to be the fastest; or for named ones; amx: "
+        "tiles wherever they can be used",
     )
     max_model_len: int | None = option(
         None,

@@ -1,12 +1,15 @@
 """Which instruction set the CPU kernels use, and that a measurement is made once."""
 
+import ctypes
 import json
 import logging
 import typing
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from forge_jax.config import Kernels
@@ -136,7 +139,7 @@ def test_a_process_has_one_instruction_set(cpu_kernels):
 
 
 def test_the_option_names_every_instruction_set():
-    assert set(typing.get_args(Kernels)) == {"auto", "xla", *ISAS}
+    assert set(typing.get_args(Kernels)) == {"auto", "xla", "amx", *ISAS}
 
 
 def test_the_log_names_the_choice_and_the_measurement(cpu_kernels, caplog, monkeypatch):
@@ -149,3 +152,92 @@ def test_the_log_names_the_choice_and_the_measurement(cpu_kernels, caplog, monke
     assert chosen is not None
     for isa, value in chosen.gflops.items():
         assert value > 0 and f"{isa} {value:.0f}" in caplog.text
+
+
+# ---- tiles --------------------------------------------------------------------------------------
+
+NO_LIBRARY: Any = None  # where nothing is measured
+
+
+def times(*faster_from: int | None) -> dict[str, dict[str, list[float]]]:
+    """Of bfloat16 and int8, where tiles are the faster way from so many rows on."""
+    return {
+        form: {
+            str(rows): [1e-3, 0.5e-3 if least is not None and rows >= least else 2e-3]
+            for rows in choice.TILE_ROWS
+        }
+        for form, least in zip(("bf16", "int8"), faster_from, strict=True)
+    }
+
+
+@pytest.mark.parametrize("least", [1, 4, 32, None])
+def test_tiles_are_used_from_where_they_are_faster(least):
+    assert choice.crossover(times(least, 1)["bf16"]) == least
+
+
+def test_tiles_that_are_hardly_slower_are_used():
+    seconds = {"1": [1.0, 1.04], "2": [1.0, 1.2], "4": [1.0, 1.04], "8": [1.0, 0.1]}
+    assert choice.crossover(seconds) == 4
+
+
+def test_tiles_are_measured_once(tmp_path, monkeypatch):
+    to_come = [times(8, 2), times(1, 1)]
+    monkeypatch.setattr(choice, "measure_tiles", lambda _: to_come.pop(0))
+    found = choice.choose_tiles(NO_LIBRARY, "avx512_bf16-1", tmp_path)
+    assert found == choice.Tiles(8, 2) == choice.choose_tiles(NO_LIBRARY, "avx512_bf16-1", tmp_path)
+    assert choice.choose_tiles(NO_LIBRARY, "avx512_bf16-2", tmp_path) == choice.Tiles(1, 1)
+    assert str(found) == "bfloat16 from 8 rows on, int8 from 2 rows on"
+
+
+@pytest.mark.parametrize("damage", ["bf16", "1", "seconds"])
+def test_damaged_times_are_measured_again(tmp_path, monkeypatch, caplog, damage):
+    monkeypatch.setattr(choice, "measure_tiles", lambda _: times(8, 2))
+    choice.choose_tiles(NO_LIBRARY, "name", tmp_path)
+    [path] = tmp_path.iterdir()
+    wrong = times(1, 1)
+    if damage == "bf16":
+        del wrong["bf16"]
+    elif damage == "1":
+        del wrong["int8"]["1"]
+    else:
+        wrong["int8"]["1"][0] = 0.0
+    path.write_text(json.dumps(wrong))
+    assert choice.choose_tiles(NO_LIBRARY, "name", tmp_path) == choice.Tiles(8, 2)
+    assert "measured again" in caplog.text
+
+
+class Tiled:
+    """A library on a CPU with AMX, or without."""
+
+    def __init__(self, has_tiles: bool):
+        self.forge_request_tiles = lambda: has_tiles
+        self.rows: tuple[int, ...] = ()
+
+    def forge_use_tiles(self, *rows: ctypes.c_int64) -> None:
+        self.rows = tuple(each.value for each in rows)
+
+
+def test_the_measured_number_of_rows_reaches_the_library(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "measure_tiles", lambda _: times(8, None))
+    loaded: Any = Tiled(True)
+    assert library._tiles(loaded, Path("a.so"), None, tmp_path) == choice.Tiles(8, None)
+    assert loaded.rows == (8, -1)
+    assert library._tiles(loaded, Path("a.so"), "amx", tmp_path) == choice.ALL_TILES
+    assert loaded.rows == (1, 1)
+
+
+def test_without_amx_there_are_no_tiles(tmp_path):
+    loaded: Any = Tiled(False)
+    assert library._tiles(loaded, Path("a.so"), None, tmp_path) is None
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(BuildError, match="no AMX with bfloat16 and int8, or the system forbids it"):
+        library._tiles(loaded, Path("a.so"), "amx", tmp_path)
+
+
+def test_the_library_times_rows_without_tiles(cpu_kernels):
+    """What the measurement calls; the CPU's tiles are not needed for this half of it."""
+    time = library.library().forge_time_linear
+    time.restype = ctypes.c_double
+    weights = np.full(64 * 64, 0x3F81, np.uint16)
+    numbers = (ctypes.c_int64(n) for n in (0, 3, 64, 64, 0))
+    assert time(ctypes.c_void_p(weights.ctypes.data), *numbers) > 0

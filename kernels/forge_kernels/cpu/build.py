@@ -29,7 +29,7 @@ from forge_kernels.private_files import foreign_write_fault, make_private_folder
 SOURCES = Path(__file__).parent / "src"
 FLAGS = ("-O2", "-DNDEBUG", "-std=c++17", "-fPIC", "-shared", "-pthread")
 
-UNITS = ("kernels.cc", "rounded.cc")
+UNITS = ("kernels.cc", "rounded.cc", "amx.cc")
 
 _AVX2 = "avx2 fma f16c"
 _AVX512 = f"avx512f avx512bw avx512vl avx512dq {_AVX2}"

@@ -3,11 +3,15 @@
 The choice decides the bits of bfloat16 products, so it must not change from one start to the next.
 It is measured when there is no record of it, and holds for one CPU, compiler and version of the
 inner loop. A measured difference below `MARGIN` does not count.
+
+The same holds for the number of rows from which on AMX is used, on CPUs that have it. The kernels
+compare that number with the rows of an executable's shape: an executable has one way to multiply.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import logging
 import math
@@ -19,11 +23,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from forge_kernels.cpu import build
 from forge_kernels.cpu.build import BuildError, CompilerTooOld
 from forge_kernels.private_files import open_private
 
 PROBE = ("probe.cc", "pairs.h", "simd.h")
+TILE_ROWS = (1, 2, 4, 8, 16, 32)
+TILE_ROUNDS = 5
+TILE_SHAPE = (4096, 4096)  # outputs and inputs: more than the caches of a core hold
+SLOWER = 1.05
 ROUNDS, PRODUCTS = 25, 100  # 5 ms each where a core does 230 GFLOP/s
 MARGIN = 1.1
 
@@ -31,20 +41,42 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Tiles:
+    """From so many rows of activations on AMX multiplies; None: never."""
+
+    bf16: int | None
+    int8: int | None
+
+    def __str__(self) -> str:
+        parts = [
+            f"{form} from {rows} rows on"
+            for form, rows in (("bfloat16", self.bf16), ("int8", self.int8))
+            if rows is not None
+        ]
+        return ", ".join(parts) or "nothing"
+
+
+ALL_TILES = Tiles(1, 1)
+
+
+@dataclass(frozen=True)
 class Choice:
     """An instruction set, and what led to it.
 
     `gflops` is what a core does in bfloat16 by instruction set; empty if it was not measured.
+    `tiles` is None where AMX cannot be used, or is not to be.
     """
 
     isa: str
     gflops: dict[str, float] = field(default_factory=dict)
+    tiles: Tiles | None = None
 
     def __str__(self) -> str:
-        if not self.gflops:
-            return self.isa
-        measured = ", ".join(f"{isa} {value:.0f}" for isa, value in self.gflops.items())
-        return f"{self.isa} (bfloat16 products, GFLOP/s of a core: {measured})"
+        text = self.isa
+        if self.gflops:
+            measured = ", ".join(f"{isa} {value:.0f}" for isa, value in self.gflops.items())
+            text += f" (bfloat16 products, GFLOP/s of a core: {measured})"
+        return text if self.tiles is None else f"{text}; AMX multiplies {self.tiles}"
 
 
 def choose(features: Iterable[str], folder: Path | None = None) -> Choice:
@@ -102,7 +134,7 @@ def _is_measurement(found: Any, isas: list[str]) -> bool:
     return (
         isinstance(found, dict)
         and list(found) == isas
-        and all(isinstance(x, float) and math.isfinite(x) and x > 0 for x in found.values())
+        and all(_is_positive(x) for x in found.values())
     )
 
 
@@ -142,3 +174,86 @@ def _read(path: Path, is_valid: Callable[[Any], bool]) -> Any:
         log.warning("the CPU kernels are measured again: %s is not a measurement", path)
         return None
     return found
+
+
+def choose_tiles(library: ctypes.CDLL, name: str, folder: Path | None = None) -> Tiles:
+    """Return from how many rows on AMX is the faster way, for a library that may use it.
+
+    Args:
+      name: of the library, which the measurement holds for.
+
+    Raises:
+      BuildError: the folder cannot be used.
+    """
+    folder = build.default_folder() if folder is None else folder
+    key = hashlib.sha256(f"{build.cpu_identity()}\0{name}".encode()).hexdigest()[:16]
+    try:
+        times = record(
+            folder / f"tiles-{key}.json", lambda: measure_tiles(library), _are_tile_times
+        )
+    except OSError as error:
+        raise BuildError(f"the CPU kernels could not be chosen: {error}") from error
+    return Tiles(crossover(times["bf16"]), crossover(times["int8"]))
+
+
+def crossover(times: dict[str, list[float]]) -> int | None:
+    """The smallest number of rows from which on tiles take at most `SLOWER` times as long.
+
+    A little slower is good enough: where tiles multiply all rows, a row of bfloat16 has the same
+    bits in every executable.
+
+    Args:
+      times: by number of rows, seconds without tiles and with them.
+    """
+    found = None
+    for rows, (plain, tiles) in reversed(times.items()):
+        if tiles > SLOWER * plain:
+            break
+        found = int(rows)
+    return found
+
+
+def measure_tiles(library: ctypes.CDLL) -> dict[str, dict[str, list[float]]]:
+    """Seconds of one thread, by format and number of rows: without tiles, and with them."""
+    time = library.forge_time_linear
+    time.restype = ctypes.c_double
+    time.argtypes = [ctypes.c_void_p, *(ctypes.c_int64,) * 5]
+    outputs, inputs = TILE_SHAPE
+    return {
+        form: {
+            str(rows): [
+                statistics.median(column)
+                for column in zip(
+                    *(
+                        [
+                            time(weights.ctypes.data, form == "int8", rows, outputs, inputs, tiles)
+                            for tiles in (0, 1)
+                        ]
+                        for _ in range(TILE_ROUNDS)
+                    ),
+                    strict=True,
+                )
+            ]
+            for rows in TILE_ROWS
+        }
+        for form, weights in (
+            ("bf16", np.full(outputs * inputs, 0x3F81, np.uint16)),
+            ("int8", np.full(outputs * inputs, 129, np.uint8)),
+        )
+    }
+
+
+def _are_tile_times(found: Any) -> bool:
+    def are_times(times: Any) -> bool:
+        return (
+            isinstance(times, dict)
+            and list(times) == [str(rows) for rows in TILE_ROWS]
+            and all(isinstance(pair, list) and len(pair) == 2 for pair in times.values())
+            and all(_is_positive(x) for pair in times.values() for x in pair)
+        )
+
+    return isinstance(found, dict) and all(are_times(found.get(f)) for f in ("bf16", "int8"))
+
+
+def _is_positive(x: Any) -> bool:
+    return isinstance(x, float) and math.isfinite(x) and x > 0

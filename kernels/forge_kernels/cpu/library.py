@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import logging
 import os
@@ -18,7 +19,7 @@ from forge_kernels.cpu.build import (
     cpu_features,
     runnable_isas,
 )
-from forge_kernels.cpu.choice import Choice, choose
+from forge_kernels.cpu.choice import ALL_TILES, Choice, Tiles, choose, choose_tiles
 from forge_kernels.private_files import open_private
 
 TARGETS = (
@@ -35,7 +36,8 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
     The first call of a process decides: later ones return the same.
 
     Args:
-      isa: a name in `build.ISAS`; by default the fastest that the CPU has.
+      isa: a name in `build.ISAS`, without AMX; or "amx", the fastest of these with AMX wherever it
+        can be used. By default what is measured to be the fastest.
       folder: where built libraries are kept.
 
     Raises:
@@ -43,17 +45,21 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
     """
     loaded = _library()
     if loaded is None:
-        why, path = _fastest(folder) if isa is None else _asked_for(isa, folder)
+        named = None if isa == "amx" else isa
+        why, path = _fastest(folder) if named is None else _asked_for(named, folder)
         try:
             loaded = _load_private(path)
         except OSError as error:  # a file system that nothing may be run from, another libc
             raise BuildError(f"{path} could not be loaded: {error}") from error
+        tiles = _tiles(loaded, path, isa, folder) if named is None else None
+        why = dataclasses.replace(why, tiles=tiles)
         for name in TARGETS:
             handler = jax.ffi.pycapsule(getattr(loaded, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
         loaded.forge_isa.restype = ctypes.c_char_p
         loaded.forge_pack.restype = None
-        _loaded.append((loaded, path.stem, why))
+        identity = path.stem if tiles is None else f"{path.stem}-amx-{tiles.bf16}-{tiles.int8}"
+        _loaded.append((loaded, identity, why))
         log.info("CPU kernels: %s", why)
     return loaded.forge_isa().decode()
 
@@ -73,6 +79,18 @@ def _fastest(folder: Path | None) -> tuple[Choice, Path]:
     raise AssertionError("the last instruction set is built or raises")
 
 
+def _tiles(loaded: ctypes.CDLL, path: Path, isa: str | None, folder: Path | None) -> Tiles | None:
+    """Let the library use AMX, if the CPU has it and the system allows it."""
+    if not loaded.forge_request_tiles():
+        if isa == "amx":
+            raise BuildError("this CPU has no AMX with bfloat16 and int8, or the system forbids it")
+        return None
+    tiles = ALL_TILES if isa == "amx" else choose_tiles(loaded, path.stem, folder)
+    rows = (-1 if rows is None else rows for rows in (tiles.bf16, tiles.int8))
+    loaded.forge_use_tiles(*(ctypes.c_int64(each) for each in rows))
+    return tiles
+
+
 def _asked_for(isa: str, folder: Path | None) -> tuple[Choice, Path]:
     runnable = runnable_isas(cpu_features())
     if isa not in runnable:
@@ -90,9 +108,12 @@ def available(isa: str | None = None) -> bool:
     """
     if isa is None:
         return _why_not() is None
-    loaded = load(isa)
-    if loaded != isa:
-        raise BuildError(f"this process has loaded {loaded}: use {isa} in a process of its own")
+    load(isa)
+    found = chosen()
+    assert found is not None
+    fits = found.tiles == ALL_TILES if isa == "amx" else found.isa == isa and found.tiles is None
+    if not fits:
+        raise BuildError(f"this process has loaded {found.isa}: use {isa} in a process of its own")
     return True
 
 
@@ -121,7 +142,7 @@ def _load_private(path: Path) -> ctypes.CDLL:
         raise
 
 
-# With its name, without a suffix, and why it was chosen.
+# With its name, which says from how many rows on it uses AMX, and why it was chosen.
 _loaded: list[tuple[ctypes.CDLL, str, Choice]] = []
 
 
@@ -130,7 +151,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def identity() -> str | None:
-    """Names what has been loaded: its instruction set, sources, compiler and flags."""
+    """Names what has been loaded: its instruction set, sources, compiler, flags and use of AMX."""
     return _loaded[0][1] if _loaded else None
 
 
