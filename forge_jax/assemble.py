@@ -531,7 +531,7 @@ def choose_kernels(
         reason = f"it is for CPUs, not {device.platform}"
     elif dtype != "bfloat16":
         reason = f"it is for bfloat16, not {dtype}: set --dtype bfloat16"
-    elif not cpu.available():
+    elif not _has_cpu_kernels(config):
         reason = "the CPU kernels could not be built (see the log)"
     elif record is not None and not record.packed:
         reason = f"{record.folder} has plain matrices: convert the original model here to use them"
@@ -561,6 +561,19 @@ def choose_kernels(
         return Kernels()
     log.info("--quantization %s in plain XLA: %s", quantization, reason)
     return Kernels(forms=WeightForms(rounded=quantization))
+
+
+def _has_cpu_kernels(config: EngineConfig) -> bool:
+    """Load the C++ kernels; False if they cannot be had.
+
+    Raises:
+      ConfigError: the instruction set that is asked for cannot be used.
+    """
+    isa = None if config.model.kernels == "auto" else config.model.kernels
+    try:
+        return cpu.available(isa)
+    except cpu.BuildError as error:
+        raise ConfigError(f"--kernels {isa}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

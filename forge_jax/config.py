@@ -33,6 +33,8 @@ MAX_ITL_TARGET_MS = 60_000
 MAX_DRAFT_TOKENS = 31  # each is a row of the executables that verify
 Rounding = Literal["none", "int8", "fp8", "int4"]  # of weights, as they are read
 GGUFWeights = Literal["packed", "packed-exact", "decoded"]
+# Or the name of an instruction set, as in `forge_kernels.cpu.build`.
+Kernels = Literal["auto", "xla", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"]
 Batching = Literal["continuous", "static"]
 Pooling = Literal["last", "mean"]  # of hidden states, for an embedding
 
@@ -67,8 +69,11 @@ class ModelConfig:
         "them as whole numbers with activations rounded to int8; packed-exact rounds no "
         "activations; decoded ones are floats, and take the memory of these",
     )
-    kernels: Literal["auto", "xla"] = option(
-        "auto", "xla: do not use the C++ kernels on a CPU, only what XLA makes itself"
+    kernels: Kernels = option(
+        "auto",
+        "xla: do not use the C++ kernels on a CPU, only what XLA makes itself; auto: the C++ "
+        "kernels for the instructions that are measured to be the fastest; or for named ones; amx: "
+        "tiles wherever they can be used",
     )
     mmap: bool = option(
         False,

@@ -30,7 +30,9 @@ PACKAGES = {
 ESSENTIAL = {
     "forge_jax/bundled/forge-tiny/model.safetensors",
     "forge_jax/py.typed",
+    "forge_kernels/cpu/src/amx.cc",
     "forge_kernels/cpu/src/kernels.cc",
+    "forge_kernels/cpu/src/probe.cc",
     "forge_kernels/cpu/src/rounded.cc",
     "forge_kernels/py.typed",
     "forge_serve/py.typed",

@@ -54,15 +54,13 @@ def _devices() -> None:
 
 
 def _kernels() -> None:
-    from forge_kernels.cpu import BuildError, load
-    from forge_kernels.cpu.build import best_isa, cpu_features, find_compiler
+    from forge_kernels.cpu import BuildError, chosen, load
+    from forge_kernels.cpu.build import find_compiler
 
     with suppress(BuildError):  # `load` says so, unless it finds what was built before
         _say(compiler=find_compiler()[0])
     try:
-        _say(instruction_set=best_isa(cpu_features()))
-        load()
-        _say(built=True)
+        _say(built=True, instruction_set=load(), chosen=str(chosen()))
     except BuildError as error:
         _say(built=False, fault=str(error))
 

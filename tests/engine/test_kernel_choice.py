@@ -153,6 +153,16 @@ def test_a_wrong_choice_is_named():
         LLM("forge-tiny", kernels="fast", **OPTIONS)
 
 
+def test_an_instruction_set_that_cannot_be_used_is_named(monkeypatch):
+    def available(isa):
+        raise BuildError(f"this CPU does not run {isa}: name one of avx2")
+
+    monkeypatch.setattr(cpu, "available", available)
+    config = EngineConfig(model=ModelConfig(model="forge-tiny", kernels="avx2_vnni"))
+    with pytest.raises(ConfigError, match="--kernels avx2_vnni: this CPU does not run avx2_vnni"):
+        choose_kernels(config, read_spec(resolve("forge-tiny")), choose_device(config))
+
+
 def test_float32_models_run_on_plain_xla(stories, caplog):
     """Nothing to complain about: they were not promised the kernels."""
     with caplog.at_level(logging.WARNING):

@@ -1,6 +1,6 @@
 """Checks of the CPU kernels in a fresh process; prints what failed, and hashes, as JSON.
 
-    python cpu_child.py [--isa avx2] [--one-cpu] [--sources FOLDER] [--no-checks]
+    python cpu_child.py [--isa ISA|amx] [--one-cpu] [--sources FOLDER] [--no-checks]
 
 A process has one library, and the number of its CPUs when jax starts: so these run apart.
 """
@@ -37,7 +37,8 @@ def main() -> None:
     import test_attention as attention
 
     failed = {}
-    for name, check in ({} if args.no_checks else checks()).items():
+    found = {} if args.no_checks else checks(isa, in_tiles=args.isa == "amx")
+    for name, check in found.items():
         try:
             check()
         except AssertionError as error:
@@ -45,11 +46,17 @@ def main() -> None:
     from test_blocks import rounded_digests
 
     digests = contract.digests() | attention.cpu_digests()
-    result = {"isa": isa, "failed": failed, "digests": digests, "rounded": rounded_digests()}
+    result = {
+        "isa": isa,
+        "identity": cpu.identity(),
+        "failed": failed,
+        "digests": digests,
+        "rounded": rounded_digests(),
+    }
     print(json.dumps(result))
 
 
-def checks() -> dict[str, Callable[[], None]]:
+def checks(isa: str, *, in_tiles: bool) -> dict[str, Callable[[], None]]:
     """A selection of every operation's contract."""
     import cpu_contract as contract
     import test_attention as attention
@@ -76,6 +83,13 @@ def checks() -> dict[str, Callable[[], None]]:
             found[f"experts {form}, {name}"] = partial(experts.check_packed, form, shape)
         found[f"experts {form}, company"] = lambda form=form: experts.check_packed_company(form)
         found[f"embed {form}"] = lambda form=form: kernels.check_embed((33, 7), form)
+    if in_tiles:
+        found["bits of tiles"] = contract.check_tile_bits
+        found["tiles by shape"] = contract.check_tiles_by_shape
+        for kind in blocks.KINDS:
+            found[f"exact blocks, {kind}"] = partial(blocks.check_exact, kind)
+    elif isa != "avx512_bf16":
+        found["bits of two FMAs"] = contract.check_fma_bits
     for kind in blocks.ROUNDED:
         found[f"rounded rows, {kind}"] = partial(blocks.check_rounded, kind)
     ragged = {name: attention.BATCHES[name] for name in RAGGED}

@@ -9,6 +9,7 @@ sums (a chain of n sums is off by about sqrt(n) units of roundoff of the sum of 
 and Mary 2019) and of what is rounded at the end.
 """
 
+import ctypes
 import hashlib
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from forge_kernels.cpu.library import num_threads
+from forge_kernels.cpu.library import library, num_threads
 from forge_kernels.linear import FORMATS, PackedWeight, Packing, linear, pack
 from forge_kernels.linear.packed import GROUP
 from forge_kernels.linear.panels import PANEL
@@ -327,6 +328,50 @@ def check_not_finite(case: Case) -> None:
             out = run(case, replace(arrays, x=x))
             assert not np.isfinite(out[3]).any(), f"{value} at {at}"
             np.testing.assert_array_equal(out[others], clean[others])
+
+
+def check_fma_bits() -> None:
+    """Without BF16 a sum of bfloat16 products is a chain of FMAs in the order of k, to the bit."""
+    case = Case("bf16", rows=40, outputs=95, inputs=99)
+    arrays = make(case)
+    x, w = f32(arrays.x), f32(arrays.w)
+    want = np.zeros((case.rows, case.outputs), np.float32)
+    for k in range(case.inputs):  # a product of two bfloat16 is exact: this rounds as an FMA does
+        want += x[:, k, None] * w[None, :, k]
+    np.testing.assert_array_equal(run(case, arrays), want)
+
+
+def check_tile_bits() -> None:
+    """In tiles each 32 values of k are summed apart: even ones and odd ones, then both."""
+    case = Case("bf16", rows=40, outputs=95, inputs=99)
+    arrays = make(case)
+    x, w = (np.pad(f32(a), ((0, 0), (0, 29))).reshape(-1, 4, 16, 2) for a in (arrays.x, arrays.w))
+    want = np.zeros((case.rows, case.outputs), np.float32)
+    for step in range(4):
+        sums = np.zeros((2, case.rows, case.outputs), np.float32)
+        for k in range(16):
+            for i in range(2):
+                sums[i] += x[:, None, step, k, i] * w[None, :, step, k, i]
+        want += sums[0] + sums[1]
+    np.testing.assert_array_equal(run(case, arrays), want)
+
+
+def check_tiles_by_shape() -> None:
+    """From 64 rows of x on tiles are used, however many of them are computed; before, never."""
+    case = Case("bf16", rows=70, outputs=95, inputs=99)
+    arrays = make(case)
+    in_tiles = run(case, arrays)
+    few = replace(arrays, x=arrays.x[:63], residual=arrays.residual[:63])
+    library().forge_use_tiles(*(ctypes.c_int64(rows) for rows in (64, -1)))
+    try:
+        for rows in (1, 16, 63, 70):
+            np.testing.assert_array_equal(run(case, arrays, rows), in_tiles[:rows], f"{rows} rows")
+        without = run(case, few)
+        assert not np.array_equal(without, in_tiles[:63])
+        for rows in (1, 16):
+            np.testing.assert_array_equal(run(case, few, rows), without[:rows], f"{rows} of few")
+    finally:
+        library().forge_use_tiles(*(ctypes.c_int64(1) for _ in range(2)))
 
 
 def digest(case: Case) -> str:

@@ -130,8 +130,12 @@ def bits(y: jax.Array) -> np.ndarray:
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_the_bits_of_bfloat16_weights(kind, monkeypatch):
-    """One row and many (whole panels are unpacked then), tails, two panels at a time, every end."""
     monkeypatch.setattr(blocks_module, "CHUNK", 2 * PANEL * 512)  # packed in several parts
+    check_exact(kind)
+
+
+def check_exact(kind: str) -> None:
+    """One row and many (whole panels are unpacked then), tails, two panels at a time, every end."""
     blocks = KINDS[kind]
     for outputs, inputs in ((95, 256), (200, 512), (64 * num_threads() * PANEL, 256)):
         values = make(blocks, outputs, inputs)

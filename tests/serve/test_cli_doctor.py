@@ -17,6 +17,7 @@ from forge_jax.doctor.examination import _device_faults, _Probed
 from forge_jax.doctor.finding import Finding
 from forge_kernels.private_files import private_folder_fault
 from forge_serve import cli
+from forge_serve.commands.doctor import _kernels as kernels_line
 
 FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli", "doctor"]
 JAX = importlib.metadata.version("jax")
@@ -226,3 +227,10 @@ def test_a_timeout_that_cannot_be_is_one_line(capsys):
     assert capsys.readouterr().err == (
         "forge-jax: error: --timeout must be greater than 0, not 0.0\n"
     )
+
+
+def test_the_instruction_set_is_shown_with_its_measurement():
+    chosen = "avx512_bf16 (bfloat16 products, GFLOP/s of a core: avx512_bf16 232, avx512_vnni 115)"
+    facts = {"built": True, "instruction_set": "avx512_bf16", "chosen": chosen, "compiler": "c++"}
+    assert kernels_line(facts) == f"built, {chosen}, c++"
+    assert kernels_line({"built": False, "compiler": "c++"}) == "not built, c++"

@@ -14,6 +14,8 @@ import hashlib
 import importlib.metadata
 import logging
 import os
+import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -27,25 +29,32 @@ from forge_kernels.private_files import foreign_write_fault, make_private_folder
 SOURCES = Path(__file__).parent / "src"
 FLAGS = ("-O2", "-DNDEBUG", "-std=c++17", "-fPIC", "-shared", "-pthread")
 
-# What each instruction set needs of the CPU (names as in /proc/cpuinfo), best first, and its flags.
-ISAS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
-    "avx512": (
-        frozenset(
-            "avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni avx2 fma f16c".split()
-        ),
-        tuple(
-            "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni "
-            "-mavx2 -mfma -mf16c".split()
-        ),
-    ),
-    "avx2": (frozenset("avx2 fma f16c".split()), ("-mavx2", "-mfma", "-mf16c")),
+UNITS = ("kernels.cc", "rounded.cc", "amx.cc")
+
+_AVX2 = "avx2 fma f16c"
+_AVX512 = f"avx512f avx512bw avx512vl avx512dq {_AVX2}"
+# The features that each instruction set needs, as /proc/cpuinfo names them, best first. The
+# compiler's flags follow from them: see `flags_of`.
+ISAS: dict[str, frozenset[str]] = {
+    "avx512_bf16": frozenset(f"{_AVX512} avx512_vnni avx512_bf16".split()),
+    "avx512_vnni": frozenset(f"{_AVX512} avx512_vnni".split()),
+    "avx512": frozenset(_AVX512.split()),
+    "avx2_vnni": frozenset(f"{_AVX2} avx_vnni".split()),
+    "avx2": frozenset(_AVX2.split()),
 }
+
+# As GCC and Clang say it.
+UNKNOWN_FLAG = re.compile(r"unrecognized command[- ]line option|unknown argument", re.IGNORECASE)
 
 log = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
     """The kernels cannot be had here; the message says why and what would help."""
+
+
+class CompilerTooOld(BuildError):
+    """The compiler has no flag for an instruction set."""
 
 
 def cpu_features() -> frozenset[str]:
@@ -59,17 +68,32 @@ def cpu_features() -> frozenset[str]:
     return frozenset()
 
 
-def best_isa(features: Iterable[str]) -> str:
-    """The best instruction set that `features` allow.
+def cpu_identity() -> str:
+    """The CPU's model and features, as /proc/cpuinfo has them: what a measurement is valid for."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    found = {line.partition(":")[0].strip(): line.partition(":")[2] for line in reversed(lines)}
+    return found.get("model name", "") + " ".join(sorted(found.get("flags", "").split()))
+
+
+def runnable_isas(features: Iterable[str]) -> list[str]:
+    """The instruction sets that a CPU with `features` can run, best first.
 
     Raises:
-      BuildError: the CPU has none that the kernels are written for.
+      BuildError: there is none that the kernels are written for.
     """
     features = frozenset(features)
-    for isa, (needed, _) in ISAS.items():
-        if needed <= features:
-            return isa
-    raise BuildError("this CPU has neither AVX2 with FMA nor AVX-512 with BF16 and VNNI")
+    found = [isa for isa, needed in ISAS.items() if needed <= features]
+    if not found:
+        raise BuildError("this CPU does not have AVX2 with FMA and F16C")
+    return found
+
+
+def flags_of(isa: str) -> tuple[str, ...]:
+    """The compiler's flags for an instruction set."""
+    return (*FLAGS, *(f"-m{name.replace('_', '')}" for name in sorted(ISAS[isa])))
 
 
 def find_compiler() -> list[str]:
@@ -104,31 +128,25 @@ def build(isa: str, folder: Path | None = None) -> Path:
 
     folder = default_folder() if folder is None else folder
     compiler = find_compiler()
-    flags = (*FLAGS, *ISAS[isa][1])
+    flags = flags_of(isa)
     try:
-        make_private_folder(folder)
-        fault = foreign_write_fault(folder)
-        if fault is not None:
-            raise BuildError(
-                f"nothing is loaded from {folder}: {fault} (XDG_CACHE_HOME names its parent)"
-            )
+        make_cache(folder)
         path = folder / f"{isa}-{_key(compiler, flags)}.so"
         if _is_usable(path):
             return path
-        with _one_at_a_time(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with one_at_a_time(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
             if _is_usable(path):
                 return path
             built = Path(scratch) / path.name
             log.info("building the CPU kernels (%s) with %s", isa, compiler[0])
             start = time.perf_counter()
             headers = f"-isystem{jax.ffi.include_dir()}"
-            units = sorted(SOURCES.glob("*.cc"))
-            objects = [str(Path(scratch) / f"{unit.stem}.o") for unit in units]
-            _run_all(
-                [*compiler, *flags, headers, "-c", str(unit), "-o", made]
-                for unit, made in zip(units, objects, strict=True)
+            objects = [str(Path(scratch) / f"{unit}.o") for unit in UNITS]
+            run_compilers(
+                [*compiler, *flags, headers, "-c", str(SOURCES / unit), "-o", made]
+                for unit, made in zip(UNITS, objects, strict=True)
             )
-            _run_all([[*compiler, *flags, *objects, "-o", str(built)]])
+            run_compilers([[*compiler, *flags, *objects, "-o", str(built)]])
             built.chmod(0o700)
             built.replace(path)
     except OSError as error:
@@ -137,10 +155,26 @@ def build(isa: str, folder: Path | None = None) -> Path:
     return path
 
 
-def _run_all(commands: Iterable[list[str]]) -> None:
+def make_cache(folder: Path) -> None:
+    """Create the folder of built libraries if it is missing.
+
+    Raises:
+      BuildError: others can write to it.
+      OSError: it cannot be created.
+    """
+    make_private_folder(folder)
+    fault = foreign_write_fault(folder)
+    if fault is not None:
+        raise BuildError(
+            f"nothing is loaded from {folder}: {fault} (XDG_CACHE_HOME names its parent)"
+        )
+
+
+def run_compilers(commands: Iterable[list[str]]) -> None:
     """Run compilers at the same time.
 
     Raises:
+      CompilerTooOld: one does not have a flag.
       BuildError: one failed; with its last lines.
     """
     running = [
@@ -154,7 +188,8 @@ def _run_all(commands: Iterable[list[str]]) -> None:
     for compiler, said, process in ended:
         if process.returncode:
             last = "\n".join(said.strip().splitlines()[-5:])
-            raise BuildError(f"{compiler} could not build the CPU kernels: {last}")
+            kind = CompilerTooOld if UNKNOWN_FLAG.search(said) else BuildError
+            raise kind(f"{compiler} could not build the CPU kernels: {last}")
 
 
 def _is_usable(library: Path) -> bool:
@@ -169,7 +204,7 @@ def _is_usable(library: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
+def one_at_a_time(folder: Path) -> Iterator[None]:
     """Until the process that builds here is done, or has ended."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -182,10 +217,16 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _key(compiler: list[str], flags: Iterable[str]) -> str:
+    sources = sorted(source.name for source in SOURCES.iterdir())
+    return hash_of(compiler, (*flags, importlib.metadata.version("jaxlib")), sources)
+
+
+def hash_of(compiler: list[str], parts: Iterable[str], sources: Iterable[str]) -> str:
+    """A short hash of a compiler and its version, of other parts, and of files in `SOURCES`."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     digest = hashlib.sha256()
-    for part in (*compiler, version, *flags, importlib.metadata.version("jaxlib")):
+    for part in (*compiler, version, *parts):
         digest.update(part.encode() + b"\0")
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    for name in sources:
+        digest.update(name.encode() + b"\0" + (SOURCES / name).read_bytes())
     return digest.hexdigest()[:16]

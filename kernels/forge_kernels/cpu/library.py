@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import logging
 import os
@@ -10,7 +11,15 @@ from pathlib import Path
 
 import jax
 
-from forge_kernels.cpu.build import BuildError, best_isa, build, cpu_features
+from forge_kernels.cpu.build import (
+    ISAS,
+    BuildError,
+    CompilerTooOld,
+    build,
+    cpu_features,
+    runnable_isas,
+)
+from forge_kernels.cpu.choice import ALL_TILES, Choice, Tiles, choose, choose_tiles
 from forge_kernels.private_files import open_private
 
 TARGETS = (
@@ -27,7 +36,8 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
     The first call of a process decides: later ones return the same.
 
     Args:
-      isa: "avx512" or "avx2"; the best that the CPU has by default.
+      isa: a name in `build.ISAS`, without AMX; or "amx", the fastest of these with AMX wherever it
+        can be used. By default what is measured to be the fastest.
       folder: where built libraries are kept.
 
     Raises:
@@ -35,24 +45,77 @@ def load(isa: str | None = None, folder: Path | None = None) -> str:
     """
     loaded = _library()
     if loaded is None:
-        path = build(isa or best_isa(cpu_features()), folder)
+        named = None if isa == "amx" else isa
+        why, path = _fastest(folder) if named is None else _asked_for(named, folder)
         try:
             loaded = _load_private(path)
         except OSError as error:  # a file system that nothing may be run from, another libc
             raise BuildError(f"{path} could not be loaded: {error}") from error
+        tiles = _tiles(loaded, path, isa, folder) if named is None else None
+        why = dataclasses.replace(why, tiles=tiles)
         for name in TARGETS:
             handler = jax.ffi.pycapsule(getattr(loaded, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
         loaded.forge_isa.restype = ctypes.c_char_p
         loaded.forge_pack.restype = None
         loaded.forge_read_files.restype = None
-        _loaded.append((loaded, path.stem))
+        identity = path.stem if tiles is None else f"{path.stem}-amx-{tiles.bf16}-{tiles.int8}"
+        _loaded.append((loaded, identity, why))
+        log.info("CPU kernels: %s", why)
     return loaded.forge_isa().decode()
 
 
-def available() -> bool:
-    """Whether the kernels can be used here; says once in the log what is lost if not."""
-    return _why_not() is None
+def _fastest(folder: Path | None) -> tuple[Choice, Path]:
+    """The fastest instruction set that the compiler has flags for, and its library."""
+    features = cpu_features()
+    fastest = choose(features, folder)
+    isas = runnable_isas(features)
+    for isa in isas[isas.index(fastest.isa) :]:
+        try:
+            return (fastest if isa == fastest.isa else Choice(isa)), build(isa, folder)
+        except CompilerTooOld as error:
+            log.warning("no %s in the CPU kernels: %s", isa, error)
+            if isa == isas[-1]:
+                raise
+    raise AssertionError("the last instruction set is built or raises")
+
+
+def _tiles(loaded: ctypes.CDLL, path: Path, isa: str | None, folder: Path | None) -> Tiles | None:
+    """Let the library use AMX, if the CPU has it and the system allows it."""
+    if not loaded.forge_request_tiles():
+        if isa == "amx":
+            raise BuildError("this CPU has no AMX with bfloat16 and int8, or the system forbids it")
+        return None
+    tiles = ALL_TILES if isa == "amx" else choose_tiles(loaded, path.stem, folder)
+    rows = (-1 if rows is None else rows for rows in (tiles.bf16, tiles.int8))
+    loaded.forge_use_tiles(*(ctypes.c_int64(each) for each in rows))
+    return tiles
+
+
+def _asked_for(isa: str, folder: Path | None) -> tuple[Choice, Path]:
+    runnable = runnable_isas(cpu_features())
+    if isa not in runnable:
+        what = f"this CPU does not run {isa}" if isa in ISAS else f"there is no {isa}"
+        raise BuildError(f"{what}: name one of {', '.join(runnable)}")
+    return Choice(isa), build(isa, folder)
+
+
+def available(isa: str | None = None) -> bool:
+    """True if the kernels can be used here; says once in the log what is lost if not.
+
+    Raises:
+      BuildError: `isa` is named and cannot be used: the CPU, the compiler, or this process, which
+        has loaded another, do not allow it.
+    """
+    if isa is None:
+        return _why_not() is None
+    load(isa)
+    found = chosen()
+    assert found is not None
+    fits = found.tiles == ALL_TILES if isa == "amx" else found.isa == isa and found.tiles is None
+    if not fits:
+        raise BuildError(f"this process has loaded {found.isa}: use {isa} in a process of its own")
+    return True
 
 
 @functools.cache
@@ -80,7 +143,8 @@ def _load_private(path: Path) -> ctypes.CDLL:
         raise
 
 
-_loaded: list[tuple[ctypes.CDLL, str]] = []  # and its name, without a suffix
+# With its name, which says from how many rows on it uses AMX, and why it was chosen.
+_loaded: list[tuple[ctypes.CDLL, str, Choice]] = []
 
 
 def _library() -> ctypes.CDLL | None:
@@ -88,8 +152,13 @@ def _library() -> ctypes.CDLL | None:
 
 
 def identity() -> str | None:
-    """Names what has been loaded: its instruction set, sources, compiler and flags."""
+    """Names what has been loaded: its instruction set, sources, compiler, flags and use of AMX."""
     return _loaded[0][1] if _loaded else None
+
+
+def chosen() -> Choice | None:
+    """The instruction set that has been loaded, and what was measured for it."""
+    return _loaded[0][2] if _loaded else None
 
 
 def library() -> ctypes.CDLL:

@@ -103,7 +103,7 @@ def _device(device: dict[str, Any]) -> str:
 
 def _kernels(found: dict[str, Any]) -> str:
     state = "built" if found.get("built") else "not built"
-    parts = [state, found.get("instruction_set"), found.get("compiler")]
+    parts = [state, found.get("chosen"), found.get("compiler")]
     return ", ".join(filter(None, parts))
 
 

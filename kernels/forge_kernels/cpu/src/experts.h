@@ -46,6 +46,7 @@ struct Experts {
   const int32_t* order;   // [E, d], the columns of x that those of gate_up are for; or null
   uint16_t* y;            // bf16[rows, d]
   long rows, per_token, count;
+  bool in_tiles = false;  // of AMX
 };
 
 // An expert that has rows, and its two products.
@@ -60,7 +61,7 @@ struct Part {
 template <Format format>
 void multiply_part(const Part& part, const Linear& op, long panel, long count, const char* ahead,
                    long lines) {
-  long step = op.rows <= kMaxRowsWide ? count : 1;
+  long step = op.rows <= kMaxRowsWide && !op.in_tiles ? count : 1;
   if (format == Format::kInt4) step = 1;
   for (long p = panel; p < panel + count; p += step) {
     long left = (panel + count - p) / step, share = (lines + left - 1) / left;
@@ -95,7 +96,8 @@ void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
     weights[at] = op.weights[p];
   }
 
-  long words = std::max(words_of(format, d), words_of(format, inner));
+  auto row_words = [&](long K) { return row_words_of(format, K, op.in_tiles); };
+  long words = std::max(row_words(d), row_words(inner));
   long groups = format == Format::kInt4 ? (std::max(d, inner) + kGroup - 1) / kGroup : 1;
   uint32_t* packed_words = scratch<uint32_t>(2, places * words);
   float* packed_scales = scratch<float>(3, places);
@@ -119,9 +121,10 @@ void run_experts(xla::ffi::ThreadPool& pool, const Experts& op) {
     down.weight = weights + first;
     down.epilogue = Epilogue::kAddWeighted;
     up.rows = down.rows = begin[e] - first;
+    up.in_tiles = down.in_tiles = op.in_tiles;
     PackedRows packed{packed_words + first * words, packed_scales + first,
                       packed_sums + first * groups};
-    Tiles tiles(up.rows, max_rows(format));
+    Tiles tiles = tiles_of(format, up);
     parts.push_back({up, down, packed, tiles, long(part_of_tile.size())});
     part_of_tile.insert(part_of_tile.end(), tiles.count, long(parts.size()) - 1);
   }

@@ -1,6 +1,8 @@
 // The handlers that XLA calls: they check nothing that the Python side has checked by shape.
 
+#include <chrono>
 #include <limits>
+#include <vector>
 
 #include "attention.h"
 #include "experts.h"
@@ -46,6 +48,7 @@ ffi::Error linear(ffi::ThreadPool pool, BF16 x, BF16 norm, ffi::AnyBuffer w, ffi
   op.N = columns;
   op.epilogue = static_cast<forge::Epilogue>(epilogue);
   op.blocks = {block, group, minima != 0};
+  op.in_tiles = forge::uses_tiles(static_cast<forge::Format>(format), x.dimensions()[0]);
   switch (static_cast<forge::Format>(format)) {
     case forge::Format::kBf16: forge::run_linear<forge::Format::kBf16>(pool, op); break;
     case forge::Format::kInt8: forge::run_linear<forge::Format::kInt8>(pool, op); break;
@@ -93,6 +96,7 @@ ffi::Error experts(ffi::ThreadPool pool, BF16 x, ffi::AnyBuffer gate_up, ffi::An
   op.count = gate_up.dimensions()[0];
   forge::Format up = static_cast<forge::Format>(format);
   forge::Format then = static_cast<forge::Format>(down_format);
+  op.in_tiles = forge::uses_tiles(up, x.dimensions()[0]);
   bool known = up == then || (forge::in_blocks(up) && forge::in_blocks(then));
   if (!known) return ffi::Error(ffi::ErrorCode::kInternal, "experts in formats that do not mix");
   switch (up) {
@@ -213,6 +217,38 @@ ffi::Error untouched(ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success()
 extern "C" {
 
 const char* forge_isa() { return FORGE_ISA; }
+
+// Whether this process may use AMX.
+int forge_request_tiles() { return forge::request_tiles(); }
+
+// From so many rows of x on products are made in tiles of AMX; negative: never.
+void forge_use_tiles(int64_t bf16_rows, int64_t int8_rows) {
+  forge::tiles_from[0] = bf16_rows < 0 ? forge::kNoTiles : bf16_rows;
+  forge::tiles_from[1] = int8_rows < 0 ? forge::kNoTiles : int8_rows;
+}
+
+// Seconds that one thread takes for `rows` rows times a packed matrix of bfloat16, or of int8.
+double forge_time_linear(const void* w, int64_t is_int8, int64_t rows, int64_t outputs,
+                         int64_t inputs, int64_t in_tiles) {
+  std::vector<uint16_t> x(rows * inputs, 0x3f80);
+  std::vector<float> y(rows * outputs), scale(outputs + forge::kPanel, 1.0f);
+  forge::Linear op{};
+  op.x = x.data();
+  op.w = w;
+  op.scale = scale.data();
+  op.y32 = y.data();
+  op.rows = rows;
+  op.N = outputs;
+  op.K = op.x_stride = inputs;
+  op.in_tiles = in_tiles;
+  auto start = std::chrono::steady_clock::now();
+  if (is_int8) {
+    forge::run_linear_alone<forge::Format::kInt8>(op);
+  } else {
+    forge::run_linear_alone<forge::Format::kBf16>(op);
+  }
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
 
 // bf16[N, K] -> panels; `scale` is f32 or f16 or unused, as the format says, and of int4 so many
 // columns apart. All memory is the caller's, who has threads of his own.

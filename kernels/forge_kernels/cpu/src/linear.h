@@ -9,18 +9,25 @@
 // that they would be in the first format, in registers, and are multiplied in the same order: what
 // comes out is the same bits. Or they are multiplied as whole numbers with rows of x that are rounded
 // to int8. Rows of x are packed in tiles of at most
-// kMaxRows, [K/2 or K/4, rows], words of 2 bfloat16 or 4 int8, so that a tile is a stream too.
+// kMaxRows, [K/2 or K/4, rows], words of 2 bfloat16 or 4 int8, so that a tile is a stream too. Where
+// bfloat16 is multiplied by FMAs, it is float32 there, [K, rows].
 //
 // Every element of y is one chain of sums over k, in order, whatever the number of rows, their
 // place, or the number of threads: the bits of a row depend on that row alone.
+//
+// Where the CPU has AMX, products with bfloat16, int8 and exact blocks are made in tiles (tiles.h) from
+// some number of rows on. That is the number of rows that x has, not of those that are in use: an
+// executable has one path. So a row's bits depend on that row and the shape of x.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
+#include "pairs.h"
 #include "parallel.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace forge {
 
@@ -89,6 +96,7 @@ struct Linear {
   const int32_t* to = nullptr;     // the row of y
   const int32_t* order = nullptr;  // [K]: the column of x that each is, or null: all in order
   const float* weight = nullptr;   // f32[rows]: kAddWeighted adds so many times the row to y32
+  bool in_tiles = false;           // of AMX: see `tiles_from`
 
   const uint16_t* x_row(long row) const { return x + (from ? from[row] : row) * x_stride; }
 };
@@ -100,6 +108,13 @@ struct Tiles {
     count = (total + most - 1) / most;
     rows = (total + count - 1) / count;
     count = (total + rows - 1) / rows;
+  }
+  // So many rows each, and the last what is left.
+  static Tiles of(long total, long rows) {
+    Tiles tiles(total, rows);
+    tiles.rows = rows;
+    tiles.count = (total + rows - 1) / rows;
+    return tiles;
   }
 };
 
@@ -152,6 +167,24 @@ inline long words_of(Format format, long K) {
                                                                         : (K + 31) / 32 * 8;
 }
 
+// Words of 4 bytes of a row of x.
+inline long row_words_of(Format format, long K, bool in_tiles) {
+  long words = words_of(format, K);
+  if (in_tiles) return (words + kTileWords - 1) / kTileWords * kTileWords;
+  return words * (has_plain_rows(format) ? kPairWords : 1);
+}
+
+// From so many rows of x on products are made in tiles: of bfloat16, and of int8.
+constexpr long kNoTiles = 1L << 62;
+inline long tiles_from[2] = {kNoTiles, kNoTiles};
+
+constexpr bool allows_tiles(Format format) {
+  return has_plain_rows(format) || format == Format::kInt8;
+}
+inline bool uses_tiles(Format format, long rows) {
+  return allows_tiles(format) && rows >= tiles_from[format == Format::kInt8];
+}
+
 // Of one panel of w.
 inline long panel_bytes_of(Format format, long K, const Blocks& blocks) {
   if (in_blocks(format)) return blocks.panel_bytes(format, K);
@@ -159,7 +192,7 @@ inline long panel_bytes_of(Format format, long K, const Blocks& blocks) {
 }
 
 struct PackedRows {
-  uint32_t* words;  // [tiles][words][rows of the tile]
+  uint32_t* words;  // [tiles][row_words_of][rows of the tile], or as tiles.h has them
   float* scales;    // int8 and int4: [rows]; rounded: [tiles][K / 32][rows of the tile]
   int32_t* sums;    // int8: [rows]; int4: [tiles][K / 32][rows]; rounded: [tiles][groups][rows]
   float* minima;    // rounded, with minima: the same
@@ -214,20 +247,39 @@ inline void round_groups(const float* x, const Linear& op, Format format, int8_t
   }
 }
 
+// A row of words where the tiles of AMX have it; what it needs of zeros is put behind it.
+inline void put_in_tile(uint16_t* row, long words, long number, long rows, uint32_t* out) {
+  long steps = (words + kTileWords - 1) / kTileWords, upper = number / kTileRows * kTileRows;
+  std::memset(row + 2 * words, 0, (steps * kTileWords - words) * 4);
+  long together = std::min(kTileRows, rows - upper);
+  out += upper * steps * kTileWords + (number - upper) * kTileWords;
+  for (long s = 0; s < steps; ++s)
+    std::memcpy(out + s * together * kTileWords, row + 2 * s * kTileWords, 4 * kTileWords);
+}
+
 // Packs the rows of one tile. A row that is not finite keeps a scale that is not, so that its
 // products are not either.
 inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long tile,
                       PackedRows& packed) {
   long first = tile * tiles.rows, rows = std::min(tiles.rows, op.rows - first);
   long words = words_of(format, op.K), K32 = (op.K + 31) / 32 * 32;
-  uint32_t* out = packed.words + first * words;
+  uint32_t* out = packed.words + first * row_words_of(format, op.K, op.in_tiles);
   float* row = scratch<float>(0, K32);
   uint16_t* narrow = scratch<uint16_t>(1, K32 * 2);
   int8_t* bytes = reinterpret_cast<int8_t*>(narrow);
   for (long r = 0; r < rows; ++r) {
     if (has_plain_rows(format) && !op.norm && !op.order && op.K % 2 == 0) {
+      if (op.in_tiles) {
+        std::memcpy(narrow, op.x_row(first + r), op.K * 2);
+        put_in_tile(narrow, words, r, rows, out);
+        continue;
+      }
       const uint16_t* x = op.x_row(first + r);
-      for (long k = 0; k < words; ++k) std::memcpy(out + k * rows + r, x + 2 * k, 4);
+      for (long k = 0; k < words; ++k) {
+        uint32_t pair;
+        std::memcpy(&pair, x + 2 * k, 4);
+        store_pair(out + kPairWords * k * rows + r, rows, pair);
+      }
       continue;
     }
     read_row(op, first + r, row);
@@ -258,8 +310,18 @@ inline void pack_tile(const Linear& op, Format format, const Tiles& tiles, long 
         }
       }
     }
+    if (op.in_tiles) {
+      put_in_tile(narrow, words, r, rows, out);
+      continue;
+    }
     for (long k = 0; k < words; ++k) {
-      std::memcpy(out + k * rows + r, static_cast<const char*>(source) + 4 * k, 4);
+      uint32_t word;
+      std::memcpy(&word, static_cast<const char*>(source) + 4 * k, 4);
+      if (has_plain_rows(format)) {
+        store_pair(out + kPairWords * k * rows + r, rows, word);
+      } else {
+        out[k * rows + r] = word;
+      }
     }
   }
 }
@@ -305,6 +367,16 @@ inline void write_panel(const Linear& op, long row, long panel, F16 first, F16 s
   if (column + 16 < op.N) write16(op, row, column + 16, op.N - column - 16, op.N, second);
 }
 
+// Integer sums of a row and a panel of int8.
+inline void write_int8(const Linear& op, const PackedRows& packed, long row, long panel, I16 first,
+                       I16 second) {
+  I16 offset = isplat(128 * packed.sums[row]);
+  F16 row_scale = splat(packed.scales[row]);
+  const float* scale = op.scale + panel * kPanel;
+  write_panel(op, row, panel, mul(to_float(isub(first, offset)), mul(row_scale, load(scale))),
+              mul(to_float(isub(second, offset)), mul(row_scale, load(scale + 16))));
+}
+
 // ---- tiles: R rows times P panels -------------------------------------------------------------
 
 // `ahead` is read into the L2 cache meanwhile, `ahead_lines` lines of it.
@@ -314,29 +386,7 @@ void tile_bf16(const Linear& op, const PackedRows& packed, const uint32_t* x, lo
   long words = (op.K + 1) / 2;
   const uint16_t* w = static_cast<const uint16_t*>(op.w) + (panel - op.first_panel) * words * 64;
   F16 acc[R][2 * P];
-#pragma GCC unroll 14
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int j = 0; j < 2 * P; ++j) acc[r][j] = zero();
-  for (long k = 0; k < words; ++k) {
-    I16 v[2 * P];
-#pragma GCC unroll 2
-    for (int p = 0; p < P; ++p) {
-      v[2 * p] = load_bits(w + p * words * 64 + k * 64);
-      v[2 * p + 1] = load_bits(w + p * words * 64 + k * 64 + 32);
-    }
-    if (ahead_lines > 0) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 2 * P; ++i) prefetch(ahead + 64 * i);
-      ahead += 128 * P;
-      ahead_lines -= 2 * P;
-    }
-#pragma GCC unroll 14
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < 2 * P; ++j) acc[r][j] = dot2(acc[r][j], v[j], x[k * R + r]);
-    }
-  }
+  multiply_pairs<R, P>(w, words, x, ahead, ahead_lines, acc);
   alignas(64) float out[R][2 * P][16];
 #pragma GCC unroll 14
   for (int r = 0; r < R; ++r)
@@ -381,17 +431,10 @@ void tile_int8(const Linear& op, const PackedRows& packed, const uint32_t* x, lo
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int j = 0; j < 2 * P; ++j) store_bits(out[r][j], acc[r][j]);
-  for (int r = 0; r < R; ++r) {
-    I16 offset = isplat(128 * packed.sums[row + r]);
-    F16 row_scale = splat(packed.scales[row + r]);
-    for (int p = 0; p < P; ++p) {
-      const float* scale = op.scale + (panel + p) * kPanel;
-      F16 first = mul(to_float(isub(load_bits(out[r][2 * p]), offset)), mul(row_scale, load(scale)));
-      F16 second = mul(to_float(isub(load_bits(out[r][2 * p + 1]), offset)),
-                       mul(row_scale, load(scale + 16)));
-      write_panel(op, row + r, panel + p, first, second);
-    }
-  }
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p)
+      write_int8(op, packed, row + r, panel + p, load_bits(out[r][2 * p]),
+                 load_bits(out[r][2 * p + 1]));
 }
 
 template <int R, int P>
@@ -523,9 +566,9 @@ void tile_blocks(const Linear& op, const PackedRows& packed, const uint32_t* x, 
 #pragma GCC unroll 14
         for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-          for (int j = 0; j < 2 * P; ++j) acc[r][j] = dot2(acc[r][j], v[j], x[r]);
+          for (int j = 0; j < 2 * P; ++j) acc[r][j] = dot2(acc[r][j], v[j], load_pair(x + r, R));
         }
-        x += R;
+        x += kPairWords * R;
       }
     }
   }
@@ -898,6 +941,11 @@ inline long tile_rows(Format format, long rows, const Blocks& blocks) {
   return rows_in_registers(int(kGroup / blocks.group));
 }
 
+inline Tiles tiles_of(Format format, const Linear& op) {
+  if (op.in_tiles) return Tiles::of(op.rows, kTileRowsTogether);
+  return Tiles(op.rows, tile_rows(format, op.rows, op.blocks));
+}
+
 template <Format format, size_t... R>
 TileFunction pick_unpacked(long rows, std::index_sequence<R...>) {
   static constexpr TileFunction functions[] = {tile_unpacked<format, int(R) + 1>...};
@@ -923,7 +971,7 @@ constexpr long kTilesUnpacked = 2;  // from so many on a panel of blocks is unpa
 template <Format format, class Choose>
 void multiply_tiles(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
                     long last, long panel, const char* ahead, long lines, Choose choose) {
-  long words = words_of(format, op.K);
+  long words = row_words_of(format, op.K, false);
   for (long tile = first; tile < last; ++tile) {
     long row = tile * tiles.rows, rows = std::min(tiles.rows, op.rows - row);
     long left = last - tile, share = (lines + left - 1) / left;
@@ -940,11 +988,60 @@ void multiply_tiles(const Linear& op, const PackedRows& packed, const Tiles& til
                          [wide](long rows) { return pick<format>(rows, wide); });
 }
 
+// The rows of tiles from `first` to `last` times a panel, by AMX.
+template <Format format>
+void multiply_in_tiles(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
+                       long last, long panel, const char* ahead, long lines) {
+  struct Context {
+    const Linear& op;
+    const PackedRows& packed;
+    long row, panel;
+  };
+  long row = first * tiles.rows;
+  Context context{op, packed, row, panel};
+  TileProduct product;
+  product.x = packed.words + row * row_words_of(format, op.K, true);
+  product.w = static_cast<const uint8_t*>(op.w) + panel * panel_bytes_of(format, op.K, op.blocks);
+  if constexpr (in_blocks(format)) {
+    uint16_t* unpacked = scratch<uint16_t>(2, words_of(format, op.K) * 64);
+    unpack_panel<format>(op, panel, unpacked);
+    product.w = reinterpret_cast<const uint8_t*>(unpacked);
+  }
+  product.rows = std::min(last * tiles.rows, op.rows) - row;
+  product.words = words_of(format, op.K);
+  product.ahead = ahead;
+  product.ahead_lines = lines;
+  product.context = &context;
+  product.write = [](void* context, long row, long rows, const void* sums) {
+    const Context& c = *static_cast<const Context*>(context);
+    const char* at = static_cast<const char*>(sums);
+    for (long r = c.row + row; r < c.row + row + rows; ++r, at += 4 * kPanel) {
+      if constexpr (format == Format::kInt8) {
+        write_int8(c.op, c.packed, r, c.panel, load_bits(at), load_bits(at + 64));
+      } else {
+        const float* y = reinterpret_cast<const float*>(at);
+        write_panel(c.op, r, c.panel, load(y), load(y + 16));
+      }
+    }
+  };
+  if constexpr (format == Format::kInt8) {
+    multiply_tiles_int8(product);
+  } else {
+    multiply_tiles_bf16(product);
+  }
+}
+
 // The same, of blocks by way of a panel in another form where there are many: of bfloat16, or for
 // rounded rows of words that need no shuffling.
 template <Format format>
 void multiply_panel(const Linear& op, const PackedRows& packed, const Tiles& tiles, long first,
                     long last, long panel, int wide, const char* ahead, long lines) {
+  if constexpr (allows_tiles(format)) {
+    if (op.in_tiles) {
+      multiply_in_tiles<format>(op, packed, tiles, first, last, panel, ahead, lines);
+      return;
+    }
+  }
   if constexpr (has_rounded_rows(format)) {
     if (last - first >= kTilesUnpacked) {
       uint8_t* unpacked = scratch<uint8_t>(2, unpacked_bytes(op));
@@ -972,21 +1069,34 @@ void multiply_panel(const Linear& op, const PackedRows& packed, const Tiles& til
   multiply_tiles<format>(op, packed, tiles, first, last, panel, wide, ahead, lines);
 }
 
+// Memory of the calling thread for all rows of x.
 template <Format format>
-void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
-  if (op.rows <= 0) return;
-  long words = words_of(format, op.K), sums = PackedRows::sums_of(format, op.K, op.blocks);
-  long panels = (op.N + kPanel - 1) / kPanel;
-  Tiles tiles(op.rows, tile_rows(format, op.rows, op.blocks));
-  // Two panels at a time give more independent sums; few of them would divide badly among threads.
-  bool many = panels >= 64L * pool.num_threads();
-  int wide = !sums_by_group(format) && op.rows <= kMaxRowsWide && panels % 2 == 0 && many ? 2 : 1;
-  long panel_bytes = panel_bytes_of(format, op.K, op.blocks);
+PackedRows packed_rows_of(const Linear& op) {
+  long words = row_words_of(format, op.K, op.in_tiles);
+  long sums = PackedRows::sums_of(format, op.K, op.blocks);
   PackedRows packed;
   packed.words = scratch<uint32_t>(2, op.rows * words);
   packed.scales = scratch<float>(3, op.rows * PackedRows::scales_of(format, op.K));
   packed.sums = scratch<int32_t>(4, op.rows * sums);
   packed.minima = scratch<float>(4, has_rounded_rows(format) && op.blocks.minima ? op.rows * sums : 0);
+  return packed;
+}
+
+// Two panels at a time give more independent sums; few of them would divide badly among threads.
+template <Format format>
+int panels_together(const Linear& op, long panels, long threads) {
+  bool few_rows = !sums_by_group(format) && !op.in_tiles && op.rows <= kMaxRowsWide;
+  return few_rows && panels % 2 == 0 && panels >= 64L * threads ? 2 : 1;
+}
+
+template <Format format>
+void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
+  if (op.rows <= 0) return;
+  long panels = (op.N + kPanel - 1) / kPanel;
+  Tiles tiles = tiles_of(format, op);
+  int wide = panels_together<format>(op, panels, pool.num_threads());
+  long panel_bytes = panel_bytes_of(format, op.K, op.blocks);
+  PackedRows packed = packed_rows_of<format>(op);
 
   // Many rows are cut into groups of tiles too, so that every thread finds work.
   Team team(pool, std::max(panels / wide, tiles.count));
@@ -1010,6 +1120,21 @@ void run_linear(xla::ffi::ThreadPool& pool, const Linear& op) {
     team.run(phase(units, multiply));
   } else {
     team.run(phase(tiles.count, pack), phase(units * row_groups, multiply));
+  }
+}
+
+// The same in the calling thread alone.
+template <Format format>
+void run_linear_alone(const Linear& op) {
+  long panels = (op.N + kPanel - 1) / kPanel, panel_bytes = panel_bytes_of(format, op.K, op.blocks);
+  Tiles tiles = tiles_of(format, op);
+  int wide = panels_together<format>(op, panels, 1);
+  PackedRows packed = packed_rows_of<format>(op);
+  for (long tile = 0; tile < tiles.count; ++tile) pack_tile(op, format, tiles, tile, packed);
+  for (long panel = 0; panel < panels; panel += wide) {
+    const char* ahead = static_cast<const char*>(op.w) + (panel + wide) * panel_bytes;
+    long lines = panel + wide < panels ? wide * panel_bytes / 64 : 0;
+    multiply_panel<format>(op, packed, tiles, 0, tiles.count, panel, wide, ahead, lines);
   }
 }
 

@@ -1,8 +1,10 @@
-// Sixteen lanes of float32 or int32, for AVX-512 (with BF16 and VNNI) and for AVX2 (with FMA).
+// Sixteen lanes of float32 or int32, for AVX-512 and for AVX2 with FMA. Both use VNNI where the
+// compiler may, and AVX-512 also BF16.
 //
-// The two forms promise the same results up to rounding. `dot2` sums two bfloat16 products into
-// each float lane, `dot4` four products of u8 and s8 into each int lane: the inner steps of every
-// matrix product here.
+// All forms promise the same results up to rounding. `dot2` sums two bfloat16 products into each
+// float lane, `dot4` four products of u8 and s8 into each int lane: the inner steps of every matrix
+// product here. Integer sums have the same bits in all forms. `dot2` has the same bits wherever it is
+// made of two FMAs, which is everywhere but with BF16.
 #pragma once
 
 #include <immintrin.h>
@@ -23,11 +25,22 @@ inline float bf16_to_f32(uint16_t bits) {
   return value;
 }
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 
-#define FORGE_ISA "avx512"
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#define FORGE_ISA "avx512_bf16"
 constexpr int kMaxRows = 14;     // rows of a tile of 32 columns: 28 of 32 registers accumulate
 constexpr int kMaxRowsWide = 6;  // rows of a tile of 64 columns
+#else
+#if defined(__AVX512VNNI__)
+#define FORGE_ISA "avx512_vnni"
+#else
+#define FORGE_ISA "avx512"
+#endif
+#define FORGE_FLOAT_PAIRS
+constexpr int kMaxRows = 12;  // pairs of weights take two registers as float32
+constexpr int kMaxRowsWide = 5;
+#endif
 
 using F16 = __m512;
 using I16 = __m512i;
@@ -44,8 +57,20 @@ inline F16 load_bf16(const uint16_t* p) {
   __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
+#if defined(__AVX512BF16__)
+inline __m256i narrow_bf16(F16 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+#else
+inline __m256i narrow_bf16(F16 x) {  // to nearest even
+  __m512i bits = _mm512_castps_si512(x);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_srli_epi32(
+      _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7fc0)));
+}
+#endif
 inline void store_bf16(uint16_t* p, F16 x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16(x));
 }
 inline F16 add(F16 a, F16 b) { return _mm512_add_ps(a, b); }
 inline F16 sub(F16 a, F16 b) { return _mm512_sub_ps(a, b); }
@@ -104,17 +129,52 @@ inline F16 twice_high(F16 x) {
   return _mm512_permutexvar_ps(at, x);
 }
 // Both rounded to bfloat16, one after the other.
+#if defined(__AVX512BF16__)
 inline I16 to_bf16(F16 a, F16 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
+#else
+inline I16 to_bf16(F16 a, F16 b) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(narrow_bf16(a)), narrow_bf16(b), 1);
+}
+#endif
 // 2^n * x for whole n.
 inline F16 scale_by_power(F16 x, F16 n) { return _mm512_scalef_ps(x, n); }
 inline F16 round_nearest(F16 x) { return _mm512_roundscale_ps(x, 0); }
 
+#if defined(__AVX512BF16__)
 inline F16 dot2(F16 acc, I16 w, uint32_t x) {
   return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(int32_t(x)));
 }
+#else
+inline F16 dot2(F16 acc, I16 w, F16 even, F16 odd) {
+  F16 w_even = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
+  F16 w_odd = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(int32_t(0xffff0000))));
+  return _mm512_fmadd_ps(w_odd, odd, _mm512_fmadd_ps(w_even, even, acc));
+}
+inline F16 dot2(F16 acc, I16 w, uint32_t x) {
+  return dot2(acc, w, _mm512_castsi512_ps(_mm512_set1_epi32(int32_t(x << 16))),
+              _mm512_castsi512_ps(_mm512_set1_epi32(int32_t(x & 0xffff0000))));
+}
+#endif
+#if defined(__AVX512VNNI__)
 inline I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
   return _mm512_dpbusd_epi32(acc, w_u8, _mm512_set1_epi32(int32_t(x_s8)));
 }
+// Products of u8 up to 15 and s8.
+inline I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
+#else
+inline I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
+  // Even and odd bytes apart: pairs of u8 * s8 would overflow the 16 bits of maddubs.
+  __m512i x = _mm512_set1_epi32(int32_t(x_s8));
+  __m512i even = _mm512_madd_epi16(_mm512_and_si512(w_u8, _mm512_set1_epi16(0x00ff)),
+                                   _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
+  __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w_u8, 8), _mm512_srai_epi16(x, 8));
+  return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
+}
+inline I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) {
+  __m512i pairs = _mm512_maddubs_epi16(w, _mm512_set1_epi32(int32_t(x_s8)));
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+#endif
 inline I16 low_nibbles(I16 x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline I16 high_nibbles(I16 x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
 // Products of s8 and s8, for weights that have been through `signed_words`: each adds kSignedBias
@@ -122,8 +182,6 @@ inline I16 high_nibbles(I16 x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
 constexpr int kSignedBias = 128;
 inline I16 signed_words(I16 w_s8) { return _mm512_xor_si512(w_s8, _mm512_set1_epi8(-128)); }
 inline I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
-// Products of u8 up to 15 and s8.
-inline I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) { return dot4(acc, w, x_s8); }
 // Two rows of 32 values of 16 bits -> the pairs of each column together; columns in the order of
 // `kOrder8`, in fours.
 inline void pair_columns(const void* a, const void* b, I16& first, I16& second) {
@@ -237,7 +295,11 @@ inline F16 select_greater(F16 x, float t, F16 yes, F16 no) {
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
+#if defined(__AVXVNNI__)
+#define FORGE_ISA "avx2_vnni"
+#else
 #define FORGE_ISA "avx2"
+#endif
 constexpr int kMaxRows = 3;
 constexpr int kMaxRowsWide = 1;
 
@@ -391,6 +453,11 @@ inline F16 dot2(F16 acc, I16 w, uint32_t x) {
   __m256 odd = _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(x & 0xffff0000)));
   return {dot2_half(acc.lo, w.lo, even, odd), dot2_half(acc.hi, w.hi, even, odd)};
 }
+#if defined(__AVXVNNI__)
+inline __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
+  return _mm256_dpbusd_avx_epi32(acc, w, x);
+}
+#else
 inline __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
   // Even and odd bytes apart: pairs of u8 * s8 would overflow the 16 bits of maddubs.
   __m256i byte = _mm256_set1_epi16(0x00ff);
@@ -399,6 +466,7 @@ inline __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
   __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
   return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 }
+#endif
 inline I16 dot4(I16 acc, I16 w_u8, uint32_t x_s8) {
   __m256i x = _mm256_set1_epi32(int32_t(x_s8));
   return {dot4_half(acc.lo, w_u8.lo, x), dot4_half(acc.hi, w_u8.hi, x)};
@@ -410,12 +478,18 @@ inline I16 high_nibbles(I16 x) {
 }
 constexpr int kSignedBias = 0;
 inline I16 signed_words(I16 w_s8) { return w_s8; }
-inline __m256i add_pairs(__m256i acc, __m256i pairs) {
+// Products of u8 and s8 whose pairs stay within 16 bits.
+#if defined(__AVXVNNI__)
+inline __m256i dot4_small(__m256i acc, __m256i w, __m256i x) { return dot4_half(acc, w, x); }
+#else
+inline __m256i dot4_small(__m256i acc, __m256i w, __m256i x) {
+  __m256i pairs = _mm256_maddubs_epi16(w, x);
   return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-// Pairs stay within 16 bits: 2 * 128 * 127 of values, where x is not -128.
+#endif
+// Pairs are 2 * 128 * 127 at most, where x is not -128.
 inline __m256i signed_half(__m256i acc, __m256i w, __m256i x) {
-  return add_pairs(acc, _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)));
+  return dot4_small(acc, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
 }
 inline I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) {
   __m256i x = _mm256_set1_epi32(int32_t(x_s8));
@@ -423,8 +497,7 @@ inline I16 dot4_signed(I16 acc, I16 w, uint32_t x_s8) {
 }
 inline I16 dot4_nibbles(I16 acc, I16 w, uint32_t x_s8) {
   __m256i x = _mm256_set1_epi32(int32_t(x_s8));
-  return {add_pairs(acc.lo, _mm256_maddubs_epi16(w.lo, x)),
-          add_pairs(acc.hi, _mm256_maddubs_epi16(w.hi, x))};
+  return {dot4_small(acc.lo, w.lo, x), dot4_small(acc.hi, w.hi, x)};
 }
 inline void pair_columns(const void* a, const void* b, I16& first, I16& second) {
   I16 x = load_bits(a), y = load_bits(b);
@@ -526,7 +599,32 @@ inline F16 select_greater(F16 x, float t, F16 yes, F16 no) {
 }
 
 #else
-#error "these kernels need AVX2 with FMA and F16C, or AVX-512 with BF16 and VNNI"
+#error "these kernels need AVX2 with FMA and F16C, or AVX-512 with BW, DQ and VL"
+#endif
+
+// How a pair of neighbours of a row of x lies in memory: a word of two bfloat16; or two float32, a
+// `stride` apart, where products are made of FMAs that read them as they are.
+#if defined(FORGE_FLOAT_PAIRS)
+constexpr int kPairWords = 2;
+struct Pair {
+  F16 even, odd;
+};
+inline Pair load_pair(const uint32_t* p, long stride) {
+  float pair[2];
+  std::memcpy(&pair[0], p, 4);
+  std::memcpy(&pair[1], p + stride, 4);
+  return {splat(pair[0]), splat(pair[1])};
+}
+inline void store_pair(uint32_t* p, long stride, uint32_t bf16s) {
+  p[0] = bf16s << 16;
+  p[stride] = bf16s & 0xffff0000;
+}
+inline F16 dot2(F16 acc, I16 w, Pair x) { return dot2(acc, w, x.even, x.odd); }
+#else
+constexpr int kPairWords = 1;
+using Pair = uint32_t;
+inline Pair load_pair(const uint32_t* p, long) { return *p; }
+inline void store_pair(uint32_t* p, long, uint32_t bf16s) { *p = bf16s; }
 #endif
 
 inline uint16_t f32_to_bf16(float value) {

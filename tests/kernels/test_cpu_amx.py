@@ -1,0 +1,158 @@
+"""Products in AMX tiles: `amx.cc` with its instructions in software, which Intel's manual defines.
+
+The instructions of the CPU are not run here. That they are compiled is a part of every build.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from importlib import import_module
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from forge_kernels.cpu.build import find_compiler
+
+HERE = Path(__file__).parent / "cpu_amx"
+SOURCES = import_module("forge_kernels.cpu.build").SOURCES
+ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 64, 70)
+WORDS = (1, 7, 15, 16, 17, 32, 50)
+
+
+def compiled(folder: Path, *changes: tuple[str, str]) -> ctypes.CDLL:
+    """`amx.cc`, with changes, on emulated instructions."""
+    text = (SOURCES / "amx.cc").read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, f"amx.cc has changed: {old}"
+        text = text.replace(old, new)
+    (folder / "amx.cc").write_text(text)
+    shutil.copy(SOURCES / "tiles.h", folder)
+    for name in ("tile_instructions.h", "shim.cc"):
+        shutil.copy(HERE / name, folder)
+    command = [*find_compiler(), "-O1", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared"]
+    sources = [folder / name for name in ("amx.cc", "shim.cc")]
+    subprocess.run([*command, *sources, "-o", folder / "amx.so"], check=True)
+    return ctypes.CDLL(str(folder / "amx.so"))
+
+
+@pytest.fixture(scope="module")
+def amx(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return compiled(tmp_path_factory.mktemp("amx"))
+
+
+def multiply(amx: ctypes.CDLL, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """x: 4 bytes along k in a word, [rows, words, 2 or 4]; w: [words, 32, 2 or 4]."""
+    rows, words = x.shape[:2]
+    padded = np.zeros((rows, -(-words // 16) * 16), np.uint32)
+    padded[:, :words] = x.view(np.uint32)[..., 0]
+    blocks = [padded[r : r + 16] for r in range(0, rows, 16)]
+    steps = [block.reshape(len(block), -1, 16).transpose(1, 0, 2).ravel() for block in blocks]
+    packed, weights = np.concatenate(steps), np.ascontiguousarray(w)
+    is_int8 = w.dtype == np.uint8
+    out = np.full((rows, 32), 0xDEAD, np.uint32)
+    amx.multiply(
+        *(ctypes.c_void_p(array.ctypes.data) for array in (packed, weights)),
+        *(ctypes.c_long(n) for n in (rows, words)),
+        ctypes.c_int(is_int8),
+        ctypes.c_void_p(out.ctypes.data),
+    )
+    return out.view(np.int32 if is_int8 else np.float32)
+
+
+def bf16_by_the_manual(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Each 16 words: even and odd values are summed from zero, the two sums added, then the rest.
+
+    Written with products and sums apart: a product of two bfloat16 is exact in float32, unless it
+    is subnormal.
+    """
+    a, b = x.astype(np.float32), w.astype(np.float32)
+    y = np.zeros((len(x), 32), np.float32)
+    for first in range(0, x.shape[1], 16):
+        sums = np.zeros((2, len(x), 32), np.float32)
+        for k in range(first, min(first + 16, x.shape[1])):
+            for i in range(2):
+                sums[i] += a[:, k, i, None] * b[None, k, :, i]
+        y += sums[0] + sums[1]
+    return y
+
+
+def bf16_case(rows: int, words: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng([rows, words])
+    x = rng.standard_normal((rows, words, 2)) * 2.0 ** rng.integers(-8, 8, (rows, words, 2))
+    w = rng.standard_normal((words, 32, 2))
+    return x.astype(ml_dtypes.bfloat16), w.astype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_bfloat16_has_the_bits_of_the_manual(amx, words):
+    for rows in ROWS:
+        x, w = bf16_case(rows, words)
+        np.testing.assert_array_equal(multiply(amx, x, w), bf16_by_the_manual(x, w), f"{rows} rows")
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_int8_is_exact(amx, words):
+    rng = np.random.default_rng(words)
+    w = rng.integers(0, 256, (words, 32, 4), np.uint8)
+    for rows in ROWS:
+        x = rng.integers(-128, 128, (rows, words, 4), np.int8)
+        want = np.einsum("rki,kni->rn", x.astype(np.int64), w.astype(np.int64))
+        np.testing.assert_array_equal(multiply(amx, x, w), want, f"{rows} rows")
+
+
+def test_the_bits_of_a_row_do_not_depend_on_other_rows(amx):
+    x, w = bf16_case(70, 50)
+    whole = multiply(amx, x, w)
+    for rows in range(1, 70):
+        np.testing.assert_array_equal(multiply(amx, x[:rows], w), whole[:rows])
+    order = np.random.default_rng(0).permutation(70)
+    np.testing.assert_array_equal(multiply(amx, x[order], w), whole[order])
+
+
+def test_subnormal_numbers_are_zero(amx):
+    """Going in, and coming out: TDPBF16PS ignores how the processor is set."""
+    x, w = np.zeros((3, 1, 2), ml_dtypes.bfloat16), np.zeros((1, 32, 2), ml_dtypes.bfloat16)
+    x[:, 0, 0], w[0, :, 0] = [2.0**-130, 2.0**-100, 2.0**-100], 2.0**-30
+    w[0, 1, 0], w[0, 2, 0] = 2.0**120, 2.0**-26
+    out = multiply(amx, x, w)
+    assert not out[0].any()  # 2^-130 times anything
+    assert out[1, 0] == 0 and out[1, 1] == 2.0**20 and out[1, 2] == np.float32(2.0**-126)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("dot<integer, 3, 5, 7>();", "dot<integer, 3, 5, 6>();"),
+        ("tile_load<7>(w + 64, 128);", "tile_load<7>(w + 32, 128);"),
+        ("kStepBytes, left * 128);", "kStepBytes, left * 64);"),
+    ],
+    ids=["tile", "column", "tail"],
+)
+@pytest.mark.quick_cases(1)
+def test_a_planted_fault_is_seen(tmp_path, fault):
+    faulty = compiled(tmp_path, fault)
+    x, w = bf16_case(40, 17)
+    assert not np.array_equal(multiply(faulty, x, w), bf16_by_the_manual(x, w))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cpu_kernels")
+def test_tiles_pass_the_checks_of_the_kernels(tmp_path):
+    """The whole library on emulated instructions, which multiply every number of rows."""
+    from cpu_contract import digests
+    from test_blocks import rounded_digests
+    from test_cpu_build import child
+
+    shutil.copytree(SOURCES, tmp_path / "src")
+    shutil.copy(HERE / "tile_instructions.h", tmp_path / "src")
+    result = child("--isa", "amx", "--sources", str(tmp_path / "src"))
+    assert result["failed"] == {}
+    assert result["identity"].endswith("-amx-1-1")  # a part of the fingerprint
+    assert result["rounded"] == rounded_digests()
+    mine = digests()
+    same = {name for name, value in result["digests"].items() if mine.get(name) == value}
+    whole_numbers = {name for name in mine if name.startswith(("int8", "int4"))}
+    assert whole_numbers <= same  # int8 has the bits that it has without tiles
+    assert not {name for name in mine if name.startswith("bf16")} & same
