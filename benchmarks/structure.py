@@ -15,6 +15,7 @@ import json
 import re
 import statistics
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -178,23 +179,10 @@ def between_rooms(edges: dict[str, set[str]]) -> dict[str, set[str]]:
 
 def complexities(folders: Iterable[Path]) -> list[int]:
     """The cyclomatic complexity of every function, from ruff."""
-    limit = "lint.mccabe.max-complexity=0"
-    command = [
-        "ruff",
-        "check",
-        "--isolated",
-        "--ignore-noqa",
-        "--select",
-        "C901",
-        "--config",
-        limit,
-    ]
-    done = subprocess.run(
-        [*command, "--output-format", "json", *map(str, folders)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--ignore-noqa"]
+    command += ["--select", "C901", "--config", "lint.mccabe.max-complexity=0"]
+    command += ["--output-format", "json", *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"ruff failed: {done.stderr.strip()[-500:]}")
     messages = [item["message"] for item in json.loads(done.stdout)]

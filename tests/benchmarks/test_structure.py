@@ -2,6 +2,8 @@
 
 import ast
 
+import pytest
+
 from benchmarks import structure
 
 
@@ -48,6 +50,7 @@ def test_complexity_is_that_of_each_function(tmp_path):
     assert sorted(structure.complexities([tmp_path])) == [1, 2]
 
 
+@pytest.mark.slow
 def test_the_packages_of_this_repository_are_measured():
     edges = structure.import_edges()
     assert "forge_jax.config" in edges["forge_jax.engine"]

@@ -302,7 +302,6 @@ def test_what_is_not_http_is_one_line_in_the_log():
             malformed = (
                 head + b"Transfer-Encoding: chunked\r\n\nzz\r\n",
                 head + b"Content-Length: many\r\n\r\n",
-                head + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\nnot gzip!",
                 head + b"Authorization: Bearer sk-secret\x01\r\n\r\n",
                 head + b"Authorization: Bearer sk-secret" + b"x" * 9000 + b"\r\n\r\n",
                 head + b"Authorization : Bearer sk-secret\r\n\r\n",
