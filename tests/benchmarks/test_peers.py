@@ -272,6 +272,10 @@ class TestReport:
 
 
 class TestEngines:
+    @pytest.fixture(autouse=True)
+    def no_environments(self, monkeypatch, tmp_path_factory):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
     def test_a_configuration_of_forge_jax_is_spelled_like_its_fields(self, tmp_path):
         name, options = _forge_options("small:dtype=bfloat16,block_size=32")
         assert (name, options) == ("small", {"dtype": "bfloat16", "block_size": 32})
