@@ -31,7 +31,6 @@ from forge_serve.connections import only_chunked
 from forge_serve.content_coding import content_coding, decompressed
 from forge_serve.cors import Cors
 from forge_serve.embeddings import (
-    SCORE_PAIRS,
     EmbeddingRequest,
     PoolingRequest,
     RerankRequest,
@@ -66,7 +65,7 @@ from forge_serve.protocol import (
     TokenizeRequest,
 )
 from forge_serve.record import Trail
-from forge_serve.request_schemas import About
+from forge_serve.request_schemas import INVOKED, About
 from forge_serve.responses import ChatForm, CompletionForm, GenerateForm, ResponseForm
 from forge_serve.responses_api import MessageHead, ResponseCreate, ResponsesRequest
 from forge_serve.responses_compaction import CompactForm, CompactRequest
@@ -91,7 +90,6 @@ BODY_S = 60.0  # for the body of a request to arrive
 WRITE_STALL_S = 30.0
 SERVES = ("serving", "ready")  # states; "ready" is when nothing is left to be compiled
 MAX_NAMES, MAX_NAME_CHARS = 5, 64  # of served models, in an error
-SCORE_FIELDS = frozenset(name for pair in SCORE_PAIRS for name in pair)
 CLIENT_CLOSED = 499  # what the log and the metrics call an answer that nobody waited for
 OVER_WEBSOCKET = "WEBSOCKET"  # likewise the method of a WebSocket's message
 
@@ -426,14 +424,16 @@ class _Endpoints:
         self._service.ready_engine()
         body, limits = await self._body(http), self._service.config.limits
         fields = await self._read_apart(http, lambda: fields_of(body, limits))
-        for names, endpoint in (
-            ({"messages"}, self.chat_completions),
-            ({"prompt"}, self.completions),
-            ({"query"}, self.rerank),
-            (SCORE_FIELDS, self.score),
-            ({"input"}, self.embeddings),
-        ):
+        endpoints = {
+            ChatRequest: self.chat_completions,
+            CompletionRequest: self.completions,
+            RerankRequest: self.rerank,
+            ScoreRequest: self.score,
+            EmbeddingRequest: self.embeddings,
+        }
+        for kind, names in INVOKED.items():
             if fields & names:
+                endpoint = endpoints[kind]
                 http[_TRAIL].handler = endpoint.__name__
                 return await endpoint(http)
         raise RequestError(

@@ -7,7 +7,7 @@ around, is a test that fails. Bodies are `request_schemas`, answers are `answers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from forge_serve.protocol import (
     GenerateRequest,
     TokenizeRequest,
 )
-from forge_serve.request_schemas import REF, About, Schema, components
+from forge_serve.request_schemas import INVOKED, REF, About, Schema, components
 from forge_serve.responses_api import ResponseCreate, ResponsesRequest
 from forge_serve.responses_compaction import CompactRequest
 from forge_serve.responses_http import DEFAULT_PAGE, MAX_PAGE
@@ -90,6 +90,8 @@ class Operation:
       message: the struct of a message of the WebSocket that it opens; None: it opens none.
       message_example: such a message.
       or_requests: the structs of other bodies that it takes.
+      chosen_by: the fields that choose among these structs, the first that has one; None: any may
+        be meant.
       example: such a body; a model in it stands for the one that is served.
       answer: the type of its JSON; None: it answers with `content_type`; None as well: nothing.
       events: the type of an event of its stream, if it has one.
@@ -103,6 +105,7 @@ class Operation:
     message: type | None = None
     message_example: dict[str, Any] | None = None
     or_requests: tuple[type, ...] = ()
+    chosen_by: Mapping[type, frozenset[str]] | None = None
     example: dict[str, Any] | None = None
     answer: Any = None
     events: Any = None
@@ -302,7 +305,8 @@ OPERATIONS = {
     "invocations": Operation(
         summary="A chat, completion, embedding, ranking or score, whichever the body is",
         request=ChatRequest,
-        or_requests=(CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest),
+        or_requests=tuple(INVOKED)[1:],  # in the order in which they are looked for
+        chosen_by=INVOKED,
         example={"messages": [_USER], "max_tokens": 8},
         answer=dict[str, Any],
         events=dict[str, Any],
@@ -471,6 +475,8 @@ def _described(
     if operation.request is not None:
         kinds = (operation.request, *operation.or_requests)
         refs: list[Schema] = [{"$ref": REF.format(name=kind.__name__)} for kind in kinds]
+        if operation.chosen_by is not None:
+            refs = _apart(refs, [operation.chosen_by[kind] for kind in kinds])
         schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
         body = {"schema": schema, "examples": _examples(operation, about)}
         described["requestBody"] = {"required": True, "content": {JSON: body}}
@@ -487,6 +493,16 @@ def _described(
     if about.api_keys and path in OPEN_PATHS:
         described["security"] = []
     return described
+
+
+def _apart(refs: Sequence[Schema], fields: Sequence[Iterable[str]]) -> list[Schema]:
+    """Each schema for bodies without the fields of those before it."""
+    apart, before = [], []
+    for ref, names in zip(refs, fields, strict=True):
+        unless = [{"required": [name]} for name in before]
+        apart.append({"allOf": [ref, {"not": {"anyOf": unless}}]} if unless else ref)
+        before += sorted(names)
+    return apart
 
 
 def _examples(operation: Operation, about: About) -> dict[str, Any]:

@@ -25,7 +25,13 @@ from forge_serve import (
     responses_compaction,
     responses_items,
 )
-from forge_serve.embeddings import SCORE_PAIRS, PoolingRequest
+from forge_serve.embeddings import (
+    SCORE_PAIRS,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from forge_serve.limits import Limits
 from forge_serve.loras import LoadLoraRequest
 from forge_serve.messages import MessagesRequest
@@ -53,6 +59,15 @@ from forge_serve.validate import COUNTS
 if TYPE_CHECKING:
     from forge_jax.streams import StreamingEngine
     from forge_serve.config import ServerConfig
+
+# Of /invocations: the fields that choose among its requests, first come first.
+INVOKED: dict[type[GenerationRequest], frozenset[str]] = {
+    ChatRequest: frozenset({"messages"}),
+    CompletionRequest: frozenset({"prompt"}),
+    RerankRequest: frozenset({"query"}),
+    ScoreRequest: frozenset(name for pair in SCORE_PAIRS for name in pair),
+    EmbeddingRequest: frozenset({"input"}),
+}
 
 REF = "#/components/schemas/{name}"
 
@@ -524,7 +539,11 @@ def _item(kind: type, schema: Schema, about: About) -> None:
             "required": ["type", "encrypted_content"],
             "properties": {
                 "type": {"const": "compaction"},
-                "encrypted_content": {"type": "string", "pattern": "^forge-jax-1\\."},
+                "encrypted_content": {
+                    "type": "string",
+                    "pattern": "^forge-jax-1\\.",
+                    "description": "as /v1/responses/compact of this server made it",
+                },
             },
         },
         {

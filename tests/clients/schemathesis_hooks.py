@@ -33,6 +33,7 @@ EXCUSES = re.compile(
             r"stop and stop_sequences are the same|text\.format and response_format are the same",
             r"prompt_logprobs are not streamed|has to be stored|must have one, or as many",
             r"there is no such response|stores no responses|messages must not be empty",
+            r"was not made by /v1/responses/compact",
             r"the server has no --lora-folder",
             r"leave none of the allowed tokens|leave no token|has no tokens",
             # The size of things, in bytes and tokens
