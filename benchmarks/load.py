@@ -243,8 +243,9 @@ def _leaves(case: Case) -> Callable[[], Sequence[Any]]:
 
     from forge_jax.assemble import choose_device, choose_kernels, read_converted
     from forge_jax.checkpoint.load import load_weights
+    from forge_jax.checkpoint.model_spec import read_spec
     from forge_jax.config import EngineConfig
-    from forge_jax.models import build_model, read_spec
+    from forge_jax.models import build_model
 
     folder = Path(case.path)
     config = EngineConfig.from_options(model=case.path, kernels=case.kernels)

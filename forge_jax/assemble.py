@@ -40,6 +40,7 @@ from forge_jax.checkpoint.converted import Record, read_record
 from forge_jax.checkpoint.gguf import is_gguf
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import check_weights, load_weights
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import SELF, EngineConfig, split_lora
 from forge_jax.core import EngineCore, EngineParts, make_scheduler, max_rows
 from forge_jax.errors import (
@@ -53,22 +54,22 @@ from forge_jax.fingerprint import system_fingerprint
 from forge_jax.grammar import GrammarCompiler
 from forge_jax.models.decoder import WeightForms
 from forge_jax.models.lora import LoraShape
-from forge_jax.models.registry import build_model, decoded, read_spec, resolve_dtype
+from forge_jax.models.registry import build_model, decoded, resolve_dtype
 from forge_jax.observe.compilations import SinceReady
 from forge_jax.observe.memory import available_host_bytes, device_bytes, give_back_freed_memory
 from forge_jax.observe.startup import StartupTimes
 from forge_jax.observe.units import bytes_text
-from forge_jax.parallel.mesh import TensorMesh, choose_mesh
-from forge_jax.parallel.rules import check_shards, shard_spec
 from forge_jax.schedule.request import LoraRef
 from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.speculate import make_speculator
 from forge_jax.speculate.draft_model import DraftModel, draft_shapes
+from forge_jax.step.mesh import TensorMesh, choose_mesh
 from forge_jax.step.proposals import Proposals
 from forge_jax.step.runner import Runner, compiler_options, first_shapes, step_shapes
 from forge_jax.step.slots import MAX_END_TOKENS
 from forge_jax.step.step import Sampler
 from forge_jax.text.load import load_text
+from forge_jax.weights.partition import check_shards, shard_spec
 from forge_kernels import cpu
 from forge_kernels.attention import Implementation
 from forge_kernels.attention.cpu_ffi import unsupported

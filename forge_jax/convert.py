@@ -22,7 +22,6 @@ from forge_jax.assemble import choose_device, choose_kernels, read_model_spec
 from forge_jax.checkpoint import orbax
 from forge_jax.checkpoint.converted import WEIGHTS, Record, read_record, write_record
 from forge_jax.checkpoint.gguf import config_of, is_gguf, read_gguf
-from forge_jax.checkpoint.gguf.config import TYPES_KEY
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import check_weights, load_weights, read_shards
 from forge_jax.config import EngineConfig
@@ -31,10 +30,11 @@ from forge_jax.files import read_text
 from forge_jax.models import ModelSpec, build_model
 from forge_jax.models.decoder import Model
 from forge_jax.observe.units import bytes_text
-from forge_jax.parallel.rules import check_shards
 from forge_jax.text.gguf import gguf_templates
 from forge_jax.text.load import load_text
 from forge_jax.text.tokenizer import Tokenizer
+from forge_jax.weights.block_types import KEY as TYPES_KEY
+from forge_jax.weights.partition import check_shards
 
 COPIED = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     import jax
 
     from forge_jax.adapters import Adapters
+    from forge_jax.constraints import Constraints
     from forge_jax.grammar import Grammar, GrammarCompiler
-    from forge_jax.grammar.constraints import Constraints
     from forge_jax.grammar.token_filter import TokenFilter
     from forge_jax.text import ChatTemplate, Tokenizer
 
@@ -343,7 +343,7 @@ class EngineCore:
         self, seq: Sequence, grammar: Grammar | None, tokens: TokenFilter | None
     ) -> None:
         if self._constraints is None:
-            from forge_jax.grammar.constraints import Constraints
+            from forge_jax.constraints import Constraints
 
             ends = self.scheduler.config.eos_token_ids
             self._constraints = Constraints(self.vocab_size, ends)

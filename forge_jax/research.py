@@ -24,9 +24,10 @@ from forge_jax.checkpoint.converted import read_record
 from forge_jax.checkpoint.gguf import is_gguf
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import load_weights
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import GGUFWeights, python_names
 from forge_jax.errors import ModelError
-from forge_jax.models import KV, Leaves, Model, ModelSpec, build_model, read_spec
+from forge_jax.models import KV, Leaves, Model, ModelSpec, build_model
 from forge_jax.models.decoder import WeightForms
 from forge_jax.models.registry import decoded
 from forge_kernels import cpu

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from forge_jax.checkpoint.weight_map import decoder_weights
-from forge_jax.models.registry import read_spec
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.models.spec import ModelSpec
+from forge_jax.models.weight_map import decoder_weights
 
 LLAMA_3_1_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from forge_jax.checkpoint.safetensors import read_header
-from forge_jax.checkpoint.stored import FLOATS, StoredTensor
 from forge_jax.errors import CheckpointError, UnsupportedModelError
 from forge_jax.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, file_size, read_json, shown
 from forge_jax.models.decoder import Model
 from forge_jax.models.lora import LoraShape, lora_targets
 from forge_jax.models.registry import find_architecture
+from forge_jax.weights.stored import FLOATS, StoredTensor
 
 _PREFIX = "base_model.model."
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", re.ASCII)

@@ -21,7 +21,7 @@ import forge_jax
 from forge_jax.config import Rounding
 from forge_jax.errors import CheckpointError
 from forge_jax.files import read_json, shown
-from forge_jax.quant.spec import Values
+from forge_jax.weights.quantization import Values
 from forge_kernels.linear.packed import FORMATS, LAYOUT, Format
 
 FILE = "forge_jax.json"

@@ -21,19 +21,19 @@ from forge_jax.checkpoint.folder import open_checkpoint
 from forge_jax.checkpoint.gguf.weights import GGUFWeight, read_blocks
 from forge_jax.checkpoint.mapped import map_arrays
 from forge_jax.checkpoint.matrix import StoredMatrix
-from forge_jax.checkpoint.stored import FLOATS, StoredTensor, TensorSource, shorter
-from forge_jax.checkpoint.weight_map import Tensor, WeightMap
 from forge_jax.errors import CheckpointError
 from forge_jax.files import shown
 from forge_jax.models.decoder import Leaves, Model, WeightForms
 from forge_jax.models.registry import build_model, find_architecture
-from forge_jax.parallel.rules import Cut, axis_of, cut_of, matrix_of, whole_of
-from forge_jax.quant.block_types import KEY
-from forge_jax.quant.blocks import BlockForm, by_piece, forms_by_piece, piece_name
-from forge_jax.quant.forms import QuantizedForm, module_of, num_experts
-from forge_jax.quant.rounding import round_matrix
-from forge_jax.quant.shards import shard_of
-from forge_jax.quant.tensors import MIDDLE, Matrix, check_matrix, read_matrices, read_order
+from forge_jax.models.weight_map import Tensor, WeightMap
+from forge_jax.weights.block_types import KEY
+from forge_jax.weights.blocks import BlockForm, by_piece, forms_by_piece, piece_name
+from forge_jax.weights.forms import QuantizedForm, module_of, num_experts
+from forge_jax.weights.partition import Cut, axis_of, cut_of, matrix_of, whole_of
+from forge_jax.weights.rounding import round_matrix
+from forge_jax.weights.shards import shard_of
+from forge_jax.weights.stored import FLOATS, StoredTensor, TensorSource, shorter
+from forge_jax.weights.tensors import MIDDLE, Matrix, check_matrix, read_matrices, read_order
 from forge_kernels import cpu
 from forge_kernels.blocks import Blocks, BlockValues
 from forge_kernels.linear import (
@@ -55,7 +55,7 @@ from forge_kernels.linear.quantized import ARRAYS
 from forge_kernels.threads import for_each
 
 if TYPE_CHECKING:
-    from forge_jax.parallel.mesh import TensorMesh
+    from forge_jax.step.mesh import TensorMesh
 
 _COMPARED_ROWS = 4096  # at once
 _TOGETHER_BYTES = 256 * 2**20  # of leaves that are read by one call

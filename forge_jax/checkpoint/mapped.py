@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forge_jax.checkpoint.stored import StoredTensor, shorter
+from forge_jax.weights.stored import StoredTensor, shorter
 from forge_kernels.threads import for_each
 
 HUGE_PAGE = 2 * 2**20

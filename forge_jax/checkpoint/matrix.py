@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from forge_jax.checkpoint.stored import StoredTensor, TensorSource
-from forge_jax.checkpoint.weight_map import Tensor
+from forge_jax.models.weight_map import Tensor
+from forge_jax.weights.stored import StoredTensor, TensorSource
 from forge_kernels.linear.files import TYPES, Stretch
 from forge_kernels.linear.panels import aligned_empty
 from forge_kernels.threads import for_each

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from forge_jax.checkpoint.stored import BFLOAT16, StoredTensor
 from forge_jax.errors import CheckpointError
 from forge_jax.files import file_size, read_json, shown
+from forge_jax.weights.stored import BFLOAT16, StoredTensor
 
 DESCRIPTION = ".zarray"
 

@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from forge_jax.checkpoint.stored import (
+from forge_jax.errors import CheckpointError
+from forge_jax.files import file_size, shown
+from forge_jax.weights.stored import (
     BFLOAT16,
     FLOAT8_E4M3,
     FLOAT8_E5M2,
@@ -28,8 +30,6 @@ from forge_jax.checkpoint.stored import (
     MAX_TENSORS,
     StoredTensor,
 )
-from forge_jax.errors import CheckpointError
-from forge_jax.files import file_size, shown
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 MAX_METADATA_BYTES = 16 * 2**20

@@ -22,7 +22,9 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from forge_jax.checkpoint.stored import (
+from forge_jax.errors import CheckpointError
+from forge_jax.files import MIB, file_size, shown
+from forge_jax.weights.stored import (
     BFLOAT16,
     FLOAT8_E4M3,
     FLOAT8_E5M2,
@@ -32,8 +34,6 @@ from forge_jax.checkpoint.stored import (
     StoredTensor,
     span_of,
 )
-from forge_jax.errors import CheckpointError
-from forge_jax.files import MIB, file_size, shown
 
 MAX_DIRECTORY_BYTES = 32 * MIB
 MAX_PICKLE_BYTES = 32 * MIB

@@ -68,7 +68,8 @@ def _kernels() -> None:
 def _model(name: str) -> None:
     from forge_jax.checkpoint.hub import resolve
     from forge_jax.checkpoint.load import check_weights
-    from forge_jax.models.registry import build_model, read_spec
+    from forge_jax.checkpoint.model_spec import read_spec
+    from forge_jax.models.registry import build_model
 
     try:
         folder = resolve(name)

@@ -13,17 +13,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from forge_jax import supervise
 from forge_jax.errors import ForgeError, OverloadedError
+from forge_jax.grammar.probe import DEFAULT_LIMITS, Probe, ProbeLimits
 from forge_jax.grammar.spec import GrammarSpec, refused
 
 if TYPE_CHECKING:
     import llguidance
 
     from forge_jax.grammar.build import Grammar
-    from forge_jax.grammar.probe import Probe
     from forge_jax.grammar.vocabulary import Vocabulary
     from forge_jax.text import Tokenizer
 
@@ -32,16 +30,6 @@ CACHE_BYTES = 64 * MIB
 STACK_BYTES = 32 * MIB  # of the threads that compile: more than a probe has, and never touched
 NUM_THREADS = 2
 QUEUE_S = 30.0  # that a grammar may wait for its turn
-
-
-class ProbeLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one compilation may take."""
-
-    cpu_s: float = 0.5
-    memory_bytes: int = 192 * MIB
-
-
-DEFAULT_LIMITS = ProbeLimits()
 
 
 class GrammarCompiler:
@@ -160,8 +148,6 @@ class GrammarCompiler:
     def _probe(self) -> Probe:
         probe = getattr(self._own, "probe", None)
         if probe is None:
-            from forge_jax.grammar.probe import Probe
-
             probe = self._own.probe = Probe(self._vocabulary, self.limits or DEFAULT_LIMITS)
             self._probes.append(probe)
         return probe

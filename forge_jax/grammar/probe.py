@@ -19,13 +19,23 @@ import msgspec
 import psutil
 
 from forge_jax.errors import OverloadedError
-from forge_jax.grammar.compiler import ProbeLimits
 from forge_jax.grammar.spec import GrammarSpec
 from forge_jax.grammar.vocabulary import Vocabulary
 
 START_S = 60.0  # for the process to say that it is there
 LOST_S = 20.0  # for an answer when the machine gives the process no time
 LOOK_S = 0.05
+MIB = 1 << 20
+
+
+class ProbeLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one compilation may take."""
+
+    cpu_s: float = 0.5
+    memory_bytes: int = 192 * MIB
+
+
+DEFAULT_LIMITS = ProbeLimits()
 
 
 class Probe:

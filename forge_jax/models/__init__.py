@@ -1,7 +1,7 @@
 """Models: what they are (spec), which there are (registry), and what they compute (decoder)."""
 
 from forge_jax.models.decoder import KV, Leaves, Model
-from forge_jax.models.registry import build_model, read_spec
+from forge_jax.models.registry import build_model
 from forge_jax.models.spec import ModelSpec, RopeSpec
 
-__all__ = ["KV", "Leaves", "Model", "ModelSpec", "RopeSpec", "build_model", "read_spec"]
+__all__ = ["KV", "Leaves", "Model", "ModelSpec", "RopeSpec", "build_model"]

@@ -28,10 +28,10 @@ from jax import lax
 from forge_jax.cache.kv import KV, LayerKV, bits_of
 from forge_jax.models.lora import LayerLora, Lora
 from forge_jax.models.spec import ExpertSpec, ModelSpec, RopeSpec
-from forge_jax.parallel.rules import AXIS, shard_spec, shard_vocab
-from forge_jax.quant.blocks import BlockForm, BlockRows, Pieces, forms_by_piece
-from forge_jax.quant.forms import QuantizedForm
-from forge_jax.quant.spec import Values
+from forge_jax.weights.blocks import BlockForm, BlockRows, Pieces, forms_by_piece
+from forge_jax.weights.forms import QuantizedForm
+from forge_jax.weights.partition import AXIS, shard_spec, shard_vocab
+from forge_jax.weights.quantization import Values
 from forge_kernels.attention import Implementation, ragged_paged_attention, rotate_and_write
 from forge_kernels.embed import embed
 from forge_kernels.experts import choose_experts, mix_experts
@@ -636,7 +636,7 @@ class Model:
 
     With `shards`, it is one of so many that share the model of the whole `spec`: `leaves`, their
     bytes and `packings` are the shard's, and the functions are for inside of `shard_map`, see
-    `forge_jax.parallel.mesh`.
+    `forge_jax.step.mesh`.
     """
 
     spec: ModelSpec

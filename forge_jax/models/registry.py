@@ -1,21 +1,18 @@
-"""From a model folder or GGUF file to its spec, and from a spec to a model without weights."""
+"""From a configuration to the spec of a model, and from a spec to a model without weights."""
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
-from forge_jax.checkpoint.converted import read_record
-from forge_jax.checkpoint.gguf import config_of, is_gguf, read_gguf
 from forge_jax.config_file import Config
-from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
-from forge_jax.files import read_json, shown
+from forge_jax.errors import ModelError, UnsupportedModelError
+from forge_jax.files import shown
 from forge_jax.models.decoder import Decoder, Model, WeightForms
 from forge_jax.models.families import ARCHITECTURES, Architecture
 from forge_jax.models.spec import DTYPES, ModelSpec
-from forge_jax.quant.blocks import block_forms
-from forge_jax.quant.forms import cut_forms, quantized_forms
-from forge_jax.quant.rounding import rounded_forms
+from forge_jax.weights.blocks import block_forms
+from forge_jax.weights.forms import cut_forms, quantized_forms
+from forge_jax.weights.rounding import rounded_forms
 
 
 def find_architecture(name: str) -> Architecture:
@@ -27,40 +24,17 @@ def find_architecture(name: str) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """Reads `config.json` (and `generation_config.json`, if there is one) of a model folder.
-
-    Of a GGUF file, what its metadata say instead. The dtype of a converted folder is that of its
-    weights.
+def spec_of(config: Config, generation: Config) -> ModelSpec:
+    """The spec that `config.json` and `generation_config.json` describe.
 
     Raises:
       UnsupportedModelError: an architecture or option that is not implemented, by name.
-      ModelError: a file or field that is missing or wrong.
+      ModelError: a field is missing or wrong.
     """
-    config, generation = _read_configs(folder)
     names = config.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise config.error("architectures", "a list of one name")
-    architecture = find_architecture(names[0])
-    spec = architecture.read(config, generation)
-    record = read_record(folder)
-    return spec if record is None else dataclasses.replace(spec, dtype=record.dtype)
-
-
-def _read_configs(folder: Path) -> tuple[Config, Config]:
-    if is_gguf(folder):
-        config, generation = config_of(read_gguf(folder))
-        return Config(config, str(folder)), Config(generation, str(folder))
-    try:
-        config = read_json(folder / "config.json")
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no config.json: it is not a model folder") from None
-    generation_path = folder / "generation_config.json"
-    try:
-        generation = read_json(generation_path)
-    except FileNotFoundError:
-        generation = {}
-    return Config(config, str(folder / "config.json")), Config(generation, str(generation_path))
+    return find_architecture(names[0]).read(config, generation)
 
 
 def build_model(
@@ -70,7 +44,7 @@ def build_model(
 
     `forms` says how matrices are kept: plain by default; packed ones are for bfloat16. Those
     that the checkpoint has quantised, or in blocks, stay so. With `shards` it is one of so many
-    that share it (`forge_jax.parallel.rules.check_shards`).
+    that share it (`forge_jax.weights.partition.check_shards`).
 
     Raises:
       ModelError: no such dtype.

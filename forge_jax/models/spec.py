@@ -16,8 +16,8 @@ from typing import Any, Literal
 from forge_jax.config_file import Config
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.files import shown
-from forge_jax.quant.block_types import BlockTypes, read_block_types
-from forge_jax.quant.spec import QuantSpec, read_quantization
+from forge_jax.weights.block_types import BlockTypes, read_block_types
+from forge_jax.weights.quantization import QuantSpec, read_quantization
 
 ROPE_TYPES = ("default", "linear", "llama3", "longrope")
 DTYPES = ("bfloat16", "float16", "float32")

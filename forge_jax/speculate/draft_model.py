@@ -39,8 +39,8 @@ from forge_kernels.embed import embed
 
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
-    from forge_jax.parallel.mesh import TensorMesh
     from forge_jax.sampling_params import SamplingParams
+    from forge_jax.step.mesh import TensorMesh
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from forge_jax.config import Verification
 from forge_jax.errors import EngineError
 from forge_jax.grammar.masks import mask_width
 from forge_jax.models.lora import LoraShape, set_adapter
-from forge_jax.parallel.rules import shard_spec
 from forge_jax.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from forge_jax.schedule.plan import (
     Admission,
@@ -50,12 +49,13 @@ from forge_jax.step.slots import (
     slots_shape,
 )
 from forge_jax.step.step import Pooled, Sampler, StepOut, make_step
+from forge_jax.weights.partition import shard_spec
 from forge_kernels import cpu
 from forge_kernels.attention import Implementation
 
 if TYPE_CHECKING:
     from forge_jax.models.decoder import Model
-    from forge_jax.parallel.mesh import TensorMesh
+    from forge_jax.step.mesh import TensorMesh
 
 log = logging.getLogger(__name__)
 

@@ -30,14 +30,14 @@ from forge_jax.grammar.masks import mask_width
 from forge_jax.models import build_model
 from forge_jax.models.registry import find_architecture
 from forge_jax.models.spec import ModelSpec, RopeSpec
-from forge_jax.parallel.mesh import TensorMesh
-from forge_jax.parallel.rules import AXIS, shard_spec
-from forge_jax.quant import read_quantization
-from forge_jax.quant.block_types import BlockTypes
+from forge_jax.step.mesh import TensorMesh
 from forge_jax.step.meta import StepShape
 from forge_jax.step.runner import compiler_options
 from forge_jax.step.slots import slots_shape
 from forge_jax.step.step import make_step
+from forge_jax.weights.block_types import BlockTypes
+from forge_jax.weights.partition import AXIS, shard_spec
+from forge_jax.weights.quantization import read_quantization
 from forge_kernels.attention.mosaic_gpu import PRODUCT_DTYPES, mosaic_attention
 from forge_kernels.attention.quantized import QuantizedKV
 from forge_kernels.attention.shapes import LLAMA_3_1_8B, SHAPES, AttentionShape

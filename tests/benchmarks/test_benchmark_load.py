@@ -8,7 +8,8 @@ from benchmarks import load
 from benchmarks.floors import FLOORS
 from benchmarks.random_model import SHAPES, write_model
 from forge_jax.checkpoint.load import check_weights
-from forge_jax.models import build_model, read_spec
+from forge_jax.checkpoint.model_spec import read_spec
+from forge_jax.models import build_model
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ import pytest
 from forge_jax import LLM, SamplingParams
 from forge_jax.assemble import choose_budget, choose_device, choose_kernels
 from forge_jax.checkpoint.hub import resolve
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import EngineConfig, ModelConfig
 from forge_jax.errors import ConfigError
-from forge_jax.models import read_spec
 from forge_jax.models.decoder import WeightForms
 from forge_kernels import cpu
 from forge_kernels.cpu import BuildError, library

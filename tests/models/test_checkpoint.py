@@ -16,13 +16,14 @@ from safetensors.numpy import save_file
 from forge_jax.checkpoint import load, matrix
 from forge_jax.checkpoint.folder import open_checkpoint
 from forge_jax.checkpoint.load import load_weights
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
-from forge_jax.checkpoint.stored import StoredTensor
-from forge_jax.checkpoint.weight_map import Tensor
 from forge_jax.errors import CheckpointError
-from forge_jax.models import build_model, read_spec
+from forge_jax.models import build_model
 from forge_jax.models.decoder import WeightForms
 from forge_jax.models.families import ARCHITECTURES
+from forge_jax.models.weight_map import Tensor
+from forge_jax.weights.stored import StoredTensor
 from forge_kernels import cpu
 from forge_kernels.linear import files, packed
 from forge_kernels.linear.files import read_files
@@ -356,7 +357,8 @@ def test_a_folder_without_weights(tmp_path):
 
 PEAK = """
 import sys, threading, pathlib
-from forge_jax.models import build_model, read_spec
+from forge_jax.checkpoint.model_spec import read_spec
+from forge_jax.models import build_model
 from forge_jax.models.decoder import WeightForms
 from forge_jax.checkpoint.load import load_weights
 from forge_kernels import cpu

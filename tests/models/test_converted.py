@@ -25,10 +25,11 @@ from forge_jax.checkpoint import load as loading
 from forge_jax.checkpoint import mapped, orbax
 from forge_jax.checkpoint.converted import FILE, WEIGHTS, Record, write_record
 from forge_jax.checkpoint.load import CheckedLeaves, check_weights, load_weights
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import EngineConfig
 from forge_jax.errors import CheckpointError, ConfigError, ForgeError, ModelError
 from forge_jax.fingerprint import system_fingerprint
-from forge_jax.models import build_model, read_spec
+from forge_jax.models import build_model
 from forge_jax.text.load import load_text
 from forge_kernels import cpu
 from forge_kernels.cpu import BuildError, library
@@ -525,7 +526,8 @@ def test_a_mapped_file_that_became_shorter_is_an_error(folder, huge_pages):
 PEAK = """
 import sys, pathlib
 import jax.numpy as jnp
-from forge_jax.models import build_model, read_spec
+from forge_jax.checkpoint.model_spec import read_spec
+from forge_jax.models import build_model
 from forge_jax.checkpoint.load import CheckedLeaves, check_weights, load_weights
 
 def status(key):

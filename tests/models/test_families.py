@@ -9,9 +9,10 @@ import pytest
 from paged import PagedRun
 
 from forge_jax.checkpoint.load import load_weights
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.errors import ModelError, UnsupportedModelError
-from forge_jax.models import RopeSpec, build_model, read_spec
+from forge_jax.models import RopeSpec, build_model
 from forge_jax.models.decoder import WeightForms, rope_kinds
 from forge_jax.models.families import ARCHITECTURES
 from forge_jax.research import LoadedModel

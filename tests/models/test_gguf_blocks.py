@@ -23,15 +23,16 @@ from forge_jax.assemble import (
     read_converted,
     read_model_spec,
 )
-from forge_jax.checkpoint.gguf.quants import BY_NAME
 from forge_jax.checkpoint.load import load_weights
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import EngineConfig
 from forge_jax.errors import CheckpointError, ConfigError, ModelError
-from forge_jax.models import build_model, read_spec
+from forge_jax.models import build_model
 from forge_jax.models.decoder import WeightForms
-from forge_jax.quant.block_types import TYPES
-from forge_jax.quant.blocks import BlockForm, Pieces, forms_by_piece
 from forge_jax.research import LoadedModel
+from forge_jax.weights.block_types import TYPES
+from forge_jax.weights.blocks import BlockForm, Pieces, forms_by_piece
+from forge_jax.weights.ggml import BY_NAME
 from forge_kernels import cpu
 from forge_kernels.embed import embed
 from forge_kernels.linear import PackedWeight, QuantizedWeight

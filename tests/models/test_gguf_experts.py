@@ -13,12 +13,13 @@ from test_gguf_blocks import BYTES, GREEDY, IDS, OPTIONS, loaded, needs_kernels
 
 import forge_jax
 from forge_jax import LLM
-from forge_jax.checkpoint.gguf.config import TYPES_KEY
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.config import EngineConfig
 from forge_jax.convert import convert
 from forge_jax.errors import CheckpointError, UnsupportedModelError
-from forge_jax.models import build_model, read_spec
+from forge_jax.models import build_model
+from forge_jax.weights.block_types import KEY as TYPES_KEY
 
 EXPERTS = 3
 MIXED = (Q.Q8_0, Q.Q8_0, Q.Q8_0, Q.Q8_0, Q.Q5_K, Q.Q5_K, Q.Q4_0)  # experts in 8 and 4 bits

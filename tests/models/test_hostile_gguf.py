@@ -11,8 +11,9 @@ import pytest
 
 from forge_jax.checkpoint.gguf import read_gguf
 from forge_jax.checkpoint.load import check_weights
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.errors import CheckpointError, ModelError
-from forge_jax.models import build_model, read_spec
+from forge_jax.models import build_model
 from forge_jax.text import Tokenizer
 
 U32, STRING, ARRAY = 4, 8, 9

@@ -14,9 +14,10 @@ import pytest
 from forge_jax.checkpoint import folder as checkpoint_folder
 from forge_jax.checkpoint.folder import open_checkpoint
 from forge_jax.checkpoint.load import check_weights
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import MAX_HEADER_BYTES, read_header
 from forge_jax.errors import CheckpointError
-from forge_jax.models import build_model, read_spec
+from forge_jax.models import build_model
 
 FLOAT = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 

@@ -16,8 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from forge_jax.checkpoint.adapter import adapter_digest, check_adapter, read_adapter
 from forge_jax.checkpoint.load import load_weights
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
-from forge_jax.models import build_model, read_spec
+from forge_jax.models import build_model
 from forge_jax.models.decoder import WeightForms
 from forge_jax.models.lora import Lora, LoraShape, set_adapter
 from forge_jax.research import new_kv

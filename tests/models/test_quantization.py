@@ -8,7 +8,8 @@ from paged import MAX_LEN, PagedRun
 
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import load_weights
-from forge_jax.models import build_model, read_spec
+from forge_jax.checkpoint.model_spec import read_spec
+from forge_jax.models import build_model
 from forge_jax.models.decoder import WeightForms
 from forge_jax.research import LoadedModel
 from forge_jax.text import Tokenizer

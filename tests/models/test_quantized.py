@@ -19,12 +19,13 @@ from test_quantized_config import args, compressed
 
 from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.load import load_weights
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
-from forge_jax.models import build_model, read_spec
+from forge_jax.models import build_model
 from forge_jax.models.decoder import WeightForms
-from forge_jax.quant.tensors import read_matrices
 from forge_jax.research import LoadedModel
+from forge_jax.weights.tensors import read_matrices
 from forge_kernels import cpu
 from forge_kernels.linear import Quantization, QuantizedWeight, linear
 

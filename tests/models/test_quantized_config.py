@@ -4,8 +4,8 @@ import pytest
 
 from forge_jax.config_file import Config
 from forge_jax.errors import ModelError, UnsupportedModelError
-from forge_jax.quant import read_quantization
-from forge_jax.quant.names import compile_pattern
+from forge_jax.weights.names import compile_pattern
+from forge_jax.weights.quantization import read_quantization
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 BLOCKS = FP8 | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "mlp.gate"]}

@@ -36,14 +36,15 @@ from test_quantized_config import args, compressed
 
 from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.load import load_weights
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
-from forge_jax.checkpoint.stored import FLOAT8_E4M3
 from forge_jax.config_file import Config
 from forge_jax.errors import CheckpointError, UnsupportedModelError
-from forge_jax.models import build_model, read_spec
+from forge_jax.models import build_model
 from forge_jax.models.decoder import WeightForms
-from forge_jax.quant import read_quantization
 from forge_jax.research import LoadedModel
+from forge_jax.weights.quantization import read_quantization
+from forge_jax.weights.stored import FLOAT8_E4M3
 from forge_kernels import cpu
 from forge_kernels.experts import mix_experts
 from forge_kernels.experts.xla import CHUNK_BYTES, chunk_of, experts_by_chunks

@@ -8,16 +8,17 @@ from paged import PagedRun
 
 from forge_jax.checkpoint.load import load_weights
 from forge_jax.checkpoint.matrix import StoredMatrix
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
-from forge_jax.checkpoint.weight_map import Tensor
 from forge_jax.errors import UnsupportedModelError
-from forge_jax.models import build_model, read_spec
+from forge_jax.models import build_model
 from forge_jax.models.decoder import WeightForms
 from forge_jax.models.registry import find_architecture
-from forge_jax.quant import rounding
-from forge_jax.quant.rounding import round_matrix, rounded_forms
-from forge_jax.quant.spec import Scheme
+from forge_jax.models.weight_map import Tensor
 from forge_jax.research import LoadedModel
+from forge_jax.weights import rounding
+from forge_jax.weights.quantization import Scheme
+from forge_jax.weights.rounding import round_matrix, rounded_forms
 
 KINDS = ("int8", "fp8", "int4")
 

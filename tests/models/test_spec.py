@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
-from forge_jax.models import RopeSpec, build_model, read_spec
+from forge_jax.models import RopeSpec, build_model
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 LLAMA = json.loads((FIXTURES / "goldens/llama2/config.json").read_text())

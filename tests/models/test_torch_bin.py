@@ -33,10 +33,11 @@ from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint import torch_bin
 from forge_jax.checkpoint.folder import open_checkpoint
 from forge_jax.checkpoint.load import load_weights
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.checkpoint.torch_bin import read_bin
 from forge_jax.errors import CheckpointError
-from forge_jax.models import build_model, read_spec
+from forge_jax.models import build_model
 
 ONE = storage("FloatStorage", "0", 6)  # six floats
 SIX = np.arange(6, dtype=np.float32)

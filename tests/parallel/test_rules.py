@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from forge_jax.assemble import choose_device
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
-from forge_jax.models import build_model, read_spec
-from forge_jax.parallel.mesh import choose_mesh
-from forge_jax.parallel.rules import check_shards, cut_of, shard_spec
+from forge_jax.models import build_model
+from forge_jax.step.mesh import choose_mesh
+from forge_jax.weights.partition import check_shards, cut_of, shard_spec
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))

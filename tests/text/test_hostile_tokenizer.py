@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from forge_jax.checkpoint.folder import open_checkpoint
+from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.errors import CheckpointError, ModelError, RequestError
-from forge_jax.models import read_spec
 from forge_jax.text import ChatTemplate, Tokenizer, patterns, tokenizer_file
 from forge_jax.text.patterns import PatternError, check_pattern
 from forge_jax.text.token_bytes import TokenBytes

@@ -7,7 +7,6 @@ llama.cpp knows it by heart, is added here: which of Gemma's layers have a windo
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from forge_jax.checkpoint.gguf.weights import (
 )
 from forge_jax.errors import CheckpointError
 from forge_jax.files import shown
+from forge_jax.weights.block_types import KEY, of_all_experts
 
 MAX_LAYERS = 1024
 ARCHITECTURES = {
@@ -43,12 +43,6 @@ _END_TEXTS = frozenset(
     | {"<|end_of_text|>"}
 )
 _CONTROL = 3  # a type of tokens
-TYPES_KEY = "gguf_types"  # none of Hugging Face's: the types of the tensors that are in blocks
-
-
-def of_all_experts(name: str) -> str:
-    """The name of a tensor, of an expert's without its number: of all of a layer one is told."""
-    return re.sub(r"\.experts\.\d+\.", ".experts.", name)
 
 
 def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -130,7 +124,7 @@ class _Reader:
             "attention_bias": "blk.0.attn_q.bias" in self.gguf.tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in self.gguf.tensors,
             "dtype": self.dtype(),
-            TYPES_KEY: self.types(),
+            KEY: self.types(),
             "bos_token_id": _token_id(self.metadata, "bos"),
             "eos_token_id": _token_id(self.metadata, "eos"),
             **self.windows(),

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from forge_jax.checkpoint.gguf.metadata import Metadata
-from forge_jax.checkpoint.gguf.quants import FORMATS, UNSUPPORTED, BlockFormat
-from forge_jax.checkpoint.stored import MAX_NAME, MAX_TENSORS
 from forge_jax.errors import CheckpointError, UnsupportedModelError
 from forge_jax.files import GGUF_SUFFIX, file_size, shown
+from forge_jax.weights.ggml import FORMATS, UNSUPPORTED, BlockFormat
+from forge_jax.weights.stored import MAX_NAME, MAX_TENSORS
 
 MAX_DIMENSIONS = 4
 MAX_ENTRIES = 65_536  # of the metadata

@@ -1,6 +1,5 @@
 """Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral, with experts in place of every MLP."""
 
-from forge_jax.checkpoint.weight_map import ExpertNames, decoder_weights
 from forge_jax.config_file import Config
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import (
@@ -11,6 +10,7 @@ from forge_jax.models.spec import (
     read_window,
     window_everywhere,
 )
+from forge_jax.models.weight_map import ExpertNames, decoder_weights
 
 DEFAULTS = {
     "vocab_size": 32000,

@@ -2,11 +2,11 @@
 
 from functools import partial
 
-from forge_jax.checkpoint.weight_map import decoder_weights
 from forge_jax.config_file import Config
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec, decoder_spec, read_window, window_everywhere
+from forge_jax.models.weight_map import decoder_weights
 
 DEFAULTS = {
     "vocab_size": 32064,

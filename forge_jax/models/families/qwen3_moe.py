@@ -1,6 +1,5 @@
 """Qwen 3 with experts (2025, arXiv:2505.09388): in all layers, or with some dense ones."""
 
-from forge_jax.checkpoint.weight_map import ExpertNames, decoder_weights
 from forge_jax.config_file import Config
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.families.qwen2 import qwen_window
@@ -12,6 +11,7 @@ from forge_jax.models.spec import (
     read_experts,
     window_everywhere,
 )
+from forge_jax.models.weight_map import ExpertNames, decoder_weights
 
 DEFAULTS = {
     "vocab_size": 151936,

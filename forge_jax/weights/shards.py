@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from forge_jax.parallel.rules import Cut
-from forge_jax.quant.forms import QuantizedForm
-from forge_jax.quant.tensors import Matrix
+from forge_jax.weights.forms import QuantizedForm
+from forge_jax.weights.partition import Cut
+from forge_jax.weights.tensors import Matrix
 
 
 def shard_of(matrix: Matrix, form: QuantizedForm, cut: Cut | None, index: int) -> Matrix:

@@ -6,17 +6,22 @@ is made from the table of tensors (`checkpoint/gguf/config.py`), and `forge-jax 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from forge_jax.checkpoint.gguf.config import TYPES_KEY as KEY
-from forge_jax.checkpoint.gguf.config import of_all_experts
-from forge_jax.checkpoint.gguf.quants import BY_NAME
 from forge_jax.config_file import Config
+from forge_jax.weights.ggml import BY_NAME
 from forge_kernels.blocks import Blocks
 
+KEY = "gguf_types"  # none of Hugging Face's: the types of the tensors that are in blocks
 MAX_NAMES = 100_000
 TYPES = {name: form.blocks for name, form in BY_NAME.items() if form.blocks is not None}
+
+
+def of_all_experts(name: str) -> str:
+    """The name of a tensor, of an expert's without its number: of all of a layer one is told."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.", name)
 
 
 @dataclass(frozen=True)

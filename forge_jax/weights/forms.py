@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from forge_jax.errors import ConfigError, UnsupportedModelError
-from forge_jax.parallel.rules import AXIS, cut_of, possible_shards
-from forge_jax.quant.spec import Scheme
+from forge_jax.weights.partition import AXIS, cut_of, possible_shards
+from forge_jax.weights.quantization import Scheme
 from forge_kernels.linear import Format, Packing, Quantization
 
 if TYPE_CHECKING:
-    from forge_jax.checkpoint.weight_map import Tensor, WeightMap
     from forge_jax.models.spec import ModelSpec
+    from forge_jax.models.weight_map import Tensor, WeightMap
 
 GROUP = 32  # of the kernels' int4: larger groups are several with one scale
 ROUTER = ".router.weight"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.files import shown
-from forge_jax.quant.names import compile_pattern, within
+from forge_jax.weights.names import compile_pattern, within
 
 if TYPE_CHECKING:
     from forge_jax.config_file import Config

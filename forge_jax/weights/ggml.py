@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forge_jax.checkpoint.stored import BFLOAT16
+from forge_jax.weights.stored import BFLOAT16
 from forge_kernels.blocks import Blocks, BlockValues
 
 

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from forge_jax.errors import ConfigError
 from forge_jax.models.lora import LoraShape, lora_targets, set_adapter
-from forge_jax.parallel.rules import AXIS, Cut, axis_of, cut_of_adapter, matrix_of, shard_spec
+from forge_jax.weights.partition import AXIS, Cut, axis_of, cut_of_adapter, matrix_of, shard_spec
 
 if TYPE_CHECKING:
     from forge_jax.cache.kv import KVShape

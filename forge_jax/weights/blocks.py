@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from forge_jax.checkpoint.gguf.config import TYPES_KEY as KEY
 from forge_jax.errors import ConfigError, UnsupportedModelError
-from forge_jax.parallel.rules import Cut, cut_of, possible_shards
-from forge_jax.quant.forms import expert_leaves, num_experts
+from forge_jax.weights.block_types import KEY
+from forge_jax.weights.forms import expert_leaves, num_experts
+from forge_jax.weights.partition import Cut, cut_of, possible_shards
 from forge_kernels.blocks import Blocks
 from forge_kernels.linear import BlockPacking, Format, Quantization
 
 if TYPE_CHECKING:
-    from forge_jax.checkpoint.weight_map import Tensor, WeightMap
     from forge_jax.models.spec import ModelSpec
+    from forge_jax.models.weight_map import Tensor, WeightMap
 
 BlockRows = Literal["int8"]
 

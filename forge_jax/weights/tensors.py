@@ -12,9 +12,9 @@ from typing import cast
 
 import numpy as np
 
-from forge_jax.checkpoint.stored import FLOAT8_E4M3, FLOATS, StoredTensor, TensorSource
 from forge_jax.errors import CheckpointError
-from forge_jax.quant.spec import Scheme
+from forge_jax.weights.quantization import Scheme
+from forge_jax.weights.stored import FLOAT8_E4M3, FLOATS, StoredTensor, TensorSource
 
 INT8, INT32, INT64 = np.dtype(np.int8), np.dtype(np.int32), np.dtype(np.int64)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each four bits, from the lowest

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from forge_jax.errors import UnsupportedModelError
-from forge_jax.quant.forms import ROUTER, QuantizedForm
-from forge_jax.quant.spec import Scheme, Values
-from forge_jax.quant.tensors import MIDDLE, Matrix
+from forge_jax.weights.forms import ROUTER, QuantizedForm
+from forge_jax.weights.quantization import Scheme, Values
+from forge_jax.weights.tensors import MIDDLE, Matrix
 from forge_kernels.linear.quantized import FP8, FP8_MAX
 from forge_kernels.threads import for_each
 
 if TYPE_CHECKING:
     from forge_jax.checkpoint.matrix import StoredMatrix
-    from forge_jax.checkpoint.weight_map import WeightMap
+    from forge_jax.models.weight_map import WeightMap
 
 INT4_GROUPS = (128, 32, 16)  # columns, the first that divides a matrix
 CHUNK = 2**20  # values that a thread rounds at a time
