@@ -97,7 +97,8 @@ RULES = {
     "bad_words": "a string may have 256 bytes, in UTF-8; something has to be left to come",
     "data_1": "one text, or as many as data_2; the texts of both are limited",
     "documents": "the texts of a request are limited",
-    "input": "it has to fit the context; where the model is to answer, something has to be said",
+    "input": "it has to fit the context; where the model is to answer, something has to be said; "
+    "a function_call_output needs its function_call, there or in a response before it",
     "best_of": "equals n",
     "continue_final_message": "needs an assistant's message at the end, and excludes "
     "add_generation_prompt: true",

@@ -34,6 +34,7 @@ EXCUSES = re.compile(
             r"prompt_logprobs are not streamed|has to be stored|must have one, or as many",
             r"there is no such response|stores no responses|messages must not be empty",
             r"was not made by /v1/responses/compact",
+            r"there is no function_call with this id|the model wrote no summary",
             r"the server has no --lora-folder",
             r"leave none of the allowed tokens|leave no token|has no tokens",
             # The size of things, in bytes and tokens
