@@ -30,7 +30,7 @@ from benchmarks.in_process import why_not
 from benchmarks.report import number
 from benchmarks.workloads import Maker
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError
 from forge_serve.bench.client import Run, run, run_async
 from forge_serve.bench.errors import BenchmarkError

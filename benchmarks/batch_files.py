@@ -28,7 +28,7 @@ from benchmarks.throughput import SMALLEST_BLOCK, seconds
 from benchmarks.workloads import mixed
 from forge_jax import LLM
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_serve.app import Service
 from forge_serve.batch.config import BatchRunConfig
 from forge_serve.batch.files import Input, Output

@@ -27,19 +27,19 @@ import psutil
 
 from benchmarks import report as reports
 from benchmarks.serving_process import serving
-from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import EngineConfig, Policy
-from forge_jax.core import EngineParts, max_rows
-from forge_jax.engine import Engine
-from forge_jax.fake import assemble_fake
-from forge_jax.garbage import short_pauses
-from forge_jax.observe.phases import Phase, PhaseTimes
+from forge_jax.engine.core import EngineParts, max_rows
+from forge_jax.engine.fake import assemble_fake
+from forge_jax.engine.gc_tuning import short_pauses
+from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.plan import StepPlan, StepResult
 from forge_jax.schedule.request import Request
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.step.meta import SlotFlags
 from forge_jax.step.runner import step_shapes
+from forge_jax.telemetry.phases import Phase, PhaseTimes
 from forge_jax.testing import FakeDevice
 from forge_serve.bench import machine
 from forge_serve.bench.metrics import percentile
@@ -349,7 +349,7 @@ def _measure_queue(policy: Policy, full: str, waiting: int, steps: int) -> Repor
 
 def real_step(steps: int) -> list[Report]:
     """Where the dispatch and the read of a decode step of the bundled model spend their time."""
-    from forge_jax.assemble import assemble
+    from forge_jax.engine.builder import assemble
 
     _progress("loading forge-tiny")
     parts = assemble(EngineConfig.from_options(max_num_seqs=64, backend="cpu"))

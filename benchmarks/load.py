@@ -241,10 +241,10 @@ def _floor(case: Case) -> Callable[[], list[Any]]:
 def _leaves(case: Case) -> Callable[[], Sequence[Any]]:
     import jax
 
-    from forge_jax.assemble import choose_device, choose_kernels, read_converted
     from forge_jax.checkpoint.load import load_weights
     from forge_jax.checkpoint.model_spec import read_spec
     from forge_jax.config import EngineConfig
+    from forge_jax.engine.builder import choose_device, choose_kernels, read_converted
     from forge_jax.models import build_model
 
     folder = Path(case.path)

@@ -26,12 +26,12 @@ from benchmarks import report as reports
 from benchmarks.report import number
 from benchmarks.virtual import DEVICES, StepCost, VirtualClock, VirtualDevice
 from benchmarks.workloads import TRACE_BLOCK, TraceEntry, fitted, read_trace
-from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import Policy
-from forge_jax.core import max_rows
-from forge_jax.garbage import short_pauses
+from forge_jax.engine.core import max_rows
+from forge_jax.engine.gc_tuning import short_pauses
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule import request as schedule
+from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.schedule.token_budget import TokenBudget
 from forge_serve.bench.errors import BenchmarkError

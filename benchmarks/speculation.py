@@ -51,9 +51,9 @@ from tqdm import tqdm
 
 from benchmarks import report as reports
 from benchmarks.report import number
-from forge_jax.assemble import assemble
 from forge_jax.config import EngineConfig, Verification
-from forge_jax.core import EngineCore, EngineParts
+from forge_jax.engine.builder import assemble
+from forge_jax.engine.core import EngineCore, EngineParts
 from forge_jax.errors import ForgeError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request, sequence_seed

@@ -8,7 +8,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forge_jax.adapters import LoadedAdapter
     from forge_jax.config import (
         BatchConfig,
         CacheConfig,
@@ -17,7 +16,10 @@ if TYPE_CHECKING:
         ParallelConfig,
         SpeculationConfig,
     )
-    from forge_jax.engine import Engine
+    from forge_jax.engine.adapters import LoadedAdapter
+    from forge_jax.engine.async_engine import EngineStats, QueueLimits, Stream
+    from forge_jax.engine.process.client import EngineProcess
+    from forge_jax.engine.thread import Engine
     from forge_jax.errors import (
         CheckpointError,
         ConfigError,
@@ -36,19 +38,17 @@ if TYPE_CHECKING:
     )
     from forge_jax.grammar.spec import GrammarSpec
     from forge_jax.llm import LLM
-    from forge_jax.outputs import Completion, Delta, RequestOutput
-    from forge_jax.process.client import EngineProcess
     from forge_jax.research import LoadedModel, decode_step, forward, load, logits, new_kv
     from forge_jax.sampling_params import SamplingParams
+    from forge_jax.schedule.outputs import Completion, Delta, RequestOutput
     from forge_jax.schedule.plan import TokenLogprobs
     from forge_jax.schedule.request import FinishReason
     from forge_jax.speculate.speculator import SpeculationStats
-    from forge_jax.streams import EngineStats, QueueLimits, Stream
 
 __version__ = "0.1.0"  # the only copy: pyproject.toml reads it from here
 
 _MODULES = {
-    "forge_jax.adapters": ("LoadedAdapter",),
+    "forge_jax.engine.adapters": ("LoadedAdapter",),
     "forge_jax.config": (
         "BatchConfig",
         "CacheConfig",
@@ -57,7 +57,7 @@ _MODULES = {
         "ParallelConfig",
         "SpeculationConfig",
     ),
-    "forge_jax.engine": ("Engine",),
+    "forge_jax.engine.thread": ("Engine",),
     "forge_jax.errors": (
         "CheckpointError",
         "ConfigError",
@@ -76,14 +76,14 @@ _MODULES = {
     ),
     "forge_jax.grammar.spec": ("GrammarSpec",),
     "forge_jax.llm": ("LLM",),
-    "forge_jax.outputs": ("Completion", "Delta", "RequestOutput"),
-    "forge_jax.process.client": ("EngineProcess",),
+    "forge_jax.schedule.outputs": ("Completion", "Delta", "RequestOutput"),
+    "forge_jax.engine.process.client": ("EngineProcess",),
     "forge_jax.research": ("LoadedModel", "decode_step", "forward", "load", "logits", "new_kv"),
     "forge_jax.sampling_params": ("SamplingParams",),
     "forge_jax.schedule.plan": ("TokenLogprobs",),
     "forge_jax.schedule.request": ("FinishReason",),
     "forge_jax.speculate.speculator": ("SpeculationStats",),
-    "forge_jax.streams": ("EngineStats", "QueueLimits", "Stream"),
+    "forge_jax.engine.async_engine": ("EngineStats", "QueueLimits", "Stream"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

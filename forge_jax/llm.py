@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from forge_jax.adapters import Adapters, LoadedAdapter
-from forge_jax.assemble import assemble
 from forge_jax.config import EngineConfig, Pooling, python_names
-from forge_jax.core import EngineParts
+from forge_jax.engine.adapters import Adapters, LoadedAdapter
+from forge_jax.engine.builder import assemble
+from forge_jax.engine.core import EngineParts
 from forge_jax.errors import RequestError
-from forge_jax.outputs import Completion, Delta, RequestOutput
-from forge_jax.pooled import normalized, stacked
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.outputs import Completion, Delta, RequestOutput
 from forge_jax.schedule.plan import TokenLogprobs
+from forge_jax.schedule.pooled import normalized, stacked
 from forge_jax.schedule.request import Request, TokenIds
 
 Prompt = str | Seq[int]

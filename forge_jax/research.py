@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from forge_jax.cache.kv import EIGHT_BITS, kv_shape
 from forge_jax.checkpoint.converted import read_record
 from forge_jax.checkpoint.gguf import is_gguf
 from forge_jax.checkpoint.hub import resolve
@@ -29,7 +28,9 @@ from forge_jax.config import GGUFWeights, python_names
 from forge_jax.errors import ModelError
 from forge_jax.models import KV, Leaves, Model, ModelSpec, build_model
 from forge_jax.models.decoder import WeightForms
+from forge_jax.models.kv import EIGHT_BITS
 from forge_jax.models.registry import decoded
+from forge_jax.step.kv_cache import kv_shape
 from forge_kernels import cpu
 from forge_kernels.attention import Implementation
 from forge_kernels.embed import embed

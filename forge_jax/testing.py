@@ -16,9 +16,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import Pooling
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.plan import (
     FED_BACK,
     Admission,

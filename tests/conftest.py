@@ -13,8 +13,8 @@ import jax
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from forge_jax.core import EngineCore, Outputs
-from forge_jax.garbage import short_pauses
+from forge_jax.engine.core import EngineCore, Outputs
+from forge_jax.engine.gc_tuning import short_pauses
 from forge_jax.schedule.plan import StepPlan
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -31,13 +31,13 @@ def test_the_check_sees_imports_wherever_they_stand():
     [
         "forge_jax.config",
         "forge_jax.schedule.scheduler",
-        "forge_jax.cache.block_pool",
+        "forge_jax.schedule.block_pool",
         "forge_jax.speculate.ngram",
         "forge_jax.speculate.suffix",
         "forge_jax.text",
-        "forge_jax.engine",
-        "forge_jax.fake",
-        "forge_jax.doctor",
+        "forge_jax.engine.thread",
+        "forge_jax.engine.fake",
+        "forge_jax.tools.doctor",
         "forge_serve.cli",
     ],
 )
@@ -47,13 +47,16 @@ def test_importing_does_not_import_jax(module):
 
 
 def test_llguidance_comes_with_the_first_grammar():
-    code = "import sys, forge_jax.engine, forge_jax.grammar; assert 'llguidance' not in sys.modules"
+    code = (
+        "import sys, forge_jax.engine.thread, forge_jax.grammar;"
+        "assert 'llguidance' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 SOURCES = [
     *sorted((ROOT / "forge_jax/schedule").glob("*.py")),
-    ROOT / "forge_jax/cache/block_pool.py",
+    ROOT / "forge_jax/schedule/block_pool.py",
     *(
         ROOT / f"forge_jax/speculate/{name}.py"
         for name in ("contexts", "ngram", "suffix", "length")

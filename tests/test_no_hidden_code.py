@@ -27,10 +27,13 @@ LOADERS = {("yaml", "load"), ("torch", "load"), ("np", "fromfile"), ("numpy", "f
 # (file, what) -> why it may.
 ALLOWED = {
     ("forge_jax/__init__.py", "import_module"): "the names of a fixed table of this package",
-    ("forge_jax/doctor/examination.py", "subprocess"): "Python, with a module of this package",
-    ("forge_jax/doctor/machine.py", "subprocess"): "nvidia-smi, by a list of words",
+    (
+        "forge_jax/tools/doctor/examination.py",
+        "subprocess",
+    ): "Python, with a module of this package",
+    ("forge_jax/tools/doctor/machine.py", "subprocess"): "nvidia-smi, by a list of words",
     ("forge_jax/grammar/probe.py", "subprocess"): "Python, with a module of this package",
-    ("forge_jax/process/client.py", "subprocess"): "Python, with a module of this package",
+    ("forge_jax/engine/process/client.py", "subprocess"): "Python, with a module of this package",
     ("kernels/forge_kernels/cpu/build.py", "subprocess"): "the C++ compiler, by a list of words",
 }
 

@@ -6,9 +6,9 @@ import pytest
 
 from forge_jax import LLM
 from forge_jax.config import EngineConfig, in_python
+from forge_jax.config.suggest import did_you_mean, nearest
+from forge_jax.engine.process.messages import WireError
 from forge_jax.errors import ConfigError
-from forge_jax.process.messages import WireError
-from forge_jax.suggest import did_you_mean, nearest
 
 
 def test_names_of_other_engines_are_arguments():

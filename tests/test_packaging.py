@@ -28,7 +28,7 @@ PACKAGES = {
     "forge_serve": ROOT / "serve" / "forge_serve",
 }
 ESSENTIAL = {
-    "forge_jax/bundled/forge-tiny/model.safetensors",
+    "forge_jax/checkpoint/bundled/forge-tiny/model.safetensors",
     "forge_jax/py.typed",
     "forge_kernels/cpu/src/amx.cc",
     "forge_kernels/cpu/src/kernels.cc",

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from forge_jax import SamplingParams, supervise
-from forge_jax.engine import Engine
+from forge_jax import SamplingParams
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import EngineError, RequestError
+from forge_jax.host import supervise
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = [ROOT / "forge_jax", ROOT / "serve" / "forge_serve", ROOT / "kernels" / "forge_kernels"]
@@ -27,17 +28,23 @@ STARTS = {
 }  # fmt: skip
 # (file, what) -> why its exception reaches somebody.
 ALLOWED = {
-    ("forge_jax/doctor/examination.py", "ThreadPoolExecutor"): "each future's result is read",
-    ("forge_jax/engine.py", "ThreadPoolExecutor"): "its one future is watched",
+    ("forge_jax/tools/doctor/examination.py", "ThreadPoolExecutor"): "each future's result is read",
+    ("forge_jax/engine/thread.py", "ThreadPoolExecutor"): "its one future is watched",
     ("forge_jax/grammar/compiler.py", "ThreadPoolExecutor"): "futures are awaited, or watched",
     ("forge_jax/grammar/matcher.py", "ThreadPoolExecutor"): "its results are read",
     ("forge_jax/step/executables.py", "ThreadPoolExecutor"): "futures are read by their names",
     ("forge_jax/step/executables.py", "add_done_callback"): "the callback is guarded",
-    ("forge_jax/streams.py", "call_soon"): "the callback is guarded",
-    ("forge_jax/streams.py", "call_soon_threadsafe"): "guarded, or `_fail`, which catches",
-    ("forge_jax/process/client.py", "call_soon_threadsafe"): "its exception goes to a future",
-    ("forge_jax/process/worker.py", "call_soon_threadsafe"): "guarded: it ends the process",
-    ("forge_jax/process/worker.py", "call_later"): "guarded: it ends the process",
+    ("forge_jax/engine/async_engine.py", "call_soon"): "the callback is guarded",
+    (
+        "forge_jax/engine/async_engine.py",
+        "call_soon_threadsafe",
+    ): "guarded, or `_fail`, which catches",
+    (
+        "forge_jax/engine/process/client.py",
+        "call_soon_threadsafe",
+    ): "its exception goes to a future",
+    ("forge_jax/engine/process/worker.py", "call_soon_threadsafe"): "guarded: it ends the process",
+    ("forge_jax/engine/process/worker.py", "call_later"): "guarded: it ends the process",
     ("kernels/forge_kernels/threads.py", "ThreadPoolExecutor"): "its results are read",
     ("serve/forge_serve/batch/run.py", "create_task"): "of a TaskGroup, which raises",
     ("serve/forge_serve/batch/run.py", "add_done_callback"): "counts, and awakes",
@@ -74,7 +81,7 @@ def test_nothing_is_started_without_supervision():
         if file.name != "supervise.py"
         for name in started(file.read_text())
     }
-    assert not found - ALLOWED.keys(), "start it with forge_jax.supervise"
+    assert not found - ALLOWED.keys(), "start it with forge_jax.host.supervise"
     assert not ALLOWED.keys() - found, "these are gone: take them off the list"
 
 
@@ -318,7 +325,7 @@ async def test_a_pooling_executable_that_fails_to_compile_ends_its_request(engin
 # ---- the engine process --------------------------------------------------------------------------
 
 DIES = """
-from forge_jax.process import worker
+from forge_jax.engine.process import worker
 
 def planted(*_, **__):
     raise ZeroDivisionError("planted")
@@ -337,7 +344,7 @@ worker.main()
     ],
 )
 def test_what_fails_in_a_process_that_starts_is_an_error_of_the_start(plant, monkeypatch, capfd):
-    from forge_jax.process import client
+    from forge_jax.engine.process import client
 
     monkeypatch.setattr(client, "WORKER", ("-c", DIES.format(plant=plant)))
     with pytest.raises(EngineError, match="before it could serve"):
@@ -347,7 +354,7 @@ def test_what_fails_in_a_process_that_starts_is_an_error_of_the_start(plant, mon
 
 ONCE = """
 import os
-from forge_jax.process import worker
+from forge_jax.engine.process import worker
 
 right = worker._Worker.{place}
 
@@ -366,7 +373,7 @@ worker.main()
 async def test_what_fails_once_in_a_process_costs_it_and_no_token(
     place, monkeypatch, tmp_path, capfd
 ):
-    from forge_jax.process import client
+    from forge_jax.engine.process import client
 
     code = ONCE.format(place=place, marker=str(tmp_path / "has failed"))
     monkeypatch.setattr(client, "WORKER", ("-c", code))
@@ -389,7 +396,7 @@ async def test_what_fails_once_in_a_process_costs_it_and_no_token(
 
 @pytest.mark.parametrize("place", ["look", "start_profile"])
 async def test_what_fails_on_demand_in_a_process_is_the_answer(place, monkeypatch, tmp_path):
-    from forge_jax.process import client
+    from forge_jax.engine.process import client
 
     plant = f"worker.Engine.{place} = planted"
     monkeypatch.setattr(client, "WORKER", ("-c", DIES.format(plant=plant)))

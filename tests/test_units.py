@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge_jax.observe.units import bytes_text
+from forge_jax.telemetry.units import bytes_text
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ import jax
 
 from benchmarks.gpu.device import copy_bytes_per_s
 from benchmarks.gpu.model import config, random_leaves
-from forge_jax.cache.kv import element_dtype, kv_shape
 from forge_jax.checkpoint.model_spec import read_spec
+from forge_jax.models.kv import element_dtype
 from forge_jax.models.registry import build_model
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import FED_BACK, Admission, Decodes, StepPlan
+from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.meta import StepShape
 from forge_jax.step.runner import Runner
 

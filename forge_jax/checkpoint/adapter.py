@@ -18,7 +18,7 @@ import numpy as np
 
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.errors import CheckpointError, UnsupportedModelError
-from forge_jax.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, file_size, read_json, shown
+from forge_jax.host.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, file_size, read_json, shown
 from forge_jax.models.decoder import Model
 from forge_jax.models.lora import LoraShape, lora_targets
 from forge_jax.models.registry import find_architecture

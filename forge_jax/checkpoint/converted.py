@@ -20,7 +20,7 @@ import numpy as np
 import forge_jax
 from forge_jax.config import Rounding
 from forge_jax.errors import CheckpointError
-from forge_jax.files import read_json, shown
+from forge_jax.host.files import read_json, shown
 from forge_jax.weights.quantization import Values
 from forge_kernels.linear.packed import FORMATS, LAYOUT, Format
 

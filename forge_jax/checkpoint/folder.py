@@ -10,7 +10,7 @@ from forge_jax.checkpoint.gguf import is_gguf, open_gguf
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.checkpoint.torch_bin import read_bin
 from forge_jax.errors import CheckpointError
-from forge_jax.files import read_json, shown
+from forge_jax.host.files import read_json, shown
 from forge_jax.weights.stored import StoredTensor, TensorSource
 
 MAX_SHARDS = 10_000

@@ -6,9 +6,9 @@ import importlib.resources
 import re
 from pathlib import Path
 
+from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import ModelError
-from forge_jax.files import GGUF_SUFFIX, file_size
-from forge_jax.suggest import did_you_mean
+from forge_jax.host.files import GGUF_SUFFIX, file_size
 
 BUNDLED = "forge-tiny"
 FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model"]
@@ -39,7 +39,7 @@ def local(model: str) -> Path | None:
       ModelError: it is none of these.
     """
     if model == BUNDLED:
-        folder = Path(str(importlib.resources.files("forge_jax"))) / "bundled" / BUNDLED
+        folder = Path(str(importlib.resources.files("forge_jax.checkpoint"))) / "bundled" / BUNDLED
         if not (folder / "config.json").exists():
             raise ModelError(f"this installation does not bundle {BUNDLED}: give a folder or an id")
         return folder

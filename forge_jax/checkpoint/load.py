@@ -22,7 +22,7 @@ from forge_jax.checkpoint.gguf.weights import GGUFWeight, read_blocks
 from forge_jax.checkpoint.mapped import map_arrays
 from forge_jax.checkpoint.matrix import StoredMatrix
 from forge_jax.errors import CheckpointError
-from forge_jax.files import shown
+from forge_jax.host.files import shown
 from forge_jax.models.decoder import Leaves, Model, WeightForms
 from forge_jax.models.registry import build_model, find_architecture
 from forge_jax.models.weight_map import Tensor, WeightMap

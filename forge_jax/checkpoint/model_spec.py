@@ -7,9 +7,9 @@ from pathlib import Path
 
 from forge_jax.checkpoint.converted import read_record
 from forge_jax.checkpoint.gguf import config_of, is_gguf, read_gguf
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.errors import CheckpointError
-from forge_jax.files import read_json
+from forge_jax.host.files import read_json
 from forge_jax.models.registry import spec_of
 from forge_jax.models.spec import ModelSpec
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from forge_jax.errors import CheckpointError
-from forge_jax.files import file_size, read_json, shown
+from forge_jax.host.files import file_size, read_json, shown
 from forge_jax.weights.stored import BFLOAT16, StoredTensor
 
 DESCRIPTION = ".zarray"

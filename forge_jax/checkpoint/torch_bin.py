@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from forge_jax.errors import CheckpointError
-from forge_jax.files import MIB, file_size, shown
+from forge_jax.host.files import MIB, file_size, shown
 from forge_jax.weights.stored import (
     BFLOAT16,
     FLOAT8_E4M3,

@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from forge_jax import supervise
 from forge_jax.errors import ForgeError, OverloadedError
 from forge_jax.grammar.probe import DEFAULT_LIMITS, Probe, ProbeLimits
 from forge_jax.grammar.spec import GrammarSpec, refused
+from forge_jax.host import supervise
 
 if TYPE_CHECKING:
     import llguidance

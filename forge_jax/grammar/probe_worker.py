@@ -15,13 +15,13 @@ from functools import partial
 
 import psutil
 
-from forge_jax import supervise
 from forge_jax.errors import RequestError
 from forge_jax.grammar.build import build
 from forge_jax.grammar.probe import Hello, Verdict, read, write
 from forge_jax.grammar.spec import PARAM, GrammarSpec
 from forge_jax.grammar.trial import try_out
 from forge_jax.grammar.vocabulary import llguidance_tokenizer
+from forge_jax.host import supervise
 
 STACK_BYTES = 4 << 20
 

@@ -10,7 +10,7 @@ import llguidance
 import msgspec
 from tokenizers import AddedToken
 
-from forge_jax.panics import is_panic
+from forge_jax.host.panics import is_panic
 
 if TYPE_CHECKING:
     from forge_jax.text import Tokenizer

@@ -25,7 +25,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from forge_jax.cache.kv import KV, LayerKV, bits_of
+from forge_jax.models.kv import KV, LayerKV, bits_of
 from forge_jax.models.lora import LayerLora, Lora
 from forge_jax.models.spec import ExpertSpec, ModelSpec, RopeSpec
 from forge_jax.weights.blocks import BlockForm, BlockRows, Pieces, forms_by_piece

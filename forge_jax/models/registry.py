@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.errors import ModelError, UnsupportedModelError
-from forge_jax.files import shown
+from forge_jax.host.files import shown
 from forge_jax.models.decoder import Decoder, Model, WeightForms
 from forge_jax.models.families import ARCHITECTURES, Architecture
 from forge_jax.models.spec import DTYPES, ModelSpec

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.errors import UnsupportedModelError
-from forge_jax.files import shown
+from forge_jax.host.files import shown
 from forge_jax.weights.block_types import BlockTypes, read_block_types
 from forge_jax.weights.quantization import QuantSpec, read_quantization
 

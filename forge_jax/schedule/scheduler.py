@@ -35,9 +35,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import Batching, Policy
 from forge_jax.errors import RequestError
+from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.plan import (
     FED_BACK,
     Admission,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forge_jax.cache.block_pool import BlockPool
+from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.request import Sequence, Status
 from forge_jax.speculate.draft_model import Row, pack_params
 from forge_jax.speculate.drafter import Draft

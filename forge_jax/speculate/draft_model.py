@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forge_jax.cache.kv import KVShape
 from forge_jax.step.executables import Executables, LateShapes
+from forge_jax.step.kv_cache import KVShape
 from forge_jax.step.proposals import SUPPORT, Proposals, Proposed
 from forge_jax.step.runner import PATIENCE_S
 from forge_jax.step.slots import MIN_TEMPERATURE, PADDING

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import jax
 
-from forge_jax import supervise
-from forge_jax.cache.kv import GIB
-from forge_jax.observe.compilations import expected
+from forge_jax.host import supervise
+from forge_jax.step.kv_cache import GIB
+from forge_jax.telemetry.compilations import expected
 
 log = logging.getLogger(__name__)
 

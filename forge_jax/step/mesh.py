@@ -25,10 +25,10 @@ from forge_jax.models.lora import LoraShape, lora_targets, set_adapter
 from forge_jax.weights.partition import AXIS, Cut, axis_of, cut_of_adapter, matrix_of, shard_spec
 
 if TYPE_CHECKING:
-    from forge_jax.cache.kv import KVShape
     from forge_jax.config import EngineConfig
     from forge_jax.models.decoder import Model
     from forge_jax.models.spec import ModelSpec
+    from forge_jax.step.kv_cache import KVShape
 
 _WHOLE = PartitionSpec()
 _KV = PartitionSpec(None, None, AXIS)  # [N, 2, K, bs, D], and [N, 2, K, bs] of scales

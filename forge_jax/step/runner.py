@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forge_jax.cache.kv import GIB, KV, KVShape
 from forge_jax.config import Verification
 from forge_jax.errors import EngineError
 from forge_jax.grammar.masks import mask_width
+from forge_jax.models.kv import KV
 from forge_jax.models.lora import LoraShape, set_adapter
 from forge_jax.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from forge_jax.schedule.plan import (
@@ -36,6 +36,7 @@ from forge_jax.schedule.plan import (
 )
 from forge_jax.step import meta as meta_bits
 from forge_jax.step.executables import Executables, LateShapes
+from forge_jax.step.kv_cache import GIB, KVShape
 from forge_jax.step.meta import SlotFlags, StepShape
 from forge_jax.step.proposals import Proposals, Proposed
 from forge_jax.step.slots import (

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from forge_jax.cache.kv import KV
 from forge_jax.config import Verification
+from forge_jax.models.kv import KV
 from forge_jax.models.lora import Lora
 from forge_jax.sampling_params import MAX_LOGPROBS
 from forge_jax.step import meta as meta_bits

@@ -21,7 +21,7 @@ import jinja2.nodes
 import jinja2.parser
 
 from forge_jax.errors import CheckpointError, ConfigError, RequestError
-from forge_jax.files import MAX_BYTES
+from forge_jax.host.files import MAX_BYTES
 from forge_jax.text.sandbox import MAX_ERROR, OverLimitError, Sandbox, budget
 from forge_jax.text.template_files import DEFAULT, folder_templates, given_template
 from forge_jax.text.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.reader import read_gguf
 from forge_jax.errors import CheckpointError
-from forge_jax.files import shown
+from forge_jax.host.files import shown
 from forge_jax.text.patterns import GPT4, GPT4O, QWEN, TEKKEN
 from forge_jax.text.tokenizer_file import MAX_PIECE_CHARS, checked_backend
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from tokenizers import Regex, pre_tokenizers
 
-from forge_jax.panics import is_panic
+from forge_jax.host.panics import is_panic
 
 MAX_PATTERN = 4096  # characters
 MAX_REPEAT = 1000  # `x{n}`, and the product of such numbers one in the other

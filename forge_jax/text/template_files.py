@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forge_jax.checkpoint.gguf import is_gguf
 from forge_jax.errors import CheckpointError, ConfigError
-from forge_jax.files import read_text, shown
+from forge_jax.host.files import read_text, shown
 from forge_jax.text.gguf import gguf_templates
 from forge_jax.text.tokenizer import read_json_object
 

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer as Backend
 
 from forge_jax.checkpoint.gguf import is_gguf
 from forge_jax.errors import CheckpointError, ContextLengthError, RequestError
-from forge_jax.files import read_json, shown
-from forge_jax.panics import panics_as
+from forge_jax.host.files import read_json, shown
+from forge_jax.host.panics import panics_as
 from forge_jax.text.gguf import load_gguf_tokenizer
 from forge_jax.text.token_bytes import ByteStream, TokenBytes
 from forge_jax.text.tokenizer_file import MAX_TOKEN_CHARS, add_configured, load_backend

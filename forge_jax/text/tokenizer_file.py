@@ -19,8 +19,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from forge_jax.errors import CheckpointError
-from forge_jax.files import depth_exceeds, read_text, shown
-from forge_jax.panics import is_panic
+from forge_jax.host.files import depth_exceeds, read_text, shown
+from forge_jax.host.panics import is_panic
 from forge_jax.text.patterns import PatternError, check_pattern
 
 MAX_TOKEN_ID = 2**22

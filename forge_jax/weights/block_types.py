@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.weights.ggml import BY_NAME
 from forge_kernels.blocks import Blocks
 

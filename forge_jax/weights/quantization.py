@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from forge_jax.errors import UnsupportedModelError
-from forge_jax.files import shown
+from forge_jax.host.files import shown
 from forge_jax.weights.names import compile_pattern, within
 
 if TYPE_CHECKING:
-    from forge_jax.config_file import Config
+    from forge_jax.config.hf_config import Config
 
 log = logging.getLogger(__name__)
 

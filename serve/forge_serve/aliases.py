@@ -1,4 +1,4 @@
-"""Flags of other engines: `forge_jax.aliases`, and those of their servers."""
+"""Flags of other engines: `forge_jax.config.aliases`, and those of their servers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from forge_jax import aliases
-from forge_jax.aliases import Alias
+from forge_jax.config import aliases
+from forge_jax.config.aliases import Alias
 from forge_jax.errors import ConfigError
 
 IMPLIED = aliases.IMPLIED

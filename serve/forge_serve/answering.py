@@ -29,7 +29,7 @@ from forge_serve.responses import ResponseForm
 from forge_serve.validate import check_logprob_values, decode
 
 if TYPE_CHECKING:
-    from forge_jax.streams import StreamingEngine
+    from forge_jax.engine.async_engine import StreamingEngine
     from forge_serve.app import Service
 
 type Request = CompletionRequest | ChatRequest | GenerateRequest | PoolingRequest

@@ -19,9 +19,9 @@ import msgspec
 from aiohttp import hdrs, web
 
 from forge_jax import __version__
+from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import RequestError
-from forge_jax.panics import is_panic
-from forge_jax.suggest import did_you_mean
+from forge_jax.host.panics import is_panic
 from forge_serve import answering, info, loras, messages, openapi, routes, tokens
 from forge_serve.auth import TENANT, ApiKeys, tenant_salt
 from forge_serve.browsers import BrowserGuard
@@ -83,8 +83,8 @@ from forge_serve.validate import SMALL_BODY_BYTES, check, decode, decode_form, f
 from forge_serve.workers import TextWork, Workers
 
 if TYPE_CHECKING:
-    from forge_jax.adapters import LoadedAdapter
-    from forge_jax.streams import StreamingEngine
+    from forge_jax.engine.adapters import LoadedAdapter
+    from forge_jax.engine.async_engine import StreamingEngine
 
 BODY_S = 60.0  # for the body of a request to arrive
 WRITE_STALL_S = 30.0

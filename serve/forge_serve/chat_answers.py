@@ -21,7 +21,7 @@ from forge_serve.structured import demand
 from forge_serve.tools import ToolChoice
 
 if TYPE_CHECKING:
-    from forge_jax.streams import StreamingEngine
+    from forge_jax.engine.async_engine import StreamingEngine
     from forge_jax.text import Tokenizer
     from forge_serve.generation import Prompt
 

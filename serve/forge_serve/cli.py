@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import forge_jax
-from forge_jax.aliases import check_implied
 from forge_jax.config import EngineConfig, ModelConfig, ParallelConfig
-from forge_jax.observe.startup import StartupTimes
-from forge_jax.profile.config import Workload
+from forge_jax.config.aliases import check_implied
+from forge_jax.telemetry.startup import StartupTimes
+from forge_jax.tools.profile.config import Workload
 from forge_serve import profile_cli
 from forge_serve.batch.config import SERVER_FLAGS, BatchRunConfig
 from forge_serve.commands import bench, chat, doctor, generate
@@ -262,7 +262,7 @@ def _convert(options: dict[str, Any]) -> int:
     out = options.pop("out")
     config = EngineConfig.from_options(**options)
     check_model(config)
-    from forge_jax.convert import convert, summary
+    from forge_jax.tools.convert import convert, summary
 
     print(summary(convert(config, out)))
     return 0

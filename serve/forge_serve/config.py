@@ -8,7 +8,7 @@ from typing import Literal
 
 from forge_jax.config import option
 from forge_jax.errors import ConfigError
-from forge_jax.observe.log import LogFormat
+from forge_jax.telemetry.log import LogFormat
 from forge_serve.limits import Limits
 
 ToolCallParserName = Literal[

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from forge_jax.aliases import REFUSED_VALUES, VALUES, flag_of
-from forge_jax.profile.config import Workload
+from forge_jax.config.aliases import REFUSED_VALUES, VALUES, flag_of
+from forge_jax.tools.profile.config import Workload
 from forge_serve import aliases, profile_cli
 from forge_serve.batch.config import SERVER_FLAGS, BatchRunConfig
 from forge_serve.cli import SECTIONS, make_parser, subparsers

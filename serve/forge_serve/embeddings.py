@@ -17,8 +17,8 @@ import numpy as np
 
 from forge_jax.config import Pooling
 from forge_jax.errors import RequestError
-from forge_jax.pooled import normalized, stacked
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.pooled import normalized, stacked
 from forge_serve.generation import (
     Generation,
     News,
@@ -29,7 +29,7 @@ from forge_serve.generation import (
 from forge_serve.protocol import MAX_COUNT, GenerationRequest, prompts_of
 
 if TYPE_CHECKING:
-    from forge_jax.streams import StreamingEngine
+    from forge_jax.engine.async_engine import StreamingEngine
     from forge_serve.workers import TextWork
 
 PARAMS = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)

@@ -12,14 +12,14 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
-from forge_jax import supervise
 from forge_jax.errors import ForgeError
+from forge_jax.host import supervise
 from forge_serve.errors import NotReadyError
 from forge_serve.generation import answer_id
 
 if TYPE_CHECKING:
-    from forge_jax.observe.engine_state import EngineState, SequenceState
-    from forge_jax.streams import StreamingEngine
+    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.telemetry.engine_state import EngineState, SequenceState
 
 LEAST_S = 0.1  # between two looks
 PART = 0.02  # of the time, that looks may take

@@ -24,7 +24,7 @@ from forge_serve.responses import ResponseForm
 from forge_serve.responses_store import EventLog
 
 if TYPE_CHECKING:
-    from forge_jax.outputs import Delta
+    from forge_jax.schedule.outputs import Delta
 
 HEADERS = {
     hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8",

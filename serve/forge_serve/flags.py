@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from forge_jax.aliases import Alias, our_value, refused_value
 from forge_jax.config import (
     BatchConfig,
     CacheConfig,
@@ -24,8 +23,9 @@ from forge_jax.config import (
     ParallelConfig,
     SpeculationConfig,
 )
+from forge_jax.config.aliases import Alias, our_value, refused_value
+from forge_jax.config.suggest import did_you_mean, nearest
 from forge_jax.errors import ConfigError
-from forge_jax.suggest import did_you_mean, nearest
 from forge_serve.aliases import ALIASES, IMPLIED, REFUSED
 
 USAGE_STATUS = 2  # of a command line that cannot be read

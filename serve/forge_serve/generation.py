@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forge_jax import supervise
 from forge_jax.errors import EngineError, RequestError
+from forge_jax.host import supervise
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import TokenIds
 from forge_serve.errors import DeadlineError, StoppingError
@@ -33,8 +33,8 @@ from forge_serve.workers import in_pieces
 
 if TYPE_CHECKING:
     from forge_jax.config import Pooling
-    from forge_jax.outputs import Delta
-    from forge_jax.streams import Stream, StreamingEngine
+    from forge_jax.engine.async_engine import Stream, StreamingEngine
+    from forge_jax.schedule.outputs import Delta
     from forge_serve.workers import TextWork
 
 # A shorter text is tokenised on the event loop: in less time than handing it to a thread takes.

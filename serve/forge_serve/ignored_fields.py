@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterable
 
-from forge_jax.suggest import did_you_mean
+from forge_jax.config.suggest import did_you_mean
 
 MAX_NAMES = 100
 MAX_NAME_CHARS = 64

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from forge_jax import __version__
 
 if TYPE_CHECKING:
-    from forge_jax.streams import StreamingEngine
+    from forge_jax.engine.async_engine import StreamingEngine
 
 
 def model_info(engine: StreamingEngine, name: str) -> dict[str, Any]:

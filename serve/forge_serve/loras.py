@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from forge_jax.errors import RequestError
-from forge_jax.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from forge_jax.host.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from forge_serve.errors import UnknownAdapterError
 
 if TYPE_CHECKING:
-    from forge_jax.streams import StreamingEngine
+    from forge_jax.engine.async_engine import StreamingEngine
 
 
 class LoadLoraRequest(msgspec.Struct, kw_only=True):

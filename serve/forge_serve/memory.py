@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from forge_jax.errors import OverloadedError
-from forge_jax.observe.memory import give_back_freed_memory, host_bytes
+from forge_jax.telemetry.memory import give_back_freed_memory, host_bytes
 
 CHECK_S = 1.0
 GIVE_BACK_S = 10.0  # between two times

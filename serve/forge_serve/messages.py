@@ -30,7 +30,7 @@ from forge_serve.responses import ChatForm
 from forge_serve.structured import asks_for_something
 
 if TYPE_CHECKING:
-    from forge_jax.outputs import Delta
+    from forge_jax.schedule.outputs import Delta
 
 PATH = "/v1/messages"
 

@@ -30,12 +30,12 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from forge_jax.observe.phases import BOUNDS_S, STEP_TOKENS
+from forge_jax.telemetry.phases import BOUNDS_S, STEP_TOKENS
 from forge_serve.histogram import ModelHistogram
 
 if TYPE_CHECKING:
-    from forge_jax.outputs import Delta
-    from forge_jax.streams import EngineStats, QueueLimit, StreamingEngine
+    from forge_jax.engine.async_engine import EngineStats, QueueLimit, StreamingEngine
+    from forge_jax.schedule.outputs import Delta
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")

@@ -425,7 +425,7 @@ def _schemas(about: About) -> tuple[dict[str, Schema], dict[str, Schema]]:
 
 def _stats_answer() -> type:
     """The engine's counters, with what `/stats` adds."""
-    from forge_jax.streams import EngineStats  # which imports more than a --help needs
+    from forge_jax.engine.async_engine import EngineStats  # which imports more than a --help needs
 
     @dataclass(frozen=True, kw_only=True)
     class StatsAnswer(EngineStats):

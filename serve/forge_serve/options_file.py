@@ -7,8 +7,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import ConfigError
-from forge_jax.suggest import did_you_mean
 from forge_serve.aliases import REFUSED
 from forge_serve.flags import MODEL_ARGUMENT, Append, Convert, Parser, Value
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_jax.config import EngineConfig
-from forge_jax.profile.config import Workload
+from forge_jax.tools.profile.config import Workload
 from forge_serve.commands.engine import check_model
 from forge_serve.flags import Parser, add_debug
 from forge_serve.outcome import guarded
@@ -56,7 +56,7 @@ def diff(argv: Sequence[str]) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from forge_jax.profile.files import compare_files
+    from forge_jax.tools.profile.files import compare_files
 
     found = compare_files(
         Path(options.before),
@@ -84,7 +84,7 @@ def record(options: dict[str, Any]) -> int:
     workload = Workload(**{name: options.pop(name) for name in names})
     config = EngineConfig.from_options(**options)
     check_model(config)
-    from forge_jax.profile.workload import record
+    from forge_jax.tools.profile.workload import record
 
     for written in record(config, workload, folder):
         print(written)

@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_jax import supervise
 from forge_jax.errors import ForgeError, RequestError
+from forge_jax.host import supervise
 from forge_serve.errors import ProfilesOffError
 
 if TYPE_CHECKING:
-    from forge_jax.streams import StreamingEngine
+    from forge_jax.engine.async_engine import StreamingEngine
 
 LONGEST_S = 120.0  # a trace that nobody ends grows in memory
 MOST = 100  # in the folder, whoever put them there: some megabytes each

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from forge_jax.observe.log import Event
+from forge_jax.telemetry.log import Event
 
 if TYPE_CHECKING:
     from forge_serve.generation import Generation

@@ -57,7 +57,7 @@ from forge_serve.tools import CHOICE_SCHEMA, NAME_SCHEMA, TOOL_SCHEMA
 from forge_serve.validate import COUNTS
 
 if TYPE_CHECKING:
-    from forge_jax.streams import StreamingEngine
+    from forge_jax.engine.async_engine import StreamingEngine
     from forge_serve.config import ServerConfig
 
 # Of /invocations: the fields that choose among its requests, first come first.

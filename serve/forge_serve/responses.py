@@ -30,7 +30,7 @@ from forge_serve.protocol import (
 )
 
 if TYPE_CHECKING:
-    from forge_jax.outputs import Delta
+    from forge_jax.schedule.outputs import Delta
     from forge_jax.text import Tokenizer
 
 DONE = b"data: [DONE]\n\n"

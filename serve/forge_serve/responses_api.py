@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import RequestError
-from forge_jax.suggest import did_you_mean
 from forge_serve.errors import StreamIdError
 from forge_serve.protocol import (
     MAX_COUNT,

@@ -19,7 +19,7 @@ from forge_serve.responses_output import DELTA, Event, Logprobs, MessageItem, Ou
 from forge_serve.responses_store import joined
 
 if TYPE_CHECKING:
-    from forge_jax.outputs import Delta
+    from forge_jax.schedule.outputs import Delta
     from forge_jax.text import Tokenizer
 
 _json = msgspec.json.Encoder().encode

@@ -10,8 +10,8 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
-from forge_jax import supervise
 from forge_jax.errors import RequestError
+from forge_jax.host import supervise
 from forge_serve.auth import TENANT
 from forge_serve.errors import error_reply
 from forge_serve.generation import Generation, News

@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, hdrs, web
 
-from forge_jax import supervise
 from forge_jax.errors import RequestError
+from forge_jax.host import supervise
 from forge_serve.connections import Connection
 from forge_serve.errors import ErrorReply, NotReadyError, UpgradeRequiredError, error_reply
 from forge_serve.event_stream import EventStream

@@ -15,7 +15,7 @@ from aiohttp import hdrs, web
 from aiohttp.abc import AbstractMatchInfo
 from yarl import URL
 
-from forge_jax import suggest
+from forge_jax.config import suggest
 from forge_serve import messages
 from forge_serve.auth import PAGE_PATHS
 from forge_serve.responses_api import PATH as RESPONSES

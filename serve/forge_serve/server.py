@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from forge_jax import supervise
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
-from forge_jax.observe.log import configure
+from forge_jax.host import supervise
+from forge_jax.telemetry.log import configure
 from forge_serve.app import Service, make_app
 from forge_serve.config import ServerConfig
 from forge_serve.connections import Runner
@@ -39,8 +39,8 @@ from forge_serve.record import TENANT_CHARS
 from forge_serve.tls import ssl_context
 
 if TYPE_CHECKING:
-    from forge_jax.observe.startup import StartupTimes
-    from forge_jax.streams import StreamingEngine
+    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.telemetry.startup import StartupTimes
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def load_engine(
     """Loads the engine that the configuration asks for. Takes long; imports jax, or has it imported
     in the engine's own process.
     """
-    from forge_jax.streams import QueueLimits
+    from forge_jax.engine.async_engine import QueueLimits
 
     limits = QueueLimits(
         samples=server_config.max_queued_requests,
@@ -143,7 +143,7 @@ def load_engine(
     )
     fake_step_s = server_config.fake_step_time_ms / 1e3
     if server_config.engine_process:
-        from forge_jax.process.client import EngineProcess
+        from forge_jax.engine.process.client import EngineProcess
 
         if server_config.fake:
             return EngineProcess.fake(
@@ -153,7 +153,7 @@ def load_engine(
                 log_format=server_config.log_format,
             )
         return EngineProcess.load(engine_config, limits, server_config.log_format)
-    from forge_jax.engine import Engine
+    from forge_jax.engine.thread import Engine
 
     if server_config.fake:
         return Engine.fake(step_time_s=fake_step_s, config=engine_config, queue_limits=limits)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import RequestError
 from forge_jax.grammar import GrammarSpec
 from forge_jax.grammar.spec import PARAM
-from forge_jax.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from forge_serve.protocol import GenerationRequest

@@ -16,7 +16,7 @@ from forge_serve.protocol import DetokenizeRequest, TokenizeRequest
 from forge_serve.workers import in_pieces
 
 if TYPE_CHECKING:
-    from forge_jax.streams import StreamingEngine
+    from forge_jax.engine.async_engine import StreamingEngine
     from forge_jax.text import Tokenizer
     from forge_serve.workers import TextWork
 

@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from forge_jax.config.suggest import nearest
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
-from forge_jax.suggest import nearest
 from forge_serve.embeddings import PoolingRequest
 from forge_serve.ignored_fields import IgnoredFields
 from forge_serve.limits import KIB, Limits

@@ -24,12 +24,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from forge_jax.cache.kv import KVShape, element_dtype, kv_shape
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.grammar.masks import mask_width
 from forge_jax.models import build_model
+from forge_jax.models.kv import element_dtype
 from forge_jax.models.registry import find_architecture
 from forge_jax.models.spec import ModelSpec, RopeSpec
+from forge_jax.step.kv_cache import KVShape, kv_shape
 from forge_jax.step.mesh import TensorMesh
 from forge_jax.step.meta import StepShape
 from forge_jax.step.runner import compiler_options

@@ -10,8 +10,8 @@ import pytest
 from benchmarks import batch_files
 from forge_jax import LLM
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
-from forge_jax.fake import assemble_fake
+from forge_jax.engine.fake import assemble_fake
+from forge_jax.engine.thread import Engine
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from benchmarks import report as reports
-from forge_jax.doctor import machine as doctor_machine
+from forge_jax.tools.doctor import machine as doctor_machine
 from forge_serve.bench.metrics import Measured, Slo, percentile, refusal, summarise
 
 

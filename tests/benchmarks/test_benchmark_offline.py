@@ -17,8 +17,8 @@ from benchmarks.ablation import Switch
 from benchmarks.in_process import why_not
 from forge_jax import LLM
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
-from forge_jax.fake import assemble_fake
+from forge_jax.engine.fake import assemble_fake
+from forge_jax.engine.thread import Engine
 from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.workload import Request, baseline
 

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import serving, workloads
 from benchmarks.serving_process import serving as served
-from forge_jax.fake import fake_tokenizer
+from forge_jax.engine.fake import fake_tokenizer
 from forge_serve.bench.client import Server
 
 pytestmark = pytest.mark.slow

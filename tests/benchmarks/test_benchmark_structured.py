@@ -11,7 +11,7 @@ import pytest
 from benchmarks import structured
 from forge_jax import LLM
 from forge_jax.config import EngineConfig
-from forge_jax.fake import assemble_fake
+from forge_jax.engine.fake import assemble_fake
 from forge_jax.grammar import GrammarCompiler
 
 pytestmark = pytest.mark.slow

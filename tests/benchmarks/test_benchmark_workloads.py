@@ -21,7 +21,7 @@ from benchmarks.workloads import (
     with_load,
 )
 from forge_jax.checkpoint.hub import resolve
-from forge_jax.fake import fake_tokenizer
+from forge_jax.engine.fake import fake_tokenizer
 from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.workload import ALL, Request, Sizes, Vocabulary, Workload
 

@@ -17,8 +17,8 @@ from benchmarks.peers.measure import MeasureError, Stream, TraceReplay, batch_wo
 from benchmarks.peers.report import Run
 from benchmarks.peers.server import Server, ServerError
 from benchmarks.random_model import SHAPES, write_model
-from forge_jax.doctor.machine import instruction_sets
 from forge_jax.errors import ConfigError
+from forge_jax.tools.doctor.machine import instruction_sets
 from forge_serve.bench.errors import BenchmarkError
 
 pytestmark = pytest.mark.slow

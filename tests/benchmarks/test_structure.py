@@ -53,5 +53,5 @@ def test_complexity_is_that_of_each_function(tmp_path):
 @pytest.mark.slow
 def test_the_packages_of_this_repository_are_measured():
     edges = structure.import_edges()
-    assert "forge_jax.config" in edges["forge_jax.engine"]
+    assert "forge_jax.config" in edges["forge_jax.engine.thread"]
     assert structure.entries(structure.PACKAGES["forge_jax"]) > 10

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from forge_jax.profile.compare import OPERATIONS, Comparison, Row, Table
-from forge_jax.profile.report import html
+from forge_jax.tools.profile.compare import OPERATIONS, Comparison, Row, Table
+from forge_jax.tools.profile.report import html
 
 NAME = "decode/layers/attention/a_scope_within: bitcast-convert_dynamic-update-slice_fusion"
 RUN = "/a/folder/with/a-name-" + "that-is-long-" * 9 + ": 20 steps of the host"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge_jax.process.backoff import EARLY_S, FIRST_S, LONGEST_S, Backoff
+from forge_jax.engine.process.backoff import EARLY_S, FIRST_S, LONGEST_S, Backoff
 
 
 class Lives:

@@ -5,11 +5,11 @@ from itertools import pairwise
 import pytest
 
 from forge_jax.config import EngineConfig
+from forge_jax.engine.fake import assemble_fake
 from forge_jax.errors import ConfigError
-from forge_jax.fake import assemble_fake
-from forge_jax.observe.phases import BOUNDS_S, PHASES, PhaseTimes
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request
+from forge_jax.telemetry.phases import BOUNDS_S, PHASES, PhaseTimes
 
 
 def core(**options):

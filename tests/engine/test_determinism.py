@@ -23,16 +23,17 @@ import numpy as np
 import pytest
 
 from forge_jax import LLM
-from forge_jax.cache.block_pool import BlockPool
-from forge_jax.cache.kv import element_dtype, kv_shape
-from forge_jax.core import EngineCore
+from forge_jax.engine.core import EngineCore
 from forge_jax.models import decoder as decoder_file
+from forge_jax.models.kv import element_dtype
 from forge_jax.models.spec import ExpertSpec
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.plan import FED_BACK, Admission, ScheduledSequence, StepPlan
 from forge_jax.schedule.request import Request, Sequence, Status
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.step import step as step_file
+from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.runner import DETERMINISTIC_GPU_OPTIONS, Runner, step_shapes
 from forge_jax.testing import not_a_number, random_leaves, tiny_model
 from forge_kernels.attention import api as attention_api

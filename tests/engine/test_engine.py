@@ -252,7 +252,7 @@ async def test_a_receiver_that_raises_costs_its_own_request_only(engine, caplog)
 
 
 def test_offline_a_faulty_prompt_does_not_cost_the_others():
-    from forge_jax.fake import assemble_fake
+    from forge_jax.engine.fake import assemble_fake
     from forge_jax.llm import LLM
 
     llm = LLM.from_parts(
@@ -270,7 +270,7 @@ def test_offline_a_faulty_prompt_does_not_cost_the_others():
 
 async def test_what_breaks_one_request_breaks_no_other(engine, monkeypatch, caplog):
     """Even a panic inside a library, which is no Exception."""
-    from forge_jax.core import _SequenceText
+    from forge_jax.engine.core import _SequenceText
 
     class Panic(BaseException):
         pass

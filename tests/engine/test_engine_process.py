@@ -12,7 +12,20 @@ import pytest
 
 from forge_jax import SamplingParams
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.async_engine import QueueLimits, StreamingEngine
+from forge_jax.engine.fault_isolation import MAX_FAILURES
+from forge_jax.engine.process import client
+from forge_jax.engine.process.client import EngineProcess
+from forge_jax.engine.process.messages import (
+    Abort,
+    Frames,
+    Start,
+    Submit,
+    decoded,
+    frame,
+    to_engine,
+)
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import (
     ConfigError,
     EngineError,
@@ -21,12 +34,7 @@ from forge_jax.errors import (
     RequestError,
     StepError,
 )
-from forge_jax.process import client
-from forge_jax.process.client import EngineProcess
-from forge_jax.process.messages import Abort, Frames, Start, Submit, decoded, frame, to_engine
-from forge_jax.recovery import MAX_FAILURES
 from forge_jax.schedule.request import Request
-from forge_jax.streams import QueueLimits, StreamingEngine
 from forge_jax.testing import POOLED_SIZE, FakeDevice
 
 WAIT_S = 60.0
@@ -184,7 +192,7 @@ async def test_a_request_that_kills_each_process_ends_alone(engine, monkeypatch)
 
 STICKY = """
 import os, sys
-from forge_jax.process import worker
+from forge_jax.engine.process import worker
 from forge_jax.testing import FakeDevice
 
 right = FakeDevice.dispatch
@@ -335,14 +343,14 @@ EXITS = "import sys; sys.exit(1)"
 # Says that it is there, and then nothing any more, not even whether it is alive.
 HOLDS_ITS_BREATH = """
 import os, signal, sys
-from forge_jax.process import worker
+from forge_jax.engine.process import worker
 worker.Engine.fake = lambda **_: os.kill(os.getpid(), signal.SIGSTOP)
 worker.main()
 """
 # Beats, and loads for ever.
 LOADS_FOR_EVER = """
 import time
-from forge_jax.process import worker
+from forge_jax.engine.process import worker
 worker.Engine.fake = lambda **_: time.sleep(600)
 worker.main()
 """
@@ -354,7 +362,7 @@ time.sleep(600)
 """
 HANGS = """
 import os, time
-from forge_jax.process import worker
+from forge_jax.engine.process import worker
 from forge_jax.testing import FakeDevice
 
 read = FakeDevice.read
@@ -605,9 +613,9 @@ def test_the_timeout_has_a_range():
 # A fake engine that has adapters, and notes each one that it loads. One of them kills it.
 TAKES_ADAPTERS = """
 import os
-from forge_jax.adapters import Adapters, LoadedAdapter
-from forge_jax.engine import Engine
-from forge_jax.process import worker
+from forge_jax.engine.adapters import Adapters, LoadedAdapter
+from forge_jax.engine.thread import Engine
+from forge_jax.engine.process import worker
 
 def install(ref, path, run):
     if path == "deadly":
@@ -732,7 +740,7 @@ def test_the_process_does_not_outlive_its_parent():
 
     code = (
         "import time\n"
-        "from forge_jax.process.client import EngineProcess\n"
+        "from forge_jax.engine.process.client import EngineProcess\n"
         "print(EngineProcess.fake().pid, flush=True)\n"
         "time.sleep(600)\n"
     )

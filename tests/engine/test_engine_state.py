@@ -10,10 +10,13 @@ import msgspec
 import pytest
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.async_engine import Stream, StreamingEngine
+from forge_jax.engine.process.client import EngineProcess
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import EngineError
-from forge_jax.observe import engine_state
-from forge_jax.observe.engine_state import (
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.telemetry import engine_state
+from forge_jax.telemetry.engine_state import (
     MAX_CELLS,
     MAX_RUNNING,
     MAX_STEPS,
@@ -21,9 +24,6 @@ from forge_jax.observe.engine_state import (
     Capture,
     EngineState,
 )
-from forge_jax.process.client import EngineProcess
-from forge_jax.sampling_params import SamplingParams
-from forge_jax.streams import Stream, StreamingEngine
 
 PROMPT = list(range(1, 60))  # 4 blocks of 16, of which 3 are full
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)

@@ -5,8 +5,8 @@ import shutil
 import jax
 import pytest
 
-from forge_jax import fingerprint
-from forge_jax.fingerprint import system_fingerprint
+from forge_jax.engine import fingerprint
+from forge_jax.engine.fingerprint import system_fingerprint
 
 SETTINGS = {"block_size": 16, "shapes": [{"num_tokens": 64}]}
 

@@ -2,8 +2,9 @@ import gc
 
 import pytest
 
-from forge_jax import Engine, garbage
-from forge_jax.garbage import NEW_OBJECTS, short_pauses
+from forge_jax import Engine
+from forge_jax.engine import gc_tuning as garbage
+from forge_jax.engine.gc_tuning import NEW_OBJECTS, short_pauses
 
 
 @pytest.fixture(autouse=True)

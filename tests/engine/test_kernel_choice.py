@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from forge_jax import LLM, SamplingParams
-from forge_jax.assemble import choose_budget, choose_device, choose_kernels
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import EngineConfig, ModelConfig
+from forge_jax.engine.builder import choose_budget, choose_device, choose_kernels
 from forge_jax.errors import ConfigError
 from forge_jax.models.decoder import WeightForms
 from forge_kernels import cpu
@@ -201,7 +201,7 @@ def test_steps_keep_a_latency_target_by_default_on_a_cpu_alone():
 
 
 def test_steps_of_kernels_that_skip_unused_rows_have_any_size(caplog):
-    caplog.set_level(logging.INFO, logger="forge_jax.assemble")
+    caplog.set_level(logging.INFO, logger="forge_jax.engine.builder")
     filled, exact = budget_of(), budget_of(packings={"layers.0.mlp.down.weight": None})
     assert filled is not None and exact is not None
     assert (filled.choose(4, 512), exact.choose(4, 512)) == (64, 12)

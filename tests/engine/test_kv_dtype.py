@@ -18,11 +18,13 @@ import pytest
 
 from benchmarks import kv_dtype as benchmark
 from benchmarks import report as reports
-from forge_jax import LLM, SamplingParams, assemble
-from forge_jax.assemble import _Sizes
-from forge_jax.cache.kv import GIB, KVShape, coarse, element_dtype, kv_shape
+from forge_jax import LLM, SamplingParams
 from forge_jax.config import EngineConfig
+from forge_jax.engine import builder as assemble
+from forge_jax.engine.builder import _Sizes
 from forge_jax.errors import ConfigError
+from forge_jax.models.kv import element_dtype
+from forge_jax.step.kv_cache import GIB, KVShape, coarse, kv_shape
 from forge_jax.testing import FailingDevice, tiny_model
 from forge_kernels import cpu
 from forge_kernels.attention import QuantizedKV

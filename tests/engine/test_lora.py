@@ -18,9 +18,9 @@ from lora_files import merged, write_adapter
 
 from forge_jax import LLM, SamplingParams
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.process.client import EngineProcess
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError, LostAdapterError, ModelError, RequestError
-from forge_jax.process.client import EngineProcess
 from forge_jax.schedule.request import LoraRef, Request, cache_name
 from forge_jax.step.runner import Runner
 from forge_jax.testing import FailingDevice

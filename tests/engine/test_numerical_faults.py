@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from forge_jax import LLM, SamplingParams
-from forge_jax.cache.kv import KV
 from forge_jax.errors import NumericalError
+from forge_jax.models.kv import KV
 from forge_jax.schedule.plan import StepPlan, StepResult
 from forge_jax.testing import not_a_number
 

@@ -9,11 +9,11 @@ import pytest
 
 from forge_jax import LLM, SamplingParams
 from forge_jax.config import EngineConfig
-from forge_jax.core import EngineCore
-from forge_jax.engine import Engine
+from forge_jax.engine.core import EngineCore
+from forge_jax.engine.fake import assemble_fake
+from forge_jax.engine.fault_isolation import MAX_FAILURES
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import EngineError, StepError
-from forge_jax.fake import assemble_fake
-from forge_jax.recovery import MAX_FAILURES
 from forge_jax.schedule.request import Request
 from forge_jax.testing import FailingDevice
 

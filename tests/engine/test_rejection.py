@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from forge_jax.cache.block_pool import BlockPool
-from forge_jax.cache.kv import kv_shape
-from forge_jax.core import EngineCore
+from forge_jax.engine.core import EngineCore
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.request import Request
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.speculate.draft import ModelDrafter
 from forge_jax.speculate.draft_model import DraftModel, draft_shapes
 from forge_jax.speculate.drafter import Draft, Drafter, OneByOne
 from forge_jax.speculate.speculator import Speculator
+from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.meta import StepShape
 from forge_jax.step.proposals import Proposals, Proposed
 from forge_jax.step.runner import Runner

@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 from test_determinism import RecordingRunner, Rows, Thief, logits_recorded
 
-from forge_jax.cache.block_pool import BlockPool
-from forge_jax.cache.kv import kv_shape
-from forge_jax.core import EngineCore
-from forge_jax.fake import fake_tokenizer
+from forge_jax.engine.core import EngineCore
+from forge_jax.engine.fake import fake_tokenizer
 from forge_jax.grammar import GrammarCompiler, GrammarSpec
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.request import Request, Sequence, Status
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.speculate.draft import ModelDrafter
@@ -33,6 +32,7 @@ from forge_jax.speculate.drafter import Draft, Drafter, OneByOne
 from forge_jax.speculate.ngram import NgramDrafter
 from forge_jax.speculate.speculator import SpeculationStats, Speculator
 from forge_jax.speculate.suffix import SuffixDrafter
+from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.runner import step_shapes
 from forge_jax.testing import drafts_always_pay, random_leaves, tiny_model
 

@@ -14,16 +14,18 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from forge_jax import LLM, Engine, SamplingParams, assemble, cache_folder
-from forge_jax.cache.kv import GIB
-from forge_jax.cache_folder import ENTRIES
+from forge_jax import LLM, Engine, SamplingParams
 from forge_jax.config import EngineConfig
+from forge_jax.engine import builder as assemble
+from forge_jax.engine import compile_cache as cache_folder
+from forge_jax.engine.compile_cache import ENTRIES
 from forge_jax.errors import ConfigError
-from forge_jax.observe import compilations
-from forge_jax.observe.startup import StartupTimes
 from forge_jax.step.executables import Executables
+from forge_jax.step.kv_cache import GIB
 from forge_jax.step.meta import StepShape
 from forge_jax.step.runner import compiler_options, first_shapes, step_limits, step_shapes
+from forge_jax.telemetry import compilations
+from forge_jax.telemetry.startup import StartupTimes
 
 LATE = ["decode[4]", "decode[8]", "mixed[128]"]
 OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "dtype": "bfloat16"}

@@ -15,13 +15,13 @@ import pytest
 
 from forge_jax import SamplingParams
 from forge_jax.config import EngineConfig
-from forge_jax.constraints import Constraints
-from forge_jax.engine import Engine
+from forge_jax.engine.constraints import Constraints
+from forge_jax.engine.fake import WORDS, assemble_fake, fake_tokenizer
+from forge_jax.engine.process.client import EngineProcess
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import GrammarError, GrammarLimitError, RequestError
-from forge_jax.fake import WORDS, assemble_fake, fake_tokenizer
 from forge_jax.grammar import GrammarCompiler, GrammarSpec, Matcher
 from forge_jax.grammar.matcher import MaskPool
-from forge_jax.process.client import EngineProcess
 from forge_jax.schedule.request import Request
 from forge_jax.speculate.drafter import Draft, OneByOne
 from forge_jax.speculate.speculator import Speculator

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge_jax.process.watchdog import LOOK_S, MAX_PATIENCE, Watchdog
+from forge_jax.engine.process.watchdog import LOOK_S, MAX_PATIENCE, Watchdog
 
 TIMEOUT_S = 10.0
 

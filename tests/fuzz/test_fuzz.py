@@ -17,8 +17,8 @@ import pytest
 from aiohttp import web
 from bodies import ENDPOINTS, ODD, SENTINEL, Case, cases, dump, matrix
 
-from forge_jax.engine import Engine
-from forge_jax.fake import TEMPLATE
+from forge_jax.engine.fake import TEMPLATE
+from forge_jax.engine.thread import Engine
 from forge_jax.text import ChatTemplate
 from forge_serve.app import Service
 from forge_serve.config import ServerConfig
@@ -219,7 +219,7 @@ async def test_odd_words_about_adapters_are_refused():
     "message",
     [
         "cannot open /etc/passwd", f"no {SENTINEL}", "<class 'int'>", "at 0x7f00", "KeyError: 'a'",
-        "forge_jax.core", "msgspec.ValidationError", "Traceback (most recent call last)",
+        "forge_jax.engine.core", "msgspec.ValidationError", "Traceback (most recent call last)",
     ],
 )  # fmt: skip
 def test_the_check_sees_what_an_error_must_not_tell(message):

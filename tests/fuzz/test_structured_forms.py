@@ -4,8 +4,8 @@ import json
 import random
 from typing import Any
 
+from forge_jax.engine.fake import fake_tokenizer
 from forge_jax.errors import RequestError
-from forge_jax.fake import fake_tokenizer
 from forge_jax.grammar import GrammarCompiler
 from forge_serve.limits import Limits
 from forge_serve.protocol import CompletionRequest

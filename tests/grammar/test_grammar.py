@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
+from forge_jax.engine.fake import fake_tokenizer
 from forge_jax.errors import GrammarError, GrammarLimitError, RequestError
-from forge_jax.fake import fake_tokenizer
 from forge_jax.grammar import GrammarCompiler, GrammarSpec, Matcher
 from forge_jax.grammar import matcher as matchers
 from forge_jax.grammar.build import build
@@ -20,7 +20,7 @@ from forge_jax.grammar.trial import try_out
 from forge_jax.grammar.vocabulary import Vocabulary, canonical_tokenizer
 from forge_jax.text import Tokenizer
 
-TINY = "forge_jax/bundled/forge-tiny"
+TINY = "forge_jax/checkpoint/bundled/forge-tiny"
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},

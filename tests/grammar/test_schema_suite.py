@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from forge_jax.engine.fake import fake_tokenizer
 from forge_jax.errors import GrammarError, RequestError
-from forge_jax.fake import fake_tokenizer
 from forge_jax.grammar import GrammarCompiler, GrammarSpec
 
 SAMPLE = Path(__file__).parent.parent / "fixtures" / "json_schema" / "sample.jsonl"

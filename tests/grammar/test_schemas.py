@@ -171,7 +171,7 @@ def spoiled(value, rng: random.Random):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = Tokenizer.from_folder("forge_jax/bundled/forge-tiny")
+    tokenizer = Tokenizer.from_folder("forge_jax/checkpoint/bundled/forge-tiny")
     assert tokenizer is not None
     return tokenizer
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from forge_jax import SamplingParams
-from forge_jax.core import Limits, check_request
+from forge_jax.engine.core import Limits, check_request
+from forge_jax.engine.fake import fake_tokenizer
 from forge_jax.errors import GrammarError, RequestError
-from forge_jax.fake import fake_tokenizer
 from forge_jax.grammar.token_filter import TokenFilter
 from forge_jax.schedule.request import Request
 from forge_jax.text import Tokenizer
 
-FORGE_TINY = Path(__file__).parents[2] / "forge_jax" / "bundled" / "forge-tiny"
+FORGE_TINY = Path(__file__).parents[2] / "forge_jax" / "checkpoint" / "bundled" / "forge-tiny"
 TOKENIZER = fake_tokenizer()
 VOCAB = TOKENIZER.vocab_size
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.errors import ModelError
 from forge_jax.models import ModelSpec, spec
 from forge_jax.models.decoder import rope_frequencies, rope_kind

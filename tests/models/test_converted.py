@@ -19,18 +19,19 @@ from gguf_writer import Q, write_gguf
 from lora_files import weights_of
 
 import forge_jax
-from forge_jax import LLM, SamplingParams, convert
-from forge_jax.assemble import choose_device, choose_kernels, may_map, read_converted
+from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint import load as loading
 from forge_jax.checkpoint import mapped, orbax
 from forge_jax.checkpoint.converted import FILE, WEIGHTS, Record, write_record
 from forge_jax.checkpoint.load import CheckedLeaves, check_weights, load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import EngineConfig
+from forge_jax.engine.builder import choose_device, choose_kernels, may_map, read_converted
+from forge_jax.engine.fingerprint import system_fingerprint
 from forge_jax.errors import CheckpointError, ConfigError, ForgeError, ModelError
-from forge_jax.fingerprint import system_fingerprint
 from forge_jax.models import build_model
 from forge_jax.text.load import load_text
+from forge_jax.tools import convert
 from forge_kernels import cpu
 from forge_kernels.cpu import BuildError, library
 

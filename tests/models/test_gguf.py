@@ -18,8 +18,8 @@ from forge_jax.checkpoint.gguf.weights import weights_of
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
+from forge_jax.engine.fingerprint import system_fingerprint
 from forge_jax.errors import ModelError, UnsupportedModelError
-from forge_jax.fingerprint import system_fingerprint
 from forge_jax.models import build_model
 
 GATING = gguf.ExpertGatingFuncType

@@ -16,20 +16,21 @@ from paged import PagedRun
 from safetensors.numpy import save_file
 
 import forge_jax
-from forge_jax import LLM, SamplingParams, convert
-from forge_jax.assemble import (
+from forge_jax import LLM, SamplingParams
+from forge_jax.checkpoint.load import load_weights
+from forge_jax.checkpoint.model_spec import read_spec
+from forge_jax.config import EngineConfig
+from forge_jax.engine.builder import (
     choose_device,
     choose_kernels,
     read_converted,
     read_model_spec,
 )
-from forge_jax.checkpoint.load import load_weights
-from forge_jax.checkpoint.model_spec import read_spec
-from forge_jax.config import EngineConfig
 from forge_jax.errors import CheckpointError, ConfigError, ModelError
 from forge_jax.models import build_model
 from forge_jax.models.decoder import WeightForms
 from forge_jax.research import LoadedModel
+from forge_jax.tools import convert
 from forge_jax.weights.block_types import TYPES
 from forge_jax.weights.blocks import BlockForm, Pieces, forms_by_piece
 from forge_jax.weights.ggml import BY_NAME

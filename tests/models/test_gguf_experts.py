@@ -16,9 +16,9 @@ from forge_jax import LLM
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.config import EngineConfig
-from forge_jax.convert import convert
 from forge_jax.errors import CheckpointError, UnsupportedModelError
 from forge_jax.models import build_model
+from forge_jax.tools.convert import convert
 from forge_jax.weights.block_types import KEY as TYPES_KEY
 
 EXPERTS = 3

@@ -17,11 +17,11 @@ from forge_jax.checkpoint.converted import read_record
 from forge_jax.checkpoint.folder import open_checkpoint
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.model_spec import read_spec
-from forge_jax.convert import _copy_text
+from forge_jax.engine.fingerprint import _model_files
 from forge_jax.errors import CheckpointError
-from forge_jax.fingerprint import _model_files
 from forge_jax.text.template_files import folder_templates, given_template
 from forge_jax.text.tokenizer import Tokenizer
+from forge_jax.tools.convert import _copy_text
 
 BUNDLED = resolve("forge-tiny")
 JINJA = "{{ messages[0].content }}"

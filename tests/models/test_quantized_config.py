@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.errors import ModelError, UnsupportedModelError
 from forge_jax.weights.names import compile_pattern
 from forge_jax.weights.quantization import read_quantization

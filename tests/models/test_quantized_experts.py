@@ -38,7 +38,7 @@ from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.load import load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.errors import CheckpointError, UnsupportedModelError
 from forge_jax.models import build_model
 from forge_jax.models.decoder import WeightForms

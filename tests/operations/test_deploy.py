@@ -30,7 +30,7 @@ from aiohttp import web
 from promql import label_values, reads
 
 from forge_jax.config import ParallelConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_kernels.private_files import private_folder_fault
 from forge_serve.app import Service, make_app
 from forge_serve.auth import HEALTH_PATHS

@@ -19,13 +19,14 @@ import numpy as np
 from lora_files import write_adapter
 
 from forge_jax import LLM, SamplingParams
-from forge_jax.cache.kv import element_dtype, kv_shape
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.grammar import GrammarSpec
 from forge_jax.models import build_model
 from forge_jax.models.decoder import WeightForms
+from forge_jax.models.kv import element_dtype
+from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.mesh import TensorMesh
 from forge_jax.testing import FailingDevice, drafts_always_pay
 from forge_jax.weights.partition import shard_spec

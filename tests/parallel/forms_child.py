@@ -24,17 +24,17 @@ from flax import nnx
 from gguf_zoo import LAYERS, write_zoo
 
 from forge_jax import LLM
-from forge_jax.assemble import choose_device, choose_kernels, read_converted
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import EngineConfig
-from forge_jax.convert import convert
+from forge_jax.engine.builder import choose_device, choose_kernels, read_converted
 from forge_jax.errors import ForgeError
 from forge_jax.models import build_model
 from forge_jax.models.decoder import WeightForms
 from forge_jax.step.mesh import leaf_spec
 from forge_jax.testing import drafts_always_pay
+from forge_jax.tools.convert import convert
 from forge_kernels import cpu
 
 CASES = quantised.CASES | {

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from forge_jax.assemble import choose_device
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import EngineConfig
+from forge_jax.engine.builder import choose_device
 from forge_jax.errors import ConfigError
 from forge_jax.models import build_model
 from forge_jax.step.mesh import choose_mesh

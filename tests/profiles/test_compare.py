@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forge_jax.errors import ConfigError
-from forge_jax.profile.compare import (
+from forge_jax.tools.profile.compare import (
     COMPILED,
     KERNELS,
     OPERATIONS,
@@ -20,9 +20,9 @@ from forge_jax.profile.compare import (
     Threshold,
     compare,
 )
-from forge_jax.profile.files import compare_files
-from forge_jax.profile.report import html, markdown, text, write_tensorboard
-from forge_jax.profile.trace import read_traces
+from forge_jax.tools.profile.files import compare_files
+from forge_jax.tools.profile.report import html, markdown, text, write_tensorboard
+from forge_jax.tools.profile.trace import read_traces
 from forge_serve import cli
 from tests.profiles.traces import HLO, Event, op, write_trace
 

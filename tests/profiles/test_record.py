@@ -13,8 +13,9 @@ from safetensors.numpy import save_file
 
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError, RequestError
-from forge_jax.observe import spans
-from forge_jax.profile.compare import (
+from forge_jax.telemetry import spans
+from forge_jax.telemetry.trace_recorder import Recorder
+from forge_jax.tools.profile.compare import (
     KERNELS,
     OPERATIONS,
     PARTS,
@@ -22,11 +23,10 @@ from forge_jax.profile.compare import (
     compare,
     part_times,
 )
-from forge_jax.profile.config import Workload
-from forge_jax.profile.hlo import NO_SCOPE
-from forge_jax.profile.recorder import Recorder
-from forge_jax.profile.trace import read_traces
-from forge_jax.profile.workload import record
+from forge_jax.tools.profile.config import Workload
+from forge_jax.tools.profile.hlo import NO_SCOPE
+from forge_jax.tools.profile.trace import read_traces
+from forge_jax.tools.profile.workload import record
 from forge_kernels import cpu
 from forge_serve import cli
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from forge_jax.errors import ConfigError
-from forge_jax.profile.hlo import NO_SCOPE, kernel_name, read_hlo, scope_of
-from forge_jax.profile.trace import Op, Time, kind_of, read_traces
+from forge_jax.tools.profile.hlo import NO_SCOPE, kernel_name, read_hlo, scope_of
+from forge_jax.tools.profile.trace import Op, Time, kind_of, read_traces
 from tests.profiles.traces import HLO, Event, op, write_trace
 
 

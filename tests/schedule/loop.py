@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from forge_jax.cache.block_pool import BlockPool
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.plan import StepPlan
 from forge_jax.schedule.request import Request, Sequence
 from forge_jax.schedule.scheduler import Gain, Scheduler, SchedulerConfig

@@ -32,11 +32,11 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from functools import partial
 
-from forge_jax.cache.block_pool import BlockPool
 from forge_jax.config import Pooling
 from forge_jax.errors import ContextLengthError
 from forge_jax.grammar import GrammarSpec
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.plan import (
     FED_BACK,
     ScheduledSequence,

@@ -1,6 +1,6 @@
 import pytest
 
-from forge_jax.cache.block_pool import BlockPool
+from forge_jax.schedule.block_pool import BlockPool
 
 
 def chain(pool: BlockPool, count: int, salt: str = "", first: int = 0) -> list[bytes]:

@@ -7,8 +7,8 @@ import time
 import pytest
 from loop import Loop
 
-from forge_jax.cache.block_pool import BlockPool
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.plan import FED_BACK, Admission, ScheduledSequence, StepPlan
 from forge_jax.testing import POOLED_SIZE, FakeDevice
 

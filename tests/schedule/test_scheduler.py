@@ -695,7 +695,7 @@ def test_after_a_step_that_raised_everything_is_computed_again_to_the_same_token
 
 def test_scheduling_imports_no_jax():
     code = (
-        "import sys, forge_jax.schedule.scheduler, forge_jax.cache.block_pool, forge_jax.testing;"
+        "import sys, forge_jax.schedule.scheduler, forge_jax.testing;"
         "sys.exit('jax' in sys.modules or 'asyncio' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,8 +10,8 @@ import sys
 import pytest
 from simulation import Simulation, play
 
-from forge_jax.cache.block_pool import BlockPool
 from forge_jax.schedule import scheduler as module
+from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.policy import PrefixQueue, RankedQueue
 from forge_jax.schedule.request import Status
 from forge_jax.schedule.scheduler import Scheduler

@@ -261,7 +261,7 @@ class Chaos:
         found = []
         for child in self._server.children():
             with contextlib.suppress(psutil.Error):  # it has just ended
-                if "forge_jax.process.worker" in child.cmdline():
+                if "forge_jax.engine.process.worker" in child.cmdline():
                     self._known.add(child.pid)
             if child.pid in self._known and _has_threads(child.pid):
                 found.append(child.pid)

@@ -19,8 +19,8 @@ from aiohttp import web
 from openai import AsyncOpenAI
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
-from forge_jax.fake import assemble_fake, fake_tokenizer
+from forge_jax.engine.fake import assemble_fake, fake_tokenizer
+from forge_jax.engine.thread import Engine
 from forge_jax.text import ChatTemplate, Tokenizer
 from forge_serve.app import Service
 from forge_serve.config import ServerConfig

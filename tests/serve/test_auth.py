@@ -18,7 +18,7 @@ import pytest
 from aiohttp import hdrs
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError
 from forge_serve import auth, cli, server
 from forge_serve.app import Service, make_app

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_serve import cli
 from forge_serve.batch import run as running_file
 from forge_serve.batch.errors import BatchFileError

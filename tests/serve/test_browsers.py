@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError
 from forge_serve.config import ServerConfig
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from forge_jax.engine.fake import fake_tokenizer
 from forge_jax.errors import GrammarError, RequestError
-from forge_jax.fake import fake_tokenizer
 from forge_jax.grammar import GrammarCompiler
 from forge_jax.text import Tokenizer
 from forge_serve.parsers.answer import AnswerParser

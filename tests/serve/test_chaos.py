@@ -82,7 +82,7 @@ async def test_streams_of_a_model_survive_deaths(chaos_seed, tmp_path: Path):
 
 
 LOSES_A_TOKEN = f"""
-from forge_jax.process import client
+from forge_jax.engine.process import client
 
 take = client._Entry.take
 
@@ -97,7 +97,7 @@ client._Entry.take = take_and_lose
 """
 SAYS_IT_IS_WELL = f"""
 import dataclasses
-from forge_jax.process import client
+from forge_jax.engine.process import client
 
 stats = client.EngineProcess.stats
 client.EngineProcess.stats = lambda self: dataclasses.replace(stats(self), state="ready")

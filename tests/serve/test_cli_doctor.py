@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from forge_jax.doctor import examination, machine, packages
-from forge_jax.doctor.examination import _device_faults, _Probed
-from forge_jax.doctor.finding import Finding
+from forge_jax.tools.doctor import examination, machine, packages
+from forge_jax.tools.doctor.examination import _device_faults, _Probed
+from forge_jax.tools.doctor.finding import Finding
 from forge_kernels.private_files import private_folder_fault
 from forge_serve import cli
 from forge_serve.commands.doctor import _kernels as kernels_line
@@ -78,7 +78,7 @@ def test_a_sound_installation_and_a_model_that_fits(monkeypatch, capsys):
     assert "hf_secret" not in json.dumps(facts)
 
     # The same facts, as a person reads them; and a machine that is too small for the model.
-    monkeypatch.setattr("forge_jax.doctor.examine", lambda *_, **__: report)
+    monkeypatch.setattr("forge_jax.tools.doctor.examine", lambda *_, **__: report)
     assert cli.main(["doctor", "forge-tiny"]) == 0
     text = capsys.readouterr().out
     assert "model: forge-tiny, LlamaForCausalLM, bfloat16" in text

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from forge_jax.aliases import REFUSED_VALUES, VALUES
 from forge_jax.config import EngineConfig
+from forge_jax.config.aliases import REFUSED_VALUES, VALUES
 from forge_serve import aliases, cli
 from forge_serve.config import ServerConfig
 from forge_serve.flags import flags

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_serve import server as server_module
 from forge_serve.config import ServerConfig
 from forge_serve.connections import WIRE_BYTES_PER_BODY_BYTE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError
 from forge_serve.config import ServerConfig
 

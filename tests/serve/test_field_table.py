@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_jax.text import ChatTemplate
 from tests.serve.conftest import Server, running
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_jax.text import ChatTemplate, chat_template
 
 USER = [{"role": "user", "content": "Hello"}]

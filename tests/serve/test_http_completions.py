@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
-from forge_jax.fake import WORDS, assemble_fake
-from forge_jax.outputs import Delta
+from forge_jax.engine.fake import WORDS, assemble_fake
+from forge_jax.engine.thread import Engine
+from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.text import Tokenizer
 from forge_serve.generation import THREAD_FROM_CHARS, Prompt, Usage
@@ -24,7 +24,7 @@ from forge_serve.validate import decode
 
 ROOT = Path(__file__).parents[2]
 STORIES = ROOT / "tests" / "fixtures" / "stories260k-hf"
-FORGE_TINY = ROOT / "forge_jax" / "bundled" / "forge-tiny"
+FORGE_TINY = ROOT / "forge_jax" / "checkpoint" / "bundled" / "forge-tiny"
 
 
 async def test_an_answer_has_the_form_of_openai(server):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from forge_jax.adapters import LoadedAdapter
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
-from forge_jax.fake import assemble_fake, fake_tokenizer
+from forge_jax.engine.adapters import LoadedAdapter
+from forge_jax.engine.fake import assemble_fake, fake_tokenizer
+from forge_jax.engine.thread import Engine
 from forge_jax.schedule.request import LoraRef
 from forge_jax.text import Tokenizer
 from forge_serve import info, loras, validate

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from forge_jax.config import BatchConfig, EngineConfig, ModelConfig, Pooling
-from forge_jax.engine import Engine
+from forge_jax.engine.async_engine import QueueLimits
+from forge_jax.engine.fake import fake_tokenizer
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import EngineError
-from forge_jax.fake import fake_tokenizer
 from forge_jax.sampling_params import SamplingParams
-from forge_jax.streams import QueueLimits
 from forge_jax.testing import POOLED_SIZE, FakeDevice
 from forge_serve.config import ServerConfig
 from forge_serve.limits import Limits

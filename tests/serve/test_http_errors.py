@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
-from forge_jax.fake import assemble_fake
+from forge_jax.engine.fake import assemble_fake
+from forge_jax.engine.thread import Engine
 from forge_jax.text import ChatTemplate
 from forge_serve.limits import Limits
 

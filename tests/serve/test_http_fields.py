@@ -15,7 +15,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_serve import app, ignored_fields
 from forge_serve.config import ServerConfig
 from forge_serve.event_stream import EventStream

@@ -9,7 +9,7 @@ import pytest
 
 import forge_jax
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_serve.app import Service
 from forge_serve.config import ServerConfig
 

@@ -8,7 +8,7 @@ from conftest import running
 from lora_files import write_adapter
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.config import ServerConfig
 

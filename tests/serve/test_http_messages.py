@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_serve.config import ServerConfig
 from forge_serve.messages import complete_values
 from tests.serve import families

@@ -10,9 +10,9 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from forge_jax.config import BatchConfig, EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.async_engine import QueueLimits
+from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
-from forge_jax.streams import QueueLimits
 
 PATH = "/v1/completions"
 LONG = {"prompt": "the same beginning " * 20, "max_tokens": 8, "ignore_eos": True}

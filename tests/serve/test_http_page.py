@@ -14,7 +14,7 @@ import pytest
 
 import forge_serve
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_serve import engine_view
 from forge_serve.app import Service
 from forge_serve.auth import PAGE_PATHS, PAGE_SCRIPTS

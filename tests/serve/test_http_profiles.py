@@ -7,10 +7,10 @@ import contextlib
 
 import pytest
 
-from forge_jax.engine import Engine
+from forge_jax.engine.process.client import EngineProcess
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import RequestError
-from forge_jax.process.client import EngineProcess
-from forge_jax.profile.trace import read_traces
+from forge_jax.tools.profile.trace import read_traces
 from forge_serve.config import ServerConfig
 from forge_serve.profiles import Profiles
 from forge_serve.server import drain

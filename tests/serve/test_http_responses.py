@@ -12,7 +12,7 @@ import pydantic
 import pytest
 from openai.types import responses as sdk
 
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_serve.config import ServerConfig
 from tests.serve import families, open_responses
 from tests.serve.conftest import Server, scripted_engine

@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from forge_jax.engine import Engine
-from forge_jax.observe.phases import PHASES
+from forge_jax.engine.thread import Engine
+from forge_jax.telemetry.phases import PHASES
 from forge_serve.app import Service
 from forge_serve.config import ServerConfig
 

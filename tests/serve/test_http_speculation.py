@@ -5,7 +5,7 @@ import json
 from prometheus_client.parser import text_string_to_metric_families
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 
 ASK = {"prompt": "Tell me about the river.", "max_tokens": 60, "temperature": 0}
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_serve import app, event_stream
 from forge_serve.event_stream import EventStream
 from forge_serve.responses import CompletionForm

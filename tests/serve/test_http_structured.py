@@ -9,8 +9,8 @@ import pytest
 from conftest import running
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
-from forge_jax.process.client import EngineProcess
+from forge_jax.engine.process.client import EngineProcess
+from forge_jax.engine.thread import Engine
 
 USER = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "seed": 1}
 PROMPT = {"prompt": "hi", "max_tokens": 200, "seed": 1}

@@ -7,9 +7,9 @@ import logging
 
 import pytest
 
-from forge_jax import supervise
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import RequestError
+from forge_jax.host import supervise
 from forge_serve import engine_view, generation, memory, profiles
 from forge_serve.config import ServerConfig
 from forge_serve.memory import MemoryGuard

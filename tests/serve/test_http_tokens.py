@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import forge_jax
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 
 MESSAGES = [{"role": "user", "content": "Two of them, please."}]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import RequestError
 from forge_jax.schedule.request import TokenIds
 from forge_serve.generation import THREAD_FROM_IDS

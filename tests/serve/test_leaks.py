@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
-from forge_jax.process.client import EngineProcess
+from forge_jax.engine.process.client import EngineProcess
+from forge_jax.engine.thread import Engine
 
 CLIENTS = 24
 WARM_UP = 0.3  # of the requests: until caches are full and the allocator has what it needs

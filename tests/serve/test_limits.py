@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError, RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.text import ChatTemplate

@@ -13,7 +13,7 @@ from conftest import Server, running
 
 from forge_jax import LLM, SamplingParams
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64}
 CONTEXTS_AND_ANSWERS = (

@@ -13,7 +13,7 @@ import jsonschema
 import msgspec
 import pytest
 
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_jax.text import ChatTemplate
 from forge_serve.app import Service, make_app
 from forge_serve.auth import OPEN_PATHS

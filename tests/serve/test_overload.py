@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from benchmarks.serving_process import started
-from forge_jax.engine import Engine
+from forge_jax.engine.async_engine import QueueLimits
+from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
-from forge_jax.streams import QueueLimits
 from forge_serve import app, memory, server
 from forge_serve.config import ServerConfig
 from forge_serve.memory import MemoryGuard
@@ -53,8 +53,8 @@ async def test_waiting_tokens_are_limited_too_but_not_for_who_is_alone(start):
 
 
 def test_when_to_come_again_follows_the_pace_of_the_queue():
+    from forge_jax.engine.async_engine import _Queue
     from forge_jax.errors import OverloadedError
-    from forge_jax.streams import _Queue
 
     now_s = 0.0
     queue = _Queue(QueueLimits(samples=10), lambda: now_s)

@@ -6,7 +6,7 @@ import pytest
 from conftest import running
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 

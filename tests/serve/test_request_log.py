@@ -16,9 +16,9 @@ import pytest
 from conftest import scripted_engine
 
 from forge_jax.config import BatchConfig, EngineConfig, SpeculationConfig
-from forge_jax.engine import Engine
-from forge_jax.observe.log import Event, JsonFormatter, configure
+from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.telemetry.log import Event, JsonFormatter, configure
 from forge_serve.config import ServerConfig
 from forge_serve.record import QUIET_PATHS
 

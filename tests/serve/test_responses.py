@@ -8,8 +8,8 @@ import random
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
-from forge_jax.fake import fake_tokenizer
-from forge_jax.outputs import Delta
+from forge_jax.engine.fake import fake_tokenizer
+from forge_jax.schedule.outputs import Delta
 from forge_serve.generation import Prompt, Usage
 from forge_serve.histogram import ModelHistogram
 from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, Message

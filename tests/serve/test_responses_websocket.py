@@ -17,10 +17,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from openai.types.responses.responses_server_event import ResponseWsError
 from prometheus_client.parser import text_string_to_metric_families
 
-from forge_jax.engine import Engine
-from forge_jax.observe.log import JsonFormatter
+from forge_jax.engine.async_engine import QueueLimits
+from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
-from forge_jax.streams import QueueLimits
+from forge_jax.telemetry.log import JsonFormatter
 from forge_serve import app, responses_websocket
 from forge_serve.config import ServerConfig
 from forge_serve.limits import Limits

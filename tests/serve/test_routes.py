@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from forge_jax.engine import Engine
-from forge_jax.suggest import MAX_CHARS, nearest
+from forge_jax.config.suggest import MAX_CHARS, nearest
+from forge_jax.engine.thread import Engine
 from forge_serve.app import Service, make_app
 from forge_serve.auth import OPEN_PATHS
 from forge_serve.config import ServerConfig

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from forge_jax.engine import Engine
-from forge_jax.process import client
-from forge_jax.process.client import EngineProcess
+from forge_jax.engine.process import client
+from forge_jax.engine.process.client import EngineProcess
+from forge_jax.engine.thread import Engine
 from forge_serve.config import ServerConfig
 from forge_serve.server import load_engine
 
@@ -45,7 +45,7 @@ async def text(server, i: int) -> tuple[str, list, dict]:
 
 DIES = """
 import os, signal
-from forge_jax.process import worker
+from forge_jax.engine.process import worker
 from forge_jax.testing import FakeDevice
 
 dispatch = FakeDevice.dispatch

@@ -16,9 +16,9 @@ import aiohttp
 import pytest
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine import Engine
+from forge_jax.engine.fake import assemble_fake
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError, ModelError
-from forge_jax.fake import assemble_fake
 from forge_serve import answering, server
 from forge_serve.config import ServerConfig
 
@@ -225,12 +225,12 @@ async def test_a_request_that_is_being_tokenised_when_the_end_comes_is_told_to_c
 
 def test_the_log_says_what_is_loaded_and_that_it_may_take_a_while(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("forge_jax.engine.resolve", lambda *_: Path("folder"))
+    monkeypatch.setattr("forge_jax.engine.thread.resolve", lambda *_: Path("folder"))
 
     def assemble(*_: Any) -> Any:
         raise ModelError("far enough")
 
-    monkeypatch.setattr("forge_jax.assemble.assemble", assemble)
+    monkeypatch.setattr("forge_jax.engine.builder.assemble", assemble)
     config = EngineConfig.from_options(model="org/model", backend="cuda", device=1)
     with pytest.raises(ModelError, match="far enough"):
         Engine.load(config)
@@ -244,7 +244,7 @@ def test_a_model_that_is_not_there_fails_before_the_log_says_that_it_is_loaded(c
     def resolve(*_: Any) -> Any:
         raise ModelError("no model")
 
-    monkeypatch.setattr("forge_jax.engine.resolve", resolve)
+    monkeypatch.setattr("forge_jax.engine.thread.resolve", resolve)
     with pytest.raises(ModelError, match="no model"):
         Engine.load(EngineConfig.from_options(model="org/model"))
     assert caplog.messages == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError
 from forge_serve import server
 from forge_serve.config import ServerConfig

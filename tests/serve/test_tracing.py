@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from forge_jax.engine import Engine
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError
 from forge_serve.config import ServerConfig
 from forge_serve.tracing import Tracing

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from forge_jax.checkpoint.hub import resolve
-from forge_jax.engine import Engine
+from forge_jax.engine.fake import fake_tokenizer
+from forge_jax.engine.thread import Engine
 from forge_jax.errors import OverloadedError
-from forge_jax.fake import fake_tokenizer
 from forge_jax.text import Tokenizer
 from forge_serve.config import ServerConfig
 from forge_serve.generation import MARGIN_TOKENS, Kept

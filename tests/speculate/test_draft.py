@@ -17,16 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from forge_jax import LLM, SamplingParams, assemble
-from forge_jax.cache.kv import KVShape
+from forge_jax import LLM, SamplingParams
 from forge_jax.config import EngineConfig
-from forge_jax.core import EngineCore
+from forge_jax.engine import builder as assemble
+from forge_jax.engine.core import EngineCore
+from forge_jax.engine.fake import assemble_fake
 from forge_jax.errors import ConfigError
-from forge_jax.fake import assemble_fake
 from forge_jax.schedule.request import Request, Sequence, Status
 from forge_jax.speculate.draft import ModelDrafter
 from forge_jax.speculate.draft_model import DraftModel, Row, draft_shapes, pack_params
 from forge_jax.step.executables import LateShapes
+from forge_jax.step.kv_cache import KVShape
 from forge_jax.testing import FailingDevice, drafts_always_pay, random_leaves, tiny_model
 
 BLOCK, K, VOCAB, MAX_LEN = 8, 4, 64, 128

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from forge_jax.config import EngineConfig
-from forge_jax.core import EngineCore
-from forge_jax.fake import assemble_fake
+from forge_jax.engine.core import EngineCore
+from forge_jax.engine.fake import assemble_fake
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request, Sequence, Status
 from forge_jax.speculate.drafter import Draft, OneByOne

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from forge_jax.cache.kv import KVShape
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import FED_BACK, Admission, ScheduledSequence, StepPlan
+from forge_jax.step.kv_cache import KVShape
 from forge_jax.step.runner import Runner, step_shapes
 from forge_jax.testing import random_leaves, tiny_model
 

@@ -278,7 +278,7 @@ def test_the_ways_to_cut_a_text_differ():
 
 def test_special_tokens_may_stand_first(tmp_path):
     """As in the bundled model, and in SmolLM."""
-    folder = FIXTURES.parent.parent / "forge_jax" / "bundled" / "forge-tiny"
+    folder = FIXTURES.parent.parent / "forge_jax" / "checkpoint" / "bundled" / "forge-tiny"
     data = json.loads((folder / "tokenizer.json").read_text())
     vocab = data["model"]["vocab"]
     special = {token["id"] for token in data["added_tokens"]}

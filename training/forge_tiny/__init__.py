@@ -2,5 +2,5 @@
 
 from pathlib import Path
 
-BUNDLED = Path(__file__).parents[2] / "forge_jax" / "bundled" / "forge-tiny"
+BUNDLED = Path(__file__).parents[2] / "forge_jax" / "checkpoint" / "bundled" / "forge-tiny"
 DRAFT = Path(__file__).parent / "draft"

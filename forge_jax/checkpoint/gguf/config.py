@@ -21,7 +21,7 @@ from forge_jax.checkpoint.gguf.weights import (
     weights_of,
 )
 from forge_jax.errors import CheckpointError
-from forge_jax.files import shown
+from forge_jax.host.files import shown
 from forge_jax.weights.block_types import KEY, of_all_experts
 
 MAX_LAYERS = 1024

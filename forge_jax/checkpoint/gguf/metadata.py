@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
-from forge_jax.files import shown
+from forge_jax.host.files import shown
 
 
 class Metadata:

@@ -17,7 +17,7 @@ import numpy as np
 
 from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.errors import CheckpointError, UnsupportedModelError
-from forge_jax.files import GGUF_SUFFIX, file_size, shown
+from forge_jax.host.files import GGUF_SUFFIX, file_size, shown
 from forge_jax.weights.ggml import FORMATS, UNSUPPORTED, BlockFormat
 from forge_jax.weights.stored import MAX_NAME, MAX_TENSORS
 

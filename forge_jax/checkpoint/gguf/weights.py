@@ -18,7 +18,7 @@ import numpy as np
 
 from forge_jax.checkpoint.gguf.reader import GGUFFile, GGUFTensor, read_gguf
 from forge_jax.errors import CheckpointError, UnsupportedModelError
-from forge_jax.files import shown
+from forge_jax.host.files import shown
 from forge_kernels.blocks import BlockValues, joined
 
 CHUNK_ELEMENTS = 2**21  # decoded at once, by one thread

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.models.spec import ModelSpec
 from forge_jax.models.weight_map import WeightMap, decoder_weights
 

@@ -4,7 +4,7 @@ own to each that sees all, norms at the heads of queries and keys.
 `attn_logit_softcapping` has no effect, as in transformers.
 """
 
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.families.gemma2 import NULLABLE, gemma_parts

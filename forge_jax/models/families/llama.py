@@ -1,6 +1,6 @@
 """Llama (Touvron et al. 2023), and what is built like it: TinyLlama, SmolLM2 and others."""
 
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec, decoder_spec
 

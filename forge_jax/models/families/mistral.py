@@ -1,6 +1,6 @@
 """Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama, in some versions with a window."""
 
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import (
     ModelSpec,

@@ -1,6 +1,6 @@
 """OLMo 2 (2025, arXiv:2501.00656): norms after attention and MLP, and at queries and keys."""
 
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec, decoder_spec
 

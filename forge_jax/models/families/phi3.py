@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec, decoder_spec, read_window, window_everywhere

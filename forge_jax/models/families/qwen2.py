@@ -1,6 +1,6 @@
 """Qwen 2 and 2.5 (2024, arXiv:2407.10671): Llama with biases of queries, keys and values."""
 
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec, decoder_spec, read_window, read_windows
 

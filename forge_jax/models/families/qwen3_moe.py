@@ -1,6 +1,6 @@
 """Qwen 3 with experts (2025, arXiv:2505.09388): in all layers, or with some dense ones."""
 
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.families.qwen2 import qwen_window
 from forge_jax.models.spec import (

@@ -1,6 +1,6 @@
 """SmolLM3 (Hugging Face 2025): Llama, where some layers do not rotate queries and keys (NoPE)."""
 
-from forge_jax.config_file import Config
+from forge_jax.config.hf_config import Config
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import MAX_LAYERS, ModelSpec, decoder_spec, read_window, read_windows
 

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from aiohttp import web
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from forge_jax import supervise
 from forge_jax.config import EngineConfig
 from forge_jax.errors import EngineError, OverloadedError, RequestError
+from forge_jax.host import supervise
 from forge_serve import answering
 from forge_serve.app import Service
 from forge_serve.batch.config import BatchRunConfig

@@ -12,7 +12,7 @@ from forge_serve.bench.metrics import Measured
 from forge_serve.bench.workload import Request
 
 if TYPE_CHECKING:
-    from forge_jax.streams import StreamingEngine
+    from forge_jax.engine.async_engine import StreamingEngine
 
 READY_POLL_S = 0.05
 

@@ -8,7 +8,7 @@ import os
 import platform
 from typing import Any
 
-from forge_jax.doctor.machine import cpu_model, instruction_sets
+from forge_jax.tools.doctor.machine import cpu_model, instruction_sets
 
 PACKAGES = ("forge-jax", "jax", "jaxlib", "flax", "aiohttp", "numpy")
 

@@ -123,7 +123,7 @@ def _of_server(flags: BenchFlags, model: str | None) -> dict[str, Any]:
 
 
 def _of_engine(flags: BenchFlags, options: dict[str, Any]) -> dict[str, Any]:
-    from forge_jax.observe.startup import StartupTimes
+    from forge_jax.telemetry.startup import StartupTimes
     from forge_serve.bench.client import run_async
     from forge_serve.bench.in_process import Submitter, ready
     from forge_serve.bench.workload import Vocabulary

@@ -7,12 +7,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from forge_jax.errors import ConfigError
-from forge_jax.observe.units import bytes_text
+from forge_jax.telemetry.units import bytes_text
 from forge_serve.flags import MODEL, Commands
 from forge_serve.terminal import harmless
 
 if TYPE_CHECKING:
-    from forge_jax.doctor import Report
+    from forge_jax.tools.doctor import Report
 
 GIB = 1 << 30
 TIMEOUT_S = 60.0
@@ -46,7 +46,7 @@ def add_to(commands: Commands) -> None:
 def run(options: dict[str, Any]) -> int:
     if not options["timeout"] > 0:
         raise ConfigError(f"--timeout must be greater than 0, not {options['timeout']}")
-    from forge_jax.doctor import examine
+    from forge_jax.tools.doctor import examine
 
     report = examine(options["model"], timeout_s=options["timeout"])
     if options["json"]:

@@ -1,0 +1,105 @@
+"""The fields of `config.json`, each read with a check."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from forge_jax.errors import ModelError
+from forge_jax.host.files import shown
+
+MAX_TOKEN_LIST = 1024
+
+
+class Config:
+    """`config.json` with checks: each getter names the field that is wrong.
+
+    `defaults`: the values of fields that the file leaves out.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str = "config.json",
+        defaults: Mapping[str, Any] | None = None,
+    ):
+        self.values, self.where = {**(defaults or {}), **values}, where
+        self._left_out = frozenset(defaults or ()) - frozenset(values)
+
+    def error(self, name: str, want: str) -> ModelError:
+        missing = ", the default of a missing field" if name in self._left_out else ""
+        return ModelError(
+            f"{self.where}: {name} must be {want}, not {shown(self.values.get(name))}{missing}"
+        )
+
+    def leaves_out(self, name: str) -> bool:
+        """True if the value of this field is a default."""
+        return name in self._left_out
+
+    def has(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def integer(
+        self, name: str, default: int | None = None, *, low: int = 1, high: int = 2**31 - 1
+    ) -> int:
+        value = self.values.get(name) if self.has(name) else default
+        if type(value) is not int or not low <= value <= high:
+            raise self.error(name, f"an integer from {low} to {high}")
+        return value
+
+    def number(
+        self,
+        name: str,
+        default: float | None = None,
+        *,
+        low: float = 0.0,
+        high: float = 1e30,
+    ) -> float:
+        """A finite number above `low`; float32 holds all up to `high`."""
+        value = self.values.get(name) if self.has(name) else default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(name, "a number")
+        if not low < value <= high:  # NaN is neither
+            raise self.error(name, f"a finite number above {low:g}, at most {high:g}")
+        return float(value)
+
+    def boolean(self, name: str, default: bool | None = None) -> bool:
+        value = self.values.get(name) if self.has(name) else default
+        if type(value) is not bool:
+            raise self.error(name, "true or false")
+        return value
+
+    def string(self, name: str, default: str | None = None) -> str:
+        value = self.values.get(name) if self.has(name) else default
+        if type(value) is not str:
+            raise self.error(name, "a string")
+        return value
+
+    def with_defaults(self, defaults: Mapping[str, Any], nullable: Collection[str] = ()) -> Config:
+        """The same, with `defaults` for fields that the file leaves out.
+
+        Raises:
+          ModelError: a field that has a default is null, and is not one of the `nullable` ones.
+        """
+        for name in defaults:
+            if name in self.values and self.values[name] is None and name not in nullable:
+                raise ModelError(f"{self.where}: {name} must not be null: set it, or leave it out")
+        return Config(self.values, self.where, defaults)
+
+    def section(self, name: str) -> Config | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(name, "an object")
+        return Config(value, f"{self.where}: {name}")
+
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """A token id, a list of them, or none: they index the model's logits."""
+        value = self.values.get(name)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if len(ids) > MAX_TOKEN_LIST or any(
+            type(i) is not int or not 0 <= i < vocab_size for i in ids
+        ):
+            raise self.error(name, f"a token id below {vocab_size} or a list of such token ids")
+        return tuple(ids)

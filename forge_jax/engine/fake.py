@@ -1,0 +1,146 @@
+"""An engine without a model: `forge-jax serve --fake`, and tests of everything above the device.
+
+The scheduler, the block pool and the text side are the real ones; `FakeDevice` takes the place of
+the model. The same request gives the same text every time, at any speed that is asked for.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import cache
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from forge_jax.config import EngineConfig
+from forge_jax.engine.core import EngineCore, EngineParts, make_scheduler
+from forge_jax.grammar import GrammarCompiler
+from forge_jax.schedule.token_budget import TokenBudget
+from forge_jax.speculate import make_speculator
+from forge_jax.testing import FakeDevice
+from forge_jax.text import ChatTemplate, Tokenizer
+
+WORDS = (
+    "the a one this that every old new small big quick quiet bright warm cold kind brave dog "
+    "cat bird river tree house road stone cloud garden window letter song city ship star ran "
+    "sat saw found made heard opened carried followed painted remembered in on under over near "
+    "beside behind after before and but so then because while slowly often always never again "
+    "today café naïve 日本 мир"
+).split()
+NextToken = Callable[[Seq[int], int], int]
+# A character whose bytes are two tokens, the second always after the first.
+SMILE = ("🙂".encode()[:2], "🙂".encode()[2:])
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@cache
+def fake_tokenizer() -> Tokenizer:
+    """A byte-level BPE: words and the halves of a smile first, then the bytes, then "</s>"."""
+    alphabet = _byte_alphabet()
+
+    def spell(data: bytes) -> str:
+        return "".join(alphabet[byte] for byte in data)
+
+    tokens = [spell(f" {word}".encode()) for word in WORDS] + [spell(half) for half in SMILE]
+    tokens += [alphabet[byte] for byte in range(256)]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    return Tokenizer(backend, {"eos_token": "</s>"})
+
+
+def fake_chat_template() -> ChatTemplate:
+    return ChatTemplate(TEMPLATE, fake_tokenizer().special_tokens)
+
+
+def assemble_fake(
+    config: EngineConfig,
+    *,
+    step_time_s: float,
+    max_model_len: int,
+    check: bool,
+    tokenizer: Tokenizer | None = None,
+    next_token: NextToken | None = None,
+) -> EngineParts:
+    """Puts a fake engine together; the configuration's limits hold, its model does not matter.
+
+    Args:
+      tokenizer: instead of `fake_tokenizer`; it needs an EOS token.
+      next_token: (tokens so far, seed) -> token, instead of random words.
+    """
+    tokenizer = tokenizer or fake_tokenizer()
+    eos = tokenizer.eos_token_id
+    assert eos is not None
+    max_model_len = config.model.max_model_len or max_model_len
+    block_size = config.cache.block_size or 16
+    if config.cache.kv_cache == "contiguous":
+        block_size = -(-max_model_len // 8) * 8
+    max_num_seqs = config.batch.max_num_seqs
+    blocks_per_sequence = -(-max_model_len // block_size)
+    num_blocks = config.cache.num_blocks or max(blocks_per_sequence, 4096)
+    rng = random.Random(config.model.seed)
+    target_ms = config.batch.itl_target_ms
+    scheduler = make_scheduler(
+        config,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=config.batch.max_num_batched_tokens or 2048,
+        eos_token_ids=frozenset((eos,)),
+        rng=rng,
+        budget=TokenBudget(target_ms / 1e3) if target_ms else None,
+    )
+    device = FakeDevice(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        vocab_size=tokenizer.vocab_size,
+        next_token=next_token or _next_word,
+        step_time_s=step_time_s,
+        check=check,
+        pool=scheduler.pool if check else None,
+    )
+    core = EngineCore(
+        scheduler=scheduler,
+        device=device,
+        tokenizer=tokenizer,
+        grammars=GrammarCompiler(tokenizer, tokenizer.vocab_size, (eos,)),
+        vocab_size=tokenizer.vocab_size,
+        one_step_ahead=config.batch.one_step_ahead,
+        speculator=make_speculator(config),
+    )
+    return EngineParts(
+        name="forge-fake",
+        core=core,
+        max_model_len=max_model_len,
+        tokenizer=tokenizer,
+        chat_template=fake_chat_template(),
+        rng=rng,
+        pooling=config.model.pooling,
+    )
+
+
+def _next_word(tokens: Seq[int], seed: int) -> int:
+    """A word picked by seed, position and the token before; the first half of a smile forces the
+    second."""
+    first_half = len(WORDS)
+    if tokens[-1] == first_half:
+        return first_half + 1
+    noise = (seed ^ len(tokens) * 0x9E3779B97F4A7C15 ^ tokens[-1] << 32) * 0xBF58476D1CE4E5B9
+    return (noise >> 40) % (first_half + 1)
+
+
+def _byte_alphabet() -> list[str]:
+    """GPT-2's printable stand-in for each byte, in the order of the bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    stand_in = {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [stand_in.get(byte, chr(byte)) for byte in range(256)]

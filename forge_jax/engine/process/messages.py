@@ -1,0 +1,278 @@
+"""What a server and its engine process say to each other: MessagePack with a schema, in frames.
+
+A frame is the length of its payload in four bytes, big end first, and the payload. They travel over
+a pair of connected Unix sockets that has no name, so that nobody else can reach it. Nothing that is
+received is ever run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from forge_jax import errors
+from forge_jax.config import EngineConfig
+from forge_jax.engine.adapters import LoadedAdapter
+from forge_jax.engine.async_engine import EngineStats
+from forge_jax.engine.core import Limits, Outputs
+from forge_jax.schedule.outputs import Delta
+from forge_jax.schedule.plan import TokenLogprobs
+from forge_jax.schedule.request import FinishReason, LoraRef, Request
+from forge_jax.telemetry.engine_state import EngineState
+from forge_jax.telemetry.log import LogFormat
+
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+
+_ERRORS = {
+    kind.__name__: kind
+    for kind in (
+        errors.ConfigError,
+        errors.ModelError,
+        errors.UnsupportedModelError,
+        errors.CheckpointError,
+        errors.RequestError,
+        errors.ContextLengthError,
+        errors.OverloadedError,
+        errors.EngineError,
+        errors.NumericalError,
+        errors.GrammarError,
+        errors.GrammarLimitError,
+        errors.StepError,
+        errors.LostAdapterError,
+    )
+}
+
+
+class WireError(msgspec.Struct, array_like=True, frozen=True):
+    kind: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: errors.ForgeError) -> WireError:
+        kind = type(error).__name__
+        return cls(
+            kind if kind in _ERRORS else "EngineError",
+            error.on_command_line or str(error),
+            getattr(error, "param", None),
+        )
+
+    def error(self) -> errors.ForgeError:
+        kind = _ERRORS.get(self.kind, errors.EngineError)
+        if issubclass(kind, errors.RequestError):
+            return kind(self.message, param=self.param)
+        return kind(self.message)
+
+
+class WireDelta(msgspec.Struct, array_like=True, frozen=True):
+    """A `Delta`; most have nothing after the third field."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: WireError | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    pooled: bytes | None = None
+    queue_s: float | None = None
+    num_preemptions: int = 0
+
+    @classmethod
+    def of(cls, delta: Delta) -> WireDelta:
+        return cls(
+            delta.index,
+            delta.text,
+            delta.token_ids,
+            delta.finish_reason,
+            delta.stop_reason,
+            delta.num_cached_tokens,
+            delta.logprobs,
+            delta.prompt_logprobs,
+            None if delta.error is None else WireError.of(delta.error),
+            delta.num_draft_tokens,
+            delta.num_accepted_tokens,
+            delta.pooled,
+            delta.queue_s,
+            delta.num_preemptions,
+        )
+
+    def delta(self) -> Delta:
+        return Delta(
+            self.index,
+            self.text,
+            self.token_ids,
+            self.logprobs,
+            self.prompt_logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            None if self.error is None else self.error.error(),
+            self.num_cached_tokens,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
+            self.pooled,
+            self.queue_s,
+            self.num_preemptions,
+        )
+
+
+class Start(msgspec.Struct, tag="start"):
+    """The first message to the process: what to load."""
+
+    config: EngineConfig
+    fake: bool = False
+    fake_step_time_s: float = 0.0
+    fake_max_model_len: int = 4096
+    log_format: LogFormat = "text"
+    # Of an engine that goes on after another: its adapters, at their places, as they were.
+    adapters: list[LoadedAdapter] = []
+
+
+class Submit(msgspec.Struct, tag="submit"):
+    request: Request
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    request_id: str
+
+
+class LoadLora(msgspec.Struct, tag="load_lora"):
+    """To put an adapter at a place; answered by `LoraLoaded`."""
+
+    ref: LoraRef
+    path: str
+
+
+class UnloadLora(msgspec.Struct, tag="unload_lora"):
+    """To forget an adapter that no request takes."""
+
+    name: str
+
+
+class Profile(msgspec.Struct, tag="profile"):
+    """Begins a trace, to be written into a folder, or ends it."""
+
+    folder: str | None  # None: it ends
+
+
+class Look(msgspec.Struct, tag="look"):
+    """Asks what the engine holds."""
+
+
+ToEngine = Start | Submit | Abort | LoadLora | UnloadLora | Profile | Look
+
+
+class Loading(msgspec.Struct, tag="loading"):
+    """The heartbeat until there is a hello; from then on, `Stats` is."""
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """From the process, when it can serve: the first message but for heartbeats."""
+
+    name: str
+    max_model_len: int
+    limits: Limits
+    system_fingerprint: str | None
+    architecture: str | None
+    end_ids: list[int]  # tokens that end an output
+    stats: EngineStats
+    lora_places: int = 0  # how many adapters there may be
+    adapters: list[LoadedAdapter] = []
+    lost_adapters: dict[str, str] = {}  # of those it was to have: name -> why not
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    """Instead of a hello: it cannot serve."""
+
+    error: WireError
+
+
+class News(msgspec.Struct, tag="news"):
+    outputs: dict[str, list[WireDelta]]
+
+    @classmethod
+    def of(cls, outputs: Outputs) -> News:
+        return cls({rid: [WireDelta.of(d) for d in deltas] for rid, deltas in outputs.items()})
+
+    def to_outputs(self) -> Outputs:
+        return {rid: [wire.delta() for wire in deltas] for rid, deltas in self.outputs.items()}
+
+
+class Stats(msgspec.Struct, tag="stats"):
+    stats: EngineStats
+
+
+class LoraLoaded(msgspec.Struct, tag="lora_loaded"):
+    identity: str
+    adapter: LoadedAdapter | None = None
+    error: WireError | None = None
+
+
+class Profiled(msgspec.Struct, tag="profiled"):
+    """The answer to each `Profile`, in their order."""
+
+    error: WireError | None = None
+
+
+class Looked(msgspec.Struct, tag="looked"):
+    """The answer to each `Look`, in their order."""
+
+    state: EngineState | None = None
+    error: WireError | None = None
+
+
+FromEngine = Loading | Hello | Refused | News | Stats | LoraLoaded | Profiled | Looked
+
+_encoder = msgspec.msgpack.Encoder()
+to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    payload = _encoder.encode(message)
+    return len(payload).to_bytes(4, "big") + payload
+
+
+class Frames:
+    """Cuts a stream of bytes into payloads."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yields each payload that `data` completes.
+
+        Raises:
+          ValueError: a frame is longer than any can be.
+        """
+        received = self._bytes
+        received += data
+        start = 0
+        try:
+            while len(received) - start >= 4:
+                length = int.from_bytes(received[start : start + 4], "big")
+                if length > MAX_FRAME_BYTES:
+                    raise ValueError(f"a frame of {length} bytes")
+                if len(received) - start - 4 < length:
+                    break
+                payload = bytes(received[start + 4 : start + 4 + length])
+                start += 4 + length
+                yield payload
+        finally:
+            del received[:start]
+
+
+def decoded(frames: Frames, data: bytes, decoder: msgspec.msgpack.Decoder[Any]) -> Iterator[Any]:
+    """The messages that `data` completes.
+
+    Raises:
+      ValueError: they are not of the schema (msgspec's own errors are of this kind).
+    """
+    for payload in frames.feed(data):
+        yield decoder.decode(payload)

@@ -1,0 +1,275 @@
+"""The engine process: loads what it is told to, serves one connection, and ends with it.
+
+    python -m forge_jax.engine.process.worker FILE_DESCRIPTOR
+
+Its peer keeps everything that must not be lost. So this process never tries to save anything: when
+the connection closes, for whatever reason, it ends at once, and the operating system takes back its
+memory, the device's too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from forge_jax.engine.async_engine import EngineStats
+from forge_jax.engine.core import Outputs
+from forge_jax.engine.process.messages import (
+    Abort,
+    Frames,
+    FromEngine,
+    Hello,
+    Loading,
+    LoadLora,
+    Look,
+    Looked,
+    LoraLoaded,
+    News,
+    Profile,
+    Profiled,
+    Refused,
+    Start,
+    Stats,
+    Submit,
+    ToEngine,
+    UnloadLora,
+    WireError,
+    decoded,
+    frame,
+    to_engine,
+)
+from forge_jax.engine.thread import Engine
+from forge_jax.errors import EngineError, ForgeError, RequestError
+from forge_jax.host import supervise
+from forge_jax.schedule.outputs import Delta
+from forge_jax.schedule.request import LoraRef
+from forge_jax.telemetry.log import configure
+
+STATS_S = 0.05  # between two, while there is news
+IDLE_STATS_S = 0.5  # between two that tell that nothing has changed
+
+log = logging.getLogger(__name__)
+
+
+class _Worker(asyncio.Protocol):
+    def __init__(self) -> None:
+        self._frames = Frames()
+        self._engine: Engine | None = None
+        self._news: Outputs = {}  # of this turn of the event loop
+        self._one_profile = asyncio.Lock()
+        self._one_look = asyncio.Lock()
+        self._sent: EngineStats | None = None
+        self._sent_s = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._soon(self._tell_of_life, "the heartbeat")
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in decoded(self._frames, data, to_engine):
+                self._receive(message)
+        except ValueError:
+            log.exception("a message that nobody can have sent")
+            os._exit(1)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        os._exit(0 if exc is None or isinstance(exc, ConnectionError) else 1)
+
+    def _receive(self, message: ToEngine) -> None:
+        engine = self._engine
+        match message:
+            case Start(log_format=log_format):
+                configure(log_format, process="engine")
+                supervise.start_thread(partial(self._load, message), "loading the model", _die)
+            case Submit(request) if engine is not None:
+                try:
+                    stream = engine.submit_request(request)
+                except ForgeError as error:
+                    samples = range(request.params.n)
+                    if request.outputs is not None:
+                        samples = request.outputs
+                    ends = [Delta(i, finish_reason="error", error=error) for i in samples]
+                    self._gather(request.request_id, ends)
+                else:
+                    stream.push_to(partial(self._gather, request.request_id))
+            case Abort(request_id) if engine is not None:
+                engine.abort(request_id)
+            case LoadLora(ref, path) if engine is not None:
+                load = partial(self._load_lora, engine, ref, path)
+                supervise.start_thread(load, "loading a LoRA adapter", _die)
+            case UnloadLora(name) if engine is not None and engine.adapters is not None:
+                engine.adapters.drop(name)  # the peer knows that nobody takes it
+            case Profile(folder) if engine is not None:
+                self._start(self._profile(engine, folder), "a profile")
+            case Look() if engine is not None:
+                self._start(self._look(engine), "a look at the engine")
+
+    async def _look(self, engine: Engine) -> None:
+        async with self._one_look:
+            try:
+                self._send(Looked(await engine.look()))
+            except ForgeError as error:
+                self._send(Looked(error=WireError.of(error)))
+            except Exception as error:
+                log.exception("the engine could not be looked at")
+                failure = EngineError(f"it could not be looked at: {type(error).__name__}")
+                self._send(Looked(error=WireError.of(failure)))
+
+    def _load_lora(self, engine: Engine, ref: LoraRef, path: str) -> None:
+        answer = LoraLoaded(ref.identity)
+        try:
+            answer.adapter = engine.load_lora_at(ref, path)
+        except ForgeError as error:
+            answer.error = WireError.of(error)
+        except Exception as error:
+            log.exception("a LoRA adapter could not be loaded")
+            failure = EngineError(f"the adapter could not be loaded: {type(error).__name__}")
+            answer.error = WireError.of(failure)
+        self._soon(partial(self._send, answer), "answering")
+
+    async def _profile(self, engine: Engine, folder: str | None) -> None:
+        async with self._one_profile:
+            try:
+                if folder is None:
+                    await engine.stop_profile()
+                else:
+                    await engine.start_profile(Path(folder))
+            except ForgeError as error:
+                self._send(Profiled(WireError.of(error)))
+            except Exception as error:
+                log.exception("a profile could not be taken")
+                failure = RequestError(f"no profile could be taken: {type(error).__name__}")
+                self._send(Profiled(WireError.of(failure)))
+            else:
+                self._send(Profiled())
+
+    def _load(self, start: Start) -> None:
+        lost: dict[str, str] = {}
+        try:
+            if start.fake:
+                engine = Engine.fake(
+                    step_time_s=start.fake_step_time_s,
+                    max_model_len=start.fake_max_model_len,
+                    config=start.config,
+                )
+            else:
+                engine = Engine.load(start.config)
+            if engine.adapters is not None:
+                lost = engine.adapters.restore(start.adapters)
+        except ForgeError as error:
+            self._soon(partial(self._send, Refused(WireError.of(error))), "answering")
+        except BaseException as error:
+            log.exception("the model could not be loaded")
+            failure = EngineError(f"the model could not be loaded: {type(error).__name__}")
+            self._soon(partial(self._send, Refused(WireError.of(failure))), "answering")
+        else:
+            self._soon(partial(self._begin, engine, lost), "beginning")
+
+    def _begin(self, engine: Engine, lost: dict[str, str]) -> None:
+        self._engine = engine
+        if engine.grammars is not None:
+            engine.grammars.limits = None  # the peer has tried them
+        engine.start()
+        self._send(
+            Hello(
+                name=engine.name,
+                max_model_len=engine.max_model_len,
+                limits=engine.limits,
+                system_fingerprint=engine.system_fingerprint,
+                architecture=engine.architecture,
+                end_ids=[] if engine.grammars is None else sorted(engine.grammars.end_ids),
+                stats=engine.stats(),
+                lora_places=0 if engine.adapters is None else engine.adapters.places,
+                adapters=engine.loras,
+                lost_adapters=lost,
+            )
+        )
+        self._tell_stats()
+
+    def _tell_of_life(self) -> None:
+        """The heartbeat until there are stats to tell."""
+        if self._engine is None:
+            self._later(IDLE_STATS_S, self._tell_of_life, "the heartbeat")
+            self._send(Loading())
+
+    # What fails here ends the process: its peer starts another.
+
+    def _soon(self, call: Callable[[], None], name: str) -> None:
+        self._loop.call_soon_threadsafe(supervise.guarded(call, name, _die))
+
+    def _later(self, seconds: float, call: Callable[[], None], name: str) -> None:
+        self._loop.call_later(seconds, supervise.guarded(call, name, _die))
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        supervise.start_task(work, name, _die)
+
+    def _send(self, message: FromEngine) -> None:
+        self._transport.write(frame(message))
+
+    def _gather(self, request_id: str, deltas: list[Delta]) -> None:
+        if not self._news:
+            self._soon(self._send_news, "sending news")
+        self._news.setdefault(request_id, []).extend(deltas)
+
+    def _send_news(self) -> None:
+        self._end_if_failed()  # what a failed engine says of its requests is not their end
+        news, self._news = self._news, {}
+        self._send(News.of(news))
+        if time.monotonic() - self._sent_s > STATS_S:
+            self._send_stats()
+
+    def _tell_stats(self) -> None:
+        """Tells what has changed meanwhile, and now and then that nothing has: it is alive."""
+        self._later(STATS_S, self._tell_stats, "the heartbeat")
+        late = time.monotonic() - self._sent_s > IDLE_STATS_S
+        self._end_if_failed()
+        if late or (self._engine is not None and self._engine.stats() != self._sent):
+            self._send_stats()
+
+    def _send_stats(self) -> None:
+        assert self._engine is not None
+        stats = self._engine.stats()
+        self._sent, self._sent_s = stats, time.monotonic()
+        self._send(Stats(stats))
+
+    def _end_if_failed(self) -> None:
+        """A device that is beyond repair takes its process with it: a new one is the remedy."""
+        if self._engine is not None and self._engine.stats().state == "failed":
+            log.error("the engine failed: its process ends")
+            os._exit(1)
+
+
+def _die(error: BaseException) -> None:
+    """Ends a process that cannot do what it has to."""
+    os._exit(1)
+
+
+async def _serve(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    await loop.create_unix_connection(_Worker, sock=sock)
+    await loop.create_future()  # until the process ends
+
+
+def main() -> None:
+    gc.disable()  # until the engine is ready
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to everybody
+        signal.signal(number, signal.SIG_IGN)
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Types of the paged KV cache that a model reads and writes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from forge_kernels.attention import QuantizedKV
+
+LayerKV = jax.Array | QuantizedKV  # dtype[N, 2, K, bs, D], or as much in 8 bits with its scales
+KV = tuple[LayerKV, ...]  # one per layer
+
+EIGHT_BITS: dict[str, np.dtype] = {  # by `--kv-dtype`
+    "fp8": np.dtype(jnp.float8_e4m3fn),
+    "int8": np.dtype(np.int8),
+}
+
+
+def element_dtype(kv_dtype: str, model_dtype: DTypeLike) -> np.dtype:
+    """The type of the elements of keys and values, by `--kv-dtype` and the model."""
+    return jnp.dtype(model_dtype) if kv_dtype == "auto" else EIGHT_BITS[kv_dtype]
+
+
+def bits_of(storage: np.dtype, model_dtype: np.dtype) -> np.dtype | None:
+    """The type whose bits are stored as `storage`; None where numbers are stored as they are."""
+    return {"uint16": model_dtype, "uint8": EIGHT_BITS["fp8"]}.get(storage.name)

@@ -1,0 +1,129 @@
+"""The KV cache on the device: its form, its bytes, and how many blocks of it fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from forge_jax.errors import ConfigError
+from forge_jax.models.kv import KV
+from forge_kernels.attention import QuantizedKV, cpu_ffi, kv_shape_dtype, kv_storage_dtype
+
+if TYPE_CHECKING:
+    from forge_jax.models.spec import ModelSpec
+
+GIB = 1 << 30
+# By default on a CPU, whose memory others use too: room for so many tokens of each sequence, not
+# less than the first number of bytes and not more than the second.
+CPU_SEQUENCE_TOKENS = 1024
+CPU_KV_BYTES = (GIB // 2, 2 * GIB)
+CPU_MEMORY_PART = 0.25  # and never more than this part of what is available
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVShape:
+    """`kv[l]: dtype[N, 2, K, bs, D]` for each of L layers; keys at index 0, values at 1.
+
+    `storage` is what the arrays hold: a float, uint16 for the bits of a 16-bit float, or one of the
+    8-bit types (see `forge_kernels.attention.kv_storage_dtype`), which have scales beside them.
+    """
+
+    num_layers: int
+    num_blocks: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    storage: np.dtype
+
+    @property
+    def layer(self) -> jax.ShapeDtypeStruct | QuantizedKV:
+        """Of one layer: what describes its array; in 8 bits a QuantizedKV of two of them."""
+        shape = (self.num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        return kv_shape_dtype(shape, self.storage)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, scales included."""
+        return self.total_bytes // self.num_blocks
+
+    @property
+    def total_bytes(self) -> int:
+        arrays = jax.tree.leaves(self.layer)
+        return self.num_layers * sum(array.size * array.dtype.itemsize for array in arrays)
+
+    def empty(self, *, untouched: bool = False) -> KV:
+        """A cache of zeros, or of anything.
+
+        Args:
+          untouched: nothing is written, so that memory is taken when it is first used; needs the
+            C++ kernels on the device.
+        """
+        layer, new = self.layer, cpu_ffi.untouched if untouched else _zeros
+        return tuple(jax.tree.map(new, layer) for _ in range(self.num_layers))
+
+
+def _zeros(array: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(array.shape, array.dtype)
+
+
+def kv_shape(
+    spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: DTypeLike, platform: str
+) -> KVShape:
+    """The cache of a model, with elements of `dtype`, as it is kept on `platform`."""
+    return KVShape(
+        num_layers=spec.num_hidden_layers,
+        num_blocks=num_blocks,
+        num_kv_heads=spec.num_key_value_heads,
+        block_size=block_size,
+        head_dim=spec.head_dim,
+        storage=kv_storage_dtype(dtype, platform),
+    )
+
+
+def fit_num_blocks(
+    *,
+    block_bytes: int,
+    free_bytes: int,
+    blocks_per_sequence: int,
+    max_num_seqs: int,
+) -> int:
+    """Blocks that fit into `free_bytes`, on a coarse grid so that the compilation cache hits.
+
+    Never more than all sequences can use at full length.
+
+    Raises:
+      ConfigError: not even one sequence of full length fits.
+    """
+    wanted = blocks_per_sequence * max_num_seqs
+    fitting = free_bytes // block_bytes
+    num_blocks = min(wanted, coarse(fitting))
+    if num_blocks < blocks_per_sequence:
+        raise ConfigError(
+            f"the KV cache of one sequence of full length needs "
+            f"{blocks_per_sequence * block_bytes / GIB:.2f} GiB, and there is room for "
+            f"{num_blocks * block_bytes / GIB:.2f}: lower --max-model-len or set --num-blocks"
+        )
+    return num_blocks
+
+
+def coarse(n: int) -> int:
+    """Rounds down to three significant bits: the same memory, give or take, is the same shape."""
+    if n < 8:
+        return max(n, 0)
+    shift = n.bit_length() - 3
+    return (n >> shift) << shift
+
+
+def cpu_kv_bytes(wanted_bytes: int, available_bytes: int) -> int:
+    """Bytes of host memory that the KV cache takes by default.
+
+    Args:
+      wanted_bytes: for `CPU_SEQUENCE_TOKENS` of each sequence.
+    """
+    least, most = CPU_KV_BYTES
+    return min(max(least, min(wanted_bytes, most)), int(available_bytes * CPU_MEMORY_PART))

@@ -1,0 +1,1 @@
+"""Measurements of a running engine: phases, compilations, memory, traces and the log format."""

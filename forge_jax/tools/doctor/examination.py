@@ -1,0 +1,213 @@
+"""The whole examination: asks the machine, the packages and jax, and says what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import forge_jax
+from forge_jax.telemetry.units import bytes_text
+from forge_jax.tools.doctor import machine, packages
+from forge_jax.tools.doctor.finding import Finding
+
+LAST_LINES = 3  # of what a failed probe said
+
+
+@dataclass(frozen=True)
+class Report:
+    """`facts` are for a bug report; `findings` for whoever has to mend something."""
+
+    facts: dict[str, Any]
+    findings: list[Finding]
+
+    @property
+    def sound(self) -> bool:
+        return not any(finding.level == "problem" for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self.facts,
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+        }
+
+
+@dataclass(frozen=True)
+class _Probed:
+    """What a probe said before it ended, and how it ended."""
+
+    facts: dict[str, Any]
+    fault: str | None = None
+    said: str = ""  # the last of it on stderr
+
+
+def examine(model: str | None = None, *, timeout_s: float = 60.0) -> Report:
+    """Examines this installation, and whether it can serve a model. Downloads nothing.
+
+    Args:
+      timeout_s: how long each part may take that runs in a process of its own.
+    """
+    with ThreadPoolExecutor(3) as probes:
+        asked = {
+            "devices": probes.submit(
+                _probe, timeout_s, "devices", XLA_PYTHON_CLIENT_PREALLOCATE="false"
+            ),
+            "kernels": probes.submit(_probe, timeout_s, "kernels", JAX_PLATFORMS="cpu"),
+        }
+        if model is not None:
+            asked["model"] = probes.submit(
+                _probe, timeout_s, "model", model, JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1"
+            )
+        versions, nvidia, caches = packages.installed(), machine.nvidia(), machine.caches()
+        probed = {name: future.result() for name, future in asked.items()}
+    host, limits = machine.host(), machine.limits()
+    facts = {
+        "forge-jax": forge_jax.__version__,
+        **host,
+        "packages": versions,
+        "nvidia": dataclasses.asdict(nvidia),
+        **probed["devices"].facts,
+        "cpu_kernels": probed["kernels"].facts,
+        "caches": [dataclasses.asdict(cache) for cache in caches],
+        "limits": limits,
+        "environment": machine.environment(),
+    }
+    findings = [
+        *packages.faults(versions),
+        *_device_faults(nvidia, versions, probed["devices"]),
+        *_kernel_faults(probed["kernels"], nvidia),
+        *machine.cache_faults(caches),
+        *machine.limit_faults(limits),
+    ]
+    if model is not None:
+        facts["model"] = {"name": model, **probed["model"].facts}
+        findings += _model_faults(model, probed["model"], facts)
+    return Report(facts, findings)
+
+
+def _probe(timeout_s: float, *arguments: str, **variables: str) -> _Probed:
+    """Runs one of `probe`'s parts. Never raises for what happens there."""
+    command = [sys.executable, "-m", "forge_jax.tools.doctor.probe", *arguments]
+    what = {"devices": "JAX", "kernels": "the CPU kernels", "model": "the model"}[arguments[0]]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, **variables},
+        start_new_session=True,  # a compiler it has started ends with it
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+            fault = f"looking at {what} ended with status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            out, err = process.communicate()
+            fault = f"looking at {what} was not done in {timeout_s:g} s"
+    facts: dict[str, Any] = {}
+    for line in out.splitlines():
+        try:
+            facts |= json.loads(line)
+        except (ValueError, TypeError):
+            continue  # what somebody else prints
+    said = " ".join(machine.tilde(line.strip()) for line in err.splitlines()[-LAST_LINES:])
+    return _Probed(facts, fault if process.returncode else None, said)
+
+
+def _device_faults(
+    nvidia: machine.Nvidia, versions: dict[str, str], probed: _Probed
+) -> Iterator[Finding]:
+    plugins = packages.cuda_plugins(versions)
+    if nvidia.smi_fault is not None:
+        yield Finding(
+            "problem", nvidia.smi_fault, "mend NVIDIA's driver, or reboot after an update"
+        )
+    if nvidia.present and not plugins:
+        yield Finding(
+            "problem",
+            "there is an NVIDIA GPU, and JAX's plugin for it is not installed: CPU only",
+            packages.INSTALL_CUDA,
+        )
+    driver_cuda = probed.facts.get("driver_cuda")
+    for major in plugins:
+        if driver_cuda is not None and int(driver_cuda.split(".")[0]) < major:
+            yield Finding(
+                "problem",
+                f"NVIDIA's driver is for CUDA {driver_cuda}, and jax-cuda{major}-plugin needs "
+                f"CUDA {major}",
+                f"install a newer driver, or jax[cuda{driver_cuda.split('.')[0]}] instead",
+            )
+    if probed.fault is not None:
+        yield Finding(
+            "problem",
+            f"{probed.fault}{_quoted(probed)}",
+            "reboot or mend the driver if a GPU hangs; --backend cpu needs none"
+            if nvidia.present
+            else f"make the environment anew: {packages.INSTALL}",
+        )
+        return
+    on_gpu = [device for device in probed.facts["devices"] if device["platform"] != "cpu"]
+    if nvidia.present and plugins and not on_gpu:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES is {hidden!r})"
+        chosen = os.environ.get("JAX_PLATFORMS")
+        why += "" if chosen is None else f" (JAX_PLATFORMS is {chosen!r})"
+        yield Finding(
+            "problem",
+            f"there is an NVIDIA GPU, and JAX does not see it{why}{_quoted(probed)}",
+            "look at the versions above, and at CUDA_VISIBLE_DEVICES, JAX_PLATFORMS and "
+            "LD_LIBRARY_PATH, which may bring in another CUDA",
+        )
+    if not nvidia.present and not on_gpu:
+        yield Finding("note", "there is no NVIDIA GPU: models run on the CPU", "nothing to do")
+
+
+def _kernel_faults(probed: _Probed, nvidia: machine.Nvidia) -> Iterator[Finding]:
+    if probed.fault is not None:
+        yield Finding("problem", f"{probed.fault}{_quoted(probed)}", packages.INSTALL)
+    elif not probed.facts["built"]:
+        loss = "on a CPU, plain XLA is about half as fast"
+        yield Finding(
+            "note",
+            f"no C++ kernels for the CPU ({loss}): {probed.facts['fault']}",
+            "install g++" if "compiler" not in probed.facts else "see what the compiler says",
+        )
+
+
+def _model_faults(name: str, probed: _Probed, facts: dict[str, Any]) -> Iterator[Finding]:
+    if probed.fault is not None:
+        yield Finding("problem", f"{probed.fault}{_quoted(probed)}", "try --debug with serve")
+        return
+    fault = probed.facts.get("fault")
+    if fault is not None:
+        if "is not in the cache and" in fault:
+            what = f"{name} has not been downloaded yet: there is nothing to look at"
+            yield Finding("note", what, f"forge-jax serve {name} downloads it")
+        else:
+            yield Finding("problem", f"{name}: {fault}", "see above, or take another model")
+        return
+    weights = probed.facts["weights_bytes"]
+    device = facts.get("devices", [{}])[0]
+    room = device.get("memory_bytes")
+    if room is None:
+        room, where = facts["memory_available_bytes"], "this machine has free"
+    else:
+        room, where = room - device["memory_used_bytes"], f"{device['kind']} has free"
+    if weights > room:
+        yield Finding(
+            "problem",
+            f"the weights of {name} take {bytes_text(weights)}, and {where} {bytes_text(room)}",
+            "round them (--quantization int8 or int4), free memory, or take a smaller model",
+        )
+
+
+def _quoted(probed: _Probed) -> str:
+    return f": {probed.said}" if probed.said else ""

@@ -1,0 +1,219 @@
+"""A comparison as text, as one HTML file without requests to anywhere, and for TensorBoard."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from forge_jax.errors import ConfigError
+from forge_jax.tools.profile.compare import (
+    COMPILED,
+    KERNELS,
+    OPERATIONS,
+    PARTS,
+    PHASES,
+    Comparison,
+    Row,
+    Table,
+)
+
+_TAGS = {OPERATIONS: "op_time_us", PARTS: "part_time_us", PHASES: "host_time_us"}
+_WHAT = {
+    PARTS: "part",
+    OPERATIONS: "part: kernel",
+    KERNELS: "kernel",
+    PHASES: "phase",
+    COMPILED: "figure",
+}
+_OURS = ".forge-jax"  # the end of the names of event files
+_MOST_POINTS = 1000  # of a scalar: TensorBoard shows no more, unless asked
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 14px system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em;
+       color: #1b1f24; background: #fff; overflow-wrap: anywhere; }
+table { border-collapse: collapse; margin: .5em 0 2em; width: 100%; table-layout: fixed; }
+th, td { padding: .2em .6em; border-bottom: 1px solid #d8dee4; text-align: right; width: 7em; }
+th:first-child, td:first-child { text-align: left; width: auto; }
+td:first-child { font-family: ui-monospace, monospace; }
+td { font-variant-numeric: tabular-nums; }
+summary { cursor: pointer; }
+.slower td:last-child, .more td:last-child, .appeared td:last-child { color: #b3261e; }
+.faster td:last-child, .less td:last-child, .vanished td:last-child { color: #1a6b33; }
+.same { color: #6e7781; }
+@media (max-width: 60em) {  /* a name has a line of its own, above its figures */
+  tr { display: grid; grid-template-columns: repeat(3, 1fr) 4.5em 4.5em; padding: .2em 0;
+       border-bottom: 1px solid #d8dee4; }
+  th, td { width: auto; border: 0; padding: .1em .2em; font-size: 12px; }
+  th:first-child, td:first-child { grid-column: 1 / -1; width: auto; font-size: 13px; }
+}
+@media (prefers-color-scheme: dark) {
+  body { color: #e6edf3; background: #0d1117; } th, td, tr { border-color: #30363d; }
+  .same { color: #8b949e; }
+  .slower td:last-child, .more td:last-child, .appeared td:last-child { color: #ff8f88; }
+  .faster td:last-child, .less td:last-child, .vanished td:last-child { color: #6fd08c; }
+}
+"""
+
+
+def text(comparisons: Iterable[Comparison], *, everything: bool = False) -> str:
+    """For a terminal.
+
+    Args:
+      everything: what has not changed, too.
+    """
+    parts = []
+    for comparison in comparisons:
+        parts.append(_heading(comparison))
+        parts += [f"before: {comparison.runs[0]}", f"after:  {comparison.runs[1]}", ""]
+        for table in comparison.tables:
+            rows = table.rows if everything else table.changed
+            parts.append(_caption(table, len(rows)))
+            parts += [*_aligned(table, rows), ""]
+    return "\n".join(parts)
+
+
+def _heading(comparison: Comparison) -> str:
+    return f"== {comparison.name or 'profile'} =="
+
+
+def _caption(table: Table, shown: int) -> str:
+    others = len(table.rows) - shown
+    unit = f", {table.unit}" if table.unit else ""
+    return f"{table.title}{unit}" + (f" ({others} hardly changed)" if others else "")
+
+
+def _head(table: Table) -> tuple[str, ...]:
+    return (_WHAT[table.title], "before", "after", "difference", "%", "change")
+
+
+def _aligned(table: Table, rows: tuple[Row, ...]) -> list[str]:
+    cells = [_head(table), *(_cells(table, row) for row in rows)] if rows else []
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in (0, 5) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def _cells(table: Table, row: Row) -> tuple[str, ...]:
+    number = "{:,.0f}" if table.title == COMPILED else "{:,.1f}"
+
+    def cell(value: float | None, form: str) -> str:
+        return "-" if value is None else form.format(value)
+
+    signed = number.replace(":", ":+")
+    return (
+        row.name,
+        cell(row.before, number),
+        cell(row.after, number),
+        signed.format(row.delta),
+        cell(row.percent, "{:+.1f}"),
+        row.change,
+    )
+
+
+def markdown(comparison: Comparison) -> str:
+    """The tables of what has changed, as TensorBoard's Text tab shows them."""
+    parts = [f"before: `{comparison.runs[0]}`\n\nafter: `{comparison.runs[1]}`\n"]
+    for table in comparison.tables:
+        parts.append(f"\n## {_caption(table, len(table.changed))}\n\n")
+        rule = ("---",) + ("---:",) * 4 + ("---",)
+        lines = [_head(table), rule] if table.changed else []
+        lines += [_cells(table, row) for row in table.changed]
+        parts += ["| " + " | ".join(c.replace("|", "\\|") for c in line) + " |\n" for line in lines]
+    return "".join(parts)
+
+
+def html(comparisons: Iterable[Comparison], title: str = "Difference of two profiles") -> str:
+    """One page that needs nothing but itself: all rows, what has not changed folded away."""
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{escape(title)}</h1>"
+    ]
+    for comparison in comparisons:
+        parts.append(f"<h2>{escape(comparison.name or 'profile')}</h2>")
+        parts.append(
+            f"<p>before: {escape(comparison.runs[0])}<br>after: {escape(comparison.runs[1])}</p>"
+        )
+        for table in comparison.tables:
+            parts.append(f"<h3>{escape(_caption(table, len(table.changed)))}</h3>")
+            parts.append(_html_table(table, table.changed))
+            if table.others:
+                parts.append(f"<details><summary>{len(table.others)} hardly changed</summary>")
+                parts.append(_html_table(table, table.others) + "</details>")
+    return "\n".join([*parts, "</body></html>\n"])
+
+
+def _html_table(table: Table, rows: tuple[Row, ...]) -> str:
+    if not rows:
+        return "<p>nothing</p>"
+    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in _head(table)) + "</tr>"]
+    for row in rows:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in _cells(table, row))
+        lines.append(f'<tr class="{row.change}">{cells}</tr>')
+    return f"<table>{''.join(lines)}</table>"
+
+
+def write_tensorboard(comparisons: Iterable[Comparison], folder: Path) -> None:
+    """Writes the runs "before" and "after", whose scalars TensorBoard draws over each other, and
+    "difference", whose table is in its Text tab. What an earlier call has written is replaced.
+
+    Raises:
+      ConfigError: the extra `profile` has not been installed.
+    """
+    try:
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(
+            "--logdir writes TensorBoard's files, which needs the extra profile: "
+            "pip install -c constraints.txt -e '.[profile]'"
+        ) from error
+    writers: dict[str, Any] = {}
+    for run in ("before", "after", "difference"):
+        for written in (folder / run).glob(f"events.out.tfevents.*{_OURS}"):
+            written.unlink()
+        writers[run] = SummaryWriter(str(folder / run), filename_suffix=_OURS)
+    try:
+        for comparison in comparisons:
+            below = f"{comparison.name}/" if comparison.name else ""
+            writers["difference"].add_text(
+                f"{below}difference", markdown(comparison), global_step=0
+            )
+            for table in comparison.tables:
+                tag = _TAGS.get(table.title)
+                for row in table.rows if tag is not None else ():
+                    name = f"{tag}/{_tag(comparison.name, row.name)}"
+                    values = (row.before, row.after)
+                    for run, points, mean in zip(
+                        ("before", "after"), comparison.points, values, strict=True
+                    ):
+                        if mean is not None:
+                            line = points[table.title].get(row.name, [mean])
+                            _add_line(writers[run], name, line)
+    finally:
+        for writer in writers.values():
+            writer.close()
+
+
+def _tag(comparison: str, name: str) -> str:
+    """ "decode/layers.attention.forge_attention", of a comparison "decode": cards show what follows
+    the last slash, and as much before it as fits.
+    """
+    kind, *rest = re.split(": |/", name)
+    parts = [part for part in dict.fromkeys((comparison, kind)) if part]
+    return "/".join([*parts, ".".join(rest)] if rest else parts)
+
+
+def _add_line(writer: Any, name: str, values: list[float]) -> None:
+    """A point per step; of very many steps an even choice."""
+    for step in range(0, len(values), -(-len(values) // _MOST_POINTS)):
+        writer.add_scalar(name, values[step], global_step=step)
