@@ -62,7 +62,7 @@ format: .venv/.dev ## fix what ruff can fix
 	$(BIN)/ruff format .
 
 docs: .venv/.dev ## write the generated documents: configuration.md, cli.md
-	$(BIN)/python -m forge_serve.config_docs
+	$(BIN)/python -m forge_serve.cli.reference
 
 site: .venv-docs/.docs ## build the documents into a site, in ./site
 	.venv-docs/bin/sphinx-build -q -E -n -W --keep-going -b html -c docs/site . site

@@ -29,7 +29,6 @@ from benchmarks.workloads import mixed
 from forge_jax import LLM
 from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
-from forge_serve.app import Service
 from forge_serve.batch.config import BatchRunConfig
 from forge_serve.batch.files import Input, Output
 from forge_serve.batch.progress import Counts
@@ -38,7 +37,8 @@ from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.metrics import median
 from forge_serve.bench.workload import WARM_UP, Request, Sizes, Vocabulary
 from forge_serve.config import ServerConfig
-from forge_serve.server import loop_factory
+from forge_serve.server.app import Service
+from forge_serve.server.process import loop_factory
 
 READY_S = 600.0
 MAX_LINE_BYTES = 1 << 20

@@ -145,7 +145,7 @@ def write_forms(folder: Path, shape: str) -> dict[str, str]:
         if not case.name.startswith("converted") or target.exists():
             continue
         command = ["convert", str(source), str(target), "--kernels", case.kernels]
-        done = _python("-m", "forge_serve.cli", *command)
+        done = _python("-m", "forge_serve.cli.main", *command)
         if case.kernels == "auto" and "packed" not in done:
             packed = [case.name for case in CASES if case.kernels == "auto"]
             left_out |= dict.fromkeys(packed, "no CPU kernels here")

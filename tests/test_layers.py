@@ -22,7 +22,7 @@ def imported(source: str) -> set[str]:
 
 
 def test_the_check_sees_imports_wherever_they_stand():
-    source = "def f():\n    from forge_serve.app import x\n    import aiohttp.web as w"
+    source = "def f():\n    from forge_serve.server.app import x\n    import aiohttp.web as w"
     assert imported(source) == {"forge_serve", "aiohttp"}
 
 
@@ -38,7 +38,7 @@ def test_the_check_sees_imports_wherever_they_stand():
         "forge_jax.engine.thread",
         "forge_jax.engine.fake",
         "forge_jax.tools.doctor",
-        "forge_serve.cli",
+        "forge_serve.cli.main",
     ],
 )
 def test_importing_does_not_import_jax(module):

@@ -197,7 +197,7 @@ def test_a_plain_checkout_knows_its_version(outside):
     paths = [ROOT, ROOT / "kernels", ROOT / "serve", sysconfig.get_path("purelib")]
     code = (
         "import sys; sys.path[:0] = sys.argv[1:];"
-        "from forge_serve.cli import make_parser; make_parser().parse_args(['--version'])"
+        "from forge_serve.cli.main import make_parser; make_parser().parse_args(['--version'])"
     )
     done = subprocess.run(
         [sys.executable, "-S", "-c", code, *map(str, paths)],

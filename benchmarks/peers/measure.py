@@ -27,7 +27,7 @@ from forge_serve.bench.client import run_async
 from forge_serve.bench.client import stream as stream_answer
 from forge_serve.bench.metrics import Measured, latencies
 from forge_serve.bench.workload import Request, Sizes, Vocabulary
-from forge_serve.http_client import new_session
+from forge_serve.http.client import new_session
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 64
 PREFILL_TOKENS = 512

@@ -2,6 +2,6 @@
 
 import sys
 
-from forge_serve.cli import main
+from forge_serve.cli.main import main
 
 sys.exit(main())

@@ -15,7 +15,7 @@ from forge_serve.bench.client import Server, parse_counters, run, run_all
 from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.metrics import Measured
 from forge_serve.bench.workload import ALL, Request, Workload
-from forge_serve.http_client import ServerError
+from forge_serve.http.client import ServerError
 
 USAGE = {
     "choices": [],

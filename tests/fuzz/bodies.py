@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from forge_serve.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
-from forge_serve.messages import (
+from forge_serve.anthropic.messages import (
     Block,
     Choice,
     MessagesRequest,
@@ -27,7 +26,8 @@ from forge_serve.messages import (
     Tool,
     Turn,
 )
-from forge_serve.protocol import (
+from forge_serve.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
+from forge_serve.openai.requests import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
@@ -40,9 +40,9 @@ from forge_serve.protocol import (
     TokenizeRequest,
     ToolCall,
 )
-from forge_serve.responses_api import Format, Reasoning, ResponsesRequest
-from forge_serve.responses_compaction import CompactRequest
-from forge_serve.responses_items import Item, Part
+from forge_serve.responses_api.compaction import CompactRequest
+from forge_serve.responses_api.items import Item, Part
+from forge_serve.responses_api.requests import Format, Reasoning, ResponsesRequest
 
 SENTINEL = "zq7331"
 ENDPOINTS: dict[str, type[GenerationRequest]] = {

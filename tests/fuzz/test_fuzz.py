@@ -20,10 +20,10 @@ from bodies import ENDPOINTS, ODD, SENTINEL, Case, cases, dump, matrix
 from forge_jax.engine.fake import TEMPLATE
 from forge_jax.engine.thread import Engine
 from forge_jax.text import ChatTemplate
-from forge_serve.app import Service
 from forge_serve.config import ServerConfig
-from forge_serve.routes import ROUTES
-from forge_serve.server import bind, make_runner
+from forge_serve.server.app import Service
+from forge_serve.server.process import bind, make_runner
+from forge_serve.server.routes import ROUTES
 
 pytestmark = pytest.mark.long
 

@@ -14,8 +14,8 @@ from test_fuzz import Case, check_error, fuzzed
 
 from forge_jax.errors import RequestError
 from forge_serve.limits import Limits
-from forge_serve.protocol import CompletionRequest
-from forge_serve.validate import decode
+from forge_serve.openai.requests import CompletionRequest
+from forge_serve.openai.validation import decode
 
 SLOW_S = 0.3  # a third of that on a machine with nothing else to do
 

@@ -18,14 +18,12 @@ from forge_jax.engine.core import check_token_ids
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request
-from forge_serve import validate
-from forge_serve.app import Service, make_app
+from forge_serve.anthropic.messages import MessagesRequest
 from forge_serve.config import ServerConfig
-from forge_serve.embeddings import PoolingRequest
 from forge_serve.limits import Limits
-from forge_serve.messages import MessagesRequest
-from forge_serve.openapi import document
-from forge_serve.protocol import (
+from forge_serve.openai import validation as validate
+from forge_serve.openai.embeddings import PoolingRequest
+from forge_serve.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -33,8 +31,10 @@ from forge_serve.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
-from forge_serve.request_schemas import RULES, About
-from forge_serve.responses_api import ResponsesRequest
+from forge_serve.openapi.document import document
+from forge_serve.openapi.request_schemas import RULES, About
+from forge_serve.responses_api.requests import ResponsesRequest
+from forge_serve.server.app import Service, make_app
 
 ABOUT = About(model="m", max_model_len=2**31 - 1, vocab_size=1000, limits=Limits(), api_keys=False)
 # A body that its schema allows may be refused for these, and for nothing else: what a schema of

@@ -8,8 +8,8 @@ from forge_jax.engine.fake import fake_tokenizer
 from forge_jax.errors import RequestError
 from forge_jax.grammar import GrammarCompiler
 from forge_serve.limits import Limits
-from forge_serve.protocol import CompletionRequest
-from forge_serve.validate import decode
+from forge_serve.openai.requests import CompletionRequest
+from forge_serve.openai.validation import decode
 
 COUNT = 3000
 FIELDS = (

@@ -574,7 +574,7 @@ def test_reading_takes_little_more_memory_than_the_weights(goldens, tmp_path):
 
 
 def test_the_command_says_what_it_has_written(goldens, tmp_path, capsys):
-    from forge_serve import cli
+    from forge_serve.cli import main as cli
 
     out = tmp_path / "out"
     arguments = ["convert", str(goldens / "llama2"), str(out), "--dtype", "float16"]
@@ -591,7 +591,7 @@ def test_the_command_says_what_it_has_written(goldens, tmp_path, capsys):
 def test_a_folder_for_several_devices_is_written_without_them_and_not_taken_by_one(
     goldens, tmp_path, capsys
 ):
-    from forge_serve import cli
+    from forge_serve.cli import main as cli
 
     out, model = tmp_path / "out", goldens / "llama2"
     assert cli.main(["convert", str(model), str(out), "--tensor-parallel", "2"]) == 0

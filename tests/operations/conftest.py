@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forge_jax.config import EngineConfig, SpeculationConfig
 from forge_jax.engine.thread import Engine
-from forge_serve.app import Service
 from forge_serve.config import ServerConfig
-from forge_serve.server import make_runner
+from forge_serve.server.app import Service
+from forge_serve.server.process import make_runner
 
 
 @dataclass(frozen=True)

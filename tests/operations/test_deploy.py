@@ -32,13 +32,13 @@ from promql import label_values, reads
 from forge_jax.config import ParallelConfig
 from forge_jax.engine.thread import Engine
 from forge_kernels.private_files import private_folder_fault
-from forge_serve.app import Service, make_app
-from forge_serve.auth import HEALTH_PATHS
-from forge_serve.cli import SECTIONS, make_parser
+from forge_serve.cli.flags import MODEL_ARGUMENT, flags, take_model
+from forge_serve.cli.main import SECTIONS, make_parser
 from forge_serve.config import ServerConfig
-from forge_serve.flags import MODEL_ARGUMENT, flags, take_model
-from forge_serve.record import RequestRecord
-from forge_serve.server import make_runner
+from forge_serve.http.auth import HEALTH_PATHS
+from forge_serve.server.app import Service, make_app
+from forge_serve.server.process import make_runner
+from forge_serve.telemetry.request_log import RequestRecord
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

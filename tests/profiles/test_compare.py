@@ -23,7 +23,7 @@ from forge_jax.tools.profile.compare import (
 from forge_jax.tools.profile.files import compare_files
 from forge_jax.tools.profile.report import html, markdown, text, write_tensorboard
 from forge_jax.tools.profile.trace import read_traces
-from forge_serve import cli
+from forge_serve.cli import main as cli
 from tests.profiles.traces import HLO, Event, op, write_trace
 
 

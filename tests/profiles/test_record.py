@@ -28,7 +28,7 @@ from forge_jax.tools.profile.hlo import NO_SCOPE
 from forge_jax.tools.profile.trace import read_traces
 from forge_jax.tools.profile.workload import record
 from forge_kernels import cpu
-from forge_serve import cli
+from forge_serve.cli import main as cli
 
 STEPS = 4
 

@@ -22,9 +22,9 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine.fake import assemble_fake, fake_tokenizer
 from forge_jax.engine.thread import Engine
 from forge_jax.text import ChatTemplate, Tokenizer
-from forge_serve.app import Service
 from forge_serve.config import ServerConfig
-from forge_serve.server import bind, make_runner
+from forge_serve.server.app import Service
+from forge_serve.server.process import bind, make_runner
 
 
 @dataclass

@@ -20,10 +20,12 @@ from aiohttp import hdrs
 from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError
-from forge_serve import auth, cli, server
-from forge_serve.app import Service, make_app
-from forge_serve.auth import OPEN_PATHS, ApiKeys
+from forge_serve.cli import main as cli
 from forge_serve.config import ServerConfig
+from forge_serve.http import auth
+from forge_serve.http.auth import OPEN_PATHS, ApiKeys
+from forge_serve.server import process as server
+from forge_serve.server.app import Service, make_app
 
 KEY_A, KEY_B = "sk-alpha-0123456789", "sk-beta-0123456789"
 KEYS = ServerConfig(api_key=(KEY_A, KEY_B))
@@ -213,7 +215,7 @@ async def test_keys_are_neither_logged_nor_shown(start, caplog, capsys, tmp_path
 
 
 def test_a_process_never_writes_its_keys():
-    command = [sys.executable, "-m", "forge_serve.cli", "serve", "--fake", "--api-key", KEY_A]
+    command = [sys.executable, "-m", "forge_serve.cli.main", "serve", "--fake", "--api-key", KEY_A]
     for more in (["--port", "-1"], ["--tls-cert", "x"], ["--api-key", f"{KEY_A} with a space"]):
         done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=60)
         assert done.returncode == 1
@@ -258,7 +260,9 @@ def test_a_file_of_keys_that_is_none_ends_the_start(content, message, tmp_path):
 
 def test_keys_come_from_repeated_flags(monkeypatch):
     seen: list[ServerConfig] = []
-    monkeypatch.setattr("forge_serve.server.serve", lambda engine, server, _: seen.append(server))
+    monkeypatch.setattr(
+        "forge_serve.server.process.serve", lambda _, server, __: seen.append(server)
+    )
     cli.main(["serve", "--api-key", KEY_A, "--api-key", KEY_B])
     cli.main(["serve"])
     assert seen == [KEYS, ServerConfig()]

@@ -22,16 +22,16 @@ import pytest
 
 from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
-from forge_serve import cli
 from forge_serve.batch import run as running_file
 from forge_serve.batch.errors import BatchFileError
 from forge_serve.batch.files import Input, Output
 from forge_serve.batch.progress import Counts, Progress
+from forge_serve.cli import main as cli
 from forge_serve.config import ServerConfig
 from tests.serve import families
 from tests.serve.conftest import running, scripted_engine
 
-FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli"]
+FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli.main"]
 FAKE = ["--fake", "--quiet"]
 CHAT = {"messages": [{"role": "user", "content": "What is 2+2?"}], "max_tokens": 6, "seed": 5}
 TOOL = {

@@ -12,11 +12,11 @@ from forge_jax.engine.fake import fake_tokenizer
 from forge_jax.errors import GrammarError, RequestError
 from forge_jax.grammar import GrammarCompiler
 from forge_jax.text import Tokenizer
+from forge_serve.openai.call_grammar import call_grammar
+from forge_serve.openai.tools import tool_choice
 from forge_serve.parsers.answer import AnswerParser
-from forge_serve.parsers.call_grammar import call_grammar
 from forge_serve.parsers.families import CALL_FORMS, REASONING_FORMS
 from forge_serve.parsers.tool_calls import ToolCallParser
-from forge_serve.tools import tool_choice
 
 CITY = {
     "type": "object",

@@ -14,7 +14,7 @@ import pytest
 from tests.serve.chaos import chaos
 from tests.server_process import ROOT, running
 
-SERVE = "import sys; from forge_serve.cli import main; sys.exit(main())"
+SERVE = "import sys; from forge_serve.cli.main import main; sys.exit(main())"
 FAKE = ("--fake", "--fake-step-time-ms", "2")
 # What decides when a frozen engine counts as one: long enough for imports on a busy machine.
 PATIENCE = ("--engine-timeout", "8", "--stall-timeout", "1")

@@ -16,10 +16,11 @@ import pytest
 
 from forge_jax.config import EngineConfig
 from forge_jax.errors import ConfigError
-from forge_serve import cli, config_docs
+from forge_serve.cli import main as cli
+from forge_serve.cli import reference as config_docs
 from forge_serve.config import ServerConfig
 
-FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli"]
+FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli.main"]
 COMMANDS = ("serve", "chat", "generate", "batch", "bench", "profile", "convert", "doctor")
 REQUIRED = (
     "--host --port --dtype --max-model-len --max-num-seqs --max-num-batched-tokens --block-size "
@@ -38,7 +39,7 @@ def configs(monkeypatch) -> list[tuple[EngineConfig, ServerConfig]]:
         calls.append((engine, server))
         return 0
 
-    monkeypatch.setattr("forge_serve.server.serve", serve)
+    monkeypatch.setattr("forge_serve.server.process.serve", serve)
     return calls
 
 
@@ -151,7 +152,7 @@ def test_whatever_goes_wrong_is_one_line_and_debug_shows_where(
     def serve(*_: object) -> int:
         raise raised
 
-    monkeypatch.setattr("forge_serve.server.serve", serve)
+    monkeypatch.setattr("forge_serve.server.process.serve", serve)
     assert cli.main(["serve"]) == status
     out, error = capsys.readouterr()
     assert out == "" and error.startswith(f"forge-jax: {line}") and error.count("\n") == 1
@@ -190,7 +191,7 @@ def test_every_command_takes_debug_and_says_what_it_does(name, capsys):
 def test_the_pages_of_flags_and_commands_are_current(name):
     file = Path(__file__).parents[2] / name
     text = file.read_text(encoding="utf-8")
-    assert text == config_docs.PAGES[name](), "run python -m forge_serve.config_docs"
+    assert text == config_docs.PAGES[name](), "run python -m forge_serve.cli.reference"
     for flag in REQUIRED:
         assert flag in text
 
@@ -198,7 +199,7 @@ def test_the_pages_of_flags_and_commands_are_current(name):
 def test_help_and_version_import_nothing_heavy():
     script = (
         "import sys\n"
-        "from forge_serve.cli import main\n"
+        "from forge_serve.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\n"
         "except SystemExit:\n    pass\n"
         "heavy = {'jax', 'jaxlib', 'flax', 'aiohttp', 'forge_jax.engine.thread'}\n"
@@ -215,7 +216,7 @@ def test_help_and_version_import_nothing_heavy():
 
 
 def test_the_server_imports_no_jax_itself():
-    script = "import sys, forge_serve.server; sys.exit('jax' in sys.modules)"
+    script = "import sys, forge_serve.server.process; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.serving_process import serving
-from forge_serve import cli
+from forge_serve.cli import main as cli
 
 SHORT = ["--input-len", "12", "--output-len", "5"]
 KEY = "sk-of-the-test"

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from forge_serve import cli
-from forge_serve.terminal import Answer, harmless, one_line
+from forge_serve.cli import main as cli
+from forge_serve.cli.terminal import Answer, harmless, one_line
 
-FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli"]
+FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli.main"]
 SMALL = "--kernels xla --deterministic --max-num-seqs 1 --max-num-batched-tokens 32".split()
 SMALL += ["--temperature", "0"]
 WAIT_S = 60.0

@@ -16,10 +16,10 @@ from forge_jax.tools.doctor import examination, machine, packages
 from forge_jax.tools.doctor.examination import _device_faults, _Probed
 from forge_jax.tools.doctor.finding import Finding
 from forge_kernels.private_files import private_folder_fault
-from forge_serve import cli
-from forge_serve.commands.doctor import _kernels as kernels_line
+from forge_serve.cli import main as cli
+from forge_serve.cli.commands.doctor import _kernels as kernels_line
 
-FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli", "doctor"]
+FORGE = [sys.executable, "-W", "error", "-m", "forge_serve.cli.main", "doctor"]
 JAX = importlib.metadata.version("jax")
 PACKAGES = {"forge-jax": "0", "jax": JAX, "jaxlib": JAX}
 GPU = machine.Nvidia(driver="580.65.06", gpus=[{"name": "NVIDIA H200"}])

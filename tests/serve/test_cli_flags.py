@@ -9,10 +9,11 @@ import pytest
 
 from forge_jax.config import EngineConfig
 from forge_jax.config.aliases import REFUSED_VALUES, VALUES
-from forge_serve import aliases, cli
+from forge_serve.cli import aliases
+from forge_serve.cli import main as cli
+from forge_serve.cli.flags import flags
+from forge_serve.cli.options_file import read_options
 from forge_serve.config import ServerConfig
-from forge_serve.flags import flags
-from forge_serve.options_file import read_options
 
 Configs = list[tuple[EngineConfig, ServerConfig]]
 ALL = "serve --help-all"
@@ -28,7 +29,7 @@ def configs(monkeypatch) -> Configs:
         calls.append((engine, server))
         return 0
 
-    monkeypatch.setattr("forge_serve.server.serve", serve)
+    monkeypatch.setattr("forge_serve.server.process.serve", serve)
     return calls
 
 
@@ -383,9 +384,9 @@ def test_a_model_that_cannot_be_is_found_before_anything_is_loaded(
         raise AssertionError("it was loaded")
 
     (tmp_path / "llama-mini").mkdir()
-    for name in ("forge_serve.server.serve", "forge_serve.server.load_engine"):
+    for name in ("forge_serve.server.process.serve", "forge_serve.server.process.load_engine"):
         monkeypatch.setattr(name, load)
-    monkeypatch.setattr("forge_serve.commands.chat.read_stdin", lambda: "text")
+    monkeypatch.setattr("forge_serve.cli.commands.chat.read_stdin", lambda: "text")
     words = arguments.replace("MODEL", str(tmp_path / "lama-mini")).split()
     assert cli.main(words) == 1
     error = capsys.readouterr().err

@@ -11,10 +11,10 @@ from contextlib import suppress
 import pytest
 
 from forge_jax.engine.thread import Engine
-from forge_serve import server as server_module
 from forge_serve.config import ServerConfig
-from forge_serve.connections import WIRE_BYTES_PER_BODY_BYTE
+from forge_serve.http.connections import WIRE_BYTES_PER_BODY_BYTE
 from forge_serve.limits import Limits
+from forge_serve.server import process as server_module
 
 BODY = b'{"prompt": "a", "max_tokens": 1}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"

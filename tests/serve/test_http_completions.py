@@ -16,11 +16,12 @@ from forge_jax.engine.thread import Engine
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.text import Tokenizer
-from forge_serve.generation import THREAD_FROM_CHARS, Prompt, Usage
+from forge_serve.generation.generation import Usage
+from forge_serve.generation.prompts import THREAD_FROM_CHARS, Prompt
 from forge_serve.limits import Limits
-from forge_serve.protocol import CompletionRequest
-from forge_serve.responses import CompletionForm
-from forge_serve.validate import decode
+from forge_serve.openai.requests import CompletionRequest
+from forge_serve.openai.serializers import CompletionForm
+from forge_serve.openai.validation import decode
 
 ROOT = Path(__file__).parents[2]
 STORIES = ROOT / "tests" / "fixtures" / "stories260k-hf"

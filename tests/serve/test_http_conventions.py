@@ -14,9 +14,11 @@ from forge_jax.engine.fake import assemble_fake, fake_tokenizer
 from forge_jax.engine.thread import Engine
 from forge_jax.schedule.request import LoraRef
 from forge_jax.text import Tokenizer
-from forge_serve import info, loras, validate
 from forge_serve.config import ServerConfig
-from forge_serve.ignored_fields import IgnoredFields
+from forge_serve.openai import loras
+from forge_serve.openai import validation as validate
+from forge_serve.openai.ignored_fields import IgnoredFields
+from forge_serve.telemetry import info
 from tests.serve.conftest import scripted_engine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

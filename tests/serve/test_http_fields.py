@@ -16,11 +16,12 @@ from openai.types.chat import completion_create_params as chat_params
 
 from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
-from forge_serve import app, ignored_fields
 from forge_serve.config import ServerConfig
-from forge_serve.event_stream import EventStream
-from forge_serve.ignored_fields import IgnoredFields
-from forge_serve.protocol import ChatRequest, CompletionRequest
+from forge_serve.http.sse import EventStream
+from forge_serve.openai import ignored_fields
+from forge_serve.openai.ignored_fields import IgnoredFields
+from forge_serve.openai.requests import ChatRequest, CompletionRequest
+from forge_serve.server import app
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Two of them, please."}]
@@ -171,7 +172,7 @@ async def test_a_prompt_of_any_length_fits_if_it_may_be_cut(server):
 
 
 def test_a_bos_that_the_tokenizer_has_put_there_stays():
-    from forge_serve.generation import Kept, Prompt
+    from forge_serve.generation.prompts import Kept, Prompt
 
     ids = [1, 5, 6, 7]
     assert Kept(3, first=False).cut(Prompt(ids, "text"), 1).token_ids == [1, 6, 7]
@@ -255,20 +256,22 @@ async def test_the_same_id_may_be_used_at_once(server):
 
 
 async def test_a_field_that_nobody_knows_is_told_once(server, caplog, monkeypatch):
-    monkeypatch.setattr("forge_serve.validate._ignored", IgnoredFields())
-    caplog.set_level(logging.INFO, "forge_serve.ignored_fields")
+    monkeypatch.setattr("forge_serve.openai.validation._ignored", IgnoredFields())
+    caplog.set_level(logging.INFO, "forge_serve.openai.ignored_fields")
     odd = "evil\nname\x1b[31m" + "x" * 500
     for _ in range(3):
         for path, body in forms({**BODY, "max_tokens": 1, "brand_new": "a secret", odd: 1}):
             await post(server, path, body)
-    lines = [r.getMessage() for r in caplog.records if r.name == "forge_serve.ignored_fields"]
+    lines = [
+        r.getMessage() for r in caplog.records if r.name == "forge_serve.openai.ignored_fields"
+    ]
     assert len(lines) == 2 and any("brand_new" in line for line in lines)
     assert "secret" not in caplog.text and all(line.isprintable() for line in lines)
     assert all(len(line) < 150 for line in lines)
 
 
 def test_what_is_told_of_fields_is_bounded(caplog):
-    caplog.set_level(logging.INFO, "forge_serve.ignored_fields")
+    caplog.set_level(logging.INFO, "forge_serve.openai.ignored_fields")
     fields = IgnoredFields()
     for i in range(1000):
         fields.tell([f"field_{i}"])

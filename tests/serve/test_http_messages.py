@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from forge_jax.engine.thread import Engine
+from forge_serve.anthropic.messages import complete_values
 from forge_serve.config import ServerConfig
-from forge_serve.messages import complete_values
 from tests.serve import families
 from tests.serve.conftest import Server, scripted_engine
 

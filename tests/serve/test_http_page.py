@@ -15,10 +15,10 @@ import pytest
 import forge_serve
 from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
-from forge_serve import engine_view
-from forge_serve.app import Service
-from forge_serve.auth import PAGE_PATHS, PAGE_SCRIPTS
 from forge_serve.config import ServerConfig
+from forge_serve.http.auth import PAGE_PATHS, PAGE_SCRIPTS
+from forge_serve.server.app import Service
+from forge_serve.telemetry import engine_view
 from tests.serve.conftest import Server
 
 KEY_A, KEY_B = "sk-alpha-0123456789", "sk-beta-0123456789"

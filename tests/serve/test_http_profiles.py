@@ -12,8 +12,8 @@ from forge_jax.engine.thread import Engine
 from forge_jax.errors import RequestError
 from forge_jax.tools.profile.trace import read_traces
 from forge_serve.config import ServerConfig
-from forge_serve.profiles import Profiles
-from forge_serve.server import drain
+from forge_serve.server.process import drain
+from forge_serve.server.profiles import Profiles
 
 BODY = {"prompt": "a dog", "max_tokens": 8, "ignore_eos": True}
 

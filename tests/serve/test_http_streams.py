@@ -14,9 +14,10 @@ import pytest
 
 from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
-from forge_serve import app, event_stream
-from forge_serve.event_stream import EventStream
-from forge_serve.responses import CompletionForm
+from forge_serve.http import sse as event_stream
+from forge_serve.http.sse import EventStream
+from forge_serve.openai.serializers import CompletionForm
+from forge_serve.server import app
 
 HIGH_WATER = 64 * 1024  # bytes at which asyncio's transports pause their protocol
 STEP_S = 0.03

@@ -10,10 +10,13 @@ import pytest
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import RequestError
 from forge_jax.host import supervise
-from forge_serve import engine_view, generation, memory, profiles
 from forge_serve.config import ServerConfig
-from forge_serve.memory import MemoryGuard
-from forge_serve.record import Trail
+from forge_serve.generation import generation
+from forge_serve.http import memory
+from forge_serve.http.memory import MemoryGuard
+from forge_serve.server import profiles
+from forge_serve.telemetry import engine_view
+from forge_serve.telemetry.request_log import Trail
 
 LONG = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
 PROMPTS = {"prompt": ["a", "b"], "max_tokens": 9, "ignore_eos": True}

@@ -10,7 +10,7 @@ import pytest
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import RequestError
 from forge_jax.schedule.request import TokenIds
-from forge_serve.generation import THREAD_FROM_IDS
+from forge_serve.generation.prompts import THREAD_FROM_IDS
 
 LARGE = [5] * (2 * THREAD_FROM_IDS)
 

@@ -15,11 +15,13 @@ from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError, RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.text import ChatTemplate
-from forge_serve import app, cli, validate
+from forge_serve.cli import main as cli
 from forge_serve.config import ServerConfig
 from forge_serve.limits import Limits, Row, rows
-from forge_serve.protocol import ChatRequest, CompletionRequest
-from forge_serve.validate import check_logprob_values
+from forge_serve.openai import validation as validate
+from forge_serve.openai.requests import ChatRequest, CompletionRequest
+from forge_serve.openai.validation import check_logprob_values
+from forge_serve.server import app
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROWS = {row.name: row for row in rows()}
@@ -330,7 +332,9 @@ def test_a_limit_has_its_own_range(row, capsys, monkeypatch):
     if row.flag is None:
         assert row.high == row.default, "nobody can raise it"
         return
-    monkeypatch.setattr("forge_serve.server.serve", lambda *_: pytest.fail("it must not start"))
+    monkeypatch.setattr(
+        "forge_serve.server.process.serve", lambda *_: pytest.fail("it must not start")
+    )
     assert cli.main(["serve", row.flag, str(row.high + 1)]) == 1
     error = capsys.readouterr().err
     assert (
@@ -340,7 +344,9 @@ def test_a_limit_has_its_own_range(row, capsys, monkeypatch):
 
 def test_flags_of_limits_arrive(monkeypatch):
     seen: list[ServerConfig] = []
-    monkeypatch.setattr("forge_serve.server.serve", lambda engine, server, _: seen.append(server))
+    monkeypatch.setattr(
+        "forge_serve.server.process.serve", lambda engine, server, _: seen.append(server)
+    )
     raised = {row.name: row.high for row in ROWS.values() if row.flag}
     flags = [arg for row in ROWS.values() if row.flag for arg in (row.flag, str(row.high))]
     cli.main(["serve", *flags])

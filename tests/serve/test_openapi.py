@@ -15,11 +15,11 @@ import pytest
 
 from forge_jax.engine.thread import Engine
 from forge_jax.text import ChatTemplate
-from forge_serve.app import Service, make_app
-from forge_serve.auth import OPEN_PATHS
 from forge_serve.config import ServerConfig
+from forge_serve.http.auth import OPEN_PATHS
 from forge_serve.limits import Limits
-from forge_serve.openapi import OPERATIONS, routes
+from forge_serve.openapi.document import OPERATIONS, routes
+from forge_serve.server.app import Service, make_app
 from tests.serve import families
 from tests.serve.conftest import Server, scripted_engine
 

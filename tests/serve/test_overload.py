@@ -18,9 +18,11 @@ from benchmarks.serving_process import started
 from forge_jax.engine.async_engine import QueueLimits
 from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
-from forge_serve import app, memory, server
 from forge_serve.config import ServerConfig
-from forge_serve.memory import MemoryGuard
+from forge_serve.http import memory
+from forge_serve.http.memory import MemoryGuard
+from forge_serve.server import app
+from forge_serve.server import process as server
 
 LONG = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
 SHORT = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}

@@ -20,7 +20,7 @@ from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.telemetry.log import Event, JsonFormatter, configure
 from forge_serve.config import ServerConfig
-from forge_serve.record import QUIET_PATHS
+from forge_serve.telemetry.request_log import QUIET_PATHS
 
 NAME = "forge_serve.requests"
 LONG = {"prompt": "the same beginning " * 20, "max_tokens": 8, "ignore_eos": True}

@@ -10,10 +10,11 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from forge_jax.engine.fake import fake_tokenizer
 from forge_jax.schedule.outputs import Delta
-from forge_serve.generation import Prompt, Usage
-from forge_serve.histogram import ModelHistogram
-from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, Message
-from forge_serve.responses import ChatForm, CompletionForm, GenerateForm
+from forge_serve.generation.generation import Usage
+from forge_serve.generation.prompts import Prompt
+from forge_serve.openai.requests import ChatRequest, CompletionRequest, GenerateRequest, Message
+from forge_serve.openai.serializers import ChatForm, CompletionForm, GenerateForm
+from forge_serve.telemetry.histogram import ModelHistogram
 
 TEXTS = (
     "plain",

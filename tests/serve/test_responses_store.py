@@ -7,7 +7,7 @@ import json
 import pytest
 
 from forge_serve.errors import PreviousResponseNotFoundError, UnknownResponseError
-from forge_serve.responses_store import (
+from forge_serve.responses_api.store import (
     MAX_LOCAL,
     OVERHEAD_BYTES,
     LocalResponses,

@@ -21,12 +21,13 @@ from forge_jax.engine.async_engine import QueueLimits
 from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.telemetry.log import JsonFormatter
-from forge_serve import app, responses_websocket
 from forge_serve.config import ServerConfig
 from forge_serve.limits import Limits
-from forge_serve.responses_store import MAX_LOCAL
-from forge_serve.responses_websocket import MAX_WAITING, text_frame
-from forge_serve.server import drain
+from forge_serve.responses_api import websocket as responses_websocket
+from forge_serve.responses_api.store import MAX_LOCAL
+from forge_serve.responses_api.websocket import MAX_WAITING, text_frame
+from forge_serve.server import app
+from forge_serve.server.process import drain
 from tests.serve import families, open_responses
 from tests.serve.conftest import Server, scripted_engine
 

@@ -11,12 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forge_jax.config.suggest import MAX_CHARS, nearest
 from forge_jax.engine.thread import Engine
-from forge_serve.app import Service, make_app
-from forge_serve.auth import OPEN_PATHS
 from forge_serve.config import ServerConfig
+from forge_serve.http.auth import OPEN_PATHS
 from forge_serve.limits import Limits
-from forge_serve.openapi import OPERATIONS, routes
-from forge_serve.routes import ROUTES
+from forge_serve.openapi.document import OPERATIONS, routes
+from forge_serve.server.app import Service, make_app
+from forge_serve.server.routes import ROUTES
 
 PAGE = Path(__file__).parent.parent.parent / "docs/http.md"
 KEY = "sk-alpha-0123456789"

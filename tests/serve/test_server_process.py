@@ -12,7 +12,7 @@ from forge_jax.engine.process import client
 from forge_jax.engine.process.client import EngineProcess
 from forge_jax.engine.thread import Engine
 from forge_serve.config import ServerConfig
-from forge_serve.server import load_engine
+from forge_serve.server.process import load_engine
 
 STREAMS = 64
 

@@ -19,8 +19,9 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine.fake import assemble_fake
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError, ModelError
-from forge_serve import answering, server
 from forge_serve.config import ServerConfig
+from forge_serve.openai import operations as answering
+from forge_serve.server import process as server
 
 
 def test_an_address_that_is_not_this_machines_is_a_clear_error():

@@ -13,9 +13,9 @@ import pytest
 
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError
-from forge_serve import server
 from forge_serve.config import ServerConfig
-from forge_serve.tls import ssl_context
+from forge_serve.http.tls import ssl_context
+from forge_serve.server import process as server
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "tls"  # of 127.0.0.1, until 2126
 CERT, KEY = str(FIXTURES / "cert.pem"), str(FIXTURES / "key.pem")

@@ -20,7 +20,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError
 from forge_serve.config import ServerConfig
-from forge_serve.tracing import Tracing
+from forge_serve.telemetry.tracing import Tracing
 
 PATH = "/v1/completions"
 BODY = {"prompt": "Hello, my name is", "max_tokens": 5, "ignore_eos": True}
@@ -261,7 +261,7 @@ def test_the_services_name_can_be_given_as_opentelemetry_has_it(monkeypatch):
 
 def test_without_the_flag_nothing_of_it_is_imported():
     code = (
-        "import sys; from forge_serve.app import Service; from forge_serve.config import *;"
+        "import sys; from forge_serve.server.app import Service; from forge_serve.config import *;"
         "assert Service(ServerConfig()).tracing is None;"
         "assert not [m for m in sys.modules if m.startswith('opentelemetry')]"
     )

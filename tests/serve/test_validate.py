@@ -9,8 +9,8 @@ import pytest
 
 from forge_jax.errors import RequestError
 from forge_serve.limits import Limits
-from forge_serve.protocol import ChatRequest, CompletionRequest, GenerateRequest
-from forge_serve.validate import SMALL_BODY_BYTES, decode
+from forge_serve.openai.requests import ChatRequest, CompletionRequest, GenerateRequest
+from forge_serve.openai.validation import SMALL_BODY_BYTES, decode
 
 SENTINEL = "leaked7331"
 CHAT_HEAD = b'{"messages": [{"role": "user", "content": "a"}]'

@@ -14,9 +14,9 @@ from forge_jax.engine.thread import Engine
 from forge_jax.errors import OverloadedError
 from forge_jax.text import Tokenizer
 from forge_serve.config import ServerConfig
-from forge_serve.generation import MARGIN_TOKENS, Kept
+from forge_serve.generation.prompts import MARGIN_TOKENS, Kept
+from forge_serve.generation.workers import PIECE_BYTES, SHORT_BYTES, Lane, in_pieces
 from forge_serve.limits import Limits
-from forge_serve.workers import PIECE_BYTES, SHORT_BYTES, Lane, in_pieces
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import msgspec
 
 from forge_serve.batch.errors import LineError
-from forge_serve.embeddings import EmbeddingRequest
 from forge_serve.errors import ErrorReply
-from forge_serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from forge_serve.responses import ChatForm, CompletionForm, ResponseForm
+from forge_serve.openai.embeddings import EmbeddingRequest
+from forge_serve.openai.requests import ChatRequest, CompletionRequest, GenerationRequest
+from forge_serve.openai.serializers import ChatForm, CompletionForm, ResponseForm
 
 MAX_ID_CHARS = 512
 _ABSENT = msgspec.Raw(b"")

@@ -21,18 +21,18 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from forge_jax.config import EngineConfig
 from forge_jax.errors import EngineError, OverloadedError, RequestError
 from forge_jax.host import supervise
-from forge_serve import answering
-from forge_serve.app import Service
 from forge_serve.batch.config import BatchRunConfig
 from forge_serve.batch.errors import LineError
 from forge_serve.batch.files import Input, Output
 from forge_serve.batch.forms import FORMS, Asked, Line
 from forge_serve.batch.progress import Counts, Progress
 from forge_serve.config import ServerConfig
-from forge_serve.embeddings import PoolingRequest
 from forge_serve.errors import error_reply
 from forge_serve.limits import KIB, MIB
-from forge_serve.server import load_engine, loop_factory
+from forge_serve.openai import operations as answering
+from forge_serve.openai.embeddings import PoolingRequest
+from forge_serve.server.app import Service
+from forge_serve.server.process import load_engine, loop_factory
 
 MIN_WAITING = 64  # lines in flight beside those that run
 BYTES_IN_FLIGHT = 64 * MIB  # of lines; one alone may have more
@@ -54,7 +54,7 @@ def batch(engine_config: EngineConfig, server_config: ServerConfig, config: Batc
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     if not config.quiet:
-        logging.getLogger("forge_serve.ignored_fields").setLevel(logging.INFO)
+        logging.getLogger("forge_serve.openai.ignored_fields").setLevel(logging.INFO)
     lines = Input(config.input, server_config.limits.body_bytes + ENVELOPE_BYTES)
     with Output(config.output, lines) as output:
         counts = Counts(lines.num_requests, output.num_found)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from forge_serve.bench.metrics import Measured
 from forge_serve.bench.workload import Request, Vocabulary, Workload
-from forge_serve.http_client import (
+from forge_serve.http.client import (
     MAX_ERROR_CHARS,
     EventsError,
     base_url,

@@ -1,0 +1,176 @@
+"""Where a command's answers come from: an engine in this process, or a server.
+
+Both take the bodies of OpenAI's protocol and give the events of its streams, so that whatever asks
+need not know which it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator
+from typing import Any, Literal, Protocol
+
+import aiohttp
+import msgspec
+
+from forge_jax.config import EngineConfig
+from forge_serve.cli.exit_status import leave
+from forge_serve.config import ServerConfig
+from forge_serve.generation.generation import Generation, News
+from forge_serve.http.client import (
+    EventsError,
+    ServerError,
+    base_url,
+    events_of,
+    model_card,
+    new_session,
+    read_events,
+    told,
+)
+from forge_serve.openai import operations as answering
+from forge_serve.openai.requests import ChatRequest, CompletionRequest
+from forge_serve.openai.serializers import ChatForm, CompletionForm, ResponseForm
+from forge_serve.server.app import Service
+from forge_serve.server.process import load_engine
+
+Kind = Literal["chat", "completions"]
+_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_KINDS = {"chat": ChatRequest, "completions": CompletionRequest}
+_FORMS = {"chat": ChatForm, "completions": CompletionForm}
+_STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+class Source(Protocol):
+    """Something that answers."""
+
+    model: str  # its name
+
+    def events(self, kind: Kind, body: dict[str, Any]) -> AsyncGenerator[Any]:
+        """The events of a streamed answer, with the usage at the end. Closing it aborts.
+
+        Raises:
+          ForgeError: what ended the answer, or why there is none.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class LocalSource:
+    """An engine in this process, asked as the server asks it.
+
+    `load` blocks; everything else is to be called on one event loop.
+    """
+
+    def __init__(self, service: Service):
+        assert service.engine is not None
+        self._service = service
+        self._engine = service.engine
+        self._started = False
+        self._numbers = itertools.count()
+        self.compiling = False  # at the end: in threads that cannot be ended
+        self.model = service.model_name
+
+    @classmethod
+    def load(cls, engine: EngineConfig, server: ServerConfig) -> LocalSource:
+        """Raises what `Engine.load` raises."""
+        service = Service(server)
+        service.engine = load_engine(engine, server)
+        return cls(service)
+
+    async def events(self, kind: Kind, body: dict[str, Any]) -> AsyncGenerator[Any]:
+        generation, form = await self._begin(kind, {**body, **_STREAMED})
+        steps: asyncio.Queue[tuple[News, bool]] = asyncio.Queue()
+        try:
+            generation.begin(lambda news: steps.put_nowait((list(news), generation.over)))
+            over = False
+            while not over:
+                news, over = await steps.get()
+                for choice, delta in news:
+                    for event in events_of(form.events(choice, delta)):
+                        yield event
+            if generation.failure is not None:
+                raise generation.failure
+            for event in events_of(form.end(generation.usage)):
+                yield event
+        finally:
+            generation.close()
+
+    async def whole(self, kind: Kind, body: dict[str, Any]) -> bytes:
+        """The whole answer, as JSON.
+
+        Raises:
+          ForgeError: what ended it, or why there is none.
+        """
+        generation, form = await self._begin(kind, body)
+        try:
+            return await answering.whole(generation, form)
+        finally:
+            generation.close()
+
+    async def _begin(self, kind: Kind, body: dict[str, Any]) -> tuple[Generation, ResponseForm]:
+        if not self._started:
+            self._started = True
+            self._engine.start()
+        return await answering.begin(
+            self._service,
+            answering.read(self._service, msgspec.json.encode(body), _KINDS[kind]),
+            _FORMS[kind],
+            unique_id=lambda: str(next(self._numbers)),
+            cache_salt="",
+        )
+
+    async def close(self) -> None:
+        self.compiling = self._engine.stats().state == "serving"
+        await self._engine.stop()
+
+
+class HttpSource:
+    """A server of OpenAI's protocol."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str):
+        self._session = session
+        self._url = url
+        self.model = model
+
+    @classmethod
+    async def connect(cls, url: str, *, model: str | None, api_key: str | None) -> HttpSource:
+        """Takes the model that is named, or the server's first.
+
+        Raises:
+          ServerError: nobody answers, or it does not have the model.
+        """
+        url = base_url(url)
+        session = new_session(api_key)
+        try:
+            card = await model_card(session, url, model)
+        except BaseException:
+            await session.close()
+            raise
+        return cls(session, url, card["id"])
+
+    async def events(self, kind: Kind, body: dict[str, Any]) -> AsyncGenerator[Any]:
+        data = msgspec.json.encode({"model": self.model, **body, **_STREAMED})
+        try:
+            async with self._session.post(self._url + _PATHS[kind], data=data) as response:
+                if response.status != 200:
+                    raise ServerError(f"HTTP {response.status}: {told(await response.text())}")
+                async for event in read_events(response.content):
+                    if isinstance(event, dict) and event.get("error"):
+                        raise ServerError(told(event["error"]))
+                    yield event
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ServerError(f"{self._url} does not answer any more: {error}") from error
+        except EventsError as error:
+            raise ServerError(f"{self._url}: {error}") from error
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+def end_with(status: int, source: LocalSource | HttpSource | None) -> int:
+    """The exit status; ends the process at once if threads still compile."""
+    if isinstance(source, LocalSource) and source.compiling:
+        leave(status)
+    return status

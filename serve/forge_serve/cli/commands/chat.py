@@ -1,0 +1,216 @@
+"""`forge-jax chat`: a conversation in the terminal, with an engine in this process or a server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forge_jax.config import option
+from forge_jax.errors import ForgeError, RequestError
+from forge_serve.cli.commands.engine import add_engine, load, model_at
+from forge_serve.cli.commands.generate import read_stdin
+from forge_serve.cli.commands.sampling import SamplingFlags
+from forge_serve.cli.exit_status import say_error
+from forge_serve.cli.flags import Commands, add_model, add_sections, taken
+from forge_serve.cli.terminal import Answer
+
+if TYPE_CHECKING:
+    from forge_serve.cli.backends import HttpSource, LocalSource
+
+DESCRIPTION = """\
+Talk to a model: to one that is loaded here, or with --url to one that a server has. Answers are
+written as they come. Where stdin or stdout is no terminal, all of stdin is one message, and only
+the answer is written."""
+EPILOG = """\
+Ctrl-C stops the answer, Ctrl-D ends the chat, /help tells the rest.
+
+examples:
+  forge-jax chat Qwen/Qwen3-0.6B --system "Answer in one sentence."
+  forge-jax chat --url http://127.0.0.1:8000 --api-key-file key.txt
+  echo "What is 2+2?" | forge-jax chat --temperature 0"""
+COMMANDS_HELP = """\
+/help          this
+/system TEXT   instructions for the model from now on; without TEXT: none
+/reset         forget the conversation, not the instructions
+/quit          end the chat, as Ctrl-D does
+Several lines: end a line with \\, or put them between two lines of \"\"\".
+Ctrl-C stops an answer; what has come of it stays part of the conversation."""
+BLOCK = '"""'
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFlags:
+    url: str | None = option(
+        None, "a server that is to answer, as http://127.0.0.1:8000; MODEL is then a model it has"
+    )
+    api_key_file: str | None = option(
+        None, "a file with the API key for that server, in the form of the server's own"
+    )
+    system: str | None = option(None, "instructions for the model")
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model in the terminal",
+        usage="forge-jax chat [MODEL] [options]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
+    add_model(parser)
+    add_sections(parser, {"chat": ChatFlags, "sampling": SamplingFlags}, all_essential=True)
+    add_engine(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: dict[str, Any]) -> int:
+    flags = ChatFlags(**taken(options, ChatFlags))
+    sampling = SamplingFlags(**taken(options, SamplingFlags))
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    message = "" if interactive else read_stdin()
+    if not interactive and not message.strip():
+        raise RequestError("there is no message on stdin")
+    with asyncio.Runner() as runner:
+        source = _source(runner, flags, options)
+        try:
+            chat = Chat(source, sampling.body(), flags.system)
+            if interactive:
+                _converse(runner, chat)
+            else:
+                runner.run(chat.answer(message, Answer()))
+        finally:
+            runner.run(source.close())
+    from forge_serve.cli.backends import end_with
+
+    return end_with(0, source)
+
+
+def _source(
+    runner: asyncio.Runner, flags: ChatFlags, options: dict[str, Any]
+) -> LocalSource | HttpSource:
+    if flags.url is None:
+        if flags.api_key_file is not None:
+            raise RequestError("--api-key-file is for a server: give its --url")
+        return load(options)
+    model = model_at(flags.url, options)
+    from forge_serve.cli.backends import HttpSource
+    from forge_serve.http.client import api_key_of
+
+    key = api_key_of(flags.api_key_file)
+    return runner.run(HttpSource.connect(flags.url, model=model, api_key=key))
+
+
+class Chat:
+    """A conversation: the messages so far, and what answers the next one."""
+
+    def __init__(
+        self, source: LocalSource | HttpSource, sampling: dict[str, Any], system: str | None
+    ):
+        self.source = source
+        self.system = system
+        self._sampling = sampling
+        self._messages: list[dict[str, str]] = []
+
+    def reset(self) -> None:
+        self._messages.clear()
+
+    async def answer(self, text: str, out: Answer) -> None:
+        """Writes the answer to a message as it comes, with its reasoning before it on a terminal.
+
+        An answer that is cancelled stays in the conversation as far as it came. A message that has
+        no answer is forgotten.
+
+        Raises:
+          ForgeError: what ended the answer, or why there is none.
+        """
+        asked = [*self._messages, {"role": "user", "content": text}]
+        instructions = [{"role": "system", "content": self.system}] if self.system else []
+        body = {"messages": [*instructions, *asked], **self._sampling}
+        content, thinking = "", False
+        try:
+            async with aclosing(self.source.events("chat", body)) as events:
+                async for event in events:
+                    for choice in event.get("choices") or ():
+                        delta = choice.get("delta") or {}
+                        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+                        if thought and out.on_terminal:
+                            out.write(thought, dim=True)
+                            thinking = True
+                        piece = delta.get("content") or ""
+                        if piece and thinking:
+                            out.write("\n\n")
+                            piece, thinking = piece.lstrip("\n"), False
+                        out.write(piece)
+                        content += piece
+        finally:
+            if content or thinking:
+                out.write("\n")
+            if content:
+                self._messages = [*asked, {"role": "assistant", "content": content}]
+
+
+def _converse(runner: asyncio.Runner, chat: Chat) -> None:
+    with suppress(ImportError):  # which gives `input` editing and a history
+        import readline  # noqa: F401
+
+    out = Answer()
+    out.write(f"{chat.source.model}: /help tells what there is, Ctrl-D ends\n", dim=True)
+    while True:
+        text = None
+        try:
+            text = read_message()
+            if not text.startswith("/"):
+                if text.strip():
+                    runner.run(chat.answer(text, out))
+            elif not _obey(text, chat, out):
+                return
+        except EOFError:
+            out.write("\n")
+            return
+        except KeyboardInterrupt:
+            stopped = "\n(Ctrl-D or /quit ends the chat)\n" if text is None else "(stopped)\n"
+            out.write(stopped, dim=True)
+        except ForgeError as error:
+            say_error(error)
+
+
+def _obey(text: str, chat: Chat, out: Answer) -> bool:
+    """Does what a line with a slash asks for; False if that ends the chat."""
+    command, _, rest = text.strip().partition(" ")
+    match command:
+        case "/quit" | "/exit":
+            return False
+        case "/reset":
+            chat.reset()
+            out.write("(forgotten)\n", dim=True)
+        case "/system":
+            chat.system = rest.strip() or None
+            out.write("(noted)\n" if chat.system else "(no instructions)\n", dim=True)
+        case "/help":
+            out.write(COMMANDS_HELP + "\n", dim=True)
+        case _:
+            out.write(f"(there is no {command}: /help tells what there is)\n", dim=True)
+    return True
+
+
+def read_message() -> str:
+    """What the person types: a line, those that a backslash joins to it, or a block.
+
+    Raises:
+      EOFError: Ctrl-D.
+      KeyboardInterrupt: Ctrl-C.
+    """
+    line = input("> ")
+    if line.strip() == BLOCK:
+        lines = []
+        while (line := input("… ")).strip() != BLOCK:
+            lines.append(line)
+        return "\n".join(lines)
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(input("… "))
+    return "\n".join(lines)

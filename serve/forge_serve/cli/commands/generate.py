@@ -1,0 +1,105 @@
+"""`forge-jax generate`: continues one text, with an engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from forge_jax.errors import RequestError
+from forge_serve.cli.commands.engine import add_engine, load
+from forge_serve.cli.commands.sampling import CompletionFlags
+from forge_serve.cli.flags import MODEL, Commands, add_sections, taken
+from forge_serve.cli.terminal import Answer
+
+if TYPE_CHECKING:
+    from forge_serve.cli.backends import LocalSource
+
+DESCRIPTION = """\
+Continue a text, without a server. What the model adds is written as it comes; nothing else is
+written to stdout."""
+EPILOG = """\
+examples:
+  forge-jax generate forge-tiny "Once upon a time"
+  forge-jax generate Qwen/Qwen3-0.6B - < beginning.txt --temperature 0 --max-tokens 64
+  forge-jax generate forge-tiny "The dog" --n 3 --json"""
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="continue a text",
+        usage="forge-jax generate MODEL PROMPT [options]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL.metadata["doc"])
+    parser.add_argument("prompt", metavar="PROMPT", help="the text, or - to read it from stdin")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="write one JSON object at the end, as /v1/completions would answer",
+    )
+    add_sections(parser, {"sampling": CompletionFlags}, all_essential=True)
+    add_engine(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: dict[str, Any]) -> int:
+    prompt, as_json = options.pop("prompt"), options.pop("json")
+    sampling = CompletionFlags(**taken(options, CompletionFlags))
+    if prompt == "-":
+        prompt = read_stdin()
+    if not prompt:
+        raise RequestError("there is no prompt: give a text, or - and one on stdin")
+    source = load(options)
+    body = {"prompt": prompt, **sampling.body()}
+    from forge_serve.cli.backends import end_with
+
+    with asyncio.Runner() as runner:
+        try:
+            if as_json:
+                runner.run(_write_json(source, body))
+            else:
+                runner.run(_write_samples(source, body, sampling.n))
+        finally:
+            runner.run(source.close())
+    return end_with(0, source)
+
+
+async def _write_json(source: LocalSource, body: dict[str, Any]) -> None:
+    sys.stdout.write((await source.whole("completions", body)).decode() + "\n")
+
+
+async def _write_samples(source: LocalSource, body: dict[str, Any], n: int) -> None:
+    """The first as it comes; the others, which are made meanwhile, after it."""
+    answer = Answer()
+    texts = [""] * n
+    if n > 1:
+        answer.write(_heading(0, n))
+    async with aclosing(source.events("completions", body)) as events:
+        async for event in events:
+            for choice in event["choices"]:
+                if choice["index"] == 0:
+                    answer.write(choice["text"])
+                texts[choice["index"]] += choice["text"]
+    for index, text in enumerate(texts[1:], start=1):
+        answer.write(f"\n{_heading(index, n)}{text}")
+    answer.write("\n")
+
+
+def _heading(index: int, n: int) -> str:
+    return f"--- {index + 1} of {n} ---\n"
+
+
+def read_stdin() -> str:
+    """All of stdin.
+
+    Raises:
+      RequestError: it is not text.
+    """
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"stdin is not {error.encoding} text: {error.reason}") from error

@@ -1,0 +1,467 @@
+"""Command-line flags that are fields of the configuration, and a parser whose errors are one line.
+
+A flag's name, help and default are its field's: `forge_jax.config.option` says how they are noted.
+Flags of other engines (`forge_serve.cli.aliases`) set the same fields and are in no help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from forge_jax.config import (
+    BatchConfig,
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SpeculationConfig,
+)
+from forge_jax.config.aliases import Alias, our_value, refused_value
+from forge_jax.config.suggest import did_you_mean, nearest
+from forge_jax.errors import ConfigError
+from forge_serve.cli.aliases import ALIASES, IMPLIED, REFUSED
+
+USAGE_STATUS = 2  # of a command line that cannot be read
+HELP_COLUMN = 26  # where the words about a flag begin
+type Commands = argparse._SubParsersAction[Parser]
+
+ENGINE_SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "KV cache": CacheConfig,
+    "batch": BatchConfig,
+    "speculation": SpeculationConfig,
+    "device": ParallelConfig,
+}
+MODEL_ARGUMENT = "model_argument"  # where it is until the flag has been looked at
+MODEL = {field.name: field for field in dataclasses.fields(ModelConfig)}["model"]
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """What stands before and after the flags stays as it is written."""
+
+    def __init__(self, prog: str, **options: Any):
+        super().__init__(prog, max_help_position=HELP_COLUMN, **options)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line, and where to read on.
+
+    `--help` has the essential flags, `--help-all` every flag.
+    """
+
+    def __init__(self, **options: Any):
+        options = {"formatter_class": HelpFormatter, "allow_abbrev": False, **options}
+        super().__init__(**options, add_help=False)
+        self.fields: dict[str, Flag] = {}  # by name
+        self._details: set[argparse.Action] = set()  # not in the short help
+        self.add_argument("-h", "--help", action="help", help="show the essential flags and exit")
+        self.add_argument(
+            "--help-all",
+            action=_HelpAll,
+            nargs=0,
+            dest=argparse.SUPPRESS,
+            default=argparse.SUPPRESS,
+            help="show every flag and exit (or --help=all)",
+        )
+
+    @property
+    def options(self) -> Mapping[str, argparse.Action]:
+        """Everything that begins with a dash, with hidden names."""
+        return self._option_string_actions
+
+    def add_flags(
+        self, title: str | None, flags: Iterable[Flag], *, all_essential: bool = False
+    ) -> None:
+        """Adds flags, in a group of their own if there is a title.
+
+        Args:
+          all_essential: the short help has all of them.
+        """
+        group = self if title is None else self.add_argument_group(title)
+        for flag in flags:
+            action = flag.add_to(group)
+            self.fields[flag.name] = flag
+            if not (all_essential or flag.essential):
+                self._details.add(action)
+
+    def add_aliases(self) -> None:
+        """Adds the names that other engines give to the flags added so far."""
+        for alias in ALIASES:
+            if alias.option in self.fields:
+                _add_alias(self, alias, self.fields[alias.option])
+        if not self.fields.keys() >= {"dtype", "max_num_seqs"}:
+            return  # there is no engine
+        for implied in IMPLIED:
+            if not self.fields.keys() >= set(implied.needs):
+                continue
+            self.add_argument(
+                implied.flag,
+                dest="implied",
+                action="append_const",
+                const=implied.name,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
+
+    def format_help(self, *, everything: bool = False) -> str:
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for group in self._action_groups:
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(
+                action
+                for action in group._group_actions
+                if everything or action not in self._details
+            )
+            formatter.end_section()
+        if self._details and not everything:
+            formatter.add_text(f"{len(self._details)} more flags: {self.prog} --help-all")
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def error(self, message: str) -> NoReturn:
+        self._fail(message.removeprefix("argument "), "--help")
+
+    def unknown(self, words: Sequence[str], others: Mapping[str, Parser]) -> NoReturn:
+        """Ends with what is wrong with the first of the words that no flag or argument takes.
+
+        Args:
+          others: the parsers of all commands, one of which may take it.
+        """
+        flags = [word.partition("=")[0] for word in words if word.startswith("-") and word != "-"]
+        if not flags:
+            self.error(f"unexpected argument {words[0]!r}")
+        flag = flags[0]
+        reason = REFUSED.get(flag.removeprefix("--").replace("-", "_"))
+        if reason is not None:
+            self.error(f"{flag} has no counterpart: {reason}")
+        elsewhere = [name for name, other in others.items() if flag in other.options]
+        if elsewhere:
+            self.error(f"{flag} is a flag of {', '.join(elsewhere)}, and not of this command")
+        self._fail(
+            f"unknown flag {flag}{self.did_you_mean(flag)}",
+            "--help-all" if self._details else "--help",
+        )
+
+    def did_you_mean(self, flag: str) -> str:
+        """The nearest flag, under our name for it, as the end of a sentence; or nothing."""
+        found = nearest(flag, [name for name in self.options if name.startswith("--")])
+        if found is None:
+            return ""
+        ours = self.fields.get(self.options[found].dest)
+        return f"; did you mean {found if ours is None else ours.flag}?"
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        try:
+            return super().parse_known_args(args, namespace)
+        except ConfigError as error:  # of an alias
+            self.error(str(error))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(choice) for choice in action.choices]
+        kind = "command" if action.option_strings == [] else "value"
+        raise argparse.ArgumentError(
+            None if kind == "command" else action,
+            f"no {kind} {value!r}{did_you_mean(str(value), known)} (there are: {', '.join(known)})",
+        )
+
+    def _fail(self, message: str, help_flag: str) -> NoReturn:
+        help_of = " ".join(word for word in self.prog.split() if word[0] not in "[<")
+        self.exit(USAGE_STATUS, f"forge-jax: error: {message} (see: {help_of} {help_flag})\n")
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        parser._print_message(parser.format_help(everything=True), sys.stdout)
+        parser.exit()
+
+
+class Append(argparse.Action):
+    """Collects values; those of the command line replace those of a configuration file."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, [*([] if before is self.default else before), values])
+
+
+class Convert(argparse.Action):
+    """Sets the options that a value in another engine's form means."""
+
+    def __init__(self, *, alias: Alias, **options: Any):
+        super().__init__(**options)
+        self.alias = alias
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        for name, value in self.alias.options(values).items():
+            setattr(namespace, name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """How a value is read: from a word of the command line, or from a configuration file."""
+
+    option: str
+    kind: Callable[[Any], Any]
+    choices: tuple[str, ...] | None = None
+    automatic: bool = False  # "auto" is None
+
+    def __call__(self, word: str) -> Any:
+        if self.automatic and word == "auto":
+            return None
+        reason = refused_value(self.option, word)
+        if reason is not None:
+            raise argparse.ArgumentTypeError(f"{word}: {reason}")
+        try:
+            return our_value(self.option, self.kind(word))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"must be {self.expected}, not {word!r}") from error
+
+    def of(self, value: Any) -> Any:
+        """The value of a file's key, which has a type already.
+
+        Raises:
+          ConfigError: the type or the value is wrong.
+        """
+        if self.automatic and value == "auto":
+            return None
+        types = {int: (int,), float: (int, float)}.get(self.kind, (str,))  # type: ignore[call-overload]
+        if type(value) not in types:
+            raise ConfigError(f"must be {self.expected}, not {value!r}")
+        reason = refused_value(self.option, value)
+        if reason is not None:
+            raise ConfigError(f"{value}: {reason}")
+        value = our_value(self.option, self.kind(value))
+        if self.choices is not None and value not in self.choices:
+            raise ConfigError(
+                f"must be one of {', '.join(self.choices)}, not {value!r}"
+                f"{did_you_mean(value, self.choices)}"
+            )
+        return value
+
+    @property
+    def expected(self) -> str:
+        kinds = {int: "a whole number", float: "a number"}
+        return kinds.get(self.kind, "text") + (' or "auto"' if self.automatic else "")  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One field of the configuration as the command line knows it."""
+
+    name: str  # of the field
+    flag: str
+    doc: str
+    default: Any
+    type: Callable[[str], Any]
+    choices: tuple[str, ...] | None
+    switch: bool  # takes no value and inverts the default
+    repeated: bool  # may be given several times
+    essential: bool = False  # the short help has it
+
+    @property
+    def metavar(self) -> str | None:
+        if self.switch or self.choices is not None:
+            return None
+        return {int: "N", float: "X"}.get(self.type, "TEXT")  # type: ignore[call-overload]
+
+    @property
+    def automatic(self) -> bool:
+        """Whether it takes "auto": a number that is found at start unless it is given."""
+        return self.default is None and self.type is not str
+
+    @property
+    def default_text(self) -> str:
+        if self.switch:
+            return "off"
+        if self.default is None:
+            return "auto" if self.automatic else "not set"
+        if self.repeated:
+            return "none"
+        return str(self.default)
+
+    @property
+    def value(self) -> Value:
+        return Value(self.name, self.type, self.choices, self.automatic)
+
+    def add_to(self, group: argparse._ActionsContainer) -> argparse.Action:
+        doc = self.doc.replace("%", "%%")
+        if self.switch:
+            action = "store_false" if self.default else "store_true"
+            return group.add_argument(self.flag, dest=self.name, action=action, help=doc)
+        if self.repeated:
+            return group.add_argument(
+                self.flag,
+                dest=self.name,
+                default=[],
+                action=Append,
+                metavar=self.metavar,
+                help=doc,
+            )
+        return group.add_argument(
+            self.flag,
+            dest=self.name,
+            default=self.default,
+            type=self.value,
+            choices=self.choices,
+            metavar=self.metavar,
+            help=doc if self.default is None else f"{doc} (default: {self.default})",
+        )
+
+
+def flags(section: type) -> Iterator[Flag]:
+    """The flags of one section's fields, in their order."""
+    hints = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        flag = field.metadata.get("flag", "--" + field.name.replace("_", "-"))
+        if flag is None:
+            continue
+        kind, choices, repeated = _value_type(hints[field.name])
+        yield Flag(
+            name=field.name,
+            flag=flag,
+            doc=field.metadata["doc"],
+            default=field.default,
+            type=kind,
+            choices=choices,
+            switch=kind is bool,
+            repeated=repeated,
+            essential=field.metadata.get("essential", False),
+        )
+
+
+def chosen(section: type, names: tuple[str, ...]) -> Iterator[Flag]:
+    """Those of a section's flags whose fields have these names."""
+    return (flag for flag in flags(section) if flag.name in names)
+
+
+def add_sections(
+    parser: Parser, sections: Mapping[str, type], *, all_essential: bool = False
+) -> None:
+    """A group of flags for each section."""
+    for title, section in sections.items():
+        parser.add_flags(title, flags(section), all_essential=all_essential)
+
+
+def add_model(parser: Parser) -> None:
+    """The model, as the first argument or as a flag; `take_model` says which it is."""
+    parser.add_argument(
+        MODEL_ARGUMENT,
+        nargs="?",
+        metavar="MODEL",
+        help=f"{MODEL.metadata['doc']} (default: {MODEL.default})",
+    )
+    add_model_flag(parser)
+
+
+def add_model_flag(parser: Parser) -> None:
+    flag = Flag(
+        name="model",
+        flag="--model",
+        doc="the same as a flag",
+        default=None,
+        type=str,
+        choices=None,
+        switch=False,
+        repeated=False,
+        essential=True,
+    )
+    parser.fields[flag.name] = flag
+    parser.add_argument(flag.flag, type=flag.value, metavar="MODEL", help=flag.doc)
+
+
+def take_model(options: dict[str, Any], default: str | None) -> None:
+    """Replaces the argument and the flag by the model.
+
+    Args:
+      default: the flag's, or a configuration file's.
+
+    Raises:
+      ConfigError: both are given.
+    """
+    argument = options.pop(MODEL_ARGUMENT)
+    if argument is not None and options["model"] != default:
+        raise ConfigError("MODEL and --model: give one of them")
+    if argument is not None:
+        options["model"] = argument
+    elif options["model"] is None:
+        options["model"] = MODEL.default
+
+
+def _add_alias(parser: Parser, alias: Alias, flag: Flag) -> None:
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    names = [alias.flag] if alias.short is None else [alias.flag, alias.short]
+    if alias.convert is not None:
+        nargs = "+" if alias.several else None
+        parser.add_argument(
+            *names, dest=flag.name, action=Convert, alias=alias, nargs=nargs, **hidden
+        )
+        return
+    if flag.switch:
+        on = not alias.inverted
+        parser.add_argument(*names, dest=flag.name, action="store_const", const=on, **hidden)
+        parser.add_argument(
+            alias.negative, dest=flag.name, action="store_const", const=not on, **hidden
+        )
+        return
+    parser.add_argument(*names, dest=flag.name, type=flag.value, choices=flag.choices, **hidden)
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a TOML file with flags as keys (max-num-seqs = 8); the command line overrides it",
+    )
+
+
+def as_flags(words: Sequence[str]) -> list[str]:
+    """The words with `--max_num_seqs` as `--max-num-seqs`, and `--help=all` as `--help-all`."""
+    words = list(words)
+    end = words.index("--") if "--" in words else len(words)
+    for index, word in enumerate(words[:end]):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            words[index] = name.replace("_", "-") + equals + value
+        if word == "--help=all":
+            words[index] = "--help-all"
+    return words
+
+
+def add_debug(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
+
+
+def taken(options: dict[str, Any], section: type) -> dict[str, Any]:
+    """Takes the values of a section's flags out of the options."""
+    return {flag.name: options.pop(flag.name) for flag in flags(section)}
+
+
+def _value_type(hint: Any) -> tuple[Callable[[str], Any], tuple[str, ...] | None, bool]:
+    """How the text of a flag becomes a value of this type, which values there are, and whether
+    there may be several.
+    """
+    if hint == tuple[str, ...]:
+        return str, None, True
+    if typing.get_origin(hint) is types.UnionType:
+        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+    if typing.get_origin(hint) is Literal:
+        return str, typing.get_args(hint), False
+    assert hint in (bool, int, float, str), f"no flag can hold a {hint}"
+    return hint, None, False

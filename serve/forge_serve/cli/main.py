@@ -1,0 +1,294 @@
+"""The command `forge-jax`: which commands there are, and how they end.
+
+Nothing heavy is imported before the flags have been read. `commands/` has those that are more than
+a call.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import forge_jax
+from forge_jax.config import EngineConfig, ModelConfig, ParallelConfig
+from forge_jax.config.aliases import check_implied
+from forge_jax.telemetry.startup import StartupTimes
+from forge_jax.tools.profile.config import Workload
+from forge_serve.batch.config import SERVER_FLAGS, BatchRunConfig
+from forge_serve.cli import profile as profile_cli
+from forge_serve.cli.commands import bench, chat, doctor, generate
+from forge_serve.cli.commands.engine import check_model
+from forge_serve.cli.exit_status import INTERRUPTED, guarded, leave
+from forge_serve.cli.flags import (
+    ENGINE_SECTIONS,
+    MODEL,
+    MODEL_ARGUMENT,
+    Commands,
+    Parser,
+    add_config,
+    add_debug,
+    add_model,
+    add_model_flag,
+    add_sections,
+    as_flags,
+    chosen,
+    take_model,
+    taken,
+)
+from forge_serve.cli.options_file import read_options
+from forge_serve.config import ServerConfig
+from forge_serve.limits import Limits
+
+SECTIONS: dict[str, type] = {
+    **ENGINE_SECTIONS,
+    "server": ServerConfig,
+    "limits": Limits,
+}
+BATCH_SECTIONS: dict[str, type] = {
+    name: section for name, section in SECTIONS.items() if section is not ServerConfig
+}
+# What decides the weights that `convert` writes.
+CONVERT = (
+    *("revision", "dtype", "quantization", "gguf_weights", "kernels", "backend"),
+    "tensor_parallel",
+)
+_HELP = "An LLM inference engine compiled by JAX/XLA, and a server on it in OpenAI's protocol."
+_EPILOG = """\
+MODEL is a folder, a .gguf file, a Hugging Face id, or forge-tiny, which is bundled.
+
+  forge-jax serve                                 serve forge-tiny on 127.0.0.1:8000
+  forge-jax chat Qwen/Qwen3-0.6B                  talk to a model, without a server
+  forge-jax generate forge-tiny "Once upon a"     continue a text
+  forge-jax doctor                                what a bug report needs, and what is wrong
+
+forge-jax COMMAND --help says what a command takes."""
+_SERVE_HELP = """\
+Serve a model over HTTP, in OpenAI's protocol, until SIGTERM or Ctrl-C; then running requests
+finish. The first line on stdout says where, and gives a curl command to try."""
+_CONVERT_HELP = """\
+Write a model's weights as they are served, fused, cast and packed, to a folder that can be served
+like any other, and is read faster."""
+_BATCH_HELP = """\
+Answer a file of requests without a server, each line as the server would have answered it.
+
+A line of IN is a line of OpenAI's batch files, or a plain request:
+  {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+   "body": {"messages": [{"role": "user", "content": "What is 2+2?"}]}}
+  {"prompt": "Once upon a time", "max_tokens": 32}
+  {"id": 7, "messages": [{"role": "user", "content": "What is 2+2?"}], "temperature": 0}
+OUT has one line for each, in the order in which they are done; what cannot be answered has
+its error there. A run that was ended goes on where it was: give the same command again."""
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="forge-jax", usage="forge-jax COMMAND ...", description=_HELP, epilog=_EPILOG
+    )
+    parser.add_argument("--version", action="version", version=f"forge-jax {forge_jax.__version__}")
+    commands: Commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands", prog="forge-jax"
+    )
+    _add_serve(commands)
+    chat.add_to(commands)
+    generate.add_to(commands)
+    _add_batch(commands)
+    bench.add_to(commands)
+    _add_profile(commands)
+    _add_convert(commands)
+    doctor.add_to(commands)
+    for command in subparsers(parser).values():
+        add_config(command)
+        add_debug(command)
+        command.add_aliases()
+    return parser
+
+
+def subparsers(parser: Parser) -> Mapping[str, Parser]:
+    """The parsers of the commands, by name."""
+    assert parser._subparsers is not None
+    [commands] = parser._subparsers._group_actions
+    assert isinstance(commands.choices, Mapping)
+    return commands.choices
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command. Returns the exit status.
+
+    Args:
+      argv: the words after `forge-jax`; default: those of this process, which is then the command's
+        own.
+
+    Raises:
+      SystemExit: for `--help`, `--version`, and words that cannot be read.
+    """
+    if argv is not None:
+        return _run(list(argv))
+    status = _run(sys.argv[1:])
+    if status == INTERRUPTED:  # maybe while executables were compiled
+        leave(status)
+    return status
+
+
+def _run(argv: list[str]) -> int:
+    startup = StartupTimes()
+    argv = as_flags(argv)
+    if argv[:2] == ["profile", profile_cli.DIFF]:
+        return profile_cli.diff(argv[2:])
+    parser = make_parser()
+    options = _parsed(parser, argv)
+
+    def command() -> int:
+        given = _with_file(parser, argv, options)
+        run = given.pop("run")
+        return _serve(given, startup) if run is _serve else run(given)
+
+    return guarded(command, debug=options["debug"])
+
+
+def _parsed(parser: Parser, argv: list[str]) -> dict[str, Any]:
+    """The values of all flags. Ends the process for words that cannot be read."""
+    namespace, unknown = parser.parse_known_args(argv)
+    options = vars(namespace)
+    if unknown:
+        commands = subparsers(parser)
+        commands[options["command"]].unknown(unknown, commands)
+    return options
+
+
+def _with_file(parser: Parser, argv: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with those of `--config` for what the command line does not set.
+
+    Raises:
+      ConfigError: the file or a combination of options is wrong.
+    """
+    command = subparsers(parser)[options["command"]]
+    if options["config"] is not None:
+        command.set_defaults(**read_options(command, options["config"]))
+        options = _parsed(parser, argv)
+    for name in ("debug", "config", "command"):
+        del options[name]
+    options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
+    check_implied(options.pop("implied", ()), lambda option: options.get(option) not in (None, ()))
+    if MODEL_ARGUMENT in options:
+        take_model(options, command.options["--model"].default)
+    return options
+
+
+def _add_serve(commands: Commands) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        usage="forge-jax serve [MODEL] [options]",
+        description=_SERVE_HELP,
+    )
+    add_model(serve)
+    add_sections(serve, SECTIONS)
+    serve.set_defaults(run=_serve)
+
+
+def _add_batch(commands: Commands) -> None:
+    batch = commands.add_parser(
+        "batch",
+        help="answer a file of requests",
+        usage="forge-jax batch IN OUT [MODEL | --model MODEL] [options]",
+        description=_BATCH_HELP,
+    )
+    batch.add_argument("input", type=Path, metavar="IN", help="requests, one in each line")
+    batch.add_argument(
+        "output", type=Path, metavar="OUT", help="answers; those that it has are not made again"
+    )
+    batch.add_argument(
+        MODEL_ARGUMENT,
+        nargs="?",
+        metavar="MODEL",
+        help=f"{MODEL.metadata['doc']} (default: {MODEL.default})",
+    )
+    add_model_flag(batch)
+    add_sections(batch, {"files": BatchRunConfig}, all_essential=True)
+    add_sections(batch, BATCH_SECTIONS)
+    batch.add_flags("as of the server", chosen(ServerConfig, SERVER_FLAGS))
+    batch.set_defaults(run=_batch)
+
+
+def _add_profile(commands: Commands) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="trace a model's steps, or compare two traces",
+        usage="forge-jax profile [MODEL] [options]\n       forge-jax profile diff A B [options]",
+        description=profile_cli.DESCRIPTION,
+    )
+    add_model(profile)
+    profile.add_argument(
+        "--logdir", default="profile", metavar="DIR", help="where to (default: profile)"
+    )
+    add_sections(profile, {"workload": Workload}, all_essential=True)
+    add_sections(profile, ENGINE_SECTIONS)
+    profile.set_defaults(run=profile_cli.record)
+
+
+def _add_convert(commands: Commands) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="write a model's weights as they are served, so that they are read faster",
+        usage="forge-jax convert MODEL OUT [options]",
+        description=_CONVERT_HELP,
+    )
+    convert.add_argument("model", metavar="MODEL", help=MODEL.metadata["doc"])
+    convert.add_argument("out", metavar="OUT", help="a folder that is not there yet, or is empty")
+    for section in (ModelConfig, ParallelConfig):
+        convert.add_flags(None, chosen(section, CONVERT), all_essential=True)
+    convert.set_defaults(run=_convert)
+
+
+def _serve(options: dict[str, Any], startup: StartupTimes) -> int:
+    gc.disable()  # until the engine is ready: looking for garbage takes a tenth of a start
+    try:
+        limits = Limits(**taken(options, Limits))
+        server = ServerConfig(**taken(options, ServerConfig), limits=limits)
+        engine = EngineConfig.from_options(**options)
+        if not server.fake:
+            check_model(engine)
+        from forge_serve.server.process import serve
+
+        return serve(engine, server, startup)
+    finally:
+        gc.enable()
+
+
+def _convert(options: dict[str, Any]) -> int:
+    out = options.pop("out")
+    config = EngineConfig.from_options(**options)
+    check_model(config)
+    from forge_jax.tools.convert import convert, summary
+
+    print(summary(convert(config, out)))
+    return 0
+
+
+def _batch(options: dict[str, Any]) -> int:
+    gc.disable()  # until the engine is ready, as `serve` has it
+    try:
+        config = BatchRunConfig(
+            input=options.pop("input"),
+            output=options.pop("output"),
+            **taken(options, BatchRunConfig),
+        )
+        limits = Limits(**taken(options, Limits))
+        server = ServerConfig(**{n: options.pop(n) for n in SERVER_FLAGS}, limits=limits)
+        if options["itl_target_ms"] is None:
+            options["itl_target_ms"] = 0  # nobody waits for single tokens
+        engine = EngineConfig.from_options(**options)
+        if not server.fake:
+            check_model(engine)
+        from forge_serve.batch.run import batch
+
+        return batch(engine, server, config)
+    finally:
+        gc.enable()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

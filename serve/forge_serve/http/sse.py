@@ -1,0 +1,181 @@
+"""A streamed answer on its way to the socket: one write per step, and no task woken for it.
+
+The engine's news come in a callback on the event loop, once per step and request; their events are
+written to the connection's transport right there. The handler's task sleeps until something needs
+waiting for: a client that reads too slowly, or the end of the answer.
+
+What a slow client has not read is bounded. The transport holds its high-water mark, 64 KiB, and
+the events of at most `PIECE` deltas more. From then on the deltas themselves are kept, which are at
+most what the request may still generate, and their events are written as the client reads on. A
+client that takes nothing for `stall_s` is given up. Nobody else waits meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from aiohttp import hdrs, web
+
+from forge_serve.errors import error_reply
+from forge_serve.generation.generation import Generation, News
+from forge_serve.openai.serializers import ResponseForm
+
+if TYPE_CHECKING:
+    from forge_jax.schedule.outputs import Delta
+
+HEADERS = {
+    hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8",
+    hdrs.CACHE_CONTROL: "no-cache",
+    "X-Accel-Buffering": "no",
+}
+PIECE = 256  # deltas whose events, or events that are written at once, at most
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: no client takes it for an event
+
+
+class EventStream:
+    """Writes one generation's events; `run` is the whole life of its response.
+
+    A failure after the headers is an event with an `error`, and no `[DONE]` after it.
+
+    Args:
+      stall_s: after which a client that takes nothing is given up.
+      keep_alive_s: after which a stream without news has a comment, for the proxies on its way; 0:
+        never.
+    """
+
+    def __init__(
+        self,
+        http: web.Request,
+        generation: Generation,
+        form: ResponseForm,
+        *,
+        stall_s: float,
+        keep_alive_s: float = 0.0,
+    ):
+        self.response = web.StreamResponse(headers=HEADERS)
+        self._chunked = False
+        self._http = http
+        self._generation = generation
+        self._form = form
+        self._stall_s = stall_s
+        self._keep_alive_s = keep_alive_s
+        self._loop = asyncio.get_running_loop()
+        self._written_s = self._loop.time()  # when the last bytes were
+        self._alarm: asyncio.TimerHandle | None = None
+        self._held: deque[tuple[int, Delta]] = deque()  # the last step's, or a slow client's
+        self._attention = asyncio.Event()  # the handler has something to do
+        self.error: str | None = None  # what the stream calls the failure that it ended with
+
+    async def run(self) -> None:
+        """Sends headers, events and ending.
+
+        Raises:
+          TimeoutError: the client took nothing for `stall_s`.
+          ConnectionError: the client has gone.
+        """
+        await self._open()
+        transport = self._http.transport
+        if transport is None:
+            raise ConnectionResetError("the client has gone")
+        self._transport = transport
+        self._protocol = self._http.protocol
+        if self._keep_alive_s:
+            self._wait_for_silence()
+        try:
+            last = await self._all_but_the_last()
+        except (ConnectionError, TimeoutError):
+            raise
+        except Exception as error:
+            reply = error_reply(error)
+            self.error = reply.name
+            last = self._form.error_event(reply)
+        finally:
+            if self._alarm is not None:
+                self._alarm.cancel()
+        async with asyncio.timeout(self._stall_s):
+            await self._end(last)
+
+    async def _open(self) -> None:
+        """Send the headers."""
+        await self.response.prepare(self._http)
+        self._chunked = self.response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+
+    async def _end(self, last: bytes) -> None:
+        """Send the last events and the end of the response."""
+        await self.response.write_eof(last)
+
+    async def _all_but_the_last(self) -> bytes:
+        """Writes events until the generation is over. Returns the last ones: they leave with the
+        end of the response, in one write.
+
+        Raises:
+          Exception: the generation's failure, after all that came before it.
+        """
+        generation = self._generation
+        self._write(self._form.beginning())
+        generation.begin(self._take)
+        while not generation.over:
+            await self._attention.wait()
+            self._attention.clear()
+            if not generation.over:
+                await self._write_held(down_to=0)
+        await self._write_held(down_to=PIECE)
+        events = self._events(self._next_piece())
+        if generation.failure is not None:
+            self._write(events)
+            raise generation.failure
+        return events + self._form.end(generation.usage)
+
+    def _take(self, news: News) -> None:
+        """Writes the events of a step, unless they have to wait for the handler's task."""
+        waits = self._protocol.writing_paused or len(news) > PIECE
+        if self._held or waits or self._generation.over:
+            self._held += news
+            self._attention.set()
+        else:
+            self._write(self._events(news))
+
+    async def _write_held(self, *, down_to: int) -> None:
+        """Writes what is held back, as fast as the client reads, until so many deltas are left."""
+        while len(self._held) > down_to:
+            async with asyncio.timeout(self._stall_s):
+                await self._http.writer.drain()
+            if self._transport.is_closing():
+                raise ConnectionResetError("the client has gone")
+            self._write(self._events(self._next_piece()))
+
+    def _next_piece(self) -> News:
+        held = self._held
+        return [held.popleft() for _ in range(min(PIECE, len(held)))]
+
+    def _events(self, news: News) -> bytes:
+        events, usage = self._form.events, None
+        if self._form.usage_always:
+            usage = self._generation.usage
+        if len(news) == 1:
+            return events(*news[0], usage)
+        return b"".join([events(choice, delta, usage) for choice, delta in news])
+
+    def _wait_for_silence(self) -> None:
+        at_s = self._written_s + self._keep_alive_s
+        self._alarm = self._loop.call_at(at_s, self._keep_alive)
+
+    def _keep_alive(self) -> None:
+        """Writes a comment if nothing has been written for long, unless the client is slow."""
+        silent_s = self._loop.time() - self._written_s
+        slow = self._held or self._protocol.writing_paused
+        if slow or self._transport.is_closing():
+            self._written_s += silent_s  # bytes are on their way
+        elif silent_s >= self._keep_alive_s:
+            self._write(KEEP_ALIVE)
+        self._wait_for_silence()
+
+    def _write(self, events: bytes) -> None:
+        if not events:
+            return
+        self._written_s = self._loop.time()
+        if self._chunked:
+            events = b"%x\r\n%b\r\n" % (len(events), events)
+        self._transport.write(events)

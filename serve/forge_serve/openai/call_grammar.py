@@ -1,0 +1,125 @@
+"""The grammar of an answer that calls tools, in the form that its model writes calls in.
+
+What it allows the parser of the same form reads, and the arguments follow the functions' schemas.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from forge_jax.errors import RequestError
+from forge_jax.grammar import GrammarSpec
+from forge_serve.openai.tools import Function, ToolChoice
+from forge_serve.parsers.reasoning import ReasoningForm
+from forge_serve.parsers.tool_calls import CallForm
+
+# One space at most between the parts of the arguments: a weak model would write nothing else.
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+
+def call_grammar(
+    form: CallForm,
+    choice: ToolChoice,
+    *,
+    parallel: bool,
+    reasoning: ReasoningForm | None,
+    reasoning_is_open: bool,
+    special_tokens: Mapping[str, int],
+) -> GrammarSpec:
+    """Calls of the functions, and nothing else, if the choice is "required"; otherwise any text, in
+    which what begins as a call is one.
+
+    Args:
+      parallel: whether there may be several calls.
+      reasoning: what may come before; it must come to an end, if it `is_open` already.
+      special_tokens: the model's, with their ids. In an answer they are no text.
+
+    Raises:
+      RequestError: a schema is not of an object.
+    """
+    written = form.written(special_tokens.keys())
+    assert written is not None, "no grammar can say this form"
+    lark = _Lark(special_tokens)
+    for i, function in enumerate(choice.functions):
+        begin, end = lark.text(written.begin(function.name)), lark.text(written.end)
+        lark.rule(f"call_{i}", f"{begin} %json {_schema(i, function)} {end}")
+    lark.rule("call", " | ".join(f"call_{i}" for i in range(len(choice.functions))))
+    more = f"({lark.text(written.between)} call)*" if parallel else ""
+    lark.rule("calls", f"{lark.text(written.first)} call {more} {lark.text(written.last)}")
+    marker = lark.text(written.marker)
+    lark.text_rule()
+    if choice.mode == "required":
+        lark.rule("answer", f"{marker} calls")
+    elif not written.marker:  # a call is the whole answer, or it is none
+        lark.rule("PLAIN", rf"/([^ \t\r\n{re.escape(form.bare)}](.|\n)*)?/")
+        lark.rule("answer", "calls | PLAIN")
+    elif written.marker in special_tokens:
+        lark.rule("answer", f"TEXT ({marker} calls TEXT)*")
+    else:
+        lark.rule("lead[lazy]", f"TEXT {marker}")  # ends where the marker does
+        lark.rule("answer", "(lead calls)* TEXT")
+    thought = "" if reasoning is None else _thought(lark, reasoning, reasoning_is_open)
+    lark.rule("start", f"{thought} answer")
+    return GrammarSpec.grammar(str(lark))
+
+
+def reasoning_lead(form: ReasoningForm, *, is_open: bool, special_tokens: Mapping[str, int]) -> str:
+    """The rule `lead` of a `GrammarSpec`: reasoning, which must come to an end if it `is_open`."""
+    lark = _Lark(special_tokens)
+    lark.text_rule()
+    lark.rule("lead", _thought(lark, form, is_open))
+    return str(lark)
+
+
+class _Lark:
+    """Rules in llguidance's Lark."""
+
+    def __init__(self, special_tokens: Mapping[str, int]):
+        self.special_tokens = special_tokens
+        self._rules = ["%llguidance {}"]
+        names = sorted(special_tokens, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
+
+    def __str__(self) -> str:
+        return "\n".join(self._rules)
+
+    def rule(self, name: str, body: str) -> None:
+        self._rules.append(f"{name}: {body}")
+
+    def text_rule(self) -> None:
+        """Any text is TEXT."""
+        self.rule("TEXT", r"/(.|\n)*/")
+
+    def text(self, text: str) -> str:
+        """A text as it stands in a rule; special tokens in it are themselves."""
+        tokens = self.special_tokens
+        return " ".join(
+            f"<[{tokens[piece]}]>" if piece in tokens else json.dumps(piece, ensure_ascii=False)
+            for piece in self._special.split(text)
+            if piece
+        )
+
+
+def _thought(lark: _Lark, form: ReasoningForm, is_open: bool) -> str:
+    """What comes before the answer."""
+    begin, end = lark.text(form.begin), lark.text(form.end)
+    if form.end in lark.special_tokens:
+        lark.rule("thoughts", f"TEXT {end}")
+    else:
+        lark.rule("thoughts[lazy]", f"TEXT {end}")
+    lark.rule("NEWLINES", r"/\n{0,2}/")
+    return "thoughts NEWLINES" if is_open else f"({begin} thoughts NEWLINES)?"
+
+
+def _schema(i: int, function: Function) -> str:
+    """The schema of a function's arguments, with llguidance's options in it."""
+    schema = dict(function.parameters or {"properties": {}, "additionalProperties": False})
+    if schema.setdefault("type", "object") != "object":
+        path = f"tools[{i}].function.parameters"
+        raise RequestError(f"{path} must be the schema of an object", param=path)
+    lenient = {"lenient": not function.strict, "coerce_one_of": not function.strict}
+    options: dict[str, Any] = {**_SPACES, **lenient}
+    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)

@@ -1,0 +1,305 @@
+"""Pooled hidden states over HTTP: /v1/embeddings, and the similarity of texts by them.
+
+Requests and answers are OpenAI's for embeddings, vLLM's for scores, and Jina's for reranking. A
+decoder has no head that would say how relevant a text is: a score is the cosine similarity of two
+embeddings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
+
+import msgspec
+import numpy as np
+
+from forge_jax.config import Pooling
+from forge_jax.errors import RequestError
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.pooled import normalized, stacked
+from forge_serve.generation.generation import Generation, News
+from forge_serve.generation.prompts import Prompt, encode_texts
+from forge_serve.openai.prompts import kept_tokens
+from forge_serve.openai.requests import MAX_COUNT, GenerationRequest, prompts_of
+
+if TYPE_CHECKING:
+    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_serve.generation.workers import TextWork
+
+PARAMS = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
+
+SCORE_PAIRS = (
+    ("text_1", "text_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+)
+
+FORMS = {  # of a vector in the answer
+    "encoding_format": ("float", "base64"),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+}
+
+
+class Input(msgspec.Struct, frozen=True):
+    """A text, or token ids, and what the client calls it: `input[3]`, say."""
+
+    param: str
+    given: str | list[int]
+
+
+class PoolingRequest(GenerationRequest, kw_only=True):
+    """The fields that all these endpoints share. Those that only an output has do nothing."""
+
+    pooling: str | None = None
+
+    _REFUSED: ClassVar[Mapping[str, str]] = {}
+    ID_PREFIX: ClassVar[str]
+
+    @property
+    def inputs(self) -> list[Input]:
+        """What is to be pooled."""
+        raise NotImplementedError
+
+    @property
+    def list_name(self) -> str:
+        """The field that `inputs` grows with."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        GenerationRequest.check(self)
+        one_of("pooling", self.pooling, get_args(Pooling))
+        _ = self.inputs  # which raises where there are none
+
+    async def answer(self, vectors: np.ndarray, usage: dict[str, Any]) -> dict[str, Any]:
+        """What follows from the pooled f32[P, d] of the `inputs`, with msgspec.Raw in it."""
+        raise NotImplementedError
+
+
+class EmbeddingRequest(PoolingRequest, kw_only=True):
+    """POST /v1/embeddings."""
+
+    input: str | list[str | int | list[int]]
+    encoding_format: str | None = None
+    use_activation: bool | None = None  # to a length of one
+    normalize: bool | None = None  # its older name
+    embed_dtype: str | None = None
+    endianness: str | None = None
+    dimensions: Any = None
+    messages: Any = None
+
+    _REFUSED: ClassVar[Mapping[str, str]] = {
+        "dimensions": "the model was not trained for shorter embeddings: leave it out",
+        "messages": "not supported: send input",
+    }
+    ID_PREFIX: ClassVar[str] = "embd"
+
+    @property
+    def inputs(self) -> list[Input]:
+        given = prompts_of(self.input, "input")
+        if len(given) == 1:
+            return [Input("input", given[0])]
+        return [Input(f"input[{i}]", item) for i, item in enumerate(given)]
+
+    @property
+    def list_name(self) -> str:
+        return "input"
+
+    def check(self) -> None:
+        PoolingRequest.check(self)
+        for name, values in FORMS.items():
+            one_of(name, getattr(self, name), values)
+
+    async def answer(self, vectors: np.ndarray, usage: dict[str, Any]) -> dict[str, Any]:
+        asked = self.normalize if self.use_activation is None else self.use_activation
+        if asked is not False:
+            vectors = normalized(vectors)
+        data = []
+        for i, vector in enumerate(vectors):
+            if self.encoding_format == "base64":
+                value: Any = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            else:
+                value = msgspec.Raw(msgspec.json.encode(vector.tolist()))
+            data.append({"object": "embedding", "index": i, "embedding": value})
+            await asyncio.sleep(0)  # a thousand of them take long: others get their turn
+        return {"object": "list", "data": data, "usage": usage}
+
+
+class ScoreRequest(PoolingRequest, kw_only=True):
+    """POST /score: each text of one side with that of the other, or one with all."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+
+    ID_PREFIX: ClassVar[str] = "score"
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        given = {name for pair in SCORE_PAIRS for name in pair if getattr(self, name) is not None}
+        for pair in SCORE_PAIRS:
+            if given == set(pair):
+                return pair
+        raise RequestError(
+            "send text_1 and text_2, or queries and documents, or queries and items, or data_1 "
+            "and data_2",
+            param="text_1",
+        )
+
+    @property
+    def _sides(self) -> tuple[list[Input], list[Input]]:
+        first, second = (_texts(name, getattr(self, name)) for name in self._names)
+        return first, second
+
+    @property
+    def inputs(self) -> list[Input]:
+        first, second = self._sides
+        return first + second
+
+    @property
+    def list_name(self) -> str:
+        return self._names[1]
+
+    def check(self) -> None:
+        PoolingRequest.check(self)
+        (first, second), (name, other) = self._sides, self._names
+        if len(first) not in (1, len(second)):
+            raise RequestError(
+                f"{name} has {len(first)} texts and {other} has {len(second)}: {name} must have "
+                "one, or as many",
+                param=name,
+            )
+
+    async def answer(self, vectors: np.ndarray, usage: dict[str, Any]) -> dict[str, Any]:
+        num_first = len(self._sides[0])
+        scores = _similarity(vectors[:num_first], vectors[num_first:])
+        data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
+        return {"object": "list", "data": data, "usage": usage}
+
+
+class RerankRequest(PoolingRequest, kw_only=True):
+    """POST /rerank: documents by their similarity to a query."""
+
+    query: str
+    documents: list[str]
+    top_n: int | None = None  # null or 0: all
+    return_documents: bool | None = None
+    max_tokens_per_doc: Any = None
+    max_chunks_per_doc: Any = None
+    instruction: Any = None
+
+    _REFUSED: ClassVar[Mapping[str, str]] = {
+        "max_tokens_per_doc": "not supported: use truncate_prompt_tokens",
+        "max_chunks_per_doc": "not supported: use truncate_prompt_tokens",
+        "instruction": "not supported: write it into the query",
+    }
+    ID_PREFIX: ClassVar[str] = "rerank"
+
+    @property
+    def inputs(self) -> list[Input]:
+        return [Input("query", self.query), *_texts("documents", self.documents)]
+
+    @property
+    def list_name(self) -> str:
+        return "documents"
+
+    def check(self) -> None:
+        PoolingRequest.check(self)
+        if self.top_n is not None and not 0 <= self.top_n <= MAX_COUNT:
+            raise RequestError(
+                f"top_n must be between 0, which means all, and {MAX_COUNT}", param="top_n"
+            )
+
+    async def answer(self, vectors: np.ndarray, usage: dict[str, Any]) -> dict[str, Any]:
+        scores = _similarity(vectors[:1], vectors[1:])
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])  # equals stay in their order
+        results = []
+        for i in order[: self.top_n or None]:
+            result: dict[str, Any] = {"index": i, "relevance_score": scores[i]}
+            if self.return_documents is not False:
+                result["document"] = {"text": self.documents[i]}
+            results.append(result)
+        return {"results": results, "usage": usage}
+
+
+def one_of(param: str, value: str | None, values: Sequence[str]) -> None:
+    """Raises RequestError, naming the field, for a value that is not among them."""
+    if value is not None and value not in values:
+        raise RequestError(f"{param} must be {' or '.join(values)}", param=param)
+
+
+def _texts(param: str, given: str | list[str]) -> list[Input]:
+    if isinstance(given, str):
+        return [Input(param, given)]
+    if not given:
+        raise RequestError(f"{param} must not be empty", param=param)
+    return [Input(f"{param}[{i}]", text) for i, text in enumerate(given)]
+
+
+def _similarity(first: np.ndarray, second: np.ndarray) -> list[float]:
+    """Cosines of f32[1 or P, d] with f32[P, d]."""
+    products = normalized(first.astype(np.float64)) * normalized(second.astype(np.float64))
+    return products.sum(axis=1).tolist()
+
+
+async def encode_inputs(
+    engine: StreamingEngine, request: PoolingRequest, work: TextWork
+) -> list[Prompt]:
+    """The inputs of a request as token ids, cut as it asks; long texts are tokenised in a thread.
+
+    Raises:
+      RequestError: one of them cannot be served; `param` is the name of that one.
+      OverloadedError: too much text waits to be tokenized.
+    """
+    inputs = request.inputs
+    special = True if request.add_special_tokens is None else request.add_special_tokens
+    kept = kept_tokens(engine, request, PARAMS.max_tokens)
+    given = [(each.param, each.given) for each in inputs]
+    prompts = await encode_texts(engine, given, special, kept, work)
+    for each, prompt in zip(inputs, prompts, strict=True):
+        try:
+            engine.check(prompt.token_ids, PARAMS)
+        except RequestError as error:
+            raise type(error)(f"{each.param}: {error}", param=each.param) from error
+    return prompts
+
+
+async def pooled(generation: Generation) -> np.ndarray:
+    """Waits for the pooled hidden states of all its prompts: f32[P, d].
+
+    Raises:
+      ForgeError: what ended the generation.
+    """
+    over = asyncio.Event()
+    vectors: dict[int, bytes] = {}
+
+    def take(news: News) -> None:
+        for choice, delta in news:
+            if delta.pooled is not None:
+                vectors[choice] = delta.pooled
+        if generation.over:
+            over.set()
+
+    generation.begin(take)
+    await over.wait()
+    if generation.failure is not None:
+        raise generation.failure
+    return stacked([vectors[i] for i in range(len(vectors))])
+
+
+def usage_of(generation: Generation) -> dict[str, Any]:
+    """Tokens of a request that has no output."""
+    usage = generation.usage
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": 0,
+        "total_tokens": usage.prompt_tokens,
+        "prompt_tokens_details": usage.prompt_tokens_details,
+    }

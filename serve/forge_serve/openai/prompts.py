@@ -1,0 +1,111 @@
+"""The prompts of completions and chats as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from forge_jax.errors import RequestError
+from forge_serve.generation.prompts import (
+    THREAD_FROM_CHARS,
+    Kept,
+    Prompt,
+    check_total,
+    encode_texts,
+)
+from forge_serve.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    GenerationRequest,
+    text_of,
+)
+
+if TYPE_CHECKING:
+    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_serve.generation.workers import TextWork
+
+
+async def encode_prompts(
+    engine: StreamingEngine,
+    request: CompletionRequest | ChatRequest | GenerateRequest,
+    max_tokens: int | None,
+    work: TextWork,
+) -> list[Prompt]:
+    """The prompts of a request as token ids, truncated as it asks; long texts in a thread.
+
+    Args:
+      max_tokens: of each output; None: what the context has room for.
+
+    Raises:
+      ContextLengthError: a text is so long that no tokenization of it could fit.
+      RequestError: the model lacks a tokenizer or a chat template, or the text cannot be encoded.
+      OverloadedError: too much text waits to be tokenized.
+    """
+    kept = kept_tokens(engine, request, max_tokens)
+    if isinstance(request, ChatRequest):
+        return [await _encode_chat(engine, request, kept, work)]
+    given = request.prompts() if isinstance(request, CompletionRequest) else [request.prompt]
+    special = True if request.add_special_tokens is None else request.add_special_tokens
+    return await encode_texts(engine, [("prompt", item) for item in given], special, kept, work)
+
+
+def kept_tokens(
+    engine: StreamingEngine, request: GenerationRequest, max_tokens: int | None
+) -> Kept | None:
+    """How much of each prompt a request wants kept; None: all of it.
+
+    Raises:
+      RequestError: more than the context.
+    """
+    keep = request.truncate_prompt_tokens
+    if keep is None:
+        return None
+    limits = engine.limits
+    if keep > limits.context:
+        raise RequestError(
+            f"truncate_prompt_tokens must be at most {limits.context}, which is the context",
+            param="truncate_prompt_tokens",
+        )
+    if keep == -1:  # all that there is room for besides the output
+        output = 1 if max_tokens is None else max_tokens
+        keep = max(min(limits.context - output, limits.kv_tokens + 1 - max(output, 1)), 1)
+    return Kept(keep, first=request.truncation_side == "right")
+
+
+async def _encode_chat(
+    engine: StreamingEngine, request: ChatRequest, kept: Kept | None, work: TextWork
+) -> Prompt:
+    tokenizer, template = engine.tokenizer, engine.chat_template
+    if tokenizer is None:
+        raise RequestError(
+            "this model has no tokenizer: ask for a completion of token ids", param="messages"
+        )
+    if template is None or not template.available:
+        raise RequestError(
+            "this model has no chat template: ask for a completion, "
+            "or start the server with --chat-template FILE",
+            param="messages",
+        )
+    messages = request.template_messages()
+    options = request.template_options()
+    options["add_special_tokens"] = bool(request.add_special_tokens)
+    if kept is None:
+        tokenizer.check_fits(map(text_of, messages), engine.max_model_len, "messages")
+    # Templates may show whatever a message holds: the calls of tools, say.
+    num_bytes = len(msgspec.json.encode((messages, options)))
+    check_total(num_bytes, work, "messages")
+
+    def end(text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        return encode(text) if kept is None else kept.encode(text, encode, work.max_bytes)[0]
+
+    def encode() -> Prompt:
+        prompt = Prompt(template.encode(messages, tokenizer, end, **options))
+        return (prompt if kept is None else kept.cut(prompt, None)).checked()
+
+    if not template.slow and num_bytes < THREAD_FROM_CHARS:
+        return encode()
+    [prompt] = await work.run(num_bytes, [encode])
+    return prompt

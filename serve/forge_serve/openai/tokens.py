@@ -1,0 +1,111 @@
+"""What the tokenizer says: /tokenize, /detokenize and /tokenizer_info.
+
+Evaluation harnesses and routers ask the server, and need no tokenizer of their own then. Fields are
+vLLM's and SGLang's; what both have means the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from forge_jax.errors import RequestError
+from forge_serve.generation.prompts import BYTES_PER_ID, THREAD_FROM_IDS
+from forge_serve.generation.workers import in_pieces
+from forge_serve.openai.prompts import encode_prompts
+from forge_serve.openai.requests import DetokenizeRequest, TokenizeRequest
+
+if TYPE_CHECKING:
+    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.text import Tokenizer
+    from forge_serve.generation.workers import TextWork
+
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+async def tokenize(
+    engine: StreamingEngine, request: TokenizeRequest, work: TextWork
+) -> dict[str, Any]:
+    """The answer to a `TokenizeRequest`, as JSON.
+
+    Raises:
+      ContextLengthError: a text is so long that no tokenisation of it could fit.
+      RequestError: the model lacks a tokenizer or a chat template, or a text cannot be encoded.
+      OverloadedError: too much text waits to be tokenized.
+    """
+    several = isinstance(request.prompt, list)
+    request.truncate_prompt_tokens = None  # all of the tokens are asked for
+    prompts = await encode_prompts(engine, request.asked(), None, work)
+    tokens = [prompt.token_ids for prompt in prompts]
+    strings = None
+    if request.return_token_strs:
+        strings = await _at_length(tokens, _names(_tokenizer(engine)), work)
+    counts = [len(ids) for ids in tokens]
+    return {
+        "count": counts if several else counts[0],
+        "max_model_len": engine.max_model_len,
+        "tokens": tokens if several else tokens[0],
+        "token_strs": strings if several or strings is None else strings[0],
+    }
+
+
+async def detokenize(
+    engine: StreamingEngine, request: DetokenizeRequest, work: TextWork
+) -> dict[str, Any]:
+    """The answer to a `DetokenizeRequest`, as JSON: special tokens are written out by default.
+
+    Raises:
+      RequestError: the model lacks a tokenizer.
+    """
+    tokenizer, given = _tokenizer(engine), request.texts()
+    skip = bool(request.skip_special_tokens)
+    decode = partial(tokenizer.decode, skip_special_tokens=skip)
+    texts = await _at_length(given, decode, work)
+    text = texts if given is request.tokens else texts[0]
+    return {"prompt": text, "text": text}
+
+
+def tokenizer_info(engine: StreamingEngine) -> dict[str, Any]:
+    """What a client must know to write prompts itself: special tokens and the chat template.
+
+    Raises:
+      RequestError: the model lacks a tokenizer.
+    """
+    tokenizer, template = _tokenizer(engine), engine.chat_template
+    sources = {} if template is None else template.sources
+    return {
+        "tokenizer_class": type(tokenizer.backend.model).__name__,
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": engine.max_model_len,
+        **{name: tokenizer.special_tokens.get(name) for name in _SPECIAL},
+        **tokenizer.special_tokens,
+        "chat_template": sources.get("default"),
+    }
+
+
+async def _at_length[T](
+    texts: Sequence[Sequence[int]], read: Callable[[Sequence[int]], T], work: TextWork
+) -> list[T]:
+    """What `read` says of each text; of long ones in a thread."""
+
+    def read_all(texts: Sequence[Sequence[int]]) -> list[T]:
+        return [read(ids) for ids in texts]
+
+    num_ids = sum(map(len, texts))
+    if num_ids < THREAD_FROM_IDS:
+        return read_all(texts)
+    pieces = in_pieces(texts, lambda ids: BYTES_PER_ID * len(ids))
+    found = await work.run(BYTES_PER_ID * num_ids, [partial(read_all, piece) for piece in pieces])
+    return [each for several in found for each in several]
+
+
+def _names(tokenizer: Tokenizer) -> Callable[[Sequence[int]], list[str]]:
+    name = tokenizer.backend.id_to_token
+    return lambda ids: [name(token) or "" for token in ids]
+
+
+def _tokenizer(engine: StreamingEngine) -> Tokenizer:
+    if engine.tokenizer is None:
+        raise RequestError("this model has no tokenizer")
+    return engine.tokenizer

@@ -1,0 +1,499 @@
+"""Whether a body may become a request: its JSON, its form, and `Limits`, in this order.
+
+Nothing of a client's reaches the engine before it has been here. Every refusal is a `RequestError`
+that names the field as far as there is one, and repeats nothing of the body: what a client sent
+may be a secret, and what reads logs and error messages may not be ready for it.
+
+The work is linear in the body's size, and done without a Python loop over the JSON's values. The
+parser holds the interpreter's lock, also in a thread: so what makes it slow is counted before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from forge_jax.config.suggest import nearest
+from forge_jax.errors import RequestError
+from forge_jax.sampling_params import SamplingParams
+from forge_serve.limits import KIB, Limits
+from forge_serve.openai.embeddings import PoolingRequest
+from forge_serve.openai.ignored_fields import IgnoredFields
+from forge_serve.openai.requests import (
+    ROLES,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+
+_MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
+_PATH = re.compile(r"^(?P<message>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_OPENING = ord("[")
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_ONE_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
+COMPARED_KEYS = 64  # of a body, with the name of a missing field
+SMALL_BODY_BYTES = 64 * KIB  # in which a key that stands twice is looked for by name
+
+# How many of what a field may have: the row of `Limits` for it.
+COUNTS: dict[type[GenerationRequest], dict[str, tuple[str, str]]] = {
+    GenerationRequest: {
+        "stop_token_ids": ("ids", "stop_token_ids"),
+        "logit_bias": ("entries", "logit_bias"),
+        "allowed_token_ids": ("ids", "allowed_token_ids"),
+        "bad_words": ("strings", "bad_words"),
+    },
+    ChatRequest: {
+        "messages": ("messages", "messages"),
+        "tools": ("entries", "tools"),
+        "functions": ("entries", "tools"),
+    },
+}
+_ignored = IgnoredFields()  # of this process
+
+
+def decode[Body: GenerationRequest](body: bytes, kind: type[Body], limits: Limits) -> Body:
+    """Reads and checks a request body.
+
+    Raises:
+      RequestError: for anything that is not JSON, not of the right form, or over a limit; `param`
+        is the path.
+    """
+    request = decode_form(body, kind, limits)
+    check(request, limits)
+    return request
+
+
+def decode_form[Body: msgspec.Struct](body: bytes, kind: type[Body], limits: Limits) -> Body:
+    """The same without what is checked of requests that generate."""
+    _check_counts(body, limits)
+    _check_nesting(body, limits)
+    try:
+        request: Body = _decoder(kind).decode(body)
+        _check_digits(body, limits)
+        plain = _check_duplicates(body, kind)
+    except msgspec.ValidationError as error:
+        refusal = _validation_error(str(error), kind)
+        raise _with_hint(refusal, body, kind) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(error) from error
+    _ignored.tell(plain.keys() - _names(kind), _names(kind))
+    return request
+
+
+def _with_hint(error: RequestError, body: bytes, kind: type[msgspec.Struct]) -> RequestError:
+    """The error of a missing field, and whether one of a similar name was sent."""
+    missing = error.param
+    if str(error) != f"{missing} is required" or missing not in _names(kind):
+        return error
+    try:
+        keys = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return error
+    unknown = [key for key in keys if key not in _names(kind)][:COMPARED_KEYS]
+    if nearest(missing, unknown) is None:
+        return error
+    return RequestError(f"{error}; a field of a similar name was sent", param=missing)
+
+
+def fields_of(body: bytes, limits: Limits) -> set[str]:
+    """The names of a body's fields, before it is known what kind of request it is.
+
+    Raises:
+      RequestError: it is not an object in JSON.
+    """
+    return set(glance(body, dict[str, msgspec.Raw], limits))
+
+
+def glance[T](body: bytes, kind: type[T], limits: Limits) -> T:
+    """What a body says, before it is known what kind of request it is.
+
+    Raises:
+      RequestError: it is not such an object in JSON.
+    """
+    _check_counts(body, limits)
+    _check_nesting(body, limits)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error), GenerationRequest) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(error) from error
+
+
+def check(request: GenerationRequest, limits: Limits) -> None:
+    """Holds a request that has the right form to the limits and to what is implemented.
+
+    Raises:
+      RequestError: with `param`.
+    """
+    _check_limits(request, limits)
+    request.check()
+
+
+def _not_json(error: msgspec.DecodeError | UnicodeDecodeError) -> RequestError:
+    detail = str(error) if isinstance(error, msgspec.DecodeError) else "it is not UTF-8"
+    return RequestError(f"the body is not valid JSON: {detail}")
+
+
+@cache
+def _names(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(kind.__struct_fields__)
+
+
+@cache
+def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind, strict=False)
+
+
+def check_logprob_values(
+    params: SamplingParams, prompt_lens: Sequence[int], context: int, limits: Limits
+) -> None:
+    """Refuses an answer that could hold more logprobs than a server should gather.
+
+    Args:
+      prompt_lens: the tokens of each prompt.
+      context: the tokens that a prompt and its output have room for.
+
+    Raises:
+      RequestError: with `param` "logprobs" or "prompt_logprobs".
+    """
+    per_output = 0 if params.logprobs is None else 1 + params.logprobs
+    per_prompt = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
+    values = 0
+    for prompt_len in prompt_lens:
+        room = max(context - prompt_len, 0)
+        output_len = room if params.max_tokens is None else min(params.max_tokens, room)
+        values += params.n * (output_len * per_output + prompt_len * per_prompt)
+    if values > limits.logprob_values:
+        param = "prompt_logprobs" if params.logprobs is None else "logprobs"
+        raise RequestError(
+            f"{param}: the answer could have {values} of them (choices times tokens times "
+            f"alternatives); at most {limits.logprob_values}: ask for fewer, or set max_tokens",
+            param=param,
+        )
+
+
+def _check_limits(request: GenerationRequest, limits: Limits) -> None:  # noqa: C901
+    if not 1 <= request.num_samples <= limits.n:
+        raise RequestError(f"n must be between 1 and {limits.n}", param="n")
+    if isinstance(request, CompletionRequest):
+        _check_prompts(request, limits)
+        _between("logprobs", request.logprobs, limits.logprobs)
+    if isinstance(request, ChatRequest):
+        _check_chat(request, limits)
+    if isinstance(request, TokenizeRequest) and isinstance(request.prompt, list):
+        _count("prompt", request.prompt, "texts", limits.prompts)
+    if isinstance(request, DetokenizeRequest):
+        _count("tokens", request.texts(), "texts", limits.prompts)
+    if isinstance(request, PoolingRequest):
+        _count(request.list_name, request.inputs, "texts", limits.prompts)
+    _check_stops(request, limits)
+    for kind, counts in COUNTS.items():
+        if isinstance(request, kind):
+            for name, (what, row) in counts.items():
+                value = getattr(request, name)
+                if isinstance(value, list | dict):
+                    _count(name, value, what, getattr(limits, row))
+    for word in request.bad_words or ():
+        if len(word.encode()) > limits.bad_word_bytes:
+            raise RequestError(
+                f"bad_words: a string is longer than {limits.bad_word_bytes} bytes",
+                param="bad_words",
+            )
+    _between("prompt_logprobs", request.prompt_logprobs, limits.logprobs)
+    salt = request.cache_salt
+    if salt is not None and not 1 <= len(salt) <= limits.cache_salt_chars:
+        raise RequestError(
+            f"cache_salt must have 1 to {limits.cache_salt_chars} characters", param="cache_salt"
+        )
+    for param, schema in _schemas(request):
+        _check_schema(param, schema, limits)
+    for param, grammar in _grammars(request):
+        _bytes(param, grammar, limits.schema_bytes)
+    for param, regex in _regexes(request):
+        _bytes(param, regex, limits.regex_bytes)
+    for param, choices in (
+        ("guided_choice", request.guided_choice),
+        ("structured_outputs.choice", _at(request.structured_outputs, "choice")),
+    ):
+        if isinstance(choices, list):
+            _check_literals(param, choices, limits)
+
+
+def _check_prompts(request: CompletionRequest, limits: Limits) -> None:
+    num_prompts = len(request.prompts())
+    if num_prompts > limits.prompts:
+        raise RequestError(
+            f"prompt has {num_prompts} prompts; at most {limits.prompts} in one request",
+            param="prompt",
+        )
+    if num_prompts * request.num_samples > limits.choices:
+        raise RequestError(
+            f"{num_prompts} prompts times n={request.num_samples} are more than the "
+            f"{limits.choices} choices that one request may have",
+            param="n",
+        )
+
+
+def _check_chat(request: ChatRequest, limits: Limits) -> None:
+    for i, message in enumerate(request.messages):
+        if message.tool_calls:
+            _count(f"messages[{i}].tool_calls", message.tool_calls, "calls", limits.tools)
+    if request.num_samples > limits.choices:
+        raise RequestError(f"n must be at most {limits.choices}", param="n")
+    _between("top_logprobs", request.top_logprobs, limits.logprobs)
+    if request.chat_template_kwargs:
+        _bytes("chat_template_kwargs", request.chat_template_kwargs, limits.template_kwargs_bytes)
+
+
+def _check_stops(request: GenerationRequest, limits: Limits) -> None:
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    _count("stop", stops, "strings", limits.stop_strings)
+    for text in stops:
+        if len(text.encode()) > limits.stop_string_bytes:
+            raise RequestError(
+                f"stop: a string is longer than {limits.stop_string_bytes} bytes", param="stop"
+            )
+
+
+def _schemas(request: GenerationRequest) -> Iterator[tuple[str, Any]]:
+    """Everything in a request that is a JSON schema, with its path."""
+    yield "guided_json", request.guided_json
+    yield "json_schema", request.json_schema
+    yield "structured_outputs.json", _at(request.structured_outputs, "json")
+    schema = _at(request.response_format, "json_schema", "schema")
+    if schema is None:  # in some other form
+        yield "response_format", request.response_format
+    yield "response_format.json_schema.schema", schema
+    if not isinstance(request, ChatRequest):
+        return
+    for name, path in (("tools", ("function", "parameters")), ("functions", ("parameters",))):
+        value = getattr(request, name)
+        for i, tool in enumerate(value if isinstance(value, list) else [value]):
+            yield ".".join((f"{name}[{i}]", *path)), _at(tool, *path)
+
+
+def _grammars(request: GenerationRequest) -> Iterator[tuple[str, Any]]:
+    for name in ("guided_grammar", "guided_choice", "ebnf", "grammar"):
+        yield name, getattr(request, name)
+    for name in ("grammar", "choice", "structural_tag"):
+        yield f"structured_outputs.{name}", _at(request.structured_outputs, name)
+
+
+def _regexes(request: GenerationRequest) -> Iterator[tuple[str, Any]]:
+    for name in ("guided_regex", "regex", "stop_regex"):
+        yield name, getattr(request, name)
+    for name in ("regex", "whitespace_pattern"):
+        yield f"structured_outputs.{name}", _at(request.structured_outputs, name)
+
+
+def _at(value: Any, *path: str) -> Any:
+    """What is at a path through objects; None if it does not lead anywhere."""
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _check_schema(param: str, schema: Any, limits: Limits) -> None:
+    if schema is None:
+        return
+    text = _bytes(param, schema, limits.schema_bytes)
+    if _depth(_brackets(text)) > limits.schema_depth:
+        raise RequestError(
+            f"{param} is nested deeper than {limits.schema_depth} levels", param=param
+        )
+    if len(text) > limits.literal_bytes:
+        try:
+            plain = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return  # the grammar's reader says so
+        _check_literals(param, _schema_literals(plain), limits)
+
+
+def _schema_literals(schema: Any) -> Iterator[Any]:
+    """The texts that a JSON schema demands as they are: keys, and those of enum and const."""
+    left: list[tuple[Any, bool]] = [(schema, False)]
+    while left:
+        value, demanded = left.pop()
+        if demanded and isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            left += ((item, demanded) for item in value)
+        elif isinstance(value, dict):
+            yield from value
+            left += ((v, demanded or k in ("enum", "const")) for k, v in value.items())
+
+
+def _check_literals(param: str, texts: Iterable[Any], limits: Limits) -> None:
+    """Refuses long texts that an output would have to repeat: each mask tokenizes what is left."""
+    for text in texts:
+        if isinstance(text, str) and len(data := text.encode()) > limits.literal_bytes:
+            raise RequestError(
+                f"{param}: a text of {len(data)} bytes; at most {limits.literal_bytes}", param=param
+            )
+
+
+def _bytes(param: str, value: Any, limit: int) -> bytes:
+    """A text, or another value as JSON, if it is not too long.
+
+    Raises:
+      RequestError: it has more bytes than the limit.
+    """
+    data = value.encode() if isinstance(value, str) else msgspec.json.encode(value)
+    if len(data) > limit:
+        raise RequestError(f"{param} has {len(data)} bytes; at most {limit}", param=param)
+    return data
+
+
+def _count(param: str, values: Any, what: str, limit: int) -> None:
+    if values is not None and len(values) > limit:
+        raise RequestError(f"{param} has {len(values)} {what}; at most {limit}", param=param)
+
+
+def _between(param: str, value: int | None, limit: int) -> None:
+    if value is not None and not 0 <= value <= limit:
+        raise RequestError(f"{param} must be between 0 and {limit}", param=param)
+
+
+def _validation_error(text: str, kind: type[msgspec.Struct]) -> RequestError:
+    match = _PATH.match(text)
+    assert match is not None
+    message, path = match["message"], match["path"]
+    missing = _MISSING_FIELD.match(message)
+    if missing is not None:
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return RequestError(f"{path} is required", param=path)
+    if not path:
+        return RequestError(f"the body is not a valid request: {message}")
+    if message.startswith("Invalid enum value"):  # and then the value
+        roles = f"the roles are {', '.join(getattr(kind, 'ROLES', ()))}"
+        message = roles if path.endswith("role") else "it is none of the values that there are"
+    elif path.endswith("role"):
+        message = (
+            f"the roles are {', '.join(ROLES)}, or another that the chat template has, of at most "
+            "64 letters, digits and _.-"
+        )
+    return RequestError(f"{path}: {message}", param=path)
+
+
+def _check_counts(body: bytes, limits: Limits) -> None:
+    """Refuses what would take a parser long for its size: many small values."""
+    keys, values = body.count(b":"), body.count(b",") + 1  # and those in strings
+    if keys > limits.json_keys or values > limits.json_values:
+        plain = _outside_strings(body)
+        keys = int(np.count_nonzero(plain == ord(":")))
+        values = int(np.count_nonzero(plain == ord(","))) + 1
+    strings = body.count(b'"') // 2
+    if strings > limits.json_strings:
+        strings = _unescaped(body).count(b'"') // 2
+    for what, number, most in (
+        ("keys", keys, limits.json_keys),
+        ("strings", strings, limits.json_strings),
+        ("values", values, limits.json_values),
+    ):
+        if number > most:
+            raise RequestError(f"the body has {number} {what}; at most {most}")
+
+
+def _check_nesting(body: bytes, limits: Limits) -> None:
+    """Refuses what could overflow a stack, or fill the memory with empty containers."""
+    if body.count(b"[") + body.count(b"{") <= min(limits.json_depth, limits.json_containers):
+        return
+    brackets = _brackets(body)
+    containers = int(np.count_nonzero(brackets == _OPENING))
+    if containers > limits.json_containers:
+        raise RequestError(
+            f"the body has {containers} arrays and objects; at most {limits.json_containers}"
+        )
+    if _depth(brackets) > limits.json_depth:
+        raise RequestError(
+            f"the body is not valid JSON: it is nested deeper than {limits.json_depth} levels"
+        )
+
+
+def _depth(brackets: np.ndarray) -> int:
+    """The deepest level of u8[N] brackets. Of what is not JSON, at least what a parser sees before
+    it gives up.
+    """
+    steps = np.where(brackets == _OPENING, np.int8(1), np.int8(-1))
+    return int(np.cumsum(steps, dtype=np.int32).max(initial=0))
+
+
+def _brackets(data: bytes) -> np.ndarray:
+    """The brackets of a JSON text that are not in its strings, "[" for "{" -> u8[N]."""
+    return _outside_strings(data, _NOT_BRACKETS)
+
+
+def _outside_strings(data: bytes, ignored: bytes = b"") -> np.ndarray:
+    """The characters of a JSON text that are not in its strings nor `ignored` -> u8[N]."""
+    plain = _unescaped(data).translate(_ONE_KIND, ignored)
+    chars = np.frombuffer(plain, np.uint8)
+    quotes = chars == ord('"')
+    num_quotes = np.cumsum(quotes, dtype=np.uint8)  # modulo 256: only its parity counts
+    return chars[(num_quotes & 1 == 0) & ~quotes]
+
+
+def _unescaped(data: bytes) -> bytes:
+    """A JSON text whose quotes all begin or end a string."""
+    return data.replace(b"\\\\", b"").replace(b'\\"', b"")
+
+
+def _check_digits(body: bytes, limits: Limits) -> None:
+    """Refuses numbers that take long to be read: the time grows with the square of the digits."""
+    too_many = b"0" * (limits.number_digits + 1)
+    if too_many not in body.translate(_ONE_DIGIT):
+        return
+    if too_many in _outside_strings(body).tobytes().translate(_ONE_DIGIT):
+        raise RequestError(f"the body has a number of more than {limits.number_digits} digits")
+
+
+def _check_duplicates(body: bytes, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Refuses an object with the same key twice: who reads it first and who reads it last disagree.
+
+    A parser keeps one of them, so that what it has read has fewer pairs than the text.
+
+    Returns the body, which is an object, as plain values.
+
+    Raises:
+      RequestError: with `param`, if it is a field of the request itself.
+      msgspec.DecodeError: a value that the request has no field for is not JSON.
+    """
+    try:
+        plain = msgspec.json.decode(body)
+        again = msgspec.json.encode(plain)
+    except msgspec.ValidationError as error:  # in a field that the request does not have
+        raise RequestError("the body has a number that is out of range") from error
+    if b"\\u003" not in body:  # then every colon in a string is a colon in both
+        same = body.count(b":") == again.count(b":")
+    else:
+        same = _num_pairs(body) == _num_pairs(again)
+    if same:
+        return plain
+    param = _duplicate_field(body, kind) if len(body) <= SMALL_BODY_BYTES else None
+    what = "a key" if param is None else param
+    raise RequestError(f"{what} is given twice in the same object", param=param)
+
+
+def _num_pairs(data: bytes) -> int:
+    return int((_outside_strings(data) == ord(":")).sum())
+
+
+def _duplicate_field(body: bytes, kind: type[msgspec.Struct]) -> str | None:
+    outermost: list[str] = []
+
+    def keep(pairs: list[tuple[str, Any]]) -> None:
+        outermost[:] = [name for name, _ in pairs]  # the last call is for the whole body
+
+    json.loads(body, object_pairs_hook=keep, parse_int=str, parse_float=str)
+    fields = kind.__struct_fields__
+    return next((n for n, times in Counter(outermost).items() if times > 1 and n in fields), None)

@@ -1,0 +1,1 @@
+"""The schema at `/openapi.json`."""

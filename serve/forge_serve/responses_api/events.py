@@ -1,0 +1,284 @@
+"""The answers of /v1/responses: `response` objects, whole or as a stream of numbered events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from forge_jax.schedule.plan import TokenLogprobs
+from forge_serve.errors import ErrorReply
+from forge_serve.generation.generation import Usage
+from forge_serve.generation.prompts import Prompt
+from forge_serve.openai.serializers import ChatForm
+from forge_serve.parsers.parts import CallPiece, Parts
+from forge_serve.responses_api.output import DELTA, Event, Logprobs, MessageItem, Output
+from forge_serve.responses_api.requests import ResponsesChat
+from forge_serve.responses_api.store import joined
+
+if TYPE_CHECKING:
+    from forge_jax.schedule.outputs import Delta
+    from forge_jax.text import Tokenizer
+
+_json = msgspec.json.Encoder().encode
+# Fields of a tool that Open Responses requires in a response. Tools are not strict by default here.
+_TOOL_DEFAULTS = {"description": None, "parameters": None, "strict": False}
+
+
+class ResponsesForm(ChatForm):
+    """A `response` object, whose output is made of reasoning, messages and calls.
+
+    It is over when it is `concluded`: then `head` and `output` are its JSON as it will stay.
+    """
+
+    id_prefix = "resp"
+
+    def __init__(
+        self,
+        request: ResponsesChat,
+        prompts: Sequence[Prompt],
+        tokenizer: Tokenizer | None,
+        *,
+        unique_id: str,
+        **kwargs: Any,
+    ):
+        super().__init__(request, prompts, tokenizer, unique_id=unique_id, **kwargs)
+        # Whoever knows the id of a stored response may read it, so nobody must guess one.
+        self.id = f"resp_{secrets.token_hex(24)}"
+        self.unique_id = unique_id  # what the ids of its items are made of
+        self.asked, self.kept, self.previous = request.asked, request.kept, request.previous
+        self.background = bool(request.asked.background)
+        self.usage_always = False  # no event in the middle has the usage here
+        self.concluded = False
+        self.when_concluded: Callable[[], None] | None = None  # before anybody is told
+        self.head = self.output = b""
+        self._items = Output(unique_id)
+        self._num_events = 0
+        self._num_tokens = 0  # whose logprobs have been seen
+        self._waiting: list[TokenLogprobs] = []  # for the text of their tokens
+        self._plain_delta = b""  # its JSON up to its number, while a plain delta may come
+        self._of_each: dict[str, Any] = {}  # what each event has besides its own fields
+
+    def beginning(self) -> bytes:
+        return b"".join(self.beginning_events())
+
+    def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
+        if self._plain_delta and delta.finish_reason is None:
+            return self._plain(delta.text)
+        return b"".join(self.delta_events(delta))
+
+    def add(self, choice: int, delta: Delta) -> None:
+        if self._plain_delta and delta.finish_reason is None:
+            self._plain(delta.text)
+            return
+        for _ in self._delta_events(delta):
+            pass
+
+    def end(self, usage: Usage) -> bytes:
+        return b"".join(self.end_events(usage))
+
+    def error_event(self, reply: ErrorReply) -> bytes:
+        return b"".join(self.error_events(reply))
+
+    def body(self, usage: Usage) -> bytes:
+        return self._conclude(self._status(), usage)
+
+    # ---- one by one ----------------------------------------------------------------------------
+
+    def beginning_events(self) -> list[bytes]:
+        now = self.snapshot()
+        waits = "queued" if self.background else "in_progress"
+        return self._encoded([self._told("created", now), self._told(waits, now)])
+
+    def delta_events(self, delta: Delta) -> list[bytes]:
+        """The events of one delta: none if it has nothing to show yet."""
+        return self._encoded(self._delta_events(delta))
+
+    def end_events(self, usage: Usage) -> list[bytes]:
+        """The last events of a stream that went well."""
+        status = self._status()
+        return self._encoded([self._told(status, self._conclude(status, usage))])
+
+    def error_events(self, reply: ErrorReply) -> list[bytes]:
+        """The last events of a stream that failed."""
+        news: list[Event] = [*self._items.close("incomplete"), *self._error(reply)]
+        news.append(self._told("failed", self._conclude("failed", error=reply)))
+        return self._encoded(news)
+
+    def cancel_events(self, usage: Usage) -> list[bytes]:
+        """The last events of a stream that was cancelled: no event is named after that."""
+        news: list[Event] = [*self._items.close("incomplete")]
+        news.append(self._told("incomplete", self._conclude("cancelled", usage)))
+        return self._encoded(news)
+
+    def snapshot(self) -> bytes:
+        """The response as it is now; its output as far as there have been events."""
+        waits = self.background and not self._choices[0].started
+        status = "queued" if waits else "in_progress"
+        return joined(_json(self._head_fields(status)), _json(self._items.json()))
+
+    # ---- events --------------------------------------------------------------------------------
+
+    def _delta_events(self, delta: Delta) -> Iterator[Event]:
+        [state] = self._choices
+        if not state.started:
+            state.started = True
+            if self.background:
+                yield self._told("in_progress", self.snapshot())
+        parts = self._read(state, delta)
+        if state.parser is not None and state.parser.over:
+            state.parser = None
+        state.finish_reason = delta.finish_reason
+        yield from self._take(parts, delta.logprobs or ())
+        if delta.finish_reason is not None:
+            self._plain_delta = b""
+            yield from self._items.close(self._status())
+        elif state.parser is None and not self.with_logprobs and parts.content:
+            self._plain_delta = self._plain_start_of(self._items.open)
+
+    def _take(self, parts: Parts, logprobs: Sequence[TokenLogprobs]) -> Iterator[Event]:
+        """Adds what has come to the items."""
+        if parts.reasoning:
+            self._waiting.clear()
+        self._waiting += self._of_text(logprobs)
+        for piece in parts.in_order(self._items.open_call):
+            match piece:
+                case "reasoning", text:
+                    if self.with_reasoning:
+                        yield from self._items.think(text)
+                case "content", text:
+                    yield from self._items.say(text, self._logprobs_of_text())
+                case CallPiece():
+                    if not parts.content:
+                        self._waiting.clear()  # those of calls belong to no text
+                    yield from self._items.call(piece)
+
+    def _of_text(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Without those of the reasoning, which are an answer's first, and of special tokens."""
+        num_reasoning = sum(counter.number for counter in self.reasoning_tokens)
+        begin = max(num_reasoning - self._num_tokens, 0)
+        self._num_tokens += len(logprobs)
+        return [entry for entry in logprobs[begin:] if self.tokens.shown(entry.token_id)]
+
+    def _logprobs_of_text(self) -> Logprobs:
+        entries, self._waiting = self._waiting, []
+        found = self._logprobs(entries)
+        return [] if found is None else found["content"]
+
+    def _plain_start_of(self, item: Any) -> bytes:
+        if not isinstance(item, MessageItem):
+            return b""
+        fields = _json({"type": DELTA, **self._of_each, **item.place, "logprobs": []})
+        return b'%b,"sequence_number":' % fields[:-1]
+
+    def _plain(self, text: str) -> bytes:
+        if not text:
+            return b""
+        item = self._items.open
+        assert item is not None
+        item.pieces.append(text)
+        number, self._num_events = self._num_events, self._num_events + 1
+        return self._framed(DELTA, b'%b%d,"delta":%b}' % (self._plain_delta, number, _json(text)))
+
+    def _error(self, reply: ErrorReply) -> list[Event]:
+        """The event before the last one of a stream that failed."""
+        error = {"code": reply.code, "message": reply.text, "param": reply.param}
+        # OpenAI's event has the fields at its top, Open Responses' in an object.
+        return [("error", {**error, "error": {"type": reply.type, **error}})]
+
+    def _told(self, what: str, response: bytes) -> Event:
+        return f"response.{what}", {"response": msgspec.Raw(response)}
+
+    def _encoded(self, news: Iterable[Event]) -> list[bytes]:
+        return [self._event(name, fields) for name, fields in news]
+
+    def _event(self, name: str, fields: dict[str, Any]) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        data = _json({"type": name, "sequence_number": number, **self._of_each, **fields})
+        return self._framed(name, data)
+
+    def _framed(self, name: str, data: bytes) -> bytes:
+        """The bytes that carry an event over the connection."""
+        return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+    # ---- the object ----------------------------------------------------------------------------
+
+    def _status(self) -> str:
+        return "incomplete" if self._choices[0].finish_reason == "length" else "completed"
+
+    def _conclude(
+        self, status: str, usage: Usage | None = None, error: ErrorReply | None = None
+    ) -> bytes:
+        """The response as it will stay, as JSON."""
+        fields = self._head_fields(status)
+        if usage is not None:
+            fields["usage"] = usage_fields(usage)
+        if status == "completed":
+            fields["completed_at"] = int(time.time())
+        if status == "incomplete":
+            fields["incomplete_details"] = {"reason": "max_output_tokens"}
+        if error is not None:
+            fields["error"] = {"code": "server_error", "message": error.text, "type": error.type}
+        self.concluded = True
+        self.head, self.output = _json(fields), _json(self._items.json())
+        tell, self.when_concluded = self.when_concluded, None
+        if tell is not None:
+            tell()
+        return joined(self.head, self.output)
+
+    def _head_fields(self, status: str) -> dict[str, Any]:
+        """The response without its output."""
+        asked = self.asked
+        text: dict[str, Any] = {"format": asked.format or {"type": "text"}}
+        if asked.text is not None and asked.text.verbosity is not None:
+            text["verbosity"] = asked.text.verbosity
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._common["created"],
+            "status": status,
+            "background": self.background,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "frequency_penalty": asked.frequency_penalty or 0.0,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "max_tool_calls": asked.max_tool_calls,
+            "metadata": asked.metadata or {},
+            "model": self._common["model"],
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "presence_penalty": asked.presence_penalty or 0.0,
+            "previous_response_id": asked.previous_response_id,
+            "prompt_cache_key": asked.prompt_cache_key,
+            "reasoning": {"effort": asked.effort, "summary": None},
+            "safety_identifier": asked.safety_identifier,
+            "service_tier": "default",  # there is one
+            "store": self.kept,
+            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "text": text,
+            "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
+            "tools": [{**_TOOL_DEFAULTS, **tool} for tool in asked.tools or ()],
+            "top_logprobs": asked.top_logprobs or 0,
+            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": asked.user,
+        }
+
+
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    """The tokens of a response, in its words."""
+    cached = usage.prompt_tokens_details["cached_tokens"]
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {
+            "reasoning_tokens": usage.completion_tokens_details["reasoning_tokens"]
+        },
+        "total_tokens": usage.total_tokens,
+    }

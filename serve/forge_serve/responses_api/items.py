@@ -1,0 +1,259 @@
+"""The items that a response is asked with and made of, and what they are as messages of a chat.
+
+One form serves for both: what clients send, what is kept of earlier responses, and what the model
+has answered are read as `Item`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from forge_jax.errors import RequestError
+from forge_serve.openai.requests import FunctionCall, Message, Role, ToolCall
+
+TEXTS = ("input_text", "output_text", "text")
+ROLES: dict[str, Role] = {
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "developer",
+}
+_ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+    "compaction": "cmp",
+}
+_COMPACTED = "forge-jax-1."  # what the content of a compaction begins with
+_BEFORE_SUMMARY = "A summary of the conversation up to here:\n\n"
+
+
+class Part(msgspec.Struct):
+    """A part of an item's content, output or summary."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(msgspec.Struct):
+    """An item of any type; a message may leave its type out."""
+
+    type: str | None = None
+    id: str | None = None
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    encrypted_content: str | None = None  # read of a compaction alone
+    summary: list[Part] | None = None
+
+    @property
+    def kind(self) -> str | None:
+        return "message" if self.type is None and self.role is not None else self.type
+
+
+def check_item(path: str, item: Item) -> None:
+    """Holds an item to what the server can do with it.
+
+    Raises:
+      RequestError: `param` is the path of the item, or of what is wrong with it.
+    """
+    match item.kind:
+        case "message":
+            if item.role not in ROLES:
+                raise RequestError(
+                    f"{path}.role must be one of {', '.join(ROLES)}", param=f"{path}.role"
+                )
+            _required(path, "content", item.content)
+            _check_parts(f"{path}.content", item.content, (*TEXTS, "refusal"))
+        case "function_call":
+            _required(path, "call_id", item.call_id)
+            _required(path, "name", item.name)
+            _required(path, "arguments", item.arguments)
+        case "function_call_output":
+            _required(path, "call_id", item.call_id)
+            _required(path, "output", item.output)
+            _check_parts(f"{path}.output", item.output, TEXTS)
+        case "compaction":
+            _required(path, "encrypted_content", item.encrypted_content)
+            if _summary(item) is None:
+                raise RequestError(
+                    f"{path}.encrypted_content was not made by /v1/responses/compact of this "
+                    "server: send the messages instead",
+                    param=f"{path}.encrypted_content",
+                )
+        case "reasoning":
+            _check_parts(f"{path}.content", item.content, ("reasoning_text", *TEXTS))
+            _check_parts(f"{path}.summary", item.summary, ("summary_text",))
+        case _:
+            known = ", ".join(_ID_PREFIXES)
+            raise RequestError(
+                f"{path}.type: items of this type are not supported here; these are: {known}",
+                param=f"{path}.type",
+            )
+
+
+def check_outputs(before: Iterable[Item], given: Iterable[Item]) -> None:
+    """Refuses the output of a call that nobody made: templates put it where they should not.
+
+    Raises:
+      RequestError: `param` is the output's `call_id`.
+    """
+    given = list(given)
+    calls = {item.call_id for item in (*before, *given) if item.kind == "function_call"}
+    for i, item in enumerate(given):
+        if item.kind == "function_call_output" and item.call_id not in calls:
+            raise RequestError(
+                f"input[{i}].call_id: there is no function_call with this id in the input or in "
+                "the responses before it: send the call as well",
+                param=f"input[{i}].call_id",
+            )
+
+
+def _required(path: str, name: str, value: Any) -> None:
+    if value is None:
+        raise RequestError(f"{path}.{name} is required", param=f"{path}.{name}")
+
+
+def _check_parts(path: str, parts: str | Sequence[Part] | None, types: tuple[str, ...]) -> None:
+    if parts is None or isinstance(parts, str):
+        return
+    for j, part in enumerate(parts):
+        if part.type not in types:
+            raise RequestError(
+                f"{path}[{j}]: parts of this type are not supported here; these are: "
+                f"{', '.join(types)}",
+                param=f"{path}[{j}]",
+            )
+        name = "refusal" if part.type == "refusal" else "text"
+        if getattr(part, name) is None:
+            raise RequestError(f"{path}[{j}].{name} is required", param=f"{path}[{j}].{name}")
+
+
+def messages(items: Iterable[Item]) -> list[Message]:
+    """Checked items as the messages of a chat.
+
+    What a model answers with in one go becomes one message of the assistant's: its reasoning, its
+    text and its calls. Another text or reasoning begins another, unless the calls before it are
+    still without their outputs, which templates want right after the message that made them.
+    """
+    found: list[Message] = []
+    own: Message | None = None  # the assistant's, which may get more
+    for item in items:
+        if item.kind == "function_call_output":
+            content = _text(item.output)
+            found.append(Message("tool", content, name=item.name, tool_call_id=item.call_id))
+            own = None
+            continue
+        if item.kind == "compaction":
+            found.append(Message("system", f"{_BEFORE_SUMMARY}{_summary(item)}"))
+            own = None
+            continue
+        if item.kind == "message" and item.role != "assistant":
+            assert item.role is not None
+            found.append(Message(ROLES[item.role], _text(item.content)))
+            own = None
+            continue
+        if own is None or not _takes(own, item):
+            own = Message("assistant")
+            found.append(own)
+        _add(own, item)
+    return [message for message in found if message != Message("assistant")]
+
+
+def _takes(own: Message, item: Item) -> bool:
+    """Whether the item is part of this message of the assistant's."""
+    if own.tool_calls or item.kind == "function_call":
+        return True
+    return own.content is None and (item.kind == "message" or own.reasoning_content is None)
+
+
+def _add(own: Message, item: Item) -> None:
+    match item.kind:
+        case "reasoning":
+            thought = _text(item.content) or _text(item.summary)
+            own.reasoning_content = (own.reasoning_content or "") + thought or None
+        case "message":
+            assert own.content is None or isinstance(own.content, str)
+            own.content = (own.content or "") + _text(item.content)
+        case "function_call":
+            assert item.name is not None
+            function = FunctionCall(item.name, item.arguments)
+            call = ToolCall(id=item.call_id, type="function", function=function)
+            own.tool_calls = [*(own.tool_calls or ()), call]
+
+
+def _text(parts: str | Sequence[Part] | None) -> str:
+    if parts is None or isinstance(parts, str):
+        return parts or ""
+    return "".join(part.text or part.refusal or "" for part in parts)
+
+
+def input_items(asked: str | Sequence[Item], unique_id: str) -> Iterator[dict[str, Any]]:
+    """A request's checked input as it is kept and listed: every item with a type and an id.
+
+    Args:
+      unique_id: what the ids are made of that the client has not given.
+    """
+    items = [Item(role="user", content=asked)] if isinstance(asked, str) else asked
+    for i, item in enumerate(items):
+        kind = item.kind
+        assert kind is not None
+        about = {"id": item.id or f"{_ID_PREFIXES[kind]}_{unique_id}i{i}", "type": kind}
+        match kind:
+            case "message":
+                content = [_message_part(item, part) for part in _parts(item.content)]
+                yield {**about, "role": item.role, "status": "completed", "content": content}
+            case "function_call":
+                call = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+                yield {**about, **call, "status": "completed"}
+            case "function_call_output":
+                output = _text(item.output)
+                yield {**about, "call_id": item.call_id, "output": output, "status": "completed"}
+            case "compaction":
+                yield {**about, "encrypted_content": item.encrypted_content}
+            case "reasoning":
+                thought = [
+                    {"type": "reasoning_text", "text": part.text} for part in _parts(item.content)
+                ]
+                summary = [{"type": part.type, "text": part.text} for part in item.summary or ()]
+                yield {**about, "summary": summary, "content": thought}
+
+
+def compaction(summary: str, unique_id: str) -> dict[str, Any]:
+    """The item that stands for a conversation."""
+    content = _COMPACTED + base64.urlsafe_b64encode(summary.encode()).decode()
+    item_id = f"{_ID_PREFIXES['compaction']}_{unique_id}"
+    return {"id": item_id, "type": "compaction", "encrypted_content": content}
+
+
+def _summary(item: Item) -> str | None:
+    """That of a compaction; None: the server has not made it."""
+    content = item.encrypted_content or ""
+    if not content.startswith(_COMPACTED):
+        return None
+    try:
+        data = base64.b64decode(content.removeprefix(_COMPACTED), b"-_", validate=True)
+        return data.decode() or None
+    except ValueError:  # neither base64 nor UTF-8
+        return None
+
+
+def _parts(content: str | list[Part] | None) -> list[Part]:
+    return [Part("text", content)] if isinstance(content, str) else content or []
+
+
+def _message_part(item: Item, part: Part) -> dict[str, Any]:
+    if part.type == "refusal":
+        return {"type": "refusal", "refusal": part.refusal}
+    if item.role == "assistant":
+        return {"type": "output_text", "text": part.text, "annotations": []}
+    return {"type": "input_text", "text": part.text}

@@ -1,0 +1,363 @@
+"""POST /v1/responses: OpenAI's newer protocol, as another form of a chat.
+
+A request becomes a `ChatRequest`, so that everything behind it is the same. What is kept of it for
+later requests is in `responses_store`, the form of the answer in `responses_events`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from forge_jax.config.suggest import did_you_mean
+from forge_jax.errors import RequestError
+from forge_serve.errors import StreamIdError
+from forge_serve.openai.requests import (
+    MAX_COUNT,
+    ChatRequest,
+    GenerationRequest,
+    Message,
+    thinking_variables,
+)
+from forge_serve.openai.tools import tool_choice as chosen
+from forge_serve.responses_api.items import Item, check_item, check_outputs, messages
+from forge_serve.responses_api.store import Turn
+
+PATH = "/v1/responses"
+
+LOGPROBS = "message.output_text.logprobs"
+# Of the others OpenAI's server has, those of tools that are not here add nothing, and reasoning is
+# given as it is, so that nothing has to be encrypted.
+INCLUDABLE = frozenset(
+    (
+        LOGPROBS,
+        "reasoning.encrypted_content",
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "message.input_image.image_url",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    )
+)
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's
+MESSAGE_TYPE = "response.create"  # of a WebSocket
+_STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}", re.ASCII)
+_NESTED = re.compile(r"(tools\[\d+\])\.function\b")
+
+
+class Format(msgspec.Struct):
+    """The `text` field."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None  # its older name
+
+
+class ResponsesRequest(GenerationRequest, kw_only=True):
+    """POST /v1/responses, and /v1/responses/input_tokens."""
+
+    input: str | list[Item] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: Format | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+
+    _REFUSED: ClassVar[Mapping[str, str]] = {
+        **GenerationRequest._REFUSED,
+        "conversation": "not supported: use previous_response_id",
+        "prompt": "templates of prompts are not supported: use instructions and input",
+        "context_management": "not supported: send fewer items",
+        "moderation": "not supported: leave it out",
+    }
+
+    @property
+    def format(self) -> dict[str, Any] | None:
+        return None if self.text is None else self.text.format
+
+    @property
+    def effort(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.effort
+
+    @property
+    def given(self) -> str | list[Item]:
+        """The input; nothing, where a response is only continued."""
+        return [] if self.input is None else self.input
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+    @property
+    def stored(self) -> bool:
+        """Whether the response is to be kept."""
+        return self.store is not False
+
+    def check(self) -> None:
+        GenerationRequest.check(self)
+        if self.num_samples != 1:
+            raise RequestError("n must be 1 here: ask for a chat completion", param="n")
+        if self.input is None and self.previous_response_id is None:
+            raise RequestError("input is required", param="input")
+        if self.input == [] and self.previous_response_id is None:
+            raise RequestError("input must not be empty", param="input")
+        if isinstance(self.input, list):
+            for i, item in enumerate(self.input):
+                check_item(f"input[{i}]", item)
+        if self.max_tool_calls is not None and not 0 <= self.max_tool_calls <= MAX_COUNT:
+            raise RequestError(
+                f"max_tool_calls must be between 0 and {MAX_COUNT}", param="max_tool_calls"
+            )
+        if self.background and not self.stored:
+            raise RequestError(
+                "background: a response that nobody waits for has to be stored: leave store out",
+                param="background",
+            )
+        if self.truncation not in (None, "disabled"):
+            raise RequestError(
+                "truncation must be disabled: nothing is left out of the input here; send less",
+                param="truncation",
+            )
+        if self.format is not None and self.response_format is not None:
+            raise RequestError(
+                "text.format and response_format are the same: send one", param="text.format"
+            )
+        for i, name in enumerate(self.include or ()):
+            if name not in INCLUDABLE:
+                raise RequestError(
+                    f"include[{i}] is unknown; {LOGPROBS} is what can be added"
+                    f"{did_you_mean(name, INCLUDABLE - {LOGPROBS})}",
+                    param=f"include[{i}]",
+                )
+        self._check_summary()
+        self._check_metadata()
+
+    def _check_prompt_logprobs(self) -> None:
+        raise RequestError(
+            "prompt_logprobs are not supported here: ask for a chat completion",
+            param="prompt_logprobs",
+        )
+
+    def _check_summary(self) -> None:
+        for name in ("summary", "generate_summary"):
+            if getattr(self.reasoning, name, None) not in (None, "auto"):
+                raise RequestError(
+                    f"reasoning.{name}: there are no summaries here, reasoning is given in full: "
+                    "leave it out, or send auto",
+                    param=f"reasoning.{name}",
+                )
+
+    def _check_metadata(self) -> None:
+        metadata = self.metadata or {}
+        too_long = any(
+            len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE
+            for key, value in metadata.items()
+        )
+        if len(metadata) > MAX_METADATA or too_long:
+            raise RequestError(
+                f"metadata may have {MAX_METADATA} entries, with keys of {MAX_METADATA_KEY} "
+                f"characters and values of {MAX_METADATA_VALUE}",
+                param="metadata",
+            )
+
+    def chat(self, previous: Turn | None, *, kept: bool) -> ResponsesChat:
+        """The same as a chat.
+
+        Args:
+          previous: the response that it continues.
+          kept: whether the server will store the response.
+
+        Raises:
+          RequestError: for a tool, or a choice of tools, that is not supported.
+        """
+        shared = {name: getattr(self, name) for name in GenerationRequest.__struct_fields__}
+        if self.format is not None:
+            shared["response_format"] = self.format
+        tools, choice = _tools_and_choice(self.tools or [], self.tool_choice)
+        thinks = None if self.effort is None else self.effort != "none"
+        return ResponsesChat(
+            **shared,
+            asked=self,
+            previous=previous,
+            kept=kept,
+            messages=self._messages([] if previous is None else previous.items()),
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=self.wants_logprobs,
+            top_logprobs=self.top_logprobs,
+            tools=tools or None,
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=self.effort,
+            include_reasoning=thinks is not False,
+            chat_template_kwargs={
+                **({} if thinks is None else thinking_variables(thinks)),
+                **(self.chat_template_kwargs or {}),
+            },
+        )
+
+    def _messages(self, before: Sequence[Item]) -> list[Message]:
+        given = self.given
+        asked = [Item(role="user", content=given)] if isinstance(given, str) else given
+        check_outputs(before, asked)
+        found = messages([*before, *asked])
+        if not self.instructions:
+            return found
+        texts = [self.instructions]
+        # Templates want one message of the system's, and want it first.
+        while found and found[0].role in ("system", "developer"):
+            texts.append(str(found.pop(0).content))
+        return [Message("system", "\n\n".join(texts)), *found]
+
+
+class ResponseCreate(ResponsesRequest, kw_only=True):
+    """A message of a WebSocket: a body of POST /v1/responses with its type."""
+
+    type: str | None = None
+    generate: bool | None = None  # false: only prepare the prompt
+    stream_id: str | None = None  # repeated in the events
+
+    def __post_init__(self) -> None:
+        if self.stream is None:
+            self.stream = True
+
+    def check(self) -> None:
+        if not self.stream:
+            raise RequestError(
+                "stream: a WebSocket always has the events: leave it out", param="stream"
+            )
+        if self.background:
+            raise RequestError(
+                "background is not supported over a WebSocket: leave it out, or send a POST",
+                param="background",
+            )
+        if self.stream_id is not None and not _STREAM_ID.fullmatch(self.stream_id):
+            raise StreamIdError(
+                "stream_id must have 1 to 256 letters, digits and _.-", param="stream_id"
+            )
+        ResponsesRequest.check(self)
+
+    def chat(self, previous: Turn | None, *, kept: bool) -> ResponsesChat:
+        made = ResponsesRequest.chat(self, previous, kept=kept)
+        if self.generate is False:
+            made.max_completion_tokens, made.min_tokens = 0, None
+        return made
+
+
+class MessageHead(msgspec.Struct):
+    """What must be known of a WebSocket's message that may be no `ResponseCreate` at all."""
+
+    type: Any = None
+    previous_response_id: Any = None
+    stream_id: Any = None
+
+    @property
+    def valid_stream_id(self) -> str | None:
+        """The id that an error may repeat."""
+        given = self.stream_id
+        return given if isinstance(given, str) and _STREAM_ID.fullmatch(given) else None
+
+    def check(self) -> None:
+        if self.type != MESSAGE_TYPE:
+            raise RequestError(
+                f"type must be {MESSAGE_TYPE}: no other messages are supported", param="type"
+            )
+
+
+class ResponsesChat(ChatRequest, kw_only=True):
+    """The chat that a request for a response becomes."""
+
+    asked: ResponsesRequest
+    previous: Turn | None
+    kept: bool
+
+    def names_sent(self) -> dict[str, str]:
+        names = {"prompt": "input", "messages": "input"}
+        if self.asked.max_output_tokens is not None:
+            names["max_tokens"] = "max_output_tokens"
+        if self.asked.format is None:
+            return names | GenerationRequest.names_sent(self)
+        return names | {"structured_outputs": "text.format", "response_format": "text.format"}
+
+    def in_its_words(self, error: RequestError) -> RequestError:
+        error = ChatRequest.in_its_words(self, error)
+        if error.param is None:
+            return error
+        field, dot, rest = _NESTED.sub(r"\1", error.param).partition(".")
+        if field.startswith("messages["):  # which is not the item's number
+            return type(error)(str(error), param="input")
+        param = self.names_sent().get(field, field) + dot + rest
+        return type(error)(_NESTED.sub(r"\1", str(error)), param=param)
+
+
+def _tools_and_choice(
+    tools: Sequence[dict[str, Any]], choice: Any
+) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
+    """Both in the words of a chat; tools that the choice does not allow are left out."""
+    functions = [_function(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
+    match choice:
+        case None | str():
+            return functions, choice
+        case {"type": "function", "name": str(name)}:
+            return functions, {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
+            _check_functions(functions)  # also those that are left out
+            names = [_allowed_name(f"tool_choice.tools[{i}]", a) for i, a in enumerate(allowed)]
+            return [tool for tool in functions if tool["function"].get("name") in names], mode
+    raise RequestError(
+        "tool_choice must be none, auto, required, a function with its name, or allowed_tools "
+        "with mode and tools: other tools are not supported",
+        param="tool_choice",
+    )
+
+
+def _check_functions(functions: Sequence[dict[str, Any]]) -> None:
+    try:
+        chosen(functions, None)
+    except RequestError as error:
+        param = _NESTED.sub(r"\1", error.param or "tools")
+        raise type(error)(_NESTED.sub(r"\1", str(error)), param=param) from error
+
+
+def _allowed_name(path: str, allowed: Any) -> str:
+    match allowed:
+        case {"type": "function", "name": str(name)}:
+            return name
+    raise RequestError(f"{path} must be a function with its name", param=path)
+
+
+def _function(path: str, tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise RequestError(
+            f"{path}.type: only functions are supported; this server runs no tools of its own",
+            param=f"{path}.type",
+        )
+    names = ("name", "description", "parameters", "strict")
+    given = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": given}

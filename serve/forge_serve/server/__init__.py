@@ -1,0 +1,1 @@
+"""The server process: the aiohttp application, its routes, the page and startup."""

@@ -1,0 +1,312 @@
+"""The server process: from a bound socket to the last answered request.
+
+Order of start-up: bind, answer /health with 503, load the engine in a thread, serve; be ready when
+the last executable has been compiled, which nobody has to wait for. The socket comes first, so that
+a port conflict is an error before any long work, and so that whoever waits for the server can tell
+"starting" from "not there". It goes last, for the same reason: whoever comes while running requests
+finish is told to go elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import ipaddress
+import logging
+import os
+import re
+import resource
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+
+from forge_jax.config import EngineConfig
+from forge_jax.errors import ConfigError
+from forge_jax.host import supervise
+from forge_jax.telemetry.log import configure
+from forge_serve.config import ServerConfig
+from forge_serve.http.connections import Runner
+from forge_serve.http.tls import ssl_context
+from forge_serve.server.app import Service, make_app
+from forge_serve.telemetry.request_log import TENANT_CHARS
+
+if TYPE_CHECKING:
+    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.telemetry.startup import StartupTimes
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+MAX_REASON_CHARS = 200  # of what a client got wrong, in the log
+_QUOTED_BYTES = re.compile(r"""\bb['"]""")
+LAST_BYTES_S = 1.0  # for answers to leave after the engine has stopped
+LAST_SPANS_S = 3.0  # for the spans of the last requests, likewise
+HURRY_S = 3.0  # from the second signal to the end, however busy the device is
+
+
+def serve(
+    engine_config: EngineConfig, server_config: ServerConfig, startup: StartupTimes | None = None
+) -> int:
+    """Serves until SIGTERM, SIGINT or SIGHUP. Returns the exit status.
+
+    Args:
+      startup: where the phases of the start are noted; default: from now on.
+
+    Raises:
+      ConfigError: the address cannot be listened on, a file of keys or certificates cannot be
+        read, or the configuration does not fit.
+      ModelError: the model cannot be served.
+    """
+    configure(server_config.log_format)
+    logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of every absent backend
+    logging.getLogger("aiohttp.server").addFilter(_without_traceback)
+    logging.getLogger("aiohttp.websocket").setLevel(logging.ERROR)  # else it quotes headers
+    raise_file_limit()
+    with bind(server_config.host, server_config.port) as sock:
+        if server_config.fake:
+            warn_of_ignored(engine_config)
+        warn_of_exposure(sock, server_config)
+
+        def load() -> StreamingEngine:
+            return load_engine(engine_config, server_config, startup)
+
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            finished = runner.run(_serve(sock, server_config, load))
+    if not finished:  # a thread still loads or compiles, and none can be ended from outside
+        sys.stdout.flush()
+        os._exit(0)
+    return 0
+
+
+def warn_of_ignored(engine_config: EngineConfig) -> None:
+    """Says which flags --fake ignores."""
+    model = engine_config.model
+    ignored = [
+        "MODEL" if field.name == "model" else "--" + field.name.replace("_", "-")
+        for field in dataclasses.fields(model)
+        if field.name in ("model", "revision", "dtype", "chat_template")
+        and getattr(model, field.name) != field.default
+    ]
+    if ignored:
+        log.warning("--fake loads no model: it ignores %s", ", ".join(ignored))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free one.
+
+    Raises:
+      ConfigError: the port is taken or not permitted, or the host is not an address of this one.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} is already in use: pass --port") from error
+        if error.errno == errno.EACCES:
+            raise ConfigError(f"port {port} needs privileges: pass --port") from error
+        reason = error.strerror or "no such address"
+        raise ConfigError(f"cannot listen on {host}:{port} ({reason}): pass --host") from error
+
+
+def warn_of_exposure(sock: socket.socket, config: ServerConfig) -> None:
+    """Says so if others than this machine can reach a server that asks for no key."""
+    host = sock.getsockname()[0]
+    if ipaddress.ip_address(host).is_loopback or config.api_key or config.api_key_file:
+        return
+    log.warning(
+        "listening on %s without an API key: whoever reaches this address can use the server; "
+        "pass --api-key-file",
+        host,
+    )
+
+
+def load_engine(
+    engine_config: EngineConfig, server_config: ServerConfig, startup: StartupTimes | None = None
+) -> StreamingEngine:
+    """Loads the engine that the configuration asks for. Takes long; imports jax, or has it imported
+    in the engine's own process.
+    """
+    from forge_jax.engine.async_engine import QueueLimits
+
+    limits = QueueLimits(
+        samples=server_config.max_queued_requests,
+        prompt_tokens=server_config.max_queued_tokens,
+    )
+    fake_step_s = server_config.fake_step_time_ms / 1e3
+    if server_config.engine_process:
+        from forge_jax.engine.process.client import EngineProcess
+
+        if server_config.fake:
+            return EngineProcess.fake(
+                step_time_s=fake_step_s,
+                config=engine_config,
+                queue_limits=limits,
+                log_format=server_config.log_format,
+            )
+        return EngineProcess.load(engine_config, limits, server_config.log_format)
+    from forge_jax.engine.thread import Engine
+
+    if server_config.fake:
+        return Engine.fake(step_time_s=fake_step_s, config=engine_config, queue_limits=limits)
+    return Engine.load(engine_config, startup, limits)
+
+
+async def _serve(
+    sock: socket.socket, config: ServerConfig, load: Callable[[], StreamingEngine]
+) -> bool:
+    """Returns False if it was told to stop before the engine was ready."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    service, tls = Service(config), ssl_context(config)
+    for number, tenant in enumerate(service.api_keys.tenants, start=1):
+        log.info("API key %d is tenant %s in the log", number, tenant[:TENANT_CHARS])
+    last_timers: list[asyncio.TimerHandle] = []  # that end the process, if nothing else does
+    handle_signals(loop, stop, service, last_timers)
+    runner = make_runner(service)
+    await runner.setup()
+    site = web.SockSite(runner, sock, backlog=BACKLOG, ssl_context=tls)
+    await site.start()
+    try:
+        loading = supervise.in_thread(load, "loading the model")
+        stopped = supervise.start_task(stop.wait(), "waiting for a signal", service.fail)
+        await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            return False
+        engine = loading.result()
+        engine.start()
+        service.engine = engine
+        print(serving_line(sock, service), flush=True)
+        watching = supervise.start_task(
+            service.memory.watch(), "watching the host's memory", service.fail
+        )
+        await stopped
+        watching.cancel()
+        ready = engine.stats().state != "serving"
+        await drain(service, config.drain_timeout_s)
+    finally:
+        service.stopping = True
+        await runner.cleanup()
+        service.workers.close()
+        if service.tracing is not None:  # a collector may not answer
+            closing = supervise.in_thread(service.tracing.close, "sending the last spans")
+            supervise.watch(closing, "sending the last spans")
+            await asyncio.wait([closing], timeout=LAST_SPANS_S)
+        for timer in last_timers:
+            timer.cancel()
+    return ready
+
+
+def make_runner(service: Service, *, last_bytes_s: float = LAST_BYTES_S) -> web.AppRunner:
+    """The application with the limits of what comes before a body.
+
+    Args:
+      last_bytes_s: how long answers may take to leave after the end.
+    """
+    limits = service.config.limits
+    return Runner(
+        make_app(service),
+        body_bytes=limits.body_bytes,
+        handler_cancellation=True,
+        auto_decompress=False,  # see content_coding.py
+        access_log=None,
+        shutdown_timeout=last_bytes_s,
+        max_line_size=limits.target_bytes,
+        max_field_size=limits.header_bytes,
+        max_headers=limits.headers,
+    )
+
+
+async def drain(service: Service, timeout_s: float) -> None:
+    """Answers what is new with 503, lets what runs finish for up to `timeout_s`, then stops the
+    engine. The socket stays open meanwhile.
+    """
+    assert service.engine is not None
+    service.stop()
+    log.info("stopping: %d s for the running requests", timeout_s)
+    await service.profiles.close(service.engine)
+    await service.engine.stop(timeout_s)
+
+
+def serving_line(sock: socket.socket, service: Service) -> str:
+    """Where the server is, and a command that shows it."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url = f"{'http' if service.config.tls_cert is None else 'https'}://{host}:{port}"
+    body = '{"prompt": "Once upon a time", "max_tokens": 32}'
+    key = ' -H "Authorization: Bearer $API_KEY"' if service.api_keys else ""
+    command = (
+        f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    )
+    return f"forge-jax serves {service.model_name} at {url}; try: {command}"
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """What is not HTTP is nothing that a traceback could help with: aiohttp logs one for each.
+
+    Nor does the log repeat what the client sent, which it quotes as bytes: that may be a key.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+        said = _QUOTED_BYTES.split(str(error), maxsplit=1)[0]
+        reason = " ".join(said.split())[:MAX_REASON_CHARS].rstrip(" :")
+        record.msg, record.args = "%s: %s", (record.getMessage(), reason)
+        record.exc_info = None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+    return True
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's loop where there is one: a fifth less work per event."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        return uvloop.new_event_loop
+    return None
+
+
+def handle_signals(
+    loop: asyncio.AbstractEventLoop,
+    stop: asyncio.Event,
+    service: Service,
+    last_timers: list[asyncio.TimerHandle],
+) -> None:
+    """Drain on SIGTERM, SIGINT and SIGHUP.
+
+    A terminal that is closed sends SIGHUP, its shell may send another: these do not hurry the end,
+    as a second SIGTERM does. Under `nohup` SIGHUP stays ignored.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, stop, service, last_timers, number)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, stop.set)
+
+
+def _on_signal(
+    stop: asyncio.Event, service: Service, last_timers: list[asyncio.TimerHandle], number: int
+) -> None:
+    """The first signal drains; the second ends every request at once, with an error."""
+    if not stop.is_set():
+        stop.set()
+        return
+    if service.engine is None:
+        os._exit(128 + number)
+    loop = asyncio.get_running_loop()
+    last_timers.append(loop.call_later(HURRY_S, os._exit, 128 + number))
+    service.engine.abort_all()
+
+
+def raise_file_limit() -> None:
+    """Lets the process hold as many connections as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

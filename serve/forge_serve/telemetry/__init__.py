@@ -1,0 +1,1 @@
+"""Metrics, the request log, tracing and the live view of the engine."""
