@@ -199,7 +199,7 @@ def play(drafter: TextDrafter, samples: list[Sample], one_salt: bool = True) -> 
             tokens += output[done : done + right + 1]
             done += right + 1
         drafter.end(key, tokens, len(prompt), salt)
-        while drafter.study(1000):
+        while drafter.ingest(1000):
             pass
     return {
         "tokens": sum(len(sample.output) for sample in samples),

@@ -37,7 +37,7 @@ from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.plan import StepPlan, StepResult
 from forge_jax.schedule.request import Request
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
-from forge_jax.step.meta import SlotFlags
+from forge_jax.step.inputs import SlotFlags
 from forge_jax.step.runner import step_shapes
 from forge_jax.telemetry.phases import Phase, PhaseTimes
 from forge_jax.testing import FakeDevice

@@ -244,7 +244,7 @@ class LLM:
         unfinished = request.params.n
         with self._running([request]) as mailbox:
             while unfinished:
-                for _, deltas in self._news(mailbox):
+                for _, deltas in self._updates(mailbox):
                     for delta in deltas:
                         unfinished -= delta.finish_reason is not None
                         yield delta
@@ -290,7 +290,7 @@ class LLM:
         tokens = 0
         with tqdm(total=len(collected), unit="prompt", disable=not progress) as bar:
             while unfinished:
-                for request_id, deltas in self._news(mailbox):
+                for request_id, deltas in self._updates(mailbox):
                     for delta in deltas:
                         tokens += len(delta.token_ids)
                         if collected[request_id].take(delta):
@@ -317,7 +317,7 @@ class LLM:
                     self._core.abort(request.request_id)
                     self._mailboxes.pop(request.request_id, None)
 
-    def _news(self, mailbox: _Mailbox) -> _Mailbox:
+    def _updates(self, mailbox: _Mailbox) -> _Mailbox:
         """What has come into a mailbox; runs a step if there is nothing yet.
 
         A step serves every request of this engine: what it brings the others waits in their
@@ -326,9 +326,9 @@ class LLM:
         with self._lock:
             if not mailbox:
                 self._tick()
-            news = mailbox.copy()
+            updates = mailbox.copy()
             mailbox.clear()
-            return news
+            return updates
 
     def _tick(self) -> None:
         with _Interrupts() as interrupts, self._parts.guard():

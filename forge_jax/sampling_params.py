@@ -159,7 +159,7 @@ class SamplingParams:
         return self.constrained or self.allowed_token_ids is not None or bool(self.bad_words)
 
     @property
-    def stepwise(self) -> bool:
+    def needs_host_token(self) -> bool:
         """Whether what may come next depends on the tokens before, so that they must be known."""
         return self.constrained or bool(self.bad_words)
 

@@ -28,7 +28,7 @@ LOADERS = {("yaml", "load"), ("torch", "load"), ("np", "fromfile"), ("numpy", "f
 ALLOWED = {
     ("forge_jax/__init__.py", "import_module"): "the names of a fixed table of this package",
     (
-        "forge_jax/tools/doctor/examination.py",
+        "forge_jax/tools/doctor/checks.py",
         "subprocess",
     ): "Python, with a module of this package",
     ("forge_jax/tools/doctor/machine.py", "subprocess"): "nvidia-smi, by a list of words",

@@ -28,7 +28,7 @@ STARTS = {
 }  # fmt: skip
 # (file, what) -> why its exception reaches somebody.
 ALLOWED = {
-    ("forge_jax/tools/doctor/examination.py", "ThreadPoolExecutor"): "each future's result is read",
+    ("forge_jax/tools/doctor/checks.py", "ThreadPoolExecutor"): "each future's result is read",
     ("forge_jax/engine/thread.py", "ThreadPoolExecutor"): "its one future is watched",
     ("forge_jax/grammar/compiler.py", "ThreadPoolExecutor"): "futures are awaited, or watched",
     ("forge_jax/grammar/matcher.py", "ThreadPoolExecutor"): "its results are read",

@@ -19,8 +19,8 @@ from forge_jax.models.kv import element_dtype
 from forge_jax.models.registry import build_model
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import FED_BACK, Admission, Decodes, StepPlan
+from forge_jax.step.inputs import StepShape
 from forge_jax.step.kv_cache import kv_shape
-from forge_jax.step.meta import StepShape
 from forge_jax.step.runner import Runner
 
 BATCHES = {"auto": (1, 32, 128, 256), "fp8": (32, 256)}  # by kv dtype

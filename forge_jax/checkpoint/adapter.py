@@ -18,7 +18,7 @@ import numpy as np
 
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.errors import CheckpointError, UnsupportedModelError
-from forge_jax.host.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, file_size, read_json, shown
+from forge_jax.host.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, file_size, read_json, short_repr
 from forge_jax.models.decoder import Model
 from forge_jax.models.lora import LoraShape, lora_targets
 from forge_jax.models.registry import find_architecture
@@ -178,7 +178,7 @@ def _read_config(folder: Path) -> _Config:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UnsupportedModelError(
-            f"{file}: peft_type {shown(kind)}; LORA is supported: {_REMEDY}"
+            f"{file}: peft_type {short_repr(kind)}; LORA is supported: {_REMEDY}"
         )
     for name, what in _REFUSED.items():
         if config.get(name):
@@ -187,12 +187,13 @@ def _read_config(folder: Path) -> _Config:
             )
     if config.get("bias", "none") != "none":
         raise UnsupportedModelError(
-            f"{file}: bias {shown(config['bias'])}; none is supported: {_REMEDY}"
+            f"{file}: bias {short_repr(config['bias'])}; none is supported: {_REMEDY}"
         )
     begin = config.get("init_lora_weights")
     if isinstance(begin, str) and begin.lower().startswith(_CHANGES_BASE):
         raise UnsupportedModelError(
-            f"{file}: init_lora_weights {shown(begin)} changes the base model: convert the adapter "
+            f"{file}: init_lora_weights {short_repr(begin)} changes the base model: convert "
+            "the adapter "
             "to plain LoRA (PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
         )
     if type(config.get("use_rslora", False)) is not bool:
@@ -213,13 +214,15 @@ def _read_config(folder: Path) -> _Config:
 
 def _rank(value: Any, what: str, file: Path) -> int:
     if type(value) is not int or not 1 <= value < 2**31:
-        raise CheckpointError(f"{file}: {what} must be a whole number from 1, not {shown(value)}")
+        raise CheckpointError(
+            f"{file}: {what} must be a whole number from 1, not {short_repr(value)}"
+        )
     return value
 
 
 def _number(value: Any, what: str, file: Path) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):
-        raise CheckpointError(f"{file}: {what} must be a number, not {shown(value)}")
+        raise CheckpointError(f"{file}: {what} must be a number, not {short_repr(value)}")
     return float(value)
 
 
@@ -227,11 +230,12 @@ def _pattern(config: Mapping[str, Any], name: str, file: Path) -> Mapping[str, A
     """PEFT's keys are regular expressions; only names are taken, whole ones or their ends."""
     pattern = config.get(name) or {}
     if not isinstance(pattern, dict):
-        raise CheckpointError(f"{file}: {name} must be an object, not {shown(pattern)}")
+        raise CheckpointError(f"{file}: {name} must be an object, not {short_repr(pattern)}")
     for key in pattern:
         if not _PLAIN_NAME.fullmatch(key):
             raise UnsupportedModelError(
-                f"{file}: {name}: {shown(key)} is no plain name of modules; expressions are not "
+                f"{file}: {name}: {short_repr(key)} is no plain name of modules; expressions "
+                "are not "
                 "supported: write a line for each module"
             )
     return pattern
@@ -283,12 +287,13 @@ def _pairs(
     max_rank: int,
 ) -> dict[str, _Module]:
     """The modules that have both matrices, once every name, shape and type has been checked."""
-    made_for = f"the adapter was made for {shown(config.base_model)} (base_model_name_or_path)"
+    made_for = f"the adapter was made for {short_repr(config.base_model)} (base_model_name_or_path)"
     known = {_tensor_name(module, part): module for module in modules for part in "AB"}
     for name in stored:
         if name not in known:
             raise UnsupportedModelError(
-                f"{folder / ADAPTER_WEIGHTS}: {shown(name, 200)}: only A and B matrices of this "
+                f"{folder / ADAPTER_WEIGHTS}: {short_repr(name, 200)}: only A and B matrices "
+                "of this "
                 "model's q, k, v, o, gate, up and down projections are supported "
                 f"({made_for}): {_REMEDY}"
             )

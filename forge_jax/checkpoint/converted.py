@@ -20,7 +20,7 @@ import numpy as np
 import forge_jax
 from forge_jax.config import Rounding
 from forge_jax.errors import CheckpointError
-from forge_jax.host.files import read_json, shown
+from forge_jax.host.files import read_json, short_repr
 from forge_jax.weights.quantization import Values
 from forge_kernels.linear.packed import FORMATS, LAYOUT, Format
 
@@ -110,24 +110,26 @@ def read_record(folder: Path) -> Record | None:
     except FileNotFoundError:
         return None
     if values.get("format") != FORMAT:
-        raise CheckpointError(f"{file}: format must be {FORMAT}, not {shown(values.get('format'))}")
+        raise CheckpointError(
+            f"{file}: format must be {FORMAT}, not {short_repr(values.get('format'))}"
+        )
     version = values.get("version")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"{file}: version {shown(version)} is not known here, only {VERSION}: {_AGAIN}"
+            f"{file}: version {short_repr(version)} is not known here, only {VERSION}: {_AGAIN}"
         )
     dtype, quantization = values.get("dtype"), values.get("quantization")
     if dtype not in ("bfloat16", "float16", "float32"):
-        raise CheckpointError(f"{file}: dtype must be a type of floats, not {shown(dtype)}")
+        raise CheckpointError(f"{file}: dtype must be a type of floats, not {short_repr(dtype)}")
     if quantization not in get_args(Rounding):
         raise CheckpointError(
             f"{file}: quantization must be one of {', '.join(get_args(Rounding))}, not "
-            f"{shown(quantization)}"
+            f"{short_repr(quantization)}"
         )
     shards = values.get("shards", 1)
     if type(shards) is not int or not 1 <= shards <= MAX_SHARDS:
         raise CheckpointError(
-            f"{file}: shards must be from 1 to {MAX_SHARDS}, not {shown(shards)}: {_AGAIN}"
+            f"{file}: shards must be from 1 to {MAX_SHARDS}, not {short_repr(shards)}: {_AGAIN}"
         )
     return Record(
         folder=folder,
@@ -162,11 +164,13 @@ def _read_forms(file: Path, packing: Any) -> dict[str, Format | None]:
     if packing is None:
         return {}
     if not isinstance(packing, dict):
-        raise CheckpointError(f"{file}: packing must be an object or null, not {shown(packing)}")
+        raise CheckpointError(
+            f"{file}: packing must be an object or null, not {short_repr(packing)}"
+        )
     layout = packing.get("layout")
     if layout != LAYOUT:
         raise CheckpointError(
-            f"{file}: its matrices are packed as {shown(layout)}, and the CPU kernels of this "
+            f"{file}: its matrices are packed as {short_repr(layout)}, and the CPU kernels of this "
             f"forge-jax take {LAYOUT}: {_AGAIN}"
         )
     forms = {name: packing.get(name) for name in ("layers", "head", "embedding")}
@@ -174,7 +178,7 @@ def _read_forms(file: Path, packing: Any) -> dict[str, Format | None]:
         if form is not None and form not in FORMATS:
             raise CheckpointError(
                 f"{file}: packing.{name} must be null or one of {', '.join(FORMATS)}, not "
-                f"{shown(form)}"
+                f"{short_repr(form)}"
             )
     return forms
 
@@ -190,5 +194,5 @@ def _read_leaves(file: Path, leaves: Any) -> dict[str, jax.ShapeDtypeStruct]:
             ):
                 found[name] = jax.ShapeDtypeStruct(tuple(shape), _TYPES[dtype])
             case _:
-                raise CheckpointError(f"{file}: leaves: {shown(name)} is {shown(leaf)}")
+                raise CheckpointError(f"{file}: leaves: {short_repr(name)} is {short_repr(leaf)}")
     return found

@@ -10,7 +10,7 @@ from forge_jax.checkpoint.gguf import is_gguf, open_gguf
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.checkpoint.torch_bin import read_bin
 from forge_jax.errors import CheckpointError
-from forge_jax.host.files import read_json, shown
+from forge_jax.host.files import read_json, short_repr
 from forge_jax.weights.stored import StoredTensor, TensorSource
 
 MAX_SHARDS = 10_000
@@ -71,7 +71,9 @@ def _open_shards(
             held_by[name] = shard
     for name, shard in shard_of.items():
         if name not in shards[shard]:
-            raise CheckpointError(f"{index} says that {shard} holds {shown(name)}, but it does not")
+            raise CheckpointError(
+                f"{index} says that {shard} holds {short_repr(name)}, but it does not"
+            )
     return {name: shards[shard][name] for name, shard in shard_of.items()}
 
 
@@ -87,12 +89,12 @@ def _read_index(index: Path) -> dict[str, str]:
     for name, shard in shard_of.items():
         if not isinstance(shard, str):
             raise CheckpointError(
-                f"{index} cannot be read: the file of {shown(name)} is not a string"
+                f"{index} cannot be read: the file of {short_repr(name)} is not a string"
             )
         names.add(shard)
     if len(names) > MAX_SHARDS:
         raise CheckpointError(f"{index} names {len(names)} files; at most {MAX_SHARDS} are read")
     for shard in names:
         if not shard or shard in (".", "..") or Path(shard).name != shard or "\0" in shard:
-            raise CheckpointError(f"{index} names a file outside the folder: {shown(shard)}")
+            raise CheckpointError(f"{index} names a file outside the folder: {short_repr(shard)}")
     return shard_of

@@ -22,14 +22,14 @@ from forge_jax.checkpoint.gguf.weights import GGUFWeight, read_blocks
 from forge_jax.checkpoint.mapped import map_arrays
 from forge_jax.checkpoint.matrix import StoredMatrix
 from forge_jax.errors import CheckpointError
-from forge_jax.host.files import shown
+from forge_jax.host.files import short_repr
 from forge_jax.models.decoder import Leaves, Model, WeightForms
 from forge_jax.models.registry import build_model, find_architecture
 from forge_jax.models.weight_map import Tensor, WeightMap
 from forge_jax.weights.block_types import KEY
 from forge_jax.weights.blocks import BlockForm, by_piece, forms_by_piece, piece_name
 from forge_jax.weights.forms import QuantizedForm, module_of, num_experts
-from forge_jax.weights.partition import Cut, axis_of, cut_of, matrix_of, whole_of
+from forge_jax.weights.partition import Partition, axis_of, matrix_of, partition_of, whole_of
 from forge_jax.weights.rounding import round_matrix
 from forge_jax.weights.shards import shard_of
 from forge_jax.weights.stored import FLOATS, StoredTensor, TensorSource, shorter
@@ -138,7 +138,7 @@ def _check_leaves(model: Model, folder: Path, record: Record) -> CheckedLeaves:
         for name in sorted(expected.keys() | record.leaves.keys())
     }
     faults = [
-        f"leaf {shown(name)} is {found}, not {wanted}"
+        f"leaf {short_repr(name)} is {found}, not {wanted}"
         for name, (found, wanted) in leaves.items()
         if found != wanted
     ]
@@ -390,14 +390,16 @@ def _host_shards(
                 shard = _block_leaves(model, name, checked, index)
                 yield from ((leaf, index, host) for leaf, host in shard)
     for name, whole in _whole_matrices(model, checked):
-        cut = _cut_of(model, name, checked)
+        partition = _partition_of(model, name, checked)
         for index in indices:
             if isinstance(whole, list):
                 form = model.quantized[name]
-                parts = [shard_of(each, form, cut, index) for each in whole]
+                parts = [shard_of(each, form, partition, index) for each in whole]
                 leaves = _matrix_leaves(model, name, parts.__getitem__)
             else:
-                leaves = _in_form(model, name, whole if cut is None else cut.shard(whole, index))
+                leaves = _in_form(
+                    model, name, whole if partition is None else partition.shard(whole, index)
+                )
             for leaf_name, host in leaves:
                 yield leaf_name, index, host
         del whole  # before the next is read
@@ -433,18 +435,20 @@ def _whole_matrices(
             yield name, _read_leaf(name, checked.stored)
 
 
-def _cut_of(model: Model, name: str, checked: CheckedTensors | CheckedLeaves) -> Cut | None:
+def _partition_of(
+    model: Model, name: str, checked: CheckedTensors | CheckedLeaves
+) -> Partition | None:
     """How a leaf is cut that may be a piece of a matrix."""
     whole = whole_of(name)
-    cut = cut_of(whole, model.spec, model.shards)
-    if cut is None or whole == name:
-        return cut
+    partition = partition_of(whole, model.spec, model.shards)
+    if partition is None or whole == name:
+        return partition
     assert isinstance(checked, CheckedTensors)
     begin, number = 0, 0
     while (piece := piece_name(whole, number)) != name:
         begin += sum(part.shape[0] for part in checked.parts[piece])
         number += 1
-    return cut.within(begin, begin + sum(part.shape[0] for part in checked.parts[name]))
+    return partition.within(begin, begin + sum(part.shape[0] for part in checked.parts[name]))
 
 
 def _stored_quantized(
@@ -607,12 +611,12 @@ def _in_blocks(
     form = _blocks(model)[name]
     weights = [cast(GGUFWeight, checked.stored[part.name]) for part in parts]
     outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    read, cut = partial(read_blocks, weights), _cut_of(model, name, checked)
-    if cut is not None and cut.axis == -2:
-        read, outputs = partial(_rows_of_shard, read, cut, index), cut.size
-    elif cut is not None:
-        [(begin, end)] = cut.parts[index]
-        whole, inputs = read, cut.size
+    read, partition = partial(read_blocks, weights), _partition_of(model, name, checked)
+    if partition is not None and partition.axis == -2:
+        read, outputs = partial(_rows_of_shard, read, partition, index), partition.size
+    elif partition is not None:
+        [(begin, end)] = partition.parts[index]
+        whole, inputs = read, partition.size
 
         def read(rows: np.ndarray) -> BlockValues:
             return whole(rows).columns(begin, end, form.blocks)
@@ -636,9 +640,9 @@ def _empty_leaves(model: Model, name: str) -> dict[str, np.ndarray]:
     }
 
 
-def _rows_of_shard(read: Read, cut: Cut, index: int, rows: np.ndarray) -> BlockValues:
+def _rows_of_shard(read: Read, partition: Partition, index: int, rows: np.ndarray) -> BlockValues:
     """Those that shard `index` knows by these numbers; zeros, where it has more than there are."""
-    theirs = np.concatenate([np.arange(begin, end) for begin, end in cut.parts[index]])
+    theirs = np.concatenate([np.arange(begin, end) for begin, end in partition.parts[index]])
     exists = rows < len(theirs)
     found = read(theirs[np.where(exists, rows, 0)])
     return found if exists.all() else found.only(exists)

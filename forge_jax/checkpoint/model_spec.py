@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forge_jax.checkpoint.converted import read_record
 from forge_jax.checkpoint.gguf import config_of, is_gguf, read_gguf
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import CheckpointError
 from forge_jax.host.files import read_json
 from forge_jax.models.registry import spec_of
@@ -29,10 +29,10 @@ def read_spec(folder: Path) -> ModelSpec:
     return spec if record is None else dataclasses.replace(spec, dtype=record.dtype)
 
 
-def _read_configs(folder: Path) -> tuple[Config, Config]:
+def _read_configs(folder: Path) -> tuple[HFConfig, HFConfig]:
     if is_gguf(folder):
         config, generation = config_of(read_gguf(folder))
-        return Config(config, str(folder)), Config(generation, str(folder))
+        return HFConfig(config, str(folder)), HFConfig(generation, str(folder))
     try:
         config = read_json(folder / "config.json")
     except FileNotFoundError:
@@ -42,4 +42,4 @@ def _read_configs(folder: Path) -> tuple[Config, Config]:
         generation = read_json(generation_path)
     except FileNotFoundError:
         generation = {}
-    return Config(config, str(folder / "config.json")), Config(generation, str(generation_path))
+    return HFConfig(config, str(folder / "config.json")), HFConfig(generation, str(generation_path))

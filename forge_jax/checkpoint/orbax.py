@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from forge_jax.errors import CheckpointError
-from forge_jax.host.files import file_size, read_json, shown
+from forge_jax.host.files import file_size, read_json, short_repr
 from forge_jax.weights.stored import BFLOAT16, StoredTensor
 
 DESCRIPTION = ".zarray"
@@ -75,7 +75,7 @@ def _open_array(folder: Path, leaf: jax.ShapeDtypeStruct, root: Path) -> StoredT
     for key, wanted in _description(leaf).items():
         value = found.get(key)
         if type(value) is not type(wanted) or value != wanted:
-            return f"has {key} {shown(value)}, not {wanted}"
+            return f"has {key} {short_repr(value)}, not {wanted}"
     file = folder / (".".join("0" * len(leaf.shape)) or "0")
     try:
         if file.is_symlink():

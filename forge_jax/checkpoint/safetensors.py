@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from forge_jax.errors import CheckpointError
-from forge_jax.host.files import file_size, shown
+from forge_jax.host.files import file_size, short_repr
 from forge_jax.weights.stored import (
     BFLOAT16,
     FLOAT8_E4M3,
@@ -108,7 +108,7 @@ class _Header:
         while self._more(first=not found and not named_metadata):
             name = self._name()
             if name in found or (name == "__metadata__" and named_metadata):
-                raise ValueError(f"a name appears twice: {shown(name)}")
+                raise ValueError(f"a name appears twice: {short_repr(name)}")
             if name == "__metadata__":
                 named_metadata = True
                 self._skip_metadata()
@@ -168,7 +168,7 @@ class _Header:
                 raise ValueError(f"__metadata__ has more than {MAX_METADATA_BYTES} bytes")
             pair[0].decode("utf-8")
             if pair[1] in keys:
-                raise ValueError(f"a name appears twice: {shown(pair[1])} in __metadata__")
+                raise ValueError(f"a name appears twice: {short_repr(pair[1])} in __metadata__")
             keys.add(pair[1])
             if len(keys) > MAX_METADATA_PAIRS:
                 raise ValueError(f"__metadata__ has more than {MAX_METADATA_PAIRS} names")
@@ -198,9 +198,9 @@ def _stored_tensor(name: str, file: Path, entry: Any, start: int, data_bytes: in
     if type(shape) is not list or len(entry) != 3 or len(shape) > MAX_DIMENSIONS:
         raise CheckpointError(f"{where}: broken header entry")
     if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
-        raise CheckpointError(f"{where}: shape {shown(shape)} and offsets must be sizes")
+        raise CheckpointError(f"{where}: shape {short_repr(shape)} and offsets must be sizes")
     if not isinstance(code, str) or code not in DTYPES:
-        raise CheckpointError(f"{where}: unknown dtype {shown(code)}")
+        raise CheckpointError(f"{where}: unknown dtype {short_repr(code)}")
     if end < begin:
         raise CheckpointError(f"{where}: ends at byte {end} before it begins at {begin}")
     if end > data_bytes:
@@ -209,7 +209,9 @@ def _stored_tensor(name: str, file: Path, entry: Any, start: int, data_bytes: in
         )
     dtype = DTYPES[code]
     if math.prod(shape) * dtype.itemsize != end - begin:  # Python's integers do not overflow
-        raise CheckpointError(f"{where}: {code} {shown(shape)} does not fill {end - begin} bytes")
+        raise CheckpointError(
+            f"{where}: {code} {short_repr(shape)} does not fill {end - begin} bytes"
+        )
     return StoredTensor(name, file, dtype, tuple(shape), start + begin)
 
 

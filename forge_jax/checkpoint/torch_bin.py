@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from forge_jax.errors import CheckpointError
-from forge_jax.host.files import MIB, file_size, shown
+from forge_jax.host.files import MIB, file_size, short_repr
 from forge_jax.weights.stored import (
     BFLOAT16,
     FLOAT8_E4M3,
@@ -202,11 +202,11 @@ class _Archive:
         for _ in range(count):
             name, header_at, entry_size, at = self._central(text, at)
             if name in found:
-                self._fail(f"the entry {shown(name)} appears twice")
+                self._fail(f"the entry {short_repr(name)} appears twice")
             data_at = self._local(name, header_at)
             if data_at + entry_size > directory_at:
                 self._fail(
-                    f"the entry {shown(name)} ends behind the archive's data: the file is "
+                    f"the entry {short_repr(name)} ends behind the archive's data: the file is "
                     "truncated or broken; download it again"
                 )
             spans.append((header_at, data_at + entry_size, name))
@@ -216,7 +216,7 @@ class _Archive:
         spans.sort()
         for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
             if begin < end:
-                self._fail(f"the entries {shown(name)} and {shown(other)} overlap")
+                self._fail(f"the entries {short_repr(name)} and {short_repr(other)} overlap")
         return found
 
     def _check_magic(self) -> None:
@@ -285,17 +285,18 @@ class _Archive:
         except UnicodeDecodeError:
             self._fail("the name of an entry is not UTF-8")
         if flags & 0x2041:
-            self._fail(f"the entry {shown(name)} is encrypted")
+            self._fail(f"the entry {short_repr(name)} is encrypted")
         if method != 0:
             self._fail(
-                f"the entry {shown(name)} is compressed (method {method}), which torch.save does "
+                f"the entry {short_repr(name)} is compressed (method {method}), which "
+                "torch.save does "
                 f"not do; {CONVERT}"
             )
         size, stored, header_at = self._wide(
             name, text[name_end : name_end + extra_length], size, stored, header_at
         )
         if size != stored:
-            self._fail(f"the entry {shown(name)} is not stored, but says that it is")
+            self._fail(f"the entry {short_repr(name)} is not stored, but says that it is")
         return name, header_at, size, end
 
     def _wide(
@@ -316,17 +317,17 @@ class _Archive:
                     break
                 return wide[0], wide[1], wide[2]
             at += 4 + length
-        self._fail(f"the entry {shown(name)} lacks its zip64 sizes")
+        self._fail(f"the entry {short_repr(name)} lacks its zip64 sizes")
 
     def _local(self, name: str, at: int) -> int:
         """Where the entry's data begins; its local header must agree with the directory."""
         header = self._at(at, 30)
         if header[:4] != b"PK\x03\x04":
-            self._fail(f"the entry {shown(name)} has no header where the directory says")
+            self._fail(f"the entry {short_repr(name)} has no header where the directory says")
         (method,) = struct.unpack_from("<H", header, 8)
         name_length, extra_length = struct.unpack_from("<2H", header, 26)
         if method != 0 or self._at(at + 30, name_length) != name.encode():
-            self._fail(f"the header of the entry {shown(name)} differs from the directory")
+            self._fail(f"the header of the entry {short_repr(name)} differs from the directory")
         return at + 30 + name_length + extra_length
 
     def _at(self, at: int, size: int) -> bytes:
@@ -378,9 +379,9 @@ class _Interpreter:
         name = _OTHER_OPCODES.get(code, "unknown")
         called = ""
         if name == "STACK_GLOBAL" and [type(part) for part in self.stack[-2:]] == [str, str]:
-            called = f", for {shown('.'.join(self.stack[-2:]))}"
+            called = f", for {short_repr('.'.join(self.stack[-2:]))}"
         elif name == "INST":
-            called = f", for {shown(f'{self._line()}.{self._line()}')}"
+            called = f", for {short_repr(f'{self._line()}.{self._line()}')}"
         self._fail(
             f"opcode 0x{code:02x} ({name}{called}) is none that torch.save writes; it was not run"
         )
@@ -476,7 +477,7 @@ class _Interpreter:
             if type(key) not in (str, int):  # nothing else is cheap and safe to hash
                 self._fail(f"the key of a dictionary is a {type(key).__name__}")
             if key in target:
-                self._fail(f"{shown(key)} appears twice")
+                self._fail(f"{short_repr(key)} appears twice")
             target[key] = value
 
     # Names and calls
@@ -486,7 +487,7 @@ class _Interpreter:
         known = _GLOBALS.get(name)
         if known is None:
             self._fail(
-                f"it asks for {shown(name)}, which describes no tensor; nothing of it was run"
+                f"it asks for {short_repr(name)}, which describes no tensor; nothing of it was run"
             )
         self.stack.append(known)
 
@@ -501,10 +502,11 @@ class _Interpreter:
                 self._fail("a persistent id does not name a storage")
         entry = self.entries.get(self.data + key)
         if entry is None:
-            self._fail(f"the storage {shown(key)} is not in the file")
+            self._fail(f"the storage {short_repr(key)} is not in the file")
         if count * dtype.itemsize != entry.size:
             self._fail(
-                f"the storage {shown(key)} has {entry.size} bytes, not {count} elements of {dtype}"
+                f"the storage {short_repr(key)} has {entry.size} bytes, not {count} elements "
+                f"of {dtype}"
             )
         self.stack.append(_Storage(dtype, entry))
 
@@ -549,17 +551,20 @@ class _Interpreter:
             self._fail(f"{what} is not made of a storage, a shape and strides")
         numbers = (offset, *shape, *strides)
         if any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
-            self._fail(f"{what} of shape {shown(shape)} has an offset or a stride of no size")
+            self._fail(f"{what} of shape {short_repr(shape)} has an offset or a stride of no size")
         if len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS:
-            self._fail(f"{what} of shape {shown(shape)} has {len(strides)} strides")
+            self._fail(f"{what} of shape {short_repr(shape)} has {len(strides)} strides")
         dtype = dtype or storage.dtype
         count = storage.entry.size // dtype.itemsize
         size = math.prod(shape)  # Python's integers do not overflow
         if any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True)):
-            self._fail(f"{what} of shape {shown(shape)} repeats its elements (an expanded view)")
+            self._fail(
+                f"{what} of shape {short_repr(shape)} repeats its elements (an expanded view)"
+            )
         if size > count or (size and offset + span_of(shape, strides) > count):
             self._fail(
-                f"{what} of shape {shown(shape)}, strides {shown(strides)} and offset {offset} "
+                f"{what} of shape {short_repr(shape)}, strides {short_repr(strides)} and "
+                f"offset {offset} "
                 f"reaches beyond its storage of {count} elements"
             )
         return _Tensor(dtype, shape, strides, storage.entry.offset + offset * dtype.itemsize)
@@ -567,7 +572,7 @@ class _Interpreter:
     def _latest_string(self) -> str:
         """For messages: the key that waits for its tensor."""
         strings = (value for value in self.stack[-1:-9:-1] if type(value) is str)
-        return shown(next(strings, "without a name"))
+        return short_repr(next(strings, "without a name"))
 
     def _build(self) -> None:
         """An OrderedDict may carry attributes (`_metadata`, versions of modules): not used."""

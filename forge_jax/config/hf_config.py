@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from forge_jax.errors import ModelError
-from forge_jax.host.files import shown
+from forge_jax.host.files import short_repr
 
 MAX_TOKEN_LIST = 1024
 
 
-class Config:
+class HFConfig:
     """`config.json` with checks: each getter names the field that is wrong.
 
     `defaults`: the values of fields that the file leaves out.
@@ -29,7 +29,7 @@ class Config:
     def error(self, name: str, want: str) -> ModelError:
         missing = ", the default of a missing field" if name in self._left_out else ""
         return ModelError(
-            f"{self.where}: {name} must be {want}, not {shown(self.values.get(name))}{missing}"
+            f"{self.where}: {name} must be {want}, not {short_repr(self.values.get(name))}{missing}"
         )
 
     def leaves_out(self, name: str) -> bool:
@@ -75,7 +75,9 @@ class Config:
             raise self.error(name, "a string")
         return value
 
-    def with_defaults(self, defaults: Mapping[str, Any], nullable: Collection[str] = ()) -> Config:
+    def with_defaults(
+        self, defaults: Mapping[str, Any], nullable: Collection[str] = ()
+    ) -> HFConfig:
         """The same, with `defaults` for fields that the file leaves out.
 
         Raises:
@@ -84,15 +86,15 @@ class Config:
         for name in defaults:
             if name in self.values and self.values[name] is None and name not in nullable:
                 raise ModelError(f"{self.where}: {name} must not be null: set it, or leave it out")
-        return Config(self.values, self.where, defaults)
+        return HFConfig(self.values, self.where, defaults)
 
-    def section(self, name: str) -> Config | None:
+    def section(self, name: str) -> HFConfig | None:
         value = self.values.get(name)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise self.error(name, "an object")
-        return Config(value, f"{self.where}: {name}")
+        return HFConfig(value, f"{self.where}: {name}")
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """A token id, a list of them, or none: they index the model's logits."""

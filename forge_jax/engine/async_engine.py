@@ -1,11 +1,11 @@
 """What every engine does on the event loop: it takes requests, and feeds their streams.
 
 Where the requests are computed is another matter: `Engine` has a thread for it, `EngineProcess` a
-process. Both hand over the news of a step together, by request, and `StreamingEngine` gives each
+process. Both hand over the news of a step together, by request, and `AsyncEngine` gives each
 stream its part.
 """
 
-# `Stream`, `StreamingEngine` and `_Queue` use each other's private attributes.
+# `Stream`, `AsyncEngine` and `_Queue` use each other's private attributes.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Stream:
 
     def __init__(
         self,
-        engine: StreamingEngine,
+        engine: AsyncEngine,
         request_id: str,
         samples: Iterable[int],
         lora: LoraRef | None = None,
@@ -152,7 +152,7 @@ class Stream:
             self._arrived.set()
 
 
-class StreamingEngine(ABC):
+class AsyncEngine(ABC):
     """Requests in, streams out, on one event loop; a subclass has them computed.
 
     Attributes that are None or 0 until the engine can serve are set by then.
@@ -192,7 +192,7 @@ class StreamingEngine(ABC):
         self._streams: dict[str, Stream] = {}
         self._queue = _Queue(queue_limits or QueueLimits(), clock)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._news: deque[Outputs] = deque()  # of the steps that the loop has not seen
+        self._updates: deque[Outputs] = deque()  # of the steps that the loop has not seen
         self._fan_out_due = False
         self._num_completed = 0
         self._idle = asyncio.Event()
@@ -462,7 +462,7 @@ class StreamingEngine(ABC):
 
     def _deliver(self, outputs: Iterable[Outputs]) -> None:
         """Hands the news of steps to the event loop; from any thread."""
-        self._news.extend(outputs)
+        self._updates.extend(outputs)
         if not self._fan_out_due:
             self._fan_out_due = True
             self._call(self._guarded_fan_out)
@@ -478,16 +478,16 @@ class StreamingEngine(ABC):
     def _fan_out(self) -> None:
         """Hands the news on, all steps' of a request at once. It runs on the event loop."""
         self._fan_out_due = False  # before the queue is read: what comes later is called for again
-        news: Outputs = {}
-        while self._news:
-            outputs = self._news.popleft()
-            if not news:
-                news = outputs
+        updates: Outputs = {}
+        while self._updates:
+            outputs = self._updates.popleft()
+            if not updates:
+                updates = outputs
                 continue
             for request_id, deltas in outputs.items():
-                news.setdefault(request_id, []).extend(deltas)
+                updates.setdefault(request_id, []).extend(deltas)
         waiting = self._queue.waiting
-        for request_id, deltas in news.items():
+        for request_id, deltas in updates.items():
             if request_id in waiting:
                 self._queue.pop(request_id)
             stream = self._streams.get(request_id)

@@ -50,6 +50,7 @@ from forge_jax.schedule.request import LoraRef
 from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.speculate import make_speculator
 from forge_jax.speculate.draft_model import DraftModel, draft_shapes
+from forge_jax.step.draft_probs import DraftProbs
 from forge_jax.step.kv_cache import (
     CPU_SEQUENCE_TOKENS,
     GIB,
@@ -60,7 +61,6 @@ from forge_jax.step.kv_cache import (
     kv_shape,
 )
 from forge_jax.step.mesh import TensorMesh, choose_mesh
-from forge_jax.step.proposals import Proposals
 from forge_jax.step.runner import Runner, compiler_options, first_shapes, step_shapes
 from forge_jax.step.slots import MAX_END_TOKENS
 from forge_jax.step.step import Sampler
@@ -132,9 +132,9 @@ def assemble(  # noqa: PLR0915
         use_compilation_cache(config)
     compilations = SinceReady()
     memory_limit = _free_bytes(device, shards)
-    proposals = _make_proposals(config, draft, device if mesh is None else mesh.whole)
+    draft_probs = _make_proposals(config, draft, device if mesh is None else mesh.whole)
     runner = _make_runner(
-        config, model, sizes, device, memory_limit, kernels, proposals, lora, mesh
+        config, model, sizes, device, memory_limit, kernels, draft_probs, lora, mesh
     )
     runner.compile()
     with startup.phase("config"):  # what the shapes do not depend on
@@ -151,7 +151,7 @@ def assemble(  # noqa: PLR0915
             runner.cancel()
             sizes = sizes.smaller(config, needed - memory_limit)
             runner = _make_runner(
-                config, model, sizes, device, memory_limit, kernels, proposals, lora, mesh
+                config, model, sizes, device, memory_limit, kernels, draft_probs, lora, mesh
             )
             runner.compile()
             still = runner.memory_bytes() + sizes.draft_bytes - memory_limit
@@ -164,7 +164,7 @@ def assemble(  # noqa: PLR0915
     draft_model = None
     if draft is not None:
         draft_model = _make_draft_model(
-            config, draft, sizes, runner, device, memory_limit, kernels, proposals, mesh
+            config, draft, sizes, runner, device, memory_limit, kernels, draft_probs, mesh
         )
         draft_model.compile()
     with startup.phase("warm-up"):
@@ -344,11 +344,11 @@ class _Late:
 
 def _make_proposals(
     config: EngineConfig, draft: _Draft | None, device: jax.Device | jax.sharding.Sharding
-) -> Proposals | None:
+) -> DraftProbs | None:
     """Where a draft model tells the steps what its drafts were drawn from; None if none must."""
     if draft is None or config.speculation.draft_verification == "coupled":
         return None
-    return Proposals(
+    return DraftProbs(
         num_slots=config.batch.max_num_seqs,
         max_drafts=config.speculation.max_draft_tokens,
         vocab_size=draft.model.spec.vocab_size,
@@ -363,7 +363,7 @@ def _make_runner(
     device: jax.Device,
     memory_limit: int,
     kernels: Kernels,
-    proposals: Proposals | None,
+    draft_probs: DraftProbs | None,
     lora: LoraShape | None,
     mesh: TensorMesh | None,
 ) -> Runner:
@@ -387,7 +387,7 @@ def _make_runner(
         implementation=kernels.attention,
         sampler=kernels.sampler,
         verification=speculation.draft_verification,
-        proposals=proposals,
+        draft_probs=draft_probs,
         deterministic=config.model.deterministic,
         command_buffers=config.parallel.command_buffers,
         lora=lora,
@@ -404,7 +404,7 @@ def _make_draft_model(
     device: jax.Device,
     memory_limit: int,
     kernels: Kernels,
-    proposals: Proposals | None,
+    draft_probs: DraftProbs | None,
     mesh: TensorMesh | None,
 ) -> DraftModel:
     assert sizes.draft_kv is not None
@@ -417,14 +417,14 @@ def _make_draft_model(
             max_rows=max_rows(config.batch.max_num_seqs),
             max_blocks=sizes.blocks_per_sequence,
             deterministic=config.model.deterministic,
-            proposes=proposals is not None,
+            proposes=draft_probs is not None,
         ),
         kv_shape=sizes.draft_kv,
         max_draft_tokens=config.speculation.max_draft_tokens,
         device=device,
         implementation=draft.implementation,
         sampler=kernels.sampler,
-        proposals=proposals,
+        draft_probs=draft_probs,
         uniform=config.model.deterministic,
         compiler_options=compiler_options(
             device.platform,

@@ -24,7 +24,7 @@ from forge_jax.errors import ForgeError, GrammarError, GrammarLimitError, Reques
 from forge_jax.grammar.masks import bits, mask_width
 from forge_jax.schedule.plan import SequenceResult, StepPlan
 from forge_jax.schedule.request import Sequence
-from forge_jax.schedule.scheduler import Gain
+from forge_jax.schedule.scheduler import SequenceUpdate
 
 if TYPE_CHECKING:
     from forge_jax.grammar.build import Grammar
@@ -167,7 +167,7 @@ class Constraints:
 
     def hold_up(self, seqs: Seq[Sequence], of: int | None = None) -> bool:
         """Whether those with grammars among `seqs` are many of a step of so many, or of `seqs`."""
-        blocked = sum(seq.stepwise and seq in self._held for seq in seqs)
+        blocked = sum(seq.needs_host_token and seq in self._held for seq in seqs)
         return blocked > 0 and blocked * MANY >= (len(seqs) if of is None else of)
 
     def cut(self, drafts: Mapping[Sequence, tuple[int, ...]]) -> dict[Sequence, tuple[int, ...]]:
@@ -295,14 +295,14 @@ class Constraints:
             except GrammarError as error:
                 self._foreseen[seq] = error
 
-    def follow(self, gains: Iterable[Gain]) -> list[tuple[Sequence, ForgeError | None]]:
+    def follow(self, updates: Iterable[SequenceUpdate]) -> list[tuple[Sequence, ForgeError | None]]:
         """Takes what sequences have gained; those that end by it, and those that fail, are gone.
 
         Returns:
           Whose output is complete, with None, and whose is not what it may be, with why.
         """
         over: list[tuple[Sequence, ForgeError | None]] = []
-        for seq, got in gains:
+        for seq, got in updates:
             held = self._held.get(seq)
             if held is None:
                 continue

@@ -37,7 +37,7 @@ from forge_jax.schedule.plan import (
     TokenLogprobs,
 )
 from forge_jax.schedule.request import LoraRef, Request, Sequence, TokenIds, output_room
-from forge_jax.schedule.scheduler import Gain, Scheduler, SchedulerConfig
+from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
 from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.speculate.speculator import Speculator
 from forge_jax.telemetry.engine_state import Watcher
@@ -423,7 +423,7 @@ class EngineCore:
     def _tick(self) -> Outputs:  # noqa: C901, PLR0915
         phases, speculator = self.phases, self.speculator
         phases.begin()
-        gains: list[Gain] | None = None  # of the step that has been read
+        updates: list[SequenceUpdate] | None = None  # of the step that has been read
         late = self._masks_late()
         if self._in_flight is not None and not late and self._waits(self._in_flight.plan):
             step, self._in_flight = self._in_flight, None
@@ -431,7 +431,7 @@ class EngineCore:
                 result = self._read(step)
             except Exception as error:
                 return self._recover(step.plan, error)
-            gains = self._commit(step, result)
+            updates = self._commit(step, result)
         plan = self._schedule(late)
         dispatched: _InFlight | None = None
         failed: list[tuple[Sequence, ForgeError]] = []
@@ -451,8 +451,8 @@ class EngineCore:
                     pending = self._device.dispatch(plan)
             except Exception as error:
                 if read is not None:
-                    gains = self._commit(*read)
-                self._add_deltas(gains or [], self._immediate)
+                    updates = self._commit(*read)
+                self._add_deltas(updates or [], self._immediate)
                 return self._recover(plan, error)
             dispatched = _InFlight(plan, pending, self._in_flight is None, dispatched_s)
             self.num_steps += 1
@@ -461,7 +461,7 @@ class EngineCore:
             self.max_step_sequences = max(self.max_step_sequences, plan.num_sequences)
             phases.end("dispatch")
             if read is not None:
-                gains = self._commit(*read)
+                updates = self._commit(*read)
         if self._one_step_ahead:
             step, self._in_flight = self._in_flight, dispatched
         else:
@@ -471,13 +471,13 @@ class EngineCore:
                 result = self._read(step)
             except Exception as error:
                 return self._recover(step.plan, error)
-            gains = self._commit(step, result)
+            updates = self._commit(step, result)
         elif dispatched is None and speculator is not None:
             speculator.idle()
         outputs = self._take_immediate()
-        if gains is not None:
+        if updates is not None:
             with span("text"):
-                self._add_deltas(gains, outputs)
+                self._add_deltas(updates, outputs)
             phases.end("text")
         for seq, error in failed:  # after its last news; its row of the new step is burnt
             if not seq.finished:
@@ -545,39 +545,41 @@ class EngineCore:
         drafts = speculator.drafts(self.scheduler, runs_ahead=ahead)
         return self._constraints.cut(drafts) if self._constraints else drafts
 
-    def _commit(self, step: _InFlight, result: StepResult) -> list[Gain]:
+    def _commit(self, step: _InFlight, result: StepResult) -> list[SequenceUpdate]:
         """Takes the result of a step that has just been read: what its sequences gained."""
         with span("commit"):
-            gains = self._take_result(step, result)
+            updates = self._take_result(step, result)
         self.phases.end("commit")
-        return gains
+        return updates
 
-    def _take_result(self, step: _InFlight, result: StepResult) -> list[Gain]:
+    def _take_result(self, step: _InFlight, result: StepResult) -> list[SequenceUpdate]:
         now_s = self._clock()
         if self.watcher.watches:
             self.watcher.record(step.plan, result, self._progress_s, now_s)
         self._progress_s = now_s
         if self.speculator is not None:
             self.speculator.read(step.plan, alone=step.alone)
-        gains = self.scheduler.commit(step.plan, result)
+        updates = self.scheduler.commit(step.plan, result)
         if self.speculator is not None:
-            self.speculator.learn(step.plan, gains)
+            self.speculator.learn(step.plan, updates)
         if self._constraints:
-            gains = self._follow(self._constraints, gains)
-        if self._bisection.drop(seq for seq, got in gains if got.token_ids or seq.finished):
+            updates = self._follow(self._constraints, updates)
+        if self._bisection.drop(seq for seq, got in updates if got.token_ids or seq.finished):
             self.scheduler.restrict(self._bisection.only)
-        return gains
+        return updates
 
-    def _follow(self, constraints: Constraints, gains: list[Gain]) -> list[Gain]:
+    def _follow(
+        self, constraints: Constraints, updates: list[SequenceUpdate]
+    ) -> list[SequenceUpdate]:
         """Ends the outputs that their constraints end. What is left of the gains."""
         broken = set()
-        for seq, error in constraints.follow(gains):
+        for seq, error in constraints.follow(updates):
             if error is None:
                 self.scheduler.finish(seq, "stop")
             else:
                 self._give_up(seq, error)
                 broken.add(seq)
-        return [gain for gain in gains if gain[0] not in broken] if broken else gains
+        return [gain for gain in updates if gain[0] not in broken] if broken else updates
 
     def _give_up(self, seq: Sequence, error: ForgeError) -> None:
         """Ends one sequence with an error; the client learns of it with this tick or the next."""
@@ -622,11 +624,11 @@ class EngineCore:
         self.scheduler.restrict(self._bisection.only)
         return self._take_immediate()
 
-    def _add_deltas(self, gains: list[Gain], outputs: Outputs) -> None:
+    def _add_deltas(self, updates: list[SequenceUpdate], outputs: Outputs) -> None:
         """Adds what each sequence gained; if that fails, it costs this request and no other."""
         texts, prompt_logprobs = self._texts, self._prompt_logprobs
         num_plain = 0
-        for seq, got in gains:
+        for seq, got in updates:
             try:
                 state = texts.get(seq)
                 if (  # a token in the middle of an output, and nothing else: nearly every row
@@ -658,7 +660,7 @@ class EngineCore:
                 outputs[request_id] = [delta]
         self.generation_tokens += num_plain
         if self.speculator is not None:
-            for seq, _ in gains:
+            for seq, _ in updates:
                 if seq.finished:
                     self._end_drafts(seq)
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import EngineConfig, python_names
+from forge_jax.engine.async_engine import AsyncEngine, QueueLimits
 from forge_jax.engine.async_engine import EngineStats as EngineStats
-from forge_jax.engine.async_engine import QueueLimits, StreamingEngine
 from forge_jax.engine.async_engine import State as State
 from forge_jax.engine.async_engine import Stream as Stream
 from forge_jax.engine.core import EngineCore, EngineParts, Late, Limits, Outputs, Pooler
@@ -45,7 +45,7 @@ CALL_S = 1.0  # between two looks at whether the engine thread is alive
 log = logging.getLogger(__name__)
 
 
-class Engine(StreamingEngine):
+class Engine(AsyncEngine):
     """An engine thread and the streams that it feeds."""
 
     def __init__(self, parts: EngineParts, queue_limits: QueueLimits | None = None):

@@ -151,7 +151,7 @@ def depth_exceeds(value: Any, limit: int) -> bool:
     return True
 
 
-def shown(value: Any, limit: int = 80) -> str:
+def short_repr(value: Any, limit: int = 80) -> str:
     """A value from a file as an error message shows it: never long."""
     try:
         text = repr(value) if not isinstance(value, dict | list) or len(value) < 100 else "..."

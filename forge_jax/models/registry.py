@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import ModelError, UnsupportedModelError
-from forge_jax.host.files import shown
+from forge_jax.host.files import short_repr
 from forge_jax.models.decoder import Decoder, Model, WeightForms
 from forge_jax.models.families import ARCHITECTURES, Architecture
 from forge_jax.models.spec import DTYPES, ModelSpec
@@ -19,12 +19,13 @@ def find_architecture(name: str) -> Architecture:
     """The architecture that `config.json` calls `name`; UnsupportedModelError lists the known."""
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"architecture {shown(name)} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"architecture {short_repr(name)} is not supported; supported: "
+            f"{', '.join(ARCHITECTURES)}"
         )
     return ARCHITECTURES[name]
 
 
-def spec_of(config: Config, generation: Config) -> ModelSpec:
+def spec_of(config: HFConfig, generation: HFConfig) -> ModelSpec:
     """The spec that `config.json` and `generation_config.json` describe.
 
     Raises:

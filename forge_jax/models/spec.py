@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import UnsupportedModelError
-from forge_jax.host.files import shown
+from forge_jax.host.files import short_repr
 from forge_jax.weights.block_types import BlockTypes, read_block_types
 from forge_jax.weights.quantization import QuantSpec, read_quantization
 
@@ -150,8 +150,8 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def decoder_spec(
-    config: Config,
-    generation: Config,
+    config: HFConfig,
+    generation: HFConfig,
     architecture: str,
     *,
     activation_name: str = "hidden_act",
@@ -176,7 +176,7 @@ def decoder_spec(
     name = config.string(activation_name)
     if name not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{config.where}: {activation_name} {shown(name)} is not supported; "
+            f"{config.where}: {activation_name} {short_repr(name)} is not supported; "
             f"supported: {', '.join(ACTIVATIONS)}"
         )
     hidden_size = config.integer("hidden_size", high=MAX_WIDTH)
@@ -213,7 +213,7 @@ def decoder_spec(
     )
 
 
-def _refuse_what_changes_layers(config: Config) -> None:
+def _refuse_what_changes_layers(config: HFConfig) -> None:
     """Refuses fields that transformers reads in every family, and that have no counterpart here."""
     for name in ("use_bidirectional_attention", "per_layer_config"):
         if config.values.get(name):
@@ -222,7 +222,7 @@ def _refuse_what_changes_layers(config: Config) -> None:
         raise UnsupportedModelError(f"{config.where}: is_causal false is not supported")
 
 
-def read_head_dim(config: Config) -> int:
+def read_head_dim(config: HFConfig) -> int:
     """The width of a head: by default `hidden_size` over the number of heads."""
     hidden_size = config.integer("hidden_size", high=MAX_WIDTH)
     heads = config.integer("num_attention_heads", high=MAX_HEADS)
@@ -232,7 +232,7 @@ def read_head_dim(config: Config) -> int:
     return head_dim
 
 
-def _end_ids(config: Config, generation: Config, vocab_size: int) -> tuple[int, ...]:
+def _end_ids(config: HFConfig, generation: HFConfig, vocab_size: int) -> tuple[int, ...]:
     """Those of both files; the default counts only where there is no `generation_config.json`."""
     ids = generation.token_ids("eos_token_id", vocab_size)
     if not (generation.values and config.leaves_out("eos_token_id")):
@@ -240,7 +240,7 @@ def _end_ids(config: Config, generation: Config, vocab_size: int) -> tuple[int, 
     return tuple(dict.fromkeys(ids))
 
 
-def _own_token_ids(config: Config, name: str, vocab_size: int) -> tuple[int, ...]:
+def _own_token_ids(config: HFConfig, name: str, vocab_size: int) -> tuple[int, ...]:
     if config.leaves_out(name):  # a default may lie beyond a small vocabulary: nothing samples it
         default = config.values[name]
         return () if default is None or default >= vocab_size else (default,)
@@ -250,7 +250,7 @@ def _own_token_ids(config: Config, name: str, vocab_size: int) -> tuple[int, ...
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read_layer_types(config: Config) -> tuple[str, ...] | None:
+def read_layer_types(config: HFConfig) -> tuple[str, ...] | None:
     """For each layer `full_attention` or `sliding_attention`; None: the file does not say."""
     types = config.values.get("layer_types")
     if types is None:
@@ -265,7 +265,7 @@ def read_layer_types(config: Config) -> tuple[str, ...] | None:
     return tuple(types)
 
 
-def read_window(config: Config) -> int | None:
+def read_window(config: HFConfig) -> int | None:
     """How many keys a query sees; None: all."""
     if not config.has("sliding_window"):
         return None
@@ -273,7 +273,7 @@ def read_window(config: Config) -> int | None:
 
 
 def read_windows(
-    config: Config, window: int | None, windowed: Callable[[int], bool]
+    config: HFConfig, window: int | None, windowed: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
     """The window of each layer: by `layer_types` where the file has them, else by `windowed`.
 
@@ -292,13 +292,13 @@ def read_windows(
     return tuple(window if kind == SLIDING else None for kind in types) if window else ()
 
 
-def window_everywhere(config: Config, window: int | None) -> tuple[int | None, ...]:
+def window_everywhere(config: HFConfig, window: int | None) -> tuple[int | None, ...]:
     """The same window in every layer, whatever `layer_types` says."""
     return (window,) * config.integer("num_hidden_layers", high=MAX_LAYERS) if window else ()
 
 
 def read_experts(
-    config: Config, own_name: str, *, least: int = 1, **parts: Any
+    config: HFConfig, own_name: str, *, least: int = 1, **parts: Any
 ) -> ExpertSpec | None:
     """The experts of a model; None: it has none.
 
@@ -324,7 +324,7 @@ def read_experts(
     activation = config.string("hidden_act")
     if ACTIVATIONS.get(activation) != "silu":
         raise UnsupportedModelError(
-            f"{config.where}: hidden_act {shown(activation)} is not supported with experts; "
+            f"{config.where}: hidden_act {short_repr(activation)} is not supported with experts; "
             "supported: silu, swish"
         )
     per_token = config.integer("num_experts_per_tok", high=MAX_EXPERTS)
@@ -333,19 +333,19 @@ def read_experts(
     return ExpertSpec(count=count, per_token=per_token, **parts)
 
 
-def read_dtype(config: Config) -> str:
+def read_dtype(config: HFConfig) -> str:
     """The checkpoint's dtype; float32 where the file does not say, as in Hugging Face."""
     name = "dtype" if config.has("dtype") else "torch_dtype"
     dtype = config.string(name, "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise UnsupportedModelError(
-            f"{config.where}: {name} {shown(dtype)} is not supported; "
+            f"{config.where}: {name} {short_repr(dtype)} is not supported; "
             f"supported: {', '.join(DTYPES)}"
         )
     return dtype
 
 
-def read_rope(config: Config, max_position_embeddings: int, head_dim: int) -> RopeSpec:
+def read_rope(config: HFConfig, max_position_embeddings: int, head_dim: int) -> RopeSpec:
     """Rotary embeddings from `rope_scaling`, else from `rope_parameters`, as in transformers.
 
     `rope_scaling` replaces `rope_parameters` as a whole; `rope_theta` beside them is the default of
@@ -354,7 +354,7 @@ def read_rope(config: Config, max_position_embeddings: int, head_dim: int) -> Ro
     scaling, parameters = config.section("rope_scaling"), config.section("rope_parameters")
     section = scaling if scaling is not None and scaling.values else parameters
     if section is None:
-        section = Config({}, config.where)
+        section = HFConfig({}, config.where)
     for name in (FULL, SLIDING):
         if name in section.values:
             raise UnsupportedModelError(
@@ -368,8 +368,8 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def rope_of(
-    section: Config,
-    config: Config,
+    section: HFConfig,
+    config: HFConfig,
     max_position_embeddings: int,
     head_dim: int,
     *,
@@ -415,7 +415,7 @@ def rope_of(
     )
 
 
-def _rope_type(section: Config) -> str:
+def _rope_type(section: HFConfig) -> str:
     """`rope_type`, or `type`, its spelling of before transformers 4.43.
 
     transformers ignores a `type` beside a `rope_type`. Here it must not say something else.
@@ -426,21 +426,22 @@ def _rope_type(section: Config) -> str:
         old = "longrope" if old == "su" else old
         if isinstance(old, str) and old != kind:
             raise UnsupportedModelError(
-                f"{section.where}: type {shown(old)} contradicts rope_type {shown(kind)}: "
+                f"{section.where}: type {short_repr(old)} contradicts rope_type "
+                f"{short_repr(kind)}: "
                 "remove the wrong one"
             )
     else:
         kind = section.string("type") if "type" in section.values else "default"
     if kind not in ROPE_TYPES:
         raise UnsupportedModelError(
-            f"{section.where}: rope type {shown(kind)} is not supported; "
+            f"{section.where}: rope type {short_repr(kind)} is not supported; "
             f"supported: {', '.join(ROPE_TYPES)}"
         )
     return kind
 
 
 def _longrope(
-    section: Config, theta: float, max_position_embeddings: int, original: int, head_dim: int
+    section: HFConfig, theta: float, max_position_embeddings: int, original: int, head_dim: int
 ) -> RopeSpec:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a factor for each pair.
 

@@ -180,7 +180,9 @@ class Sequence:
     # Fixed from here on, and read for every row of every step.
     key: tuple[str, int] = field(init=False)
     salt: str = field(init=False)
-    stepwise: bool = field(init=False)  # what may come depends on the last token: it must be known
+    needs_host_token: bool = field(
+        init=False
+    )  # what may come depends on the last token: it must be known
     prompt_len: int = field(init=False)
     max_len: int = field(init=False)  # prompt and output
     pooling: Pooling | None = field(init=False)
@@ -188,7 +190,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.key = (self.request.request_id, self.index)
         self.salt = cache_name(self.request)
-        self.stepwise = self.request.params.stepwise
+        self.needs_host_token = self.request.params.needs_host_token
         self.pooling = self.request.pooling
         self.prompt_len = len(self.request.prompt_token_ids)
         self.max_len = self.prompt_len + self.max_tokens

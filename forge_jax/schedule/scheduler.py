@@ -84,7 +84,7 @@ class SchedulerConfig:
 
 # What a sequence gained in a step that has been read. `seq.finish_reason` is set if these were its
 # last tokens; with a fault it has been finished with "error", and there are no tokens.
-Gain = tuple[Sequence, SequenceResult]
+SequenceUpdate = tuple[Sequence, SequenceResult]
 
 
 class _InFlight(NamedTuple):
@@ -376,7 +376,7 @@ class Scheduler:
                     prompts.append(seq)
                 continue  # or its last tokens have been sampled and only need to be read
             awaited = True
-            if seq.stepwise and seq.num_pending and not masks_late:
+            if seq.needs_host_token and seq.num_pending and not masks_late:
                 continue
             if not tokens_left or not rows_left:
                 continue
@@ -733,7 +733,7 @@ class Scheduler:
 
     # ---- results -------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[Gain]:
+    def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Takes the result of the oldest step in flight.
 
         Sequences that have finished meanwhile get nothing: their rows were burnt. A preempted one
@@ -745,17 +745,17 @@ class Scheduler:
         assert plan.step == result.step == step, "steps are committed in the order of their plans"
         assert len(seqs) == len(result.sequences) == plan.num_sequences
         self._last_read = step
-        gains: list[Gain] = []
-        self._commit_decodes(seqs, epochs, plan.decodes.starts, result.sequences, gains)
+        updates: list[SequenceUpdate] = []
+        self._commit_decodes(seqs, epochs, plan.decodes.starts, result.sequences, updates)
         num_decodes = len(plan.decodes)
         self._commit_chunks(
             seqs[num_decodes:],
             epochs[num_decodes:],
             plan.chunks,
             result.sequences[num_decodes:],
-            gains,
+            updates,
         )
-        return gains
+        return updates
 
     def _commit_decodes(
         self,
@@ -763,7 +763,7 @@ class Scheduler:
         epochs: list[int],
         starts: Seq[int],
         results: Seq[SequenceResult],
-        gains: list[Gain],
+        updates: list[SequenceUpdate],
     ) -> None:
         """Commits as many of the first as there are `starts`."""
         block_size, registers = self.pool.block_size, self.pool.prefix_cache
@@ -773,7 +773,7 @@ class Scheduler:
                 continue
             seq.num_pending -= 1
             if got.fault:
-                gains.append(self._fail(seq))
+                updates.append(self._fail(seq))
                 continue
             end = start + 1
             if registers and end // block_size > seq.num_registered and epoch == seq.epoch:
@@ -785,7 +785,7 @@ class Scheduler:
             tokens.append(token)
             if token in seq.stop_ids or len(tokens) >= seq.max_len:
                 self._ends(seq, token)
-            gains.append((seq, got))
+            updates.append((seq, got))
 
     def _commit_chunks(
         self,
@@ -793,7 +793,7 @@ class Scheduler:
         epochs: list[int],
         chunks: Seq[ScheduledSequence],
         results: Seq[SequenceResult],
-        gains: list[Gain],
+        updates: list[SequenceUpdate],
     ) -> None:
         block_size, registers = self.pool.block_size, self.pool.prefix_cache
         for seq, epoch, row, got in zip(seqs, epochs, chunks, results, strict=True):
@@ -804,7 +804,7 @@ class Scheduler:
                 self._verify_nothing(seq, epoch)
                 continue
             if got.fault:
-                gains.append(self._fail(seq))
+                updates.append(self._fail(seq))
                 continue
             end = row.start + len(row.token_ids)
             if row.num_drafts:
@@ -816,9 +816,9 @@ class Scheduler:
                 if self._followers and end >= seq.prompt_len:
                     self._release_followers(seq.request_id)
             if row.samples and not row.scoring:
-                gains.append((seq, self._accept(seq, got)))
+                updates.append((seq, self._accept(seq, got)))
             else:
-                self._commit_prompt(seq, end, row, got, gains)
+                self._commit_prompt(seq, end, row, got, updates)
 
     def _settle(self, seq: Sequence, epoch: int, row: ScheduledSequence, accepted: int) -> int:
         """Takes back the drafts that were wrong; returns how many tokens have been computed."""
@@ -835,7 +835,7 @@ class Scheduler:
         if epoch == seq.epoch:
             self._preempt(seq)
 
-    def _fail(self, seq: Sequence) -> Gain:
+    def _fail(self, seq: Sequence) -> SequenceUpdate:
         self._finish(seq, "error", None)
         return seq, SequenceResult(fault=True)
 
@@ -870,16 +870,16 @@ class Scheduler:
         end: int,
         row: ScheduledSequence,
         got: SequenceResult,
-        gains: list[Gain],
+        updates: list[SequenceUpdate],
     ) -> None:
         seq.num_scored += len(row.targets)
         if row.samples:
-            gains.append((seq, self._accept(seq, got)))
+            updates.append((seq, self._accept(seq, got)))
             return
         if seq.max_tokens == 0 and end >= seq.prompt_len:
             self._finish(seq, "length" if seq.pooling is None else "stop", None)
         if seq.finished or got.prompt_logprobs:
-            gains.append((seq, got))
+            updates.append((seq, got))
 
     def _register(self, seq: Sequence, num_full: int, *, seen: bool, more: Seq[int] = ()) -> None:
         """Puts the blocks that a step has filled into the prefix cache.

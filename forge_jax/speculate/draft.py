@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TAKEN_IN = 2  # tokens of a sequence that `draft` computes itself
-HOPE = 0.9  # confidence that is expected before anything is known
+PRIOR_CONFIDENCE = 0.9  # confidence that is expected before anything is known
 WEIGHT = 0.05  # of new confidence
 
 
@@ -69,7 +69,7 @@ class ModelDrafter:
         kv = model.kv_shape
         self._pool = BlockPool(kv.num_blocks, kv.block_size, prefix_cache=False)
         self._computed: dict[tuple[str, int], _Computed] = {}
-        self._typical = np.full(self._most, HOPE)
+        self._typical = np.full(self._most, PRIOR_CONFIDENCE)
         self._told = False
 
     def propose(self, seqs: Seq[Sequence]) -> list[Draft]:
@@ -88,14 +88,14 @@ class ModelDrafter:
                 drafts[place] = draft
         return drafts
 
-    def foresee(self, seqs: Seq[Sequence]) -> list[Seq[float]]:
+    def predict_confidence(self, seqs: Seq[Sequence]) -> list[Seq[float]]:
         """Tells nothing from the texts: what is typical, where there can be drafts at all."""
         if not self._model.can_draft:
             return [()] * len(seqs)
         typical = self._typical.tolist()
         return [typical[: self._draft_room(seq)] if self._may(seq) else () for seq in seqs]
 
-    def study(self, limit: int) -> bool:
+    def ingest(self, limit: int) -> bool:
         """Learns nothing from texts."""
         return False
 

@@ -7,7 +7,7 @@ Musco and Suresh 2024, arXiv:2408.07978): a draft is then what the target sample
 two distributions allow it to be without knowing each other, and always where they are the same.
 
 For verification by rejection the noise is another, and what each draft was drawn from is left in
-`Proposals` for the target's step. A draft's probability, for the policy that decides how many are
+`DraftProbs` for the target's step. A draft's probability, for the policy that decides how many are
 verified, is then that of the likeliest token: knowing the one drawn would let good draws through
 and bias what is put out.
 
@@ -28,9 +28,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from forge_jax.step.draft_probs import SUPPORT, DraftProbs, Proposed
 from forge_jax.step.executables import Executables, LateShapes
 from forge_jax.step.kv_cache import KVShape
-from forge_jax.step.proposals import SUPPORT, Proposals, Proposed
 from forge_jax.step.runner import PATIENCE_S
 from forge_jax.step.slots import MIN_TEMPERATURE, PADDING
 from forge_kernels import sampling
@@ -59,7 +59,7 @@ class Row(NamedTuple):
     slot: int = PADDING  # `draft`: of the sequence in the target's steps
 
 
-class Meta(NamedTuple):
+class DraftInputs(NamedTuple):
     """The segments of a call's packed array."""
 
     header: jax.Array  # i32[3]: num_seqs, num_tokens, flags
@@ -89,7 +89,7 @@ class DraftShape:
 
     @cached_property
     def segments(self) -> tuple[slice, ...]:
-        """Where each segment lies in the packed array, in the order of `Meta`."""
+        """Where each segment lies in the packed array, in the order of `DraftInputs`."""
         t, s = self.num_tokens, self.num_seqs
         slots = s * self.proposes
         lengths = (3, t, t, s, s + 1, s, s * NUM_PARAMS, s * self.max_blocks, slots)
@@ -102,7 +102,7 @@ class DraftShape:
 
     def split(self, packed):
         """Cuts the packed array (numpy or traced) into its segments, without a copy."""
-        return Meta(*[packed[segment] for segment in self.segments])
+        return DraftInputs(*[packed[segment] for segment in self.segments])
 
     def most(self, rows: Seq[Row]) -> int:
         """How many of the first rows fit."""
@@ -196,7 +196,7 @@ def make_draft(
 
     def sample(
         leaves: tuple[jax.Array, ...],
-        m: Meta,
+        m: DraftInputs,
         hidden: jax.Array,  # dtype[T, d]
         row_token: jax.Array,  # i32[S], the row of T of each sequence
         position: jax.Array,  # i32[S], of the token to be sampled
@@ -249,7 +249,7 @@ def make_draft(
     def go_on(
         leaves: tuple[jax.Array, ...],
         kv: tuple[jax.Array, ...],
-        m: Meta,
+        m: DraftInputs,
         last: jax.Array,  # i32[S], position of the last known token
         token: jax.Array,  # i32[S], at `last + ahead`
         ahead: jax.Array,  # i32[]
@@ -313,7 +313,7 @@ def _take_in(
     leaves: tuple[jax.Array, ...],
     kv: tuple[jax.Array, ...],
     shape: DraftShape,
-    m: Meta,
+    m: DraftInputs,
     block_size: int,
     implementation: Implementation,
     uniform: bool,
@@ -430,7 +430,7 @@ class DraftModel:
         device: jax.Device,
         implementation: Implementation = "auto",
         sampler: Literal["xla", "cpu"] = "xla",
-        proposals: Proposals | None = None,
+        draft_probs: DraftProbs | None = None,
         uniform: bool = False,
         compiler_options: Mapping[str, str | bool | int] | None = None,
         memory_limit: int | None = None,
@@ -445,7 +445,7 @@ class DraftModel:
         self._ready: list[DraftShape] = []
         self._implementation: Implementation = implementation
         self._sampler: Literal["xla", "cpu"] = sampler
-        self._proposals = proposals
+        self._draft_probs = draft_probs
         self._uniform = uniform
         self._executables = Executables(compiler_options)
         self._late = LateShapes(
@@ -458,7 +458,7 @@ class DraftModel:
     @property
     def proposes(self) -> bool:
         """Whether its drafts are for verification by rejection."""
-        return self._proposals is not None
+        return self._draft_probs is not None
 
     @property
     def vocab_size(self) -> int:
@@ -516,8 +516,8 @@ class DraftModel:
 
     def reset(self) -> None:
         """Makes the KV cache anew: what it held is lost, and so are all drafts."""
-        if self._proposals is not None:
-            self._proposals.reset()
+        if self._draft_probs is not None:
+            self._draft_probs.reset()
         self._kv = ()  # first, or there would be no room for the new
         self._kv = jax.block_until_ready(self._executables["new_kv"]())
 
@@ -582,8 +582,8 @@ class DraftModel:
             outs.append((out, count))
             first += count
         both = np.concatenate([np.asarray(out)[:, :count] for out, count in outs], axis=1)
-        if self._proposals is not None:  # now that nothing has raised, or steps would, too
-            [self._proposals.latest] = proposed
+        if self._draft_probs is not None:  # now that nothing has raised, or steps would, too
+            [self._draft_probs.latest] = proposed
         return both[0], both[1].view(np.float32)
 
     def _choose(self, shapes: Seq[DraftShape], rows: Seq[Row]) -> DraftShape:
@@ -597,11 +597,11 @@ class DraftModel:
         return out
 
     def _latest(self, shape: DraftShape) -> tuple[Proposed, ...]:
-        """What an executable takes and gives of `Proposals`: one argument, or none."""
+        """What an executable takes and gives of `DraftProbs`: one argument, or none."""
         if not shape.proposes:
             return ()
-        assert self._proposals is not None
-        return (self._proposals.latest,)
+        assert self._draft_probs is not None
+        return (self._draft_probs.latest,)
 
     def _new_kv(self) -> tuple[jax.Array, ...]:
         layer = self._whole_kv.layer

@@ -30,7 +30,7 @@ class Drafter(Protocol):
         """A draft, maybe an empty one, for each of them."""
         ...
 
-    def foresee(self, seqs: Seq[Sequence]) -> list[Seq[float]]:
+    def predict_confidence(self, seqs: Seq[Sequence]) -> list[Seq[float]]:
         """What the confidence of `propose` would be, one step early and cheaply.
 
         The last token of each sequence has been sampled and not been read. The values are of the
@@ -38,7 +38,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def study(self, limit: int) -> bool:
+    def ingest(self, limit: int) -> bool:
         """Takes in so many tokens, at most, of what has ended, for those that come later.
 
         Returns whether there are more.
@@ -57,7 +57,7 @@ class Drafter(Protocol):
 class TextDrafter(Protocol):
     """Knows the tokens of live sequences, by key, and those of earlier ones as it sees fit.
 
-    Tokens are taken in by `propose` and `study`: a sequence that is never asked for costs next to
+    Tokens are taken in by `propose` and `ingest`: a sequence that is never asked for costs next to
     nothing.
     """
 
@@ -73,7 +73,7 @@ class TextDrafter(Protocol):
         """
         ...
 
-    def study(self, limit: int) -> bool:
+    def ingest(self, limit: int) -> bool:
         """Takes in so many tokens, at most, of what was put out, for others: are there more?"""
         ...
 
@@ -95,7 +95,7 @@ class OneByOne:
     def propose(self, seqs: Seq[Sequence]) -> list[Draft]:
         return [self._propose(seq) for seq in seqs]
 
-    def foresee(self, seqs: Seq[Sequence]) -> list[Seq[float]]:
+    def predict_confidence(self, seqs: Seq[Sequence]) -> list[Seq[float]]:
         foreseen: list[Seq[float]] = []
         self._foreseen.clear()
         for seq in seqs:
@@ -109,8 +109,8 @@ class OneByOne:
                 foreseen.append([])
         return foreseen
 
-    def study(self, limit: int) -> bool:
-        return self._drafter.study(limit)
+    def ingest(self, limit: int) -> bool:
+        return self._drafter.ingest(limit)
 
     def end(self, seq: Sequence) -> None:
         self._foreseen.pop(seq.key, None)

@@ -9,8 +9,8 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from typing import cast
 
-from forge_jax.speculate.contexts import IndexPool, agreement
 from forge_jax.speculate.drafter import Draft
+from forge_jax.speculate.ngram_index import IndexPool, agreement
 
 _REACH = 64  # tokens that a match is compared over, for its confidence
 
@@ -64,7 +64,7 @@ class NgramDrafter:
                 draft.append(draft[-period])
         return Draft(tuple(draft), (match / (match + 3),) * len(draft))
 
-    def study(self, limit: int) -> bool:
+    def ingest(self, limit: int) -> bool:
         """Learns nothing for others."""
         return False
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from forge_jax.schedule.plan import StepPlan
 from forge_jax.schedule.request import Sequence
-from forge_jax.schedule.scheduler import Gain, Scheduler
+from forge_jax.schedule.scheduler import Scheduler, SequenceUpdate
+from forge_jax.speculate.draft_length import Experience, LengthPolicy
 from forge_jax.speculate.drafter import Draft, Drafter
-from forge_jax.speculate.length import Experience, LengthPolicy
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class Speculator:
             return {}
         drafts: dict[Sequence, Draft] = {}
         reach: dict[Sequence, list[float]] = {}
-        gains: list[float] = []
+        updates: list[float] = []
         began_s = self._clock()
         proposed = self._ask(lambda drafter: drafter.propose(seqs), [Draft()] * len(seqs))
         if not waited:
@@ -176,14 +176,14 @@ class Speculator:
             if draft.token_ids:
                 drafts[seq] = draft
                 reach[seq] = self._reach(seq, draft.confidence)
-                gains += reach[seq]
-        gains.sort(reverse=True)
-        count = self.policy.choose(num_sequences, gains, runs_ahead=runs_ahead)
+                updates += reach[seq]
+        updates.sort(reverse=True)
+        count = self.policy.choose(num_sequences, updates, runs_ahead=runs_ahead)
         if not count:
-            self._declined = bool(gains)
+            self._declined = bool(updates)
             return {}
         self.policy.tried(num_sequences, runs_ahead=runs_ahead)
-        least = gains[count - 1]
+        least = updates[count - 1]
         chosen: dict[Sequence, tuple[int, ...]] = {}
         for seq in sorted(drafts, key=lambda seq: reach[seq][0], reverse=True):
             length = sum(value >= least for value in reach[seq])
@@ -231,14 +231,14 @@ class Speculator:
         """Nothing is in flight: the time until the next result is not a step's."""
         self._read_s = None
         if self._unread:
-            self._unread = self._ask(lambda drafter: drafter.study(STUDY_IDLE), False)
+            self._unread = self._ask(lambda drafter: drafter.ingest(STUDY_IDLE), False)
 
-    def learn(self, plan: StepPlan, gains: Seq[Gain]) -> None:
+    def learn(self, plan: StepPlan, updates: Seq[SequenceUpdate]) -> None:
         """What became of the drafts of `plan`."""
         self._num_unpaid += 1
         if plan.chunks and plan.num_drafts:
-            self._learn(plan, gains)
-            self._earn(self._saved(plan, gains))
+            self._learn(plan, updates)
+            self._earn(self._saved(plan, updates))
         elif self._num_unpaid == EARN_EACH:
             self._earn(0.0)
         if self._unread and self._to_study.left:
@@ -249,17 +249,17 @@ class Speculator:
         self._to_study.step(self._num_unpaid, saved)
         self._num_unpaid = 0
 
-    def _saved(self, plan: StepPlan, gains: Seq[Gain]) -> float:
+    def _saved(self, plan: StepPlan, updates: Seq[SequenceUpdate]) -> float:
         """How many steps without drafts that of `plan` has spared, by its tokens and its time."""
-        tokens = sum(len(got.token_ids) for _, got in gains) / plan.num_sequences
+        tokens = sum(len(got.token_ids) for _, got in updates) / plan.num_sequences
         plain_s = self.policy.plain_s(plan.num_sequences, runs_ahead=self._one_step_ahead)
         if self._drafted_s is None or plain_s is None:
             return 0.0
         return tokens - self._drafted_s / plain_s
 
-    def _learn(self, plan: StepPlan, gains: Seq[Gain]) -> None:
+    def _learn(self, plan: StepPlan, updates: Seq[SequenceUpdate]) -> None:
         lengths = {row.seq_key: row.num_drafts for row in plan.chunks if row.num_drafts}
-        for seq, got in gains:
+        for seq, got in updates:
             draft = self._verifying.pop(seq, None)
             length = lengths.get(seq.key)
             if draft is None or length is None or got.fault:
@@ -315,7 +315,7 @@ class Speculator:
             self._clock(),
         )
         if step_s:
-            self._unread = self._ask(lambda drafter: drafter.study(STUDY), False)
+            self._unread = self._ask(lambda drafter: drafter.ingest(STUDY), False)
             self._to_study.spend((self._clock() - began_s) / step_s)
 
     def _may_look(self, num_sequences: int, runs_ahead: bool) -> bool:
@@ -340,14 +340,14 @@ class Speculator:
         if len(seqs) > LOOK_AT:
             first = self._num_looks * LOOK_AT % len(seqs)
             seqs = [*seqs[first:], *seqs[:first]][:LOOK_AT]
-        gains: list[float] = []
-        foreseen = self._ask(lambda drafter: drafter.foresee(seqs), [()] * len(seqs))
+        updates: list[float] = []
+        foreseen = self._ask(lambda drafter: drafter.predict_confidence(seqs), [()] * len(seqs))
         for seq, confidence in zip(seqs, foreseen, strict=True):
-            gains += self._reach(seq, confidence)
-        gains *= num_sequences // len(seqs)
-        gains.sort(reverse=True)
+            updates += self._reach(seq, confidence)
+        updates *= num_sequences // len(seqs)
+        updates.sort(reverse=True)
         chosen = self.policy.choose(
-            num_sequences, gains, runs_ahead=runs_ahead, in_flight=in_flight
+            num_sequences, updates, runs_ahead=runs_ahead, in_flight=in_flight
         )
         self._spend_look(began_s, num_sequences, runs_ahead)
         return chosen > 0

@@ -2,7 +2,7 @@
 
 Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), with what matters of its two trees: contexts of
 this sequence, prompt and output, and of the outputs of other sequences of the same salt. Here they
-are no trees. A `ContextIndex` finds where the context stands, latest first, and what follows at the
+are no trees. A `NgramIndex` finds where the context stands, latest first, and what follows at the
 latest of these places is counted when it is asked for: to enter a token takes a few dictionary
 operations whatever stands around it, and forgetting leaves no count behind.
 """
@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 
-from forge_jax.speculate.contexts import ContextIndex, IndexPool, agreement
 from forge_jax.speculate.drafter import Draft
+from forge_jax.speculate.ngram_index import IndexPool, NgramIndex, agreement
 
 _LENGTHS = (1, 2, 4, 8, 16)  # of the contexts that are indexed
 _PLACES = 16  # the latest ones, that are counted
 _PIECE = 128  # tokens of an output that others of its salt may find, at a time
-_MOST_WAITING = 8192  # tokens of others' outputs that wait for `study`; what ends then is not kept
+_MOST_WAITING = 8192  # tokens of others' outputs that wait for `ingest`; what ends then is not kept
 
 
 class SuffixDrafter:
@@ -66,7 +66,7 @@ class SuffixDrafter:
         self._live = IndexPool(lengths, max_depth, max_live_tokens, max_sequences)
         self._shared = IndexPool(lengths, max_depth, max_shared_tokens, max_salts)
         self._max_salts = max_salts
-        self._unread: dict[str, None] = {}  # salts with outputs that wait for `study`
+        self._unread: dict[str, None] = {}  # salts with outputs that wait for `ingest`
 
     @property
     def num_live(self) -> int:
@@ -91,7 +91,7 @@ class SuffixDrafter:
                 return other
         return draft
 
-    def study(self, limit: int) -> bool:
+    def ingest(self, limit: int) -> bool:
         salt = next(iter(self._unread), None)
         if salt is not None:
             del self._unread[salt]
@@ -132,7 +132,7 @@ class SuffixDrafter:
         self._shared.add(salt, key, before, tokens[begin:end], goes_on=mark > 0)
         return end
 
-    def _go_on(self, index: ContextIndex, tail: list[int], repeats: bool) -> tuple[Draft, float]:
+    def _go_on(self, index: NgramIndex, tail: list[int], repeats: bool) -> tuple[Draft, float]:
         """The most frequent way on, and how many of its tokens are expected to be accepted.
 
         `repeats` tells that the index's text ends with `tail`: it may go on with the draft itself.

@@ -22,7 +22,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from forge_jax.errors import ConfigError
 from forge_jax.models.lora import LoraShape, lora_targets, set_adapter
-from forge_jax.weights.partition import AXIS, Cut, axis_of, cut_of_adapter, matrix_of, shard_spec
+from forge_jax.weights.partition import (
+    AXIS,
+    Partition,
+    adapter_partition,
+    axis_of,
+    matrix_of,
+    shard_spec,
+)
 
 if TYPE_CHECKING:
     from forge_jax.config import EngineConfig
@@ -97,11 +104,13 @@ class TensorMesh:
 
     def cut_adapter(self, model: Model, arrays: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
         """An adapter, see `LoraShape.adapter`, each part of it on its device."""
-        cuts, specs = _adapter_cuts(model.spec, self.shards), _adapter_specs(model)
+        partitions, specs = _adapter_partitions(model.spec, self.shards), _adapter_specs(model)
         placed = []
-        for whole, cut, spec in zip(arrays, cuts, specs, strict=True):
+        for whole, partition, spec in zip(arrays, partitions, specs, strict=True):
             parts = [
-                jax.device_put(whole if cut is None else cut.shard(whole, index), device)
+                jax.device_put(
+                    whole if partition is None else partition.shard(whole, index), device
+                )
                 for index, device in self.own
             ]
             shard = jax.ShapeDtypeStruct(parts[0].shape, parts[0].dtype)
@@ -168,23 +177,29 @@ def leaf_spec(model: Model, name: str) -> PartitionSpec:
 
 def stack_specs(model: Model) -> tuple[PartitionSpec, ...]:
     """The same of the adapters' arrays: a `[L, P, r, inputs]` by inputs, b `[L, rows, P, r]`."""
-    cuts = _adapter_cuts(model.spec, model.shards)
-    return tuple(_cut_at(cut, 1 if index % 2 else 3) for index, cut in enumerate(cuts))
+    partitions = _adapter_partitions(model.spec, model.shards)
+    return tuple(
+        _partition_at(partition, 1 if index % 2 else 3)
+        for index, partition in enumerate(partitions)
+    )
 
 
 def _adapter_specs(model: Model) -> tuple[PartitionSpec, ...]:
     """And of one adapter's, `[L, r, inputs]` and `[L, rows, r]`."""
-    cuts = _adapter_cuts(model.spec, model.shards)
-    return tuple(_cut_at(cut, 1 if index % 2 else 2) for index, cut in enumerate(cuts))
+    partitions = _adapter_partitions(model.spec, model.shards)
+    return tuple(
+        _partition_at(partition, 1 if index % 2 else 2)
+        for index, partition in enumerate(partitions)
+    )
 
 
-def _cut_at(cut: Cut | None, axis: int) -> PartitionSpec:
-    return _WHOLE if cut is None else PartitionSpec(*(None,) * axis, AXIS)
+def _partition_at(partition: Partition | None, axis: int) -> PartitionSpec:
+    return _WHOLE if partition is None else PartitionSpec(*(None,) * axis, AXIS)
 
 
-def _adapter_cuts(spec: ModelSpec, shards: int) -> list[Cut | None]:
+def _adapter_partitions(spec: ModelSpec, shards: int) -> list[Partition | None]:
     return [
-        cut_of_adapter(name, part, spec, shards) for name in lora_targets(spec) for part in "ab"
+        adapter_partition(name, part, spec, shards) for name in lora_targets(spec) for part in "ab"
     ]
 
 

@@ -34,11 +34,11 @@ from forge_jax.schedule.plan import (
     StepResult,
     TokenLogprobs,
 )
-from forge_jax.step import meta as meta_bits
+from forge_jax.step import inputs as meta_bits
+from forge_jax.step.draft_probs import DraftProbs, Proposed
 from forge_jax.step.executables import Executables, LateShapes
+from forge_jax.step.inputs import SlotFlags, StepShape
 from forge_jax.step.kv_cache import GIB, KVShape
-from forge_jax.step.meta import SlotFlags, StepShape
-from forge_jax.step.proposals import Proposals, Proposed
 from forge_jax.step.slots import (
     ADMISSIONS,
     Slots,
@@ -175,7 +175,7 @@ class Runner:
         implementation: Implementation = "auto",
         sampler: Sampler = "xla",
         verification: Verification = "coupled",
-        proposals: Proposals | None = None,
+        draft_probs: DraftProbs | None = None,
         deterministic: bool = False,
         command_buffers: bool = True,
         lora: LoraShape | None = None,
@@ -194,7 +194,7 @@ class Runner:
         self._implementation: Implementation = implementation
         self._sampler: Sampler = sampler
         self._verification: Verification = verification
-        self._proposals = proposals
+        self._draft_probs = draft_probs
         self._deterministic = deterministic
         self._memory_limit = memory_limit
         self._lora = lora
@@ -543,9 +543,9 @@ class Runner:
 
     def _proposed(self, shape: StepShape) -> tuple[Proposed, ...]:
         """What the step of `shape` takes of the draft model: one argument, or none."""
-        if self._proposals is None or not shape.max_drafts:
+        if self._draft_probs is None or not shape.max_drafts:
             return ()
-        return (self._proposals.latest,)
+        return (self._draft_probs.latest,)
 
     def _masks_shape(self, shape: StepShape) -> tuple[int, int]:
         return shape.num_rows, mask_width(self._model.spec.vocab_size)

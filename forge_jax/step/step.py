@@ -18,9 +18,9 @@ from forge_jax.config import Verification
 from forge_jax.models.kv import KV
 from forge_jax.models.lora import Lora
 from forge_jax.sampling_params import MAX_LOGPROBS
-from forge_jax.step import meta as meta_bits
-from forge_jax.step.meta import Meta, StepShape
-from forge_jax.step.proposals import Proposed
+from forge_jax.step import inputs as meta_bits
+from forge_jax.step.draft_probs import Proposed
+from forge_jax.step.inputs import StepInputs, StepShape
 from forge_jax.step.slots import PADDING, Column, Slots, float_column
 from forge_kernels import sampling
 from forge_kernels.attention import Implementation
@@ -79,7 +79,7 @@ def make_step(
         proposed: Proposed | None = None,
         sums: jax.Array | None = None,  # f32[num_slots, d]*, if the shape pools
     ) -> Any:
-        m: Meta = shape.split(packed)
+        m: StepInputs = shape.split(packed)
         with jax.named_scope("inputs"):
             num_slots, max_blocks = slots.block_tables.shape
             block_tables = (
@@ -146,7 +146,7 @@ def make_step(
 
 def _pool(
     shape: StepShape,
-    m: Meta,
+    m: StepInputs,
     hidden: jax.Array,  # dtype[T, d]
     sums: jax.Array,  # f32[num_slots, d]
 ) -> Pooled:
@@ -177,7 +177,7 @@ def _pool(
 def _sample_rows(
     shape: StepShape,
     slots: Slots,
-    m: Meta,
+    m: StepInputs,
     logits: jax.Array,  # f32[R, V]
     masks: jax.Array,  # i32[R, mask_width(V)]
     tokens: jax.Array,  # i32[T]
@@ -272,7 +272,7 @@ def _sample_rows(
 
 def _drafts(
     shape: StepShape,
-    m: Meta,
+    m: StepInputs,
     tokens: jax.Array,  # i32[T]
     proposed: Proposed | None,
 ) -> sampling.Drafts:
@@ -292,7 +292,7 @@ def _drafts(
 
 def _drafts_before(
     shape: StepShape,
-    m: Meta,
+    m: StepInputs,
     tokens: jax.Array,  # i32[T]
     num_before: jax.Array,  # i32[R], drafts of the row's sequence up to its own token
 ) -> jax.Array:

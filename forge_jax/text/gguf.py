@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.checkpoint.gguf.reader import read_gguf
 from forge_jax.errors import CheckpointError
-from forge_jax.host.files import shown
+from forge_jax.host.files import short_repr
 from forge_jax.text.patterns import GPT4, GPT4O, QWEN, TEKKEN
 from forge_jax.text.tokenizer_file import MAX_PIECE_CHARS, checked_backend
 
@@ -99,7 +99,8 @@ class _Vocabulary:
         self.kind = metadata.string("tokenizer.ggml.model")
         if self.kind not in ("llama", "gpt2"):
             raise metadata.unsupported(
-                f"tokenizer.ggml.model {shown(self.kind)} is not supported; supported: llama, gpt2"
+                f"tokenizer.ggml.model {short_repr(self.kind)} is not supported; supported: "
+                "llama, gpt2"
             )
         self.tokens = metadata.strings("tokenizer.ggml.tokens")
         self.types = [NORMAL] * len(self.tokens)
@@ -200,7 +201,8 @@ class _Vocabulary:
         for i, token in enumerate(self.tokens[:end]):
             if ids.setdefault(token, i) != i:
                 raise CheckpointError(
-                    f"{self.metadata.file}: tokenizer.ggml.tokens has a token twice: {shown(token)}"
+                    f"{self.metadata.file}: tokenizer.ggml.tokens has a token twice: "
+                    f"{short_repr(token)}"
                 )
         return {token: i for token, i in ids.items() if i < size}, end
 
@@ -210,7 +212,7 @@ class _Vocabulary:
         pre = self.metadata.string("tokenizer.ggml.pre")
         if pre not in PRE_TOKENIZERS:
             raise self.metadata.unsupported(
-                f"tokenizer.ggml.pre {shown(pre)} is not supported; "
+                f"tokenizer.ggml.pre {short_repr(pre)} is not supported; "
                 f"supported: {', '.join(PRE_TOKENIZERS)}"
             )
         merges = [self.merge(merge) for merge in self.metadata.strings("tokenizer.ggml.merges")]
@@ -230,7 +232,7 @@ class _Vocabulary:
         if not left or not right or " " in right:
             raise CheckpointError(
                 f"{self.metadata.file}: tokenizer.ggml.merges must hold two tokens with a space "
-                f"between, not {shown(text)}"
+                f"between, not {short_repr(text)}"
             )
         return [left, right]
 

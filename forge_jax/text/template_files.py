@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forge_jax.checkpoint.gguf import is_gguf
 from forge_jax.errors import CheckpointError, ConfigError
-from forge_jax.host.files import read_text, shown
+from forge_jax.host.files import read_text, short_repr
 from forge_jax.text.gguf import gguf_templates
 from forge_jax.text.tokenizer import read_json_object
 
@@ -96,5 +96,5 @@ def _from_config(file: Path) -> dict[str, str]:
 
 def _name(name: str, file: Path) -> str:
     if len(name) > MAX_NAME:
-        raise CheckpointError(f"{file}: a chat template is named {shown(name)}")
+        raise CheckpointError(f"{file}: a chat template is named {short_repr(name)}")
     return name

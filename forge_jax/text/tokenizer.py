@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Backend
 
 from forge_jax.checkpoint.gguf import is_gguf
 from forge_jax.errors import CheckpointError, ContextLengthError, RequestError
-from forge_jax.host.files import read_json, shown
+from forge_jax.host.files import read_json, short_repr
 from forge_jax.host.panics import panics_as
 from forge_jax.text.gguf import load_gguf_tokenizer
 from forge_jax.text.token_bytes import ByteStream, TokenBytes
@@ -398,8 +398,8 @@ def _content(content: Any, key: str, file: Path) -> str:
     if isinstance(content, str) and len(content) <= MAX_TOKEN_CHARS:
         return content
     raise CheckpointError(
-        f"{file}: {shown(key)} must be a text of at most {MAX_TOKEN_CHARS} characters, "
-        f"not {shown(content)}"
+        f"{file}: {short_repr(key)} must be a text of at most {MAX_TOKEN_CHARS} characters, "
+        f"not {short_repr(content)}"
     )
 
 

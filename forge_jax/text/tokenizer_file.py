@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from forge_jax.errors import CheckpointError
-from forge_jax.host.files import depth_exceeds, read_text, shown
+from forge_jax.host.files import depth_exceeds, read_text, short_repr
 from forge_jax.host.panics import is_panic
 from forge_jax.text.patterns import PatternError, check_pattern
 
@@ -53,7 +53,9 @@ def load_backend(file: Path, vocab_size: int | None = None) -> Backend:
     try:
         data = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not a usable tokenizer: {shown(str(error))}") from error
+        raise CheckpointError(
+            f"{file} is not a usable tokenizer: {short_repr(str(error))}"
+        ) from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{file} is not a usable tokenizer: it holds no JSON object")
     return _checked(data, text, file, vocab_size)
@@ -80,7 +82,8 @@ def _checked(data: dict[str, Any], text: str, file: Path, vocab_size: int | None
         found = backend.token_to_id(token["content"])
         if found != token["id"]:
             raise CheckpointError(
-                f"{file}: added_tokens says that {shown(token['content'])} has id {token['id']}, "
+                f"{file}: added_tokens says that {short_repr(token['content'])} has id "
+                f"{token['id']}, "
                 f"but from the vocabulary follows {found}: there is a gap in the ids, or a "
                 "contradiction"
             )
@@ -97,7 +100,7 @@ def add_configured(backend: Backend, tokens: Any, file: Path) -> None:
     """
 
     def refused(what: str, value: Any) -> CheckpointError:
-        return CheckpointError(f"{file}: added_tokens_decoder {what} {shown(value)}")
+        return CheckpointError(f"{file}: added_tokens_decoder {what} {short_repr(value)}")
 
     if tokens is None:
         return
@@ -242,7 +245,7 @@ class _File:
         taken_by = {i: token for token, i in ids.items() if i in taken}
         for content, i in seen.items():
             if taken_by.get(i, content) != content:
-                self._fail("added_tokens", f"gives id {i} of {shown(taken_by[i])} to", content)
+                self._fail("added_tokens", f"gives id {i} of {short_repr(taken_by[i])} to", content)
         if _deepest(seen) > MAX_NESTED_TOKENS:
             self._fail(
                 "added_tokens", f"has more than {MAX_NESTED_TOKENS} that begin with each other"
@@ -294,7 +297,7 @@ class _File:
         if not isinstance(tokens, dict):
             self._fail(f"{name}.special_tokens", "must be an object of special tokens")
         for token, entry in tokens.items():
-            field = f"{name}.special_tokens[{shown(token)}]"
+            field = f"{name}.special_tokens[{short_repr(token)}]"
             match entry:
                 case {"ids": [*ids], "tokens": [*texts]} if len(ids) == len(texts):
                     for i in ids:
@@ -355,7 +358,7 @@ class _File:
             self._fail(field, f"has a token of {len(token)} characters, not 1 to {most}:", token)
 
     def _fail(self, field: str, what: str, value: Any = ...) -> NoReturn:
-        tail = "" if value is ... else f" {shown(value)}"
+        tail = "" if value is ... else f" {short_repr(value)}"
         raise CheckpointError(f"{self.file} is not a usable tokenizer: {field} {what}{tail}")
 
 

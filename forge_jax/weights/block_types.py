@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.weights.ggml import BY_NAME
 from forge_kernels.blocks import Blocks
 
@@ -40,7 +40,7 @@ class BlockTypes:
         return None if found is None else TYPES[found]
 
 
-def read_block_types(config: Config) -> BlockTypes | None:
+def read_block_types(config: HFConfig) -> BlockTypes | None:
     """What the key says; None without it, or where it is empty."""
     section = config.section(KEY)
     if section is None or not section.values:

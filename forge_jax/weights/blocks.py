@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from forge_jax.errors import ConfigError, UnsupportedModelError
 from forge_jax.weights.block_types import KEY
 from forge_jax.weights.forms import expert_leaves, num_experts
-from forge_jax.weights.partition import Cut, cut_of, possible_shards
+from forge_jax.weights.partition import Partition, partition_of, possible_shards
 from forge_kernels.blocks import Blocks
 from forge_kernels.linear import BlockPacking, Format, Quantization
 
@@ -82,12 +82,12 @@ def block_forms(
         return forms
     cut_all = {}
     for leaf, form in forms.items():
-        of_shard = _of_shard(form, cut_of(leaf, spec, shards))
+        of_shard = _of_shard(form, partition_of(leaf, spec, shards))
         if of_shard is None:
             fit = [
                 str(count)
                 for count in possible_shards(spec)
-                if all(_of_shard(form, cut_of(n, spec, count)) for n, form in forms.items())
+                if all(_of_shard(form, partition_of(n, spec, count)) for n, form in forms.items())
             ]
             raise ConfigError(
                 f"--tensor-parallel {shards} cuts the groups of {weights[leaf][0].name}, of which "
@@ -98,22 +98,22 @@ def block_forms(
     return cut_all
 
 
-def _of_shard(form: BlockForm | Pieces, cut: Cut | None) -> BlockForm | Pieces | None:
+def _of_shard(form: BlockForm | Pieces, partition: Partition | None) -> BlockForm | Pieces | None:
     """What a device has of a matrix; None: it cannot be cut so."""
-    if cut is None:
+    if partition is None:
         return form
     if isinstance(form, Pieces):
-        assert cut.axis == -2, "a matrix of several tensors that is cut by its inputs"
+        assert partition.axis == -2, "a matrix of several tensors that is cut by its inputs"
         ends = list(itertools.accumulate(piece.rows for piece in form.pieces))
         return Pieces(
             tuple(
-                replace(piece, rows=cut.within(end - piece.rows, end).size)
+                replace(piece, rows=partition.within(end - piece.rows, end).size)
                 for piece, end in zip(form.pieces, ends, strict=True)
             )
         )
-    if cut.axis == -2:
+    if partition.axis == -2:
         return form
-    blocks = form.blocks.cut(cut.size)
+    blocks = form.blocks.partition(partition.size)
     return None if blocks is None else replace(form, blocks=blocks)
 
 

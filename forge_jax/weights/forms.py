@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from forge_jax.errors import ConfigError, UnsupportedModelError
-from forge_jax.weights.partition import AXIS, cut_of, possible_shards
+from forge_jax.weights.partition import AXIS, partition_of, possible_shards
 from forge_jax.weights.quantization import Scheme
 from forge_kernels.linear import Format, Packing, Quantization
 
@@ -182,7 +182,7 @@ def cut_forms(
 
     def cut(leaf: str, count: int) -> tuple[QuantizedForm, int]:
         """The form among `count` devices, and the columns of each."""
-        found = cut_of(leaf, spec, count)
+        found = partition_of(leaf, spec, count)
         parts = count if found is not None and found.axis == -1 else 1
         return replace(forms[leaf], parts=parts), weights[leaf][0].shape[-1] // parts
 

@@ -36,7 +36,7 @@ Range = tuple[int, int]  # from, to
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """How a leaf is cut: along `axis`, shard i is the ranges `parts[i]`, one after the other.
 
     `axis` counts from the last, so that it is the same with an axis of experts before it. A shard
@@ -59,14 +59,14 @@ class Cut:
         self._along(part, filled, self.size)[...] = 0
         return part
 
-    def within(self, begin: int, end: int) -> Cut:
+    def within(self, begin: int, end: int) -> Partition:
         """How the piece from `begin` to `end` is cut, counted from its beginning."""
 
         def within(part: tuple[Range, ...]) -> tuple[Range, ...]:
             both = ((max(a, begin), min(b, end)) for a, b in part)
             return tuple((a - begin, b - begin) for a, b in both if a < b)
 
-        return _cut(self.axis, tuple(map(within, self.parts)))
+        return _partition(self.axis, tuple(map(within, self.parts)))
 
     def _along(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
         after = (slice(None),) * (-self.axis - 1)
@@ -154,13 +154,13 @@ def axis_of(name: str, spec: ModelSpec, shards: int) -> int | None:
     Of matrices in 8 or 4 bits, whose scales and zeros are cut as they are; packed ones are not
     meant. What says something of the inputs is cut where these are.
     """
-    cut, part = cut_of(whole_of(matrix_of(name)), spec, shards), name.rpartition(".")[2]
-    if cut is None or part == "input_scale" or (part == "order" and cut.axis != -1):
+    partition, part = partition_of(whole_of(matrix_of(name)), spec, shards), name.rpartition(".")[2]
+    if partition is None or part == "input_scale" or (part == "order" and partition.axis != -1):
         return None
-    return cut.axis
+    return partition.axis
 
 
-def cut_of(name: str, spec: ModelSpec, shards: int) -> Cut | None:  # noqa: PLR0911
+def partition_of(name: str, spec: ModelSpec, shards: int) -> Partition | None:  # noqa: PLR0911
     """How the leaf `name` is cut; None: every device has all of it."""
     if shards == 1:
         return None
@@ -175,35 +175,35 @@ def cut_of(name: str, spec: ModelSpec, shards: int) -> Cut | None:  # noqa: PLR0
     def heads(index: int) -> tuple[Range, ...]:
         return split(H * D, index), keys(index, H * D), keys(index, (H + K) * D)
 
-    cut, each = _cut, range(shards)
+    partition, each = _partition, range(shards)
     if name in ("head.weight", "embedding.weight"):
         V, rows = spec.vocab_size, shard_vocab(spec.vocab_size, shards)
         tokens = tuple(((min(i * rows, V), min((i + 1) * rows, V)),) for i in each)
-        return Cut(-2, tokens, rows)
+        return Partition(-2, tokens, rows)
     if not name.startswith("layers."):
         return None
     _, layer, leaf = name.split(".", 2)
     inner = _inner_size(spec, int(layer))
     match leaf:
         case "attention.qkv.weight":
-            return cut(-2, tuple(heads(i) for i in each))
+            return partition(-2, tuple(heads(i) for i in each))
         case "attention.qkv.bias":
-            return cut(-1, tuple(heads(i) for i in each))
+            return partition(-1, tuple(heads(i) for i in each))
         case "attention.out.weight":
-            return cut(-1, tuple((split(H * D, i),) for i in each))
+            return partition(-1, tuple((split(H * D, i),) for i in each))
         case "attention.q_norm.weight" if spec.qk_norm == "all":
-            return cut(-1, tuple((split(H * D, i),) for i in each))
+            return partition(-1, tuple((split(H * D, i),) for i in each))
         case "attention.k_norm.weight" if spec.qk_norm == "all":
-            return cut(-1, tuple((keys(i),) for i in each))
+            return partition(-1, tuple((keys(i),) for i in each))
         case "mlp.gate_up.weight" | "mlp.gate_up.bias":
             both = tuple((split(inner, i), split(inner, i, inner)) for i in each)
-            return cut(-2 if leaf.endswith("weight") else -1, both)
+            return partition(-2 if leaf.endswith("weight") else -1, both)
         case "mlp.down.weight":
-            return cut(-1, tuple((split(inner, i),) for i in each))
+            return partition(-1, tuple((split(inner, i),) for i in each))
     return None
 
 
-def cut_of_adapter(target: str, part: str, spec: ModelSpec, shards: int) -> Cut | None:
+def adapter_partition(target: str, part: str, spec: ModelSpec, shards: int) -> Partition | None:
     """How an adapter's matrix a `[L, r, inputs]` or b `[L, rows, r]` of a target ("q") is cut.
 
     As the matrix that it adds to: so a device needs nothing of the others for its part of it. None:
@@ -215,20 +215,20 @@ def cut_of_adapter(target: str, part: str, spec: ModelSpec, shards: int) -> Cut 
     inner = spec.intermediate_size
     match target, part:
         case "q", "b":
-            return _cut(-2, tuple((_split(H * D, shards, i),) for i in each))
+            return _partition(-2, tuple((_split(H * D, shards, i),) for i in each))
         case (("k" | "v"), "b"):
-            return _cut(-2, tuple((_keys(spec, shards, i),) for i in each))
+            return _partition(-2, tuple((_keys(spec, shards, i),) for i in each))
         case (("gate" | "up"), "b"):
-            return _cut(-2, tuple((_split(inner, shards, i),) for i in each))
+            return _partition(-2, tuple((_split(inner, shards, i),) for i in each))
         case "o", "a":
-            return _cut(-1, tuple((_split(H * D, shards, i),) for i in each))
+            return _partition(-1, tuple((_split(H * D, shards, i),) for i in each))
         case "down", "a":
-            return _cut(-1, tuple((_split(inner, shards, i),) for i in each))
+            return _partition(-1, tuple((_split(inner, shards, i),) for i in each))
     return None
 
 
-def _cut(axis: int, parts: tuple[tuple[Range, ...], ...]) -> Cut:
-    return Cut(axis, parts, max(sum(end - begin for begin, end in each) for each in parts))
+def _partition(axis: int, parts: tuple[tuple[Range, ...], ...]) -> Partition:
+    return Partition(axis, parts, max(sum(end - begin for begin, end in each) for each in parts))
 
 
 def _split(size: int, shards: int, index: int, start: int = 0) -> Range:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from forge_jax.errors import UnsupportedModelError
-from forge_jax.host.files import shown
+from forge_jax.host.files import short_repr
 from forge_jax.weights.names import compile_pattern, within
 
 if TYPE_CHECKING:
-    from forge_jax.config.hf_config import Config
+    from forge_jax.config.hf_config import HFConfig
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class QuantSpec:
         return schemes.pop() if schemes else None
 
 
-def read_quantization(config: Config) -> QuantSpec | None:
+def read_quantization(config: HFConfig) -> QuantSpec | None:
     """What `quantization_config` (or `compression_config`) says; None without one.
 
     Raises:
@@ -137,7 +137,7 @@ def read_quantization(config: Config) -> QuantSpec | None:
     method = section.string("quant_method", default)
     if method not in _METHODS:
         raise UnsupportedModelError(
-            f"{section.where}: quant_method {shown(method)} is not supported; "
+            f"{section.where}: quant_method {short_repr(method)} is not supported; "
             f"supported: {', '.join(_METHODS)}; or use the unquantized checkpoint"
         )
     return _METHODS[method](section)
@@ -146,14 +146,14 @@ def read_quantization(config: Config) -> QuantSpec | None:
 # ---- what all methods share ------------------------------------------------------------------
 
 
-def _refuse(section: Config, name: str, known: str) -> UnsupportedModelError:
+def _refuse(section: HFConfig, name: str, known: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{section.where}: {name} {shown(section.values.get(name))} is not supported; "
+        f"{section.where}: {name} {short_repr(section.values.get(name))} is not supported; "
         f"supported: {known}"
     )
 
 
-def _choose(section: Config, name: str, known: tuple[Any, ...], default: Any = None) -> Any:
+def _choose(section: HFConfig, name: str, known: tuple[Any, ...], default: Any = None) -> Any:
     """A field that has one of a few values; without a default it must be there."""
     if default is None and not section.has(name):
         raise section.error(name, f"one of {', '.join(map(str, known))}")
@@ -163,7 +163,7 @@ def _choose(section: Config, name: str, known: tuple[Any, ...], default: Any = N
     return value
 
 
-def _refuse_unknown(section: Config, known: str, harmless: str = "") -> None:
+def _refuse_unknown(section: HFConfig, known: str, harmless: str = "") -> None:
     """Fields that say nothing (null, false, empty) may have any name.
 
     `known` are those that are read, `harmless` those that do not change what the tensors mean.
@@ -172,11 +172,12 @@ def _refuse_unknown(section: Config, known: str, harmless: str = "") -> None:
     for name, value in section.values.items():
         if name not in names and value not in (None, False, "", [], {}):
             raise UnsupportedModelError(
-                f"{section.where}: {shown(name)} is not a known field (its value is {shown(value)})"
+                f"{section.where}: {short_repr(name)} is not a known field (its value is "
+                f"{short_repr(value)})"
             )
 
 
-def _names(section: Config, name: str, form: Literal["patterns", "parts"]) -> _Names:
+def _names(section: HFConfig, name: str, form: Literal["patterns", "parts"]) -> _Names:
     value = section.values.get(name)
     value = [] if value is None else value
     if (
@@ -192,12 +193,12 @@ def _names(section: Config, name: str, form: Literal["patterns", "parts"]) -> _N
                     compile_pattern(each[3:])
                 except ValueError as error:
                     raise UnsupportedModelError(
-                        f"{section.where}: {name}: pattern {shown(each)}: {error}"
+                        f"{section.where}: {name}: pattern {short_repr(each)}: {error}"
                     ) from None
     return _Names(tuple(value), form)
 
 
-def _group_size(section: Config, name: str) -> int | None:
+def _group_size(section: HFConfig, name: str) -> int | None:
     """Values of a row that share a scale; None: all, which files write as -1."""
     if section.values.get(name) == -1:
         return None
@@ -207,7 +208,7 @@ def _group_size(section: Config, name: str) -> int | None:
     return size
 
 
-def _note_kv_cache(section: Config) -> None:
+def _note_kv_cache(section: HFConfig) -> None:
     if section.has("kv_cache_scheme"):
         log.warning(
             "%s: kv_cache_scheme is not used: the cache has its own type and scales (--kv-dtype)",
@@ -221,7 +222,7 @@ _EVERY = _Names((_LAYERS,), "parts")  # all in the layers: the head's name is lm
 # ---- the methods -------------------------------------------------------------------------------
 
 
-def _read_fp8(section: Config) -> QuantSpec:
+def _read_fp8(section: HFConfig) -> QuantSpec:
     """FP8 with a scale for each matrix (AutoFP8) or block (DeepSeek-V3, arXiv:2412.19437)."""
     _refuse_unknown(
         section,
@@ -258,7 +259,7 @@ def _read_fp8(section: Config) -> QuantSpec:
     )
 
 
-def _read_gptq(section: Config) -> QuantSpec:
+def _read_gptq(section: HFConfig) -> QuantSpec:
     """GPTQ (Frantar et al. 2022, arXiv:2210.17323), as AutoGPTQ and GPTQModel write it."""
     _refuse_unknown(
         section,
@@ -306,7 +307,7 @@ def _read_gptq(section: Config) -> QuantSpec:
     )
 
 
-def _read_awq(section: Config) -> QuantSpec:
+def _read_awq(section: HFConfig) -> QuantSpec:
     """AWQ (Lin et al. 2023, arXiv:2306.00978), as AutoAWQ writes it for its GEMM kernel."""
     _refuse_unknown(
         section,
@@ -327,7 +328,7 @@ def _read_awq(section: Config) -> QuantSpec:
     )
 
 
-def _read_compressed(section: Config) -> QuantSpec:
+def _read_compressed(section: HFConfig) -> QuantSpec:
     """compressed-tensors, as llm-compressor writes it: a scheme for each group of modules."""
     _refuse_unknown(
         section,
@@ -366,7 +367,7 @@ _ARGS = "num_bits type strategy symmetric dynamic group_size block_structure act
 _NO_MEANING = "observer observer_kwargs"
 
 
-def _read_group(group: Config, section: Config) -> Scheme:
+def _read_group(group: HFConfig, section: HFConfig) -> Scheme:
     weights = group.section("weights")
     if weights is None:
         raise group.error("weights", "an object")
@@ -406,7 +407,7 @@ def _read_group(group: Config, section: Config) -> Scheme:
     )
 
 
-def _read_block(weights: Config, packed: bool) -> tuple[int | None, int | None]:
+def _read_block(weights: HFConfig, packed: bool) -> tuple[int | None, int | None]:
     known = ("channel", "group") if packed else ("tensor", "channel", "block")
     strategy = _choose(weights, "strategy", known)
     _check_sizes(weights, strategy)
@@ -429,7 +430,7 @@ def _read_block(weights: Config, packed: bool) -> tuple[int | None, int | None]:
     return size[0], size[1]
 
 
-def _check_sizes(args: Config, strategy: str) -> None:
+def _check_sizes(args: HFConfig, strategy: str) -> None:
     """Sizes of groups or blocks stand only where there are such."""
     if strategy != "group" and args.values.get("group_size") not in (None, -1):
         raise args.error("group_size", f"left out, with strategy {strategy}")
@@ -438,7 +439,7 @@ def _check_sizes(args: Config, strategy: str) -> None:
 
 
 def _read_activations(
-    group: Config, kind: str, block: tuple[int | None, int | None], packed: bool
+    group: HFConfig, kind: str, block: tuple[int | None, int | None], packed: bool
 ) -> tuple[Literal["int8", "fp8"] | None, bool]:
     """What rows are rounded to, and whether with a scale of the file."""
     inputs = group.section("input_activations")
@@ -471,7 +472,7 @@ def _read_activations(
     return ("int8" if kind == "int" else "fp8"), True
 
 
-_METHODS: dict[str, Callable[[Config], QuantSpec]] = {
+_METHODS: dict[str, Callable[[HFConfig], QuantSpec]] = {
     "fp8": _read_fp8,
     "compressed-tensors": _read_compressed,
     "gptq": _read_gptq,

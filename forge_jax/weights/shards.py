@@ -7,24 +7,26 @@ from dataclasses import replace
 import numpy as np
 
 from forge_jax.weights.forms import QuantizedForm
-from forge_jax.weights.partition import Cut
+from forge_jax.weights.partition import Partition
 from forge_jax.weights.tensors import Matrix
 
 
-def shard_of(matrix: Matrix, form: QuantizedForm, cut: Cut | None, index: int) -> Matrix:
+def shard_of(
+    matrix: Matrix, form: QuantizedForm, partition: Partition | None, index: int
+) -> Matrix:
     """The part of device `index`; its values and scales are those of the whole matrix.
 
     Of inputs that are cut the columns count in the order that they are stored in: where that is not
     the order of x, a device has those of whole groups.
     """
-    if cut is None:
+    if partition is None:
         return matrix
-    if cut.axis == -2:
-        zero = None if matrix.zero is None else cut.shard(matrix.zero, index)
-        values, scale = cut.shard(matrix.values, index), cut.shard(matrix.scale, index)
+    if partition.axis == -2:
+        zero = None if matrix.zero is None else partition.shard(matrix.zero, index)
+        values, scale = partition.shard(matrix.values, index), partition.shard(matrix.scale, index)
         return replace(matrix, values=values, scale=scale, zero=zero)
-    [(begin, end)] = cut.parts[index]
-    columns, group = matrix.values.shape[1], form.group(cut.size)
+    [(begin, end)] = partition.parts[index]
+    columns, group = matrix.values.shape[1], form.group(partition.size)
 
     def of_groups(array: np.ndarray) -> np.ndarray:  # [N, G]
         if array.shape[1] == 1:  # of whole rows
@@ -35,7 +37,7 @@ def shard_of(matrix: Matrix, form: QuantizedForm, cut: Cut | None, index: int) -
 
     return replace(
         matrix,
-        values=cut.shard(matrix.values, index),
+        values=partition.shard(matrix.values, index),
         scale=of_groups(matrix.scale),
         zero=None if matrix.zero is None else of_groups(matrix.zero),
         order=None if matrix.order is None else matrix.order[begin:end],

@@ -24,15 +24,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.grammar.masks import mask_width
 from forge_jax.models import build_model
 from forge_jax.models.kv import element_dtype
 from forge_jax.models.registry import find_architecture
 from forge_jax.models.spec import ModelSpec, RopeSpec
+from forge_jax.step.inputs import StepShape
 from forge_jax.step.kv_cache import KVShape, kv_shape
 from forge_jax.step.mesh import TensorMesh
-from forge_jax.step.meta import StepShape
 from forge_jax.step.runner import compiler_options
 from forge_jax.step.slots import slots_shape
 from forge_jax.step.step import make_step
@@ -187,7 +187,7 @@ def llama_3_1_8b(layers: int, quantised: str | None = None) -> ModelSpec:
         bos_token_id=128000,
         eos_token_ids=(128001,),
         quantization=read_quantization(
-            Config({"quantization_config": QUANTISED.get(quantised or "")})
+            HFConfig({"quantization_config": QUANTISED.get(quantised or "")})
         ),
         block_types=gguf_types(layers) if quantised == GGUF else None,
     )
@@ -204,7 +204,7 @@ def qwen_3_30b_a3b(layers: int, quantised: str) -> ModelSpec:
         **{"bos_token_id": 151643, "eos_token_id": 151645, "torch_dtype": "bfloat16"},
         **{"tie_word_embeddings": False, "quantization_config": QUANTISED[quantised]},
     }
-    return find_architecture("Qwen3MoeForCausalLM").read_spec(Config(config), Config({}))
+    return find_architecture("Qwen3MoeForCausalLM").read_spec(HFConfig(config), HFConfig({}))
 
 
 def gguf_types(layers: int) -> BlockTypes:

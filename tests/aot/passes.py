@@ -20,7 +20,7 @@ from pathlib import Path
 
 from cuda_compile import BLOCKS, LLAMA_3_1_8B, SEQS, SIZES, compile_step
 
-from forge_jax.step.meta import StepShape
+from forge_jax.step.inputs import StepShape
 
 NO_WORK = {"parameter", "get-tuple-element", "bitcast", "tuple", "constant", "opt-barrier"}
 SLICES = {"gather", "slice", "dynamic-slice"}

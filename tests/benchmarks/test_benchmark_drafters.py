@@ -28,7 +28,7 @@ class Guess:
         ids = self._rule(len(tokens))
         return Draft(tuple(ids), (0.5,) * len(ids))
 
-    def study(self, limit: int) -> bool:
+    def ingest(self, limit: int) -> bool:
         return False
 
     def end(self, key: Hashable, tokens: Seq[int], prompt_len: int, salt: str) -> None:

@@ -107,9 +107,9 @@ async def test_a_numerical_fault_fails_one_request_only(engine):
     engine._core._device._fault = lambda scheduled: scheduled.seq_key[0] == "bad"
     good = engine.submit([1, 2], SamplingParams(max_tokens=20, seed=1), request_id="good")
     bad = engine.submit([1, 2], SamplingParams(max_tokens=20, seed=1), request_id="bad")
-    (texts, reasons), news = await asyncio.gather(read(good), anext(bad))
+    (texts, reasons), updates = await asyncio.gather(read(good), anext(bad))
     assert reasons == {0: "length"} and texts[0]
-    assert isinstance(news[-1].error, NumericalError)
+    assert isinstance(updates[-1].error, NumericalError)
 
 
 @pytest.mark.parametrize(("interval_s", "items"), [(0.0, range(2, 31)), (3600.0, range(1, 2))])

@@ -12,7 +12,7 @@ import pytest
 
 from forge_jax import SamplingParams
 from forge_jax.config import EngineConfig
-from forge_jax.engine.async_engine import QueueLimits, StreamingEngine
+from forge_jax.engine.async_engine import AsyncEngine, QueueLimits
 from forge_jax.engine.fault_isolation import MAX_FAILURES
 from forge_jax.engine.process import client
 from forge_jax.engine.process.client import EngineProcess
@@ -60,7 +60,7 @@ def jobs(count: int, seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
     return made
 
 
-async def outcome(engine: StreamingEngine, name: str, prompt, params) -> dict[int, list]:
+async def outcome(engine: AsyncEngine, name: str, prompt, params) -> dict[int, list]:
     """What each sample put out: tokens, text, logprobs, prompt logprobs, why it ended."""
     found = {i: [(), "", (), (), None, None] for i in range(params.n)}
     async for deltas in engine.submit(prompt, params, request_id=name):
@@ -77,7 +77,7 @@ async def outcome(engine: StreamingEngine, name: str, prompt, params) -> dict[in
     return found
 
 
-async def outcomes(engine: StreamingEngine, work) -> list[dict[int, list]]:
+async def outcomes(engine: AsyncEngine, work) -> list[dict[int, list]]:
     tasks = [outcome(engine, f"r{i}", *job) for i, job in enumerate(work)]
     return await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S)
 

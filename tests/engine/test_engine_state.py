@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine.async_engine import Stream, StreamingEngine
+from forge_jax.engine.async_engine import AsyncEngine, Stream
 from forge_jax.engine.process.client import EngineProcess
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import EngineError
@@ -59,7 +59,7 @@ def check_blocks(state: EngineState) -> None:
 @pytest.mark.parametrize("kind", [Engine, EngineProcess])
 async def test_a_look_shows_who_owns_which_blocks_and_what_became_of_them(kind):
     config = EngineConfig.from_options(num_blocks=300, block_size=16, max_num_seqs=2)
-    engine: StreamingEngine = kind.fake(step_time_s=0.002, config=config)
+    engine: AsyncEngine = kind.fake(step_time_s=0.002, config=config)
     engine.start()
     first = engine.submit(PROMPT, LONG, request_id="first", cache_salt="mine")
     await until_read(first)  # its prompt is in the prefix cache
@@ -186,14 +186,14 @@ def test_the_checker_of_maps_sees_a_wrong_number():
 
 @pytest.mark.parametrize("kind", [Engine, EngineProcess])
 async def test_an_engine_that_is_not_there_cannot_be_looked_at(kind):
-    engine: StreamingEngine = kind.fake()
+    engine: AsyncEngine = kind.fake()
     engine.start()
     await engine.stop()
     with pytest.raises(EngineError):
         await engine.look()
 
 
-async def look_until_it_fails(engine: StreamingEngine) -> None:
+async def look_until_it_fails(engine: AsyncEngine) -> None:
     while True:
         await engine.look()
 

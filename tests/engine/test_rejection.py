@@ -26,9 +26,9 @@ from forge_jax.speculate.draft import ModelDrafter
 from forge_jax.speculate.draft_model import DraftModel, draft_shapes
 from forge_jax.speculate.drafter import Draft, Drafter, OneByOne
 from forge_jax.speculate.speculator import Speculator
+from forge_jax.step.draft_probs import DraftProbs, Proposed
+from forge_jax.step.inputs import StepShape
 from forge_jax.step.kv_cache import kv_shape
-from forge_jax.step.meta import StepShape
-from forge_jax.step.proposals import Proposals, Proposed
 from forge_jax.step.runner import Runner
 from forge_jax.testing import drafts_always_pay, random_leaves, tiny_model
 
@@ -60,7 +60,7 @@ def cache_of(model, num_blocks: int = NUM_BLOCKS):
 
 
 @cache
-def make_runner(proposals: Proposals | None) -> Runner:
+def make_runner(draft_probs: DraftProbs | None) -> Runner:
     model, leaves = model_and_leaves()
     runner = Runner(
         model,
@@ -74,7 +74,7 @@ def make_runner(proposals: Proposals | None) -> Runner:
         max_blocks=MAX_LEN // BLOCK,
         device=DEVICE,
         verification="rejection",
-        proposals=proposals,
+        draft_probs=draft_probs,
     )
     runner.compile()
     runner.start(leaves)
@@ -84,7 +84,7 @@ def make_runner(proposals: Proposals | None) -> Runner:
 @cache
 def make_draft_model() -> tuple[DraftModel, Runner]:
     model, leaves = model_and_leaves(unlike=0.25)
-    proposals = Proposals(num_slots=SLOTS, max_drafts=DRAFTS, vocab_size=V, device=DEVICE)
+    draft_probs = DraftProbs(num_slots=SLOTS, max_drafts=DRAFTS, vocab_size=V, device=DEVICE)
     draft_model = DraftModel(
         model,
         shapes=draft_shapes(
@@ -97,13 +97,13 @@ def make_draft_model() -> tuple[DraftModel, Runner]:
         kv_shape=cache_of(model),
         max_draft_tokens=DRAFTS,
         device=DEVICE,
-        proposals=proposals,
+        draft_probs=draft_probs,
     )
     draft_model.compile()
     draft_model.start(leaves)
     draft_model.wait()
     draft_model.adopt()
-    return draft_model, make_runner(proposals)
+    return draft_model, make_runner(draft_probs)
 
 
 class Told:
@@ -114,7 +114,7 @@ class Told:
         length = rng.randint(0, DRAFTS)
         return Draft(tuple(rng.randrange(V) for _ in range(length)), (0.5,) * length)
 
-    def study(self, limit):
+    def ingest(self, limit):
         return False
 
     def end(self, key, tokens, prompt_len, salt):
@@ -130,7 +130,7 @@ def make_speculator(drafter: Drafter) -> Speculator:
     policy.acceptance.reach = lambda confidence, _: sorted(
         (rng.random() for _ in confidence), reverse=True
     )
-    policy.choose = lambda _, gains, **options: rng.randint(len(gains) // 2, len(gains))
+    policy.choose = lambda _, updates, **options: rng.randint(len(updates) // 2, len(updates))
     return speculator
 
 
@@ -252,13 +252,13 @@ def test_with_drafts_of_a_model_they_are_the_same(asked):
 
 def test_were_it_told_what_another_draft_was_drawn_from_they_would_be_others(monkeypatch):
     draft_model, runner = make_draft_model()
-    draft, proposals = draft_model.draft, draft_model._proposals
-    assert proposals is not None
+    draft, draft_probs = draft_model.draft, draft_model._draft_probs
+    assert draft_probs is not None
 
     def mixed(rows):
         made = draft(rows)
-        rolled = [np.roll(np.asarray(array), 1, axis=0) for array in proposals.latest]
-        proposals.latest = Proposed(*jax.device_put(rolled, DEVICE))
+        rolled = [np.roll(np.asarray(array), 1, axis=0) for array in draft_probs.latest]
+        draft_probs.latest = Proposed(*jax.device_put(rolled, DEVICE))
         return made
 
     monkeypatch.setattr(draft_model, "draft", mixed)

@@ -137,7 +137,7 @@ class Spoiler:
             drafts.append(token)
         return Draft(tuple(drafts), (0.9,) * len(drafts))
 
-    def study(self, limit):
+    def ingest(self, limit):
         return False
 
     def end(self, key, tokens, prompt_len, salt):

@@ -21,8 +21,8 @@ from forge_jax.engine import compile_cache as cache_folder
 from forge_jax.engine.compile_cache import ENTRIES
 from forge_jax.errors import ConfigError
 from forge_jax.step.executables import Executables
+from forge_jax.step.inputs import StepShape
 from forge_jax.step.kv_cache import GIB
-from forge_jax.step.meta import StepShape
 from forge_jax.step.runner import compiler_options, first_shapes, step_limits, step_shapes
 from forge_jax.telemetry import compilations
 from forge_jax.telemetry.startup import StartupTimes

@@ -111,7 +111,7 @@ class Script:
             draft.insert(rng.randint(0, len(draft)), rng.randrange(TOKENIZER.vocab_size))
         return Draft(tuple(draft[:5]), (0.9,) * len(draft[:5]))
 
-    def study(self, limit):
+    def ingest(self, limit):
         return False
 
     def end(self, key, tokens, prompt_len, salt):

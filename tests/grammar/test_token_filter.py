@@ -91,8 +91,10 @@ def test_what_the_prompt_ends_with_does_not_count():
 
 def test_without_lists_there_is_no_filter():
     assert TokenFilter.of(SamplingParams(bad_words=[]), TOKENIZER, VOCAB) is None
-    assert not SamplingParams().masked and not SamplingParams(allowed_token_ids=[1]).stepwise
-    assert SamplingParams(bad_words=["a"]).stepwise
+    assert (
+        not SamplingParams().masked and not SamplingParams(allowed_token_ids=[1]).needs_host_token
+    )
+    assert SamplingParams(bad_words=["a"]).needs_host_token
 
 
 @pytest.mark.parametrize(

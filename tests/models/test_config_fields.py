@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import ModelError
 from forge_jax.models import ModelSpec, spec
 from forge_jax.models.decoder import rope_frequencies, rope_kind
@@ -50,7 +50,7 @@ REFUSALS = (
 
 
 def spec_of(name: str, config: dict) -> ModelSpec:
-    return ARCHITECTURES[name].read(Config(config), Config({}))
+    return ARCHITECTURES[name].read(HFConfig(config), HFConfig({}))
 
 
 def variants_of(name: str) -> list[tuple[dict, str, int]]:
@@ -190,7 +190,7 @@ def test_variants_are_read_as_by_transformers_or_refused(name):
 
 def _prefer_rope_parameters(config, *rest, read=spec.read_rope):
     if config.has("rope_parameters"):
-        config = Config({**config.values, "rope_scaling": None})
+        config = HFConfig({**config.values, "rope_scaling": None})
     return read(config, *rest)
 
 
@@ -244,9 +244,9 @@ class Recorder(dict):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_field_that_is_read_has_transformers_default(name):
     own, theirs = ARCHITECTURES[name], DEFAULTS[name]
-    config = Config(TABLE["bases"][name]).with_defaults(own.defaults, own.defaults)
+    config = HFConfig(TABLE["bases"][name]).with_defaults(own.defaults, own.defaults)
     config.values = values = Recorder(config.values)
-    own.read_spec(config, Config({}))
+    own.read_spec(config, HFConfig({}))
     assert values.seen - theirs.keys() <= OTHERS
     follows = {"rope_parameters", "layer_types"}  # from the lack of them, by code
     assert (values.seen & theirs.keys()) - own.defaults.keys() <= follows
@@ -279,9 +279,9 @@ def test_a_missing_field_is_its_default_and_a_null_only_where_it_means_something
 
 def test_default_end_tokens_count_only_without_a_generation_config():
     own, base = ARCHITECTURES["LlamaForCausalLM"], dict(TABLE["bases"]["LlamaForCausalLM"])
-    assert own.read(Config(base), Config({"eos_token_id": 5})).eos_token_ids == (5, 2)
+    assert own.read(HFConfig(base), HFConfig({"eos_token_id": 5})).eos_token_ids == (5, 2)
     del base["eos_token_id"]
-    assert own.read(Config(base), Config({})).eos_token_ids == (2,)
-    assert own.read(Config(base), Config({"eos_token_id": 5})).eos_token_ids == (5,)
-    assert own.read(Config(base), Config({"temperature": 1.0})).eos_token_ids == ()
-    assert own.read(Config({**base, "eos_token_id": None}), Config({})).eos_token_ids == ()
+    assert own.read(HFConfig(base), HFConfig({})).eos_token_ids == (2,)
+    assert own.read(HFConfig(base), HFConfig({"eos_token_id": 5})).eos_token_ids == (5,)
+    assert own.read(HFConfig(base), HFConfig({"temperature": 1.0})).eos_token_ids == ()
+    assert own.read(HFConfig({**base, "eos_token_id": None}), HFConfig({})).eos_token_ids == ()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import ModelError, UnsupportedModelError
 from forge_jax.weights.names import compile_pattern
 from forge_jax.weights.quantization import read_quantization
@@ -72,7 +72,7 @@ LAYER = "model.layers.3.mlp.down_proj"
 
 
 def read(quantization, key="quantization_config"):
-    return read_quantization(Config({key: quantization}))
+    return read_quantization(HFConfig({key: quantization}))
 
 
 def scheme(quantization, module=LAYER):
@@ -134,7 +134,7 @@ def test_compressed_tensors():
 def test_the_older_name_of_the_section():
     assert read({k: v for k, v in W8A8.items() if k != "quant_method"}, "compression_config")
     with pytest.raises(ModelError, match="compression_config must be left out"):
-        read_quantization(Config({"quantization_config": W8A8, "compression_config": W8A8}))
+        read_quantization(HFConfig({"quantization_config": W8A8, "compression_config": W8A8}))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.load import load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import CheckpointError, UnsupportedModelError
 from forge_jax.models import build_model
 from forge_jax.models.decoder import WeightForms
@@ -389,7 +389,7 @@ def test_schemes_that_experts_do_not_share_are_named(goldens):
     spec = read_spec(goldens / "mixtral")
 
     def build(quantization):
-        quantised = read_quantization(Config({"quantization_config": quantization}))
+        quantised = read_quantization(HFConfig({"quantization_config": quantization}))
         return build_model(dataclasses.replace(spec, quantization=quantised))
 
     ignore = ["re:.*gate$", "re:.*experts.2.w3$"]

@@ -14,7 +14,7 @@ from forge_jax.engine.builder import choose_device
 from forge_jax.errors import ConfigError
 from forge_jax.models import build_model
 from forge_jax.step.mesh import choose_mesh
-from forge_jax.weights.partition import check_shards, cut_of, shard_spec
+from forge_jax.weights.partition import check_shards, partition_of, shard_spec
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "goldens"
 FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
@@ -33,7 +33,7 @@ def test_the_shards_of_a_leaf_have_all_of_it_in_the_form_of_a_narrower_model(nam
     assert whole.names == narrow.names
     cut_leaves = 0
     for leaf_name, leaf, part in zip(whole.names, whole.leaves, narrow.leaves, strict=True):
-        cut = cut_of(leaf_name, spec, shards)
+        cut = partition_of(leaf_name, spec, shards)
         if cut is None:
             assert leaf.shape == part.shape
             continue
@@ -51,7 +51,7 @@ def test_a_shard_of_queries_has_the_keys_and_values_that_they_ask():
     H, K, D = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     assert (H, K) == (8, 2)
     head = np.repeat(np.arange(H + 2 * K), D)[:, None]  # the number of each row's head
-    cut = cut_of("layers.0.attention.qkv.weight", spec, 4)
+    cut = partition_of("layers.0.attention.qkv.weight", spec, 4)
     assert cut is not None
     heads = [cut.shard(head, index)[::D, 0].tolist() for index in range(4)]
     assert heads == [[0, 1, 8, 10], [2, 3, 8, 10], [4, 5, 9, 11], [6, 7, 9, 11]]
@@ -62,7 +62,7 @@ def test_a_shard_of_queries_has_the_keys_and_values_that_they_ask():
 def test_a_shard_of_gates_has_their_ups():
     spec = read_spec(GOLDENS / "mixtral")
     inner = spec.experts.intermediate_size
-    cut = cut_of("layers.0.mlp.gate_up.weight", spec, 2)
+    cut = partition_of("layers.0.mlp.gate_up.weight", spec, 2)
     rows = np.broadcast_to(np.arange(2 * inner)[:, None], (3, 2 * inner, 5))
     expected = [*range(inner // 2, inner), *range(inner + inner // 2, 2 * inner)]
     assert cut.shard(rows, 1)[2, :, 4].tolist() == expected
@@ -71,7 +71,7 @@ def test_a_shard_of_gates_has_their_ups():
 def test_a_vocabulary_that_does_not_divide_is_filled_up_with_zeros():
     spec = read_spec(GOLDENS / "llama2")
     assert spec.vocab_size == 331
-    cut = cut_of("head.weight", spec, 4)
+    cut = partition_of("head.weight", spec, 4)
     last = cut.shard(np.ones((331, 2)), 3)
     assert last.shape == (83, 2) and last.sum(axis=0).tolist() == [82, 82]
 

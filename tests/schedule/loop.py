@@ -10,7 +10,7 @@ from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.plan import StepPlan
 from forge_jax.schedule.request import Request, Sequence
-from forge_jax.schedule.scheduler import Gain, Scheduler, SchedulerConfig
+from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
 from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.testing import FakeDevice
 
@@ -56,7 +56,7 @@ class Loop:
             pool=self.pool,
             fault=fault,
         )
-        self.gains: list[Gain] = []  # of the last step
+        self.updates: list[SequenceUpdate] = []  # of the last step
         self._in_flight: tuple[StepPlan, Any, float] | None = None
         self._num_requests = 0
         self._step_s = step_s
@@ -87,7 +87,7 @@ class Loop:
         previous, self._in_flight = self._in_flight, None
         if plan is not None:
             self._in_flight = plan, self.device.dispatch(plan), self.now_s
-        self.gains = []
+        self.updates = []
         if previous is not None:
             before, pending, dispatched_s = previous
             result = self.device.read(pending)
@@ -95,7 +95,7 @@ class Loop:
             self.now_s = max(self.now_s, self._free_s)
             if self.scheduler.budget is not None:
                 self.scheduler.budget.record(before, dispatched_s, self.now_s)
-            self.gains = self.scheduler.commit(before, result)
+            self.updates = self.scheduler.commit(before, result)
         self.pool.check()
         return plan
 

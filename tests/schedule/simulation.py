@@ -234,11 +234,11 @@ class Simulation:
     def _masked(self, plan: StepPlan) -> StepPlan:
         """The plan with a mask for each row of a sequence with a grammar."""
         seqs = self.scheduler.sequences_of(plan)
-        if not any(seq.stepwise for seq in seqs):
+        if not any(seq.needs_host_token for seq in seqs):
             return plan
         masks: list[list[int]] = []
         for seq, row in zip(seqs, plan.sequences, strict=True):
-            if not seq.stepwise or not row.samples:
+            if not seq.needs_host_token or not row.samples:
                 masks += [[0xFFFFFFFF] * 2] * row.num_rows
                 continue
             assert FED_BACK not in row.token_ids, f"{seq.key}: runs ahead of its grammar"
@@ -659,7 +659,7 @@ class Before:
             seq
             for seq in self.running
             if seq.num_tokens == seq.num_computed + 1 and seq.num_tokens < seq.max_len
-            if not (seq.stepwise and seq.num_pending)
+            if not (seq.needs_host_token and seq.num_pending)
         ]
         self.prompts = [seq for seq in self.running if seq.num_tokens > seq.num_computed + 1]
         self.cached: dict[Sequence, int] = {}

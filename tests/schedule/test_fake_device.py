@@ -189,7 +189,7 @@ def test_logprobs_come_with_each_token_that_asked():
     logprobs = []
     while loop.scheduler.has_work:
         loop.step()
-        logprobs += [entry for _, got in loop.gains for entry in got.logprobs or ()]
+        logprobs += [entry for _, got in loop.updates for entry in got.logprobs or ()]
     assert [entry.token_id for entry in logprobs] == seq.tokens[3:]
     assert {len(entry.top) for entry in logprobs} == {2}
 

@@ -25,7 +25,7 @@ def test_a_token_that_has_not_been_read_is_fed_back_on_the_device():
     assert scheduled(prefill, seq).token_ids == (1, 2, 3)
     assert scheduled(decode, seq).token_ids == (FED_BACK,)
     assert scheduled(decode, seq).start == 3
-    assert [got.token_ids for _, got in loop.gains] == [(4,)]
+    assert [got.token_ids for _, got in loop.updates] == [(4,)]
 
 
 def test_no_row_is_scheduled_past_max_tokens():
@@ -165,7 +165,7 @@ def test_abort_frees_at_once_and_drops_what_is_in_flight():
     assert loop.pool.num_used == 0 and not loop.scheduler.has_work
     lengths = [len(seq.tokens) for seq in seqs]
     loop.step()
-    assert loop.gains == []
+    assert loop.updates == []
     assert [len(seq.tokens) for seq in seqs] == lengths
     assert {seq.finish_reason for seq in seqs} == {"abort"}
 
@@ -513,7 +513,7 @@ def test_a_fault_ends_its_request_alone():
     faults = []
     while loop.scheduler.has_work:
         loop.step()
-        faults += [seq for seq, got in loop.gains if got.fault]
+        faults += [seq for seq, got in loop.updates if got.fault]
     assert faults == [bad]
     assert bad.finish_reason == "error"
     assert (output(bad), len(output(good))) == ([4, 5], 9)
@@ -612,7 +612,7 @@ def score(loop, seq):
     scores = []
     while loop.scheduler.has_work:
         loop.step()
-        scores += [s for of, got in loop.gains if of is seq for s in got.prompt_logprobs or ()]
+        scores += [s for of, got in loop.updates if of is seq for s in got.prompt_logprobs or ()]
     return [logprob.token_id for logprob in scores]
 
 
@@ -656,7 +656,7 @@ def test_a_preempted_scoring_request_gives_each_logprob_once():
     scores = []
     for _ in range(4):
         loop.step()
-        scores += [s.token_id for _, got in loop.gains for s in got.prompt_logprobs or ()]
+        scores += [s.token_id for _, got in loop.updates for s in got.prompt_logprobs or ()]
     assert len(scores) == 9 and scored.num_scored == 9
     loop.scheduler._preempt(scored)
     scores += score(loop, scored)

@@ -501,10 +501,10 @@ def begin_cut_prompts_again(monkeypatch):
     right = Scheduler.commit
 
     def commit(self, plan, result):
-        gains = right(self, plan, result)
+        updates = right(self, plan, result)
         if self._running and 0 < self._running[-1].num_computed < self._running[-1].prompt_len:
             self._preempt(self._running[-1])
-        return gains
+        return updates
 
     monkeypatch.setattr(Scheduler, "commit", commit)
 

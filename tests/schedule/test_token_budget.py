@@ -186,7 +186,7 @@ def test_a_sequence_that_waits_for_its_mask_is_waited_for_as_well():
     """It is in no step that is scheduled before its last token has been read."""
     loop = loop_of(0.1, slow_device())
     (stream,) = with_streams(loop, count=1)
-    stream.stepwise = True
+    stream.needs_host_token = True
     loop.add_one([9] * PROMPT, max_tokens=1)
     plans = [loop.step() for _ in range(8)]
     chunks = [plan.num_tokens for plan in plans if plan is not None and plan.chunks]

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from forge_jax.tools.doctor import examination, machine, packages
-from forge_jax.tools.doctor.examination import _device_faults, _Probed
-from forge_jax.tools.doctor.finding import Finding
+from forge_jax.tools.doctor import checks as examination
+from forge_jax.tools.doctor import machine, packages
+from forge_jax.tools.doctor.checks import _device_faults, _Probed
+from forge_jax.tools.doctor.issue import Issue
 from forge_kernels.private_files import private_folder_fault
 from forge_serve.cli import main as cli
 from forge_serve.cli.commands.doctor import _kernels as kernels_line
@@ -43,8 +44,8 @@ def doctor(*arguments: str, **variables: str) -> tuple[int, dict[str, Any], str]
 
 def found(report: dict[str, Any], *parts: str) -> dict[str, str]:
     """The one finding that says all of this."""
-    [finding] = [f for f in report["findings"] if all(part in f["what"] for part in parts)]
-    return finding
+    [issue] = [f for f in report["findings"] if all(part in f["what"] for part in parts)]
+    return issue
 
 
 def planted(folder: Path, name: str, version: str) -> None:
@@ -64,10 +65,10 @@ def test_a_sound_installation_and_a_model_that_fits(monkeypatch, capsys):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     monkeypatch.setenv("CXX", "no-such-compiler")  # to build none; that is no problem
     report = examination.examine("forge-tiny")
-    problems = [f for f in report.findings if f.level == "problem"]
+    problems = [f for f in report.issues if f.level == "problem"]
     if packages.cuda_plugins(packages.installed()) or machine.nvidia().present:
         pytest.skip("there is something about GPUs here, whose faults are not ours")
-    assert problems == [] and report.sound
+    assert problems == [] and report.ok
     facts = report.as_json()
     assert facts["packages"]["jax"] == JAX and facts["packages"]["forge-jax"]
     assert facts["devices"][0]["platform"] == "cpu"
@@ -123,8 +124,8 @@ def test_planted_faults_are_found_in_a_real_process(tmp_path):
         ("the cache of CPU kernels", "Not a directory"),
         ("the cache of Hugging Face models", "Not a directory"),
     ):
-        finding = found(report, *parts)
-        assert finding["level"] == "problem" and finding["remedy"]
+        issue = found(report, *parts)
+        assert issue["level"] == "problem" and issue["remedy"]
     assert found(report, "no C++ kernels", "no C++ compiler")["level"] == "note"
     assert found(report, "nowhere/at-all: ", "could not be downloaded")["level"] == "problem"
 
@@ -157,8 +158,8 @@ def test_a_jax_that_cannot_be_imported_is_quoted(tmp_path):
     (tmp_path / "jaxlib" / "__init__.py").write_text("raise ImportError('GLIBC_2.99 not found')")
     status, report, _ = doctor(PYTHONPATH=on_path(tmp_path))
     assert status == 1
-    finding = found(report, "looking at JAX ended with status 1", "GLIBC_2.99 not found")
-    assert finding["level"] == "problem"
+    issue = found(report, "looking at JAX ended with status 1", "GLIBC_2.99 not found")
+    assert issue["level"] == "problem"
 
 
 def test_a_gpu_without_a_plugin_and_a_driver_that_is_too_old(monkeypatch):
@@ -210,16 +211,16 @@ def test_a_folder_that_others_can_write_to_is_no_cache(tmp_path):
     assert fault.level == "problem" and "--compile-cache" in fault.remedy
     folder.chmod(0o700)
     (folder / "one").write_bytes(b"x" * 1000)
-    sound = machine._cache("compiled executables", folder, private=True)
-    assert sound.fault is None and sound.num_bytes == 1000
+    ok = machine._cache("compiled executables", folder, private=True)
+    assert ok.fault is None and ok.num_bytes == 1000
     assert list(folder.iterdir()) == [folder / "one"], "nothing is left behind"
-    assert not [f for f in machine.cache_faults([sound]) if f.level == "problem"]
+    assert not [f for f in machine.cache_faults([ok]) if f.level == "problem"]
 
 
 def test_few_open_files_are_noted():
     few = {"open_files": 256, "open_files_at_most": 1024}
     [note] = machine.limit_faults(few)
-    assert isinstance(note, Finding) and note.level == "note" and "1024 files" in note.what
+    assert isinstance(note, Issue) and note.level == "note" and "1024 files" in note.what
 
 
 def test_a_timeout_that_cannot_be_is_one_line(capsys):

@@ -20,7 +20,7 @@ from forge_serve.generation.generation import Usage
 from forge_serve.generation.prompts import THREAD_FROM_CHARS, Prompt
 from forge_serve.limits import Limits
 from forge_serve.openai.requests import CompletionRequest
-from forge_serve.openai.serializers import CompletionForm
+from forge_serve.openai.serializers import CompletionSerializer
 from forge_serve.openai.validation import decode
 
 ROOT = Path(__file__).parents[2]
@@ -332,11 +332,13 @@ async def test_a_model_without_tokenizer_takes_and_gives_token_ids(start):
 def _echoed(tokenizer: Tokenizer, prompt: Prompt, output: Sequence[int]) -> dict[str, Any]:
     """The choice of an answer with `echo` and `logprobs` to this prompt."""
     request = decode(b'{"prompt": "", "echo": true, "logprobs": 0}', CompletionRequest, Limits())
-    form = CompletionForm(request, [prompt], tokenizer, unique_id="x", model="m", created_s=0)
+    serializer = CompletionSerializer(
+        request, [prompt], tokenizer, unique_id="x", model="m", created_s=0
+    )
     prompt_scores = tuple(TokenLogprobs(id, -1.0) for id in prompt.token_ids[1:])
     scores = tuple(TokenLogprobs(id, -1.0) for id in output)
     text = tokenizer.decode(output) if output else ""
-    form.add(
+    serializer.add(
         0,
         Delta(
             0,
@@ -348,7 +350,9 @@ def _echoed(tokenizer: Tokenizer, prompt: Prompt, output: Sequence[int]) -> dict
         ),
     )
     num_prompt, num_output = len(prompt.token_ids), len(output)
-    answer = json.loads(form.body(Usage(num_prompt, num_output, num_prompt + num_output, {}, {})))
+    answer = json.loads(
+        serializer.body(Usage(num_prompt, num_output, num_prompt + num_output, {}, {}))
+    )
     return answer["choices"][0]
 
 

@@ -16,7 +16,7 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
 from forge_serve.http import sse as event_stream
 from forge_serve.http.sse import EventStream
-from forge_serve.openai.serializers import CompletionForm
+from forge_serve.openai.serializers import CompletionSerializer
 from forge_serve.server import app
 
 HIGH_WATER = 64 * 1024  # bytes at which asyncio's transports pause their protocol
@@ -247,17 +247,19 @@ async def test_a_panic_of_a_library_costs_its_request_only(start, monkeypatch):
 @pytest.mark.parametrize("failing", [3, 20], ids=["in the middle", "the last"])
 async def test_an_event_that_cannot_be_made_is_an_error_of_its_request(start, monkeypatch, failing):
     server = await start(Engine.fake(step_time_s=0.002))
-    events = CompletionForm.events
+    events = CompletionSerializer.events
 
-    def broken(form: CompletionForm, choice: int, delta: Any, usage: Any = None) -> bytes:
-        made = events(form, choice, delta, usage)
+    def broken(
+        serializer: CompletionSerializer, choice: int, delta: Any, usage: Any = None
+    ) -> bytes:
+        made = events(serializer, choice, delta, usage)
         seen.append(delta)
         if len(seen) == failing:
             raise ValueError("a secret")
         return made
 
     seen: list[Any] = []
-    monkeypatch.setattr(CompletionForm, "events", broken)
+    monkeypatch.setattr(CompletionSerializer, "events", broken)
     body = {**LONG, "max_tokens": 20, "stream": True}
     *chunks, last = await server.events("/v1/completions", body)
     assert json.loads(last)["error"]["code"] == "internal_error" and "secret" not in last

@@ -16,7 +16,7 @@ from forge_serve.http import memory
 from forge_serve.http.memory import MemoryGuard
 from forge_serve.server import profiles
 from forge_serve.telemetry import engine_view
-from forge_serve.telemetry.request_log import Trail
+from forge_serve.telemetry.request_log import RequestLog
 
 LONG = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
 PROMPTS = {"prompt": ["a", "b"], "max_tokens": 9, "ignore_eos": True}
@@ -90,14 +90,14 @@ async def test_a_callback_that_fails_ends_its_request(server, place, stream, mon
 async def test_a_response_in_the_background_ends_though_its_log_line_fails(
     server, monkeypatch, caplog
 ):
-    end = Trail.end
+    end = RequestLog.end
 
     def end_or_fail(self, status):
         if self.goes_on:
             planted()
         end(self, status)
 
-    monkeypatch.setattr(Trail, "end", end_or_fail)
+    monkeypatch.setattr(RequestLog, "end", end_or_fail)
     body = {"input": "a", "max_output_tokens": 5, "background": True}
     _, made = await server.post("/v1/responses", body)
     await logged(caplog)

@@ -12,7 +12,7 @@ from forge_serve.config import ReasoningParserName, ToolCallParserName
 from forge_serve.parsers import tool_calls
 from forge_serve.parsers.answer import AnswerParser
 from forge_serve.parsers.families import CALL_FORMS, REASONING_FORMS
-from forge_serve.parsers.hermes import HermesForm
+from forge_serve.parsers.hermes import HermesFormat
 from forge_serve.parsers.parts import Parts
 from forge_serve.parsers.reasoning import ReasoningParser, ReasoningTokens
 from forge_serve.parsers.tool_calls import MAX_HELD_CHARS, ToolCallParser
@@ -357,7 +357,7 @@ def test_a_reader_that_raises_leaves_the_text_as_content(monkeypatch, caplog):
         yield
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr(HermesForm, "read", read_and_fail)
+    monkeypatch.setattr(HermesFormat, "read", read_and_fail)
     text = "Well: <tool_call>abcd</tool_call> and <tool_call>more"
     for pieces in cuts(text):
         caplog.clear()

@@ -13,7 +13,7 @@ from forge_jax.schedule.outputs import Delta
 from forge_serve.generation.generation import Usage
 from forge_serve.generation.prompts import Prompt
 from forge_serve.openai.requests import ChatRequest, CompletionRequest, GenerateRequest, Message
-from forge_serve.openai.serializers import ChatForm, CompletionForm, GenerateForm
+from forge_serve.openai.serializers import ChatSerializer, CompletionSerializer, GenerateSerializer
 from forge_serve.telemetry.histogram import ModelHistogram
 
 TEXTS = (
@@ -24,9 +24,9 @@ TEXTS = (
     "%d %b",
 )
 FORMS = {
-    "completions": (CompletionForm, CompletionRequest(prompt="a", stream=True)),
-    "chat": (ChatForm, ChatRequest(messages=[Message("user", "a")], stream=True)),
-    "generate": (GenerateForm, GenerateRequest(prompt="a", stream=True)),
+    "completions": (CompletionSerializer, CompletionRequest(prompt="a", stream=True)),
+    "chat": (ChatSerializer, ChatRequest(messages=[Message("user", "a")], stream=True)),
+    "generate": (GenerateSerializer, GenerateRequest(prompt="a", stream=True)),
 }
 
 
@@ -35,12 +35,14 @@ FORMS = {
 def test_a_plain_event_is_what_the_full_way_writes(name, text):
     form_type, request = FORMS[name]
     prompts = [Prompt([1]), Prompt([2])] if name == "completions" else [Prompt([1])]
-    form = form_type(request, prompts, fake_tokenizer(), unique_id="x", model='m"odel', created_s=1)
+    serializer = form_type(
+        request, prompts, fake_tokenizer(), unique_id="x", model='m"odel', created_s=1
+    )
     choice = len(prompts) - 1
-    form.events(choice, Delta(0, "first", (5,)))
+    serializer.events(choice, Delta(0, "first", (5,)))
     delta = Delta(0, text, (6,))
-    event = form.events(choice, delta)
-    assert event == form._full_events(choice, delta, None)
+    event = serializer.events(choice, delta)
+    assert event == serializer._full_events(choice, delta, None)
     assert event.startswith(b"data: ") and event.endswith(b"\n\n") and event.count(b"\n") == 2
     answer = json.loads(event.removeprefix(b"data: "))
     shown = answer["choices"][0] if "choices" in answer else answer
@@ -53,23 +55,25 @@ def test_a_plain_event_is_what_the_full_way_writes(name, text):
 )
 def test_an_event_with_more_than_text_is_never_plain(more):
     request = CompletionRequest(prompt="a", stream=True, **more)
-    form = CompletionForm(
+    serializer = CompletionSerializer(
         request, [Prompt([1])], fake_tokenizer(), unique_id="x", model="m", created_s=1
     )
     for token in (5, 6):
-        answer = json.loads(form.events(0, Delta(0, "a", (token,), ())).removeprefix(b"data: "))
+        answer = json.loads(
+            serializer.events(0, Delta(0, "a", (token,), ())).removeprefix(b"data: ")
+        )
         choice = answer["choices"][0]
         assert choice.get("token_ids") == [token] or choice["logprobs"] is not None
 
 
 def test_usage_is_in_every_event_that_shall_have_it():
     form_type, request = FORMS["completions"]
-    form = form_type(
+    serializer = form_type(
         request, [Prompt([1])], fake_tokenizer(), unique_id="x", model="m", created_s=1
     )
     usage = Usage(1, 2, 3, {}, {})
     for num_tokens in (1, 2):
-        event = form.events(0, Delta(0, "a", (5,)), usage)
+        event = serializer.events(0, Delta(0, "a", (5,)), usage)
         found = json.loads(event.removeprefix(b"data: "))["usage"]
         assert (found["completion_tokens"], found["total_tokens"]) == (num_tokens, 1 + num_tokens)
 

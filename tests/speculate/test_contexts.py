@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_jax.speculate.contexts import ContextIndex, IndexPool, agreement
+from forge_jax.speculate.ngram_index import IndexPool, NgramIndex, agreement
 
 FEW = st.integers(0, 2)
 TEXTS = st.lists(
@@ -40,14 +40,14 @@ def naive(
     return []
 
 
-def following(index: ContextIndex, tail: list[int]) -> list[list[int]]:
+def following(index: NgramIndex, tail: list[int]) -> list[list[int]]:
     places, _ = index.find(tail, 1000)
     ends = [(*index.text[place:], None).index(None) for place in places]
     return [index.text[place : place + end] for place, end in zip(places, ends, strict=True)]
 
 
-def index_of(texts, lengths, chunk: int = 1000) -> ContextIndex:
-    index = ContextIndex(lengths, max(lengths))
+def index_of(texts, lengths, chunk: int = 1000) -> NgramIndex:
+    index = NgramIndex(lengths, max(lengths))
     for before, tokens in texts:
         index.begin(before)
         for at in range(0, len(tokens), chunk):
@@ -86,7 +86,7 @@ def test_when_all_is_forgotten_nothing_is_left(texts, lengths):
 
 
 def test_text_that_is_forgotten_is_given_back():
-    index = ContextIndex((1, 2, 4), 8)
+    index = NgramIndex((1, 2, 4), 8)
     for at in range(0, 100_000, 500):
         index.extend([token % 700 for token in range(at, at + 500)])
         index.forget(max(len(index) - 1000, 0))
@@ -95,7 +95,7 @@ def test_text_that_is_forgotten_is_given_back():
 
 
 def test_what_waits_is_entered_in_the_order_it_came_and_not_before():
-    index = ContextIndex((1,), 1)
+    index = NgramIndex((1,), 1)
     index.begin([7])
     index.append([1, 2, 7, 3])
     assert index.find([7], 9) == ([], 0)
@@ -106,7 +106,7 @@ def test_what_waits_is_entered_in_the_order_it_came_and_not_before():
 
 
 def test_what_is_forgotten_while_it_waits_is_never_entered():
-    index = ContextIndex((1,), 1)
+    index = NgramIndex((1,), 1)
     index.begin([7])
     index.append([1, 7, 2])
     index.forget(4)
@@ -190,7 +190,7 @@ def test_a_token_takes_no_more_bytes_than_is_said(repeats):
     tokens = [rng.randrange(5000) for _ in range(6_000 // repeats)] * repeats
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    index = ContextIndex((1, 2, 4, 8, 16), 64)
+    index = NgramIndex((1, 2, 4, 8, 16), 64)
     for at in range(0, len(tokens), 500):
         index.extend(tokens[at : at + 500])
     taken = tracemalloc.get_traced_memory()[0] - before

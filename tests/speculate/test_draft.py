@@ -232,22 +232,22 @@ def test_beyond_the_draft_models_context_there_are_no_drafts_and_one_line_says_s
     assert lengths[1:] == [2, 1, 0, 0]
     assert caplog.text.count("draft model's context of 32 tokens") == 1
     assert drafter._pool.num_used == 0
-    assert drafter.foresee(seqs) == [()] * 3
+    assert drafter.predict_confidence(seqs) == [()] * 3
 
 
 def test_what_is_foreseen_is_what_was_typical():
     model = FakeDraftModel(100)
     drafter = ModelDrafter(model)  # type: ignore[arg-type]
     seq = make_seq("s", 9, random.Random(1))
-    assert drafter.foresee([seq]) == [[0.9] * K]
+    assert drafter.predict_confidence([seq]) == [[0.9] * K]
     for _ in range(100):
         drafter.propose([seq])
-    [foreseen] = drafter.foresee([seq])
+    [foreseen] = drafter.predict_confidence([seq])
     assert foreseen == pytest.approx([0.5] * K, abs=0.01)
     seq.tokens += [1] * (MAX_LEN - len(seq.tokens) - 3)
-    assert len(drafter.foresee([seq])[0]) == 2
+    assert len(drafter.predict_confidence([seq])[0]) == 2
     model.can_draft = False
-    assert drafter.foresee([seq]) == [()] and not drafter.propose([seq])[0].token_ids
+    assert drafter.predict_confidence([seq]) == [()] and not drafter.propose([seq])[0].token_ids
 
 
 def test_by_rejection_what_is_told_of_a_draft_does_not_depend_on_what_was_drawn():

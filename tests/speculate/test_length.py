@@ -6,13 +6,13 @@ import random
 import numpy as np
 import pytest
 
-from forge_jax.speculate.length import (
+from forge_jax.speculate.draft_length import (
+    ASSUMED_SLOWDOWN,
     CONTROL,
     CONTROL_AFTER,
     FEW,
     FIRST_RETRY,
     HIGHEST,
-    HOPE,
     TRIAL,
     Acceptance,
     Experience,
@@ -179,8 +179,8 @@ def test_where_steps_never_run_ahead_drafts_are_held_against_those_that_wait():
 
 def test_a_trial_is_made_with_drafts_that_are_worth_one():
     made = timed()
-    assert made.choose(1, [HOPE - 1]) == 0
-    assert made.choose(1, [HOPE - 1 + 0.05]) == 1
+    assert made.choose(1, [ASSUMED_SLOWDOWN - 1]) == 0
+    assert made.choose(1, [ASSUMED_SLOWDOWN - 1 + 0.05]) == 1
 
 
 def test_times_are_shared_by_sizes_that_are_near_and_lie_between_those_that_are_not():

@@ -10,8 +10,8 @@ from forge_jax.engine.core import EngineCore
 from forge_jax.engine.fake import assemble_fake
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request, Sequence, Status
+from forge_jax.speculate.draft_length import FIRST_RETRY
 from forge_jax.speculate.drafter import Draft, OneByOne
-from forge_jax.speculate.length import FIRST_RETRY
 from forge_jax.speculate.speculator import LOOK_PART, Budget, Speculator
 from forge_jax.testing import FailingDevice, drafts_always_pay
 
@@ -30,7 +30,7 @@ class Oracle:
         drafts = [t if self.rng.random() < self.right else self.rng.randrange(200) for t in rest]
         return Draft(tuple(drafts), (0.9,) * len(drafts))
 
-    def study(self, limit):
+    def ingest(self, limit):
         return False
 
     def end(self, key, tokens, prompt_len, salt):
@@ -104,7 +104,7 @@ def test_time_of_drafts_that_were_not_verified_counts_against_drafts(monkeypatch
     monkeypatch.setattr(policy, "knows", lambda num_sequences, **_: True)
     monkeypatch.setattr(policy, "plain_s", lambda num_sequences, **_: 1.0)
 
-    def choose(num_sequences, gains, *, in_flight=False, **_) -> int:
+    def choose(num_sequences, updates, *, in_flight=False, **_) -> int:
         """They seem to be worth waiting for, and turn out not to be."""
         return int(in_flight)
 
@@ -144,7 +144,7 @@ class TimedDrafter:
         self._seen.add(key)
         return self._drafter.propose(key, *rest)
 
-    def study(self, limit):
+    def ingest(self, limit):
         return False
 
     def end(self, *ended):
@@ -242,11 +242,11 @@ def test_what_was_foreseen_is_not_looked_for_again_where_it_came_true():
     )
     seq.tokens.append(3)
     drafter = OneByOne(Counting({seq.key: output}, right=1.0, length=4))
-    assert drafter.foresee([seq]) == [[pytest.approx(0.81), 0.9, 0.9]]
+    assert drafter.predict_confidence([seq]) == [[pytest.approx(0.81), 0.9, 0.9]]
     seq.tokens.append(4)
     assert drafter.propose([seq]) == [Draft((5, 6, 7), (0.9,) * 3)] and len(asked) == 1
     assert drafter.propose([seq]) == [Draft((5, 6, 7, 8), (0.9,) * 4)] and len(asked) == 2
-    drafter.foresee([seq])
+    drafter.predict_confidence([seq])
     seq.tokens.append(9)  # it was to be 5
     drafter.propose([seq])
     assert len(asked) == 4

@@ -19,7 +19,7 @@ class Studious(SuffixDrafter):
     """Takes in at once what others have put out."""
 
     def propose(self, key, tokens, prompt_len, salt):
-        while self.study(1_000_000):
+        while self.ingest(1_000_000):
             pass
         return super().propose(key, tokens, prompt_len, salt)
 
@@ -325,8 +325,8 @@ def test_one_call_costs_no_more_for_a_longer_prompt_or_a_larger_past():
     assert costs[0] == costs[1] > 100
     drafter.end(50_000, list(range(50_000)), 42_000, "")
     later = [lines_executed(lambda: drafter.propose("a", [1, 2], 2, "")) for _ in range(20)]
-    study = [lines_executed(lambda: drafter.study(100)) for _ in range(20)]
-    assert max(later) < 200 and 100 < max(study) <= 30 * 100
+    ingest = [lines_executed(lambda: drafter.ingest(100)) for _ in range(20)]
+    assert max(later) < 200 and 100 < max(ingest) <= 30 * 100
 
 
 def test_outputs_are_taken_in_bit_by_bit_each_salt_in_its_turn():
@@ -342,14 +342,14 @@ def test_outputs_are_taken_in_bit_by_bit_each_salt_in_its_turn():
         ]
 
     assert known() == [False, False, False, False]
-    assert drafter.study(200)
+    assert drafter.ingest(200)
     assert known() == [True, False, False, False]
-    assert drafter.study(200)
+    assert drafter.ingest(200)
     assert known() == [True, False, True, False]
-    assert drafter.study(200) and drafter.study(200)
+    assert drafter.ingest(200) and drafter.ingest(200)
     assert known() == [True] * 4
-    assert drafter.study(1000) and not drafter.study(1000)
-    assert not drafter.study(1000)
+    assert drafter.ingest(1000) and not drafter.ingest(1000)
+    assert not drafter.ingest(1000)
 
 
 def test_what_ends_while_much_is_waiting_is_not_kept():
@@ -357,13 +357,13 @@ def test_what_ends_while_much_is_waiting_is_not_kept():
     drafter.end("long", list(range(10_000)), 0, "")
     drafter.end("late", [7, 8, 9, 9, 9], 0, "")
     drafter.end("elsewhere", [7, 8, 6, 6, 6], 0, "a")
-    while drafter.study(1000):
+    while drafter.ingest(1000):
         pass
     assert drafter.num_shared < 10_100
     assert drafter.propose("key", [7, 8], 2, "").token_ids == (9, 10, 11, 12)
     assert drafter.propose("key", [7, 8], 2, "a").token_ids == (6, 6, 6)
     drafter.end("next", [7, 8, 5, 5, 5], 0, "")
-    while drafter.study(1000):
+    while drafter.ingest(1000):
         pass
     assert drafter.propose("key", [0, 7, 8], 3, "").token_ids[0] in (5, 9)
 
@@ -372,7 +372,7 @@ def test_no_more_salts_wait_than_are_held():
     drafter = SuffixDrafter(4, max_salts=3)
     for salt in "abcdefgh":
         drafter.end("key", [1, 2, 3, 4], 0, salt)
-    assert [drafter.study(10) for _ in range(3)] == [True, True, False]
+    assert [drafter.ingest(10) for _ in range(3)] == [True, True, False]
 
 
 # --- odd calls --------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import pytest
 
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import FED_BACK, Decodes, ScheduledSequence, StepPlan
-from forge_jax.step import meta
-from forge_jax.step.meta import SlotFlags, StepShape
+from forge_jax.step import inputs as meta
+from forge_jax.step.inputs import SlotFlags, StepShape
 
 MAX_BLOCKS = 16
 

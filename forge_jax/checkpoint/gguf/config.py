@@ -21,7 +21,7 @@ from forge_jax.checkpoint.gguf.weights import (
     weights_of,
 )
 from forge_jax.errors import CheckpointError
-from forge_jax.host.files import shown
+from forge_jax.host.files import short_repr
 from forge_jax.weights.block_types import KEY, of_all_experts
 
 MAX_LAYERS = 1024
@@ -56,7 +56,7 @@ def config_of(gguf: GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
     arch = metadata.string("general.architecture")
     if arch not in ARCHITECTURES:
         raise metadata.unsupported(
-            f"the architecture {shown(arch)} is not supported; "
+            f"the architecture {short_repr(arch)} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
     if metadata.integer("split.count", 0) > 1:

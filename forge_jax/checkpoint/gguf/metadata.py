@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
-from forge_jax.host.files import shown
+from forge_jax.host.files import short_repr
 
 
 class Metadata:
@@ -21,7 +21,9 @@ class Metadata:
     def error(self, key: str, want: str) -> ModelError:
         if key not in self.values:
             return CheckpointError(f"{self.file}: {key} is missing: it must be {want}")
-        return CheckpointError(f"{self.file}: {key} must be {want}, not {shown(self.values[key])}")
+        return CheckpointError(
+            f"{self.file}: {key} must be {want}, not {short_repr(self.values[key])}"
+        )
 
     def unsupported(self, what: str) -> ModelError:
         return UnsupportedModelError(f"{self.file}: {what}")

@@ -17,7 +17,7 @@ import numpy as np
 
 from forge_jax.checkpoint.gguf.metadata import Metadata
 from forge_jax.errors import CheckpointError, UnsupportedModelError
-from forge_jax.host.files import GGUF_SUFFIX, file_size, shown
+from forge_jax.host.files import GGUF_SUFFIX, file_size, short_repr
 from forge_jax.weights.ggml import FORMATS, UNSUPPORTED, BlockFormat
 from forge_jax.weights.stored import MAX_NAME, MAX_TENSORS
 
@@ -147,7 +147,7 @@ class _Reader:
         for _ in range(num_entries):
             key = self.string("a key", MAX_NAME)
             if key in metadata:
-                raise self.fail(f"the key {shown(key)} stands twice")
+                raise self.fail(f"the key {short_repr(key)} stands twice")
             metadata[key] = self.value(key)
         tensors = self.tensors(num_tensors, self.alignment(metadata))
         return GGUFFile(self.file, version, metadata, tensors)
@@ -155,7 +155,7 @@ class _Reader:
     def alignment(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise self.fail(f"general.alignment must be a power of 2, not {shown(alignment)}")
+            raise self.fail(f"general.alignment must be a power of 2, not {short_repr(alignment)}")
         return alignment
 
     def tensors(self, count: int, alignment: int) -> dict[str, GGUFTensor]:
@@ -163,7 +163,7 @@ class _Reader:
         for _ in range(count):
             name = self.string("a tensor's name", MAX_NAME)
             if name in table:
-                raise self.fail(f"the tensor {shown(name)} stands twice")
+                raise self.fail(f"the tensor {short_repr(name)} stands twice")
             table[name] = self.tensor(name, alignment)
         start = -(-self.at // alignment) * alignment
         found: dict[str, GGUFTensor] = {}
@@ -171,35 +171,38 @@ class _Reader:
         for name, (form, shape, offset) in sorted(table.items(), key=lambda entry: entry[1][2]):
             tensor = GGUFTensor(name, self.file, form, shape, start + offset)
             if offset < begin:
-                raise self.fail(f"the tensor {shown(name)} overlaps another")
+                raise self.fail(f"the tensor {short_repr(name)} overlaps another")
             begin = offset + tensor.num_bytes
             if start + begin > self.size:
-                raise self.fail(f"the tensor {shown(name)} goes beyond the end of the file")
+                raise self.fail(f"the tensor {short_repr(name)} goes beyond the end of the file")
             found[name] = tensor
         return {name: found[name] for name in table}
 
     def tensor(self, name: str, alignment: int) -> tuple[BlockFormat, tuple[int, ...], int]:
         num_dims = self.number("<I")
         if not 1 <= num_dims <= MAX_DIMENSIONS:
-            raise self.fail(f"the tensor {shown(name)} has {num_dims} dimensions")
+            raise self.fail(f"the tensor {short_repr(name)} has {num_dims} dimensions")
         shape = tuple(self.count() for _ in range(num_dims))[::-1]  # they come innermost first
         kind, offset = self.number("<I"), self.number("<Q")
         form = FORMATS.get(kind)
         if form is None:
             known = ", ".join(form.name for form in FORMATS.values())
             raise UnsupportedModelError(
-                f"{self.file}: the tensor {shown(name)} is of type "
+                f"{self.file}: the tensor {short_repr(name)} is of type "
                 f"{UNSUPPORTED.get(kind, kind)}, which is not supported; supported: {known}"
             )
         if min(shape) < 1 or math.prod(shape) > 2**62:
-            raise self.fail(f"the tensor {shown(name)} has the shape {shown(list(shape))}")
+            raise self.fail(
+                f"the tensor {short_repr(name)} has the shape {short_repr(list(shape))}"
+            )
         if shape[-1] % form.block_size:
             raise self.fail(
-                f"the tensor {shown(name)} has rows of {shape[-1]} elements; {form.name} needs "
+                f"the tensor {short_repr(name)} has rows of {shape[-1]} elements; {form.name} "
+                "needs "
                 f"multiples of {form.block_size}"
             )
         if offset % alignment:
-            raise self.fail(f"the tensor {shown(name)} is not aligned to {alignment} bytes")
+            raise self.fail(f"the tensor {short_repr(name)} is not aligned to {alignment} bytes")
         return form, shape, offset
 
     # ---- values ----------------------------------------------------------------------------------
@@ -250,7 +253,7 @@ class _Reader:
     def value(self, key: str) -> Any:
         kind = self.number("<I")
         if kind == _STRING:
-            return self.string(f"the value of {shown(key)}")
+            return self.string(f"the value of {short_repr(key)}")
         if kind == _ARRAY:
             return self.array(key)
         return self.scalar(key, kind)
@@ -258,27 +261,27 @@ class _Reader:
     def scalar(self, key: str, kind: int) -> Any:
         dtype = _DTYPES.get(kind)
         if dtype is None:
-            raise self.fail(f"the value of {shown(key)} is of the unknown type {kind}")
+            raise self.fail(f"the value of {short_repr(key)} is of the unknown type {kind}")
         value = np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
         return self.truth(key, value) if kind == _BOOL else value
 
     def truth(self, key: str, value: int) -> bool:
         if value > 1:
-            raise self.fail(f"the value of {shown(key)} is {value}, which is no truth value")
+            raise self.fail(f"the value of {short_repr(key)} is {value}, which is no truth value")
         return bool(value)
 
     def array(self, key: str) -> Any:
         kind, count = self.number("<I"), self.count()
         if count > (MAX_STRINGS if kind == _STRING else MAX_ELEMENTS):
-            raise self.fail(f"the array {shown(key)} claims {count} elements")
+            raise self.fail(f"the array {short_repr(key)} claims {count} elements")
         if kind == _STRING:
-            return self.strings(f"an element of {shown(key)}", count)
+            return self.strings(f"an element of {short_repr(key)}", count)
         dtype = _DTYPES.get(kind)
         if dtype is None:
-            raise self.fail(f"the array {shown(key)} is of the unknown or nested type {kind}")
+            raise self.fail(f"the array {short_repr(key)} is of the unknown or nested type {kind}")
         values = np.frombuffer(self.take(count * dtype.itemsize), dtype)
         if kind == _BOOL:
             if (values > 1).any():
-                raise self.fail(f"the array {shown(key)} holds what is no truth value")
+                raise self.fail(f"the array {short_repr(key)} holds what is no truth value")
             return values.astype(bool)
         return values

@@ -18,7 +18,7 @@ import numpy as np
 
 from forge_jax.checkpoint.gguf.reader import GGUFFile, GGUFTensor, read_gguf
 from forge_jax.errors import CheckpointError, UnsupportedModelError
-from forge_jax.host.files import shown
+from forge_jax.host.files import short_repr
 from forge_kernels.blocks import BlockValues, joined
 
 CHUNK_ELEMENTS = 2**21  # decoded at once, by one thread
@@ -169,7 +169,8 @@ def weights_of(gguf: GGUFFile) -> dict[str, GGUFWeight]:
             count = metadata.integer(f"{arch}.expert_count", 0, high=MAX_EXPERTS)
             if len(stored.shape) != 3 or stored.shape[0] != count:
                 raise CheckpointError(
-                    f"{gguf.file}: the tensor {shown(name)} has the shape {stored.shape}, which is "
+                    f"{gguf.file}: the tensor {short_repr(name)} has the shape {stored.shape}, "
+                    "which is "
                     f"not a matrix for each of {count} experts"
                 )
             for expert in range(count):
@@ -179,18 +180,19 @@ def weights_of(gguf: GGUFFile) -> dict[str, GGUFWeight]:
         theirs = _name(name, arch)
         if theirs is None:
             raise UnsupportedModelError(
-                f"{gguf.file}: the tensor {shown(name)} belongs to no model of architecture "
-                f"{shown(arch)} that is supported"
+                f"{gguf.file}: the tensor {short_repr(name)} belongs to no model of architecture "
+                f"{short_repr(arch)} that is supported"
             )
         paired = {"attn_q": heads, "attn_k": kv_heads}.get(name.split(".")[-2], 0)
         if paired and stored.shape[0] % (2 * paired):
             raise CheckpointError(
-                f"{gguf.file}: the tensor {shown(name)} has {stored.shape[0]} rows, which are no "
+                f"{gguf.file}: the tensor {short_repr(name)} has {stored.shape[0]} rows, which "
+                "are no "
                 f"pairs in {paired} heads"
             )
         offset = 1.0 if gemma and theirs.endswith("norm.weight") else 0.0
         if offset and len(stored.shape) != 1:
-            raise CheckpointError(f"{gguf.file}: the tensor {shown(name)} is not a vector")
+            raise CheckpointError(f"{gguf.file}: the tensor {short_repr(name)} is not a vector")
         weights[theirs] = GGUFWeight(theirs, stored, paired, offset)
     return weights
 

@@ -35,7 +35,7 @@ import msgspec
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import EngineConfig
 from forge_jax.engine.adapters import Adapters, LoadedAdapter, Run
-from forge_jax.engine.async_engine import EngineStats, QueueLimits, StreamingEngine
+from forge_jax.engine.async_engine import AsyncEngine, EngineStats, QueueLimits
 from forge_jax.engine.core import Limits
 from forge_jax.engine.fake import fake_chat_template, fake_tokenizer
 from forge_jax.engine.fault_isolation import Bisection
@@ -51,7 +51,6 @@ from forge_jax.engine.process.messages import (
     Look,
     Looked,
     LoraLoaded,
-    News,
     Profile,
     Profiled,
     Refused,
@@ -60,6 +59,7 @@ from forge_jax.engine.process.messages import (
     Submit,
     ToEngine,
     UnloadLora,
+    Updates,
     decoded,
     frame,
     from_engine,
@@ -149,7 +149,7 @@ class _Birth:
                 self._process.kill()
 
 
-class EngineProcess(StreamingEngine):
+class EngineProcess(AsyncEngine):
     """The engine that `load` has started in another process."""
 
     def __init__(
@@ -423,7 +423,7 @@ class EngineProcess(StreamingEngine):
         entry = self._journal.pop(request_id)
         self._cleared([request_id])
         ends = [Delta(i, finish_reason=reason, error=error) for i in entry.outputs]  # type: ignore[arg-type]
-        self._news.append({request_id: ends})
+        self._updates.append({request_id: ends})
         self._fan_out()
 
     def _send_what_may_run(self) -> None:
@@ -498,7 +498,7 @@ class EngineProcess(StreamingEngine):
     def _receive(self, message: FromEngine) -> None:  # noqa: C901
         self._heard_s = self._clock()
         match message:
-            case News():
+            case Updates():
                 self._watchdog.progress()
                 self._backoff.progress()
                 outputs = message.to_outputs()
@@ -508,7 +508,7 @@ class EngineProcess(StreamingEngine):
                         entry.take(deltas)
                         if not entry.outputs:
                             del self._journal[request_id]
-                self._news.append(outputs)
+                self._updates.append(outputs)
                 self._cleared(outputs)
                 self._fan_out()
             case Stats():

@@ -193,11 +193,11 @@ class Refused(msgspec.Struct, tag="refused"):
     error: WireError
 
 
-class News(msgspec.Struct, tag="news"):
+class Updates(msgspec.Struct, tag="news"):
     outputs: dict[str, list[WireDelta]]
 
     @classmethod
-    def of(cls, outputs: Outputs) -> News:
+    def of(cls, outputs: Outputs) -> Updates:
         return cls({rid: [WireDelta.of(d) for d in deltas] for rid, deltas in outputs.items()})
 
     def to_outputs(self) -> Outputs:
@@ -227,7 +227,7 @@ class Looked(msgspec.Struct, tag="looked"):
     error: WireError | None = None
 
 
-FromEngine = Loading | Hello | Refused | News | Stats | LoraLoaded | Profiled | Looked
+FromEngine = Loading | Hello | Refused | Updates | Stats | LoraLoaded | Profiled | Looked
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -34,7 +34,6 @@ from forge_jax.engine.process.messages import (
     Look,
     Looked,
     LoraLoaded,
-    News,
     Profile,
     Profiled,
     Refused,
@@ -43,6 +42,7 @@ from forge_jax.engine.process.messages import (
     Submit,
     ToEngine,
     UnloadLora,
+    Updates,
     WireError,
     decoded,
     frame,
@@ -65,7 +65,7 @@ class _Worker(asyncio.Protocol):
     def __init__(self) -> None:
         self._frames = Frames()
         self._engine: Engine | None = None
-        self._news: Outputs = {}  # of this turn of the event loop
+        self._updates: Outputs = {}  # of this turn of the event loop
         self._one_profile = asyncio.Lock()
         self._one_look = asyncio.Lock()
         self._sent: EngineStats | None = None
@@ -220,14 +220,14 @@ class _Worker(asyncio.Protocol):
         self._transport.write(frame(message))
 
     def _gather(self, request_id: str, deltas: list[Delta]) -> None:
-        if not self._news:
+        if not self._updates:
             self._soon(self._send_news, "sending news")
-        self._news.setdefault(request_id, []).extend(deltas)
+        self._updates.setdefault(request_id, []).extend(deltas)
 
     def _send_news(self) -> None:
         self._end_if_failed()  # what a failed engine says of its requests is not their end
-        news, self._news = self._news, {}
-        self._send(News.of(news))
+        updates, self._updates = self._updates, {}
+        self._send(Updates.of(updates))
         if time.monotonic() - self._sent_s > STATS_S:
             self._send_stats()
 

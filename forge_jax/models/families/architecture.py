@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.spec import ModelSpec
 from forge_jax.models.weight_map import WeightMap, decoder_weights
 
@@ -23,14 +23,14 @@ class Architecture:
         others it is refused, as there.
     """
 
-    read_spec: Callable[[Config, Config], ModelSpec]
+    read_spec: Callable[[HFConfig, HFConfig], ModelSpec]
     defaults: Mapping[str, Any]
     nullable: frozenset[str] = frozenset()
     weights: Callable[[ModelSpec], WeightMap] = decoder_weights
     # Of another form that its checkpoints come in: taken where more of these tensors are there.
     other_weights: Callable[[ModelSpec], WeightMap] | None = None
 
-    def read(self, config: Config, generation: Config) -> ModelSpec:
+    def read(self, config: HFConfig, generation: HFConfig) -> ModelSpec:
         """The spec of a model from the two files as they are.
 
         Raises:

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec, decoder_spec, read_window, read_windows
 
@@ -34,12 +34,12 @@ NULLABLE = frozenset(
 )
 
 
-def soft_cap(config: Config, name: str) -> float | None:
+def soft_cap(config: HFConfig, name: str) -> float | None:
     """Of scores or logits; None: they are as they are."""
     return config.number(name) if config.has(name) else None
 
 
-def gemma_parts(config: Config) -> dict[str, Any]:
+def gemma_parts(config: HFConfig) -> dict[str, Any]:
     """What Gemma 2 and 3 have in common."""
     bias = config.boolean("attention_bias")
     return {
@@ -55,7 +55,7 @@ def gemma_parts(config: Config) -> dict[str, Any]:
     }
 
 
-def _read_spec(config: Config, generation: Config) -> ModelSpec:
+def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     return decoder_spec(
         config,
         generation,

@@ -4,7 +4,7 @@ own to each that sees all, norms at the heads of queries and keys.
 `attn_logit_softcapping` has no effect, as in transformers.
 """
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.families.gemma2 import NULLABLE, gemma_parts
@@ -47,7 +47,7 @@ DEFAULTS = {
 }
 
 
-def _ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
+def _ropes(config: HFConfig) -> tuple[RopeSpec, RopeSpec]:
     """Of the layers that see all, and of those with a window.
 
     `rope_parameters` has a section for each. `rope_scaling` is merged into that of the former.
@@ -65,17 +65,17 @@ def _ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
             raise parameters.error(FULL, "an object, for rope_scaling is merged into it")
     if scaling is not None:
         before = {"rope_type": "default"} if full is None else full.values
-        full = Config({**before, **scaling.values}, scaling.where)
+        full = HFConfig({**before, **scaling.values}, scaling.where)
     positions, head_dim = config.integer("max_position_embeddings"), read_head_dim(config)
     return (
-        rope_of(full or Config({}), config, positions, head_dim),
+        rope_of(full or HFConfig({}), config, positions, head_dim),
         rope_of(
-            local or Config({}), config, positions, head_dim, theta_name="rope_local_base_freq"
+            local or HFConfig({}), config, positions, head_dim, theta_name="rope_local_base_freq"
         ),
     )
 
 
-def _read_spec(config: Config, generation: Config) -> ModelSpec:
+def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     every = config.integer("sliding_window_pattern", high=MAX_WIDTH)
     rope, local_rope = _ropes(config)
     return decoder_spec(

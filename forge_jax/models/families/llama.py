@@ -1,6 +1,6 @@
 """Llama (Touvron et al. 2023), and what is built like it: TinyLlama, SmolLM2 and others."""
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec, decoder_spec
 
@@ -24,7 +24,7 @@ DEFAULTS = {
 }
 
 
-def _read_spec(config: Config, generation: Config) -> ModelSpec:
+def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     bias = config.boolean("attention_bias")
     return decoder_spec(
         config,

@@ -1,6 +1,6 @@
 """Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama, in some versions with a window."""
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import (
     ModelSpec,
@@ -29,7 +29,7 @@ DEFAULTS = {
 }
 
 
-def _windows(config: Config) -> tuple[int | None, ...]:
+def _windows(config: HFConfig) -> tuple[int | None, ...]:
     """In every layer; a file with `layer_types` is a Ministral to transformers, which has its own.
 
     That one wants a window and a `head_dim` even where no layer, or no head, needs them.
@@ -46,7 +46,7 @@ def _windows(config: Config) -> tuple[int | None, ...]:
     return read_windows(config, window, lambda layer: True)
 
 
-def _read_spec(config: Config, generation: Config) -> ModelSpec:
+def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     return decoder_spec(config, generation, "MistralForCausalLM", windows=_windows(config))
 
 

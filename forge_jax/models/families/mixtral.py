@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral, with experts in place of every MLP."""
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import (
     MAX_WIDTH,
@@ -33,7 +33,7 @@ DEFAULTS = {
 }
 
 
-def _read_spec(config: Config, generation: Config) -> ModelSpec:
+def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     inner = config.integer("intermediate_size", high=MAX_WIDTH)
     return decoder_spec(
         config,

@@ -1,6 +1,6 @@
 """OLMo 2 (2025, arXiv:2501.00656): norms after attention and MLP, and at queries and keys."""
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec, decoder_spec
 
@@ -23,7 +23,7 @@ DEFAULTS = {
 }
 
 
-def _read_spec(config: Config, generation: Config) -> ModelSpec:
+def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     bias = config.boolean("attention_bias")
     return decoder_spec(
         config,

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec, decoder_spec, read_window, window_everywhere
@@ -31,7 +31,7 @@ DEFAULTS = {
 _ROPE_TYPES = ("default", "longrope")
 
 
-def _read_spec(config: Config, generation: Config) -> ModelSpec:
+def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     windows = window_everywhere(config, read_window(config))
     spec = decoder_spec(config, generation, "Phi3ForCausalLM", windows=windows)
     if spec.rope.type not in _ROPE_TYPES:

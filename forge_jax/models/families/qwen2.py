@@ -1,6 +1,6 @@
 """Qwen 2 and 2.5 (2024, arXiv:2407.10671): Llama with biases of queries, keys and values."""
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import ModelSpec, decoder_spec, read_window, read_windows
 
@@ -25,18 +25,18 @@ DEFAULTS = {
 }
 
 
-def qwen_window(config: Config) -> int | None:
+def qwen_window(config: HFConfig) -> int | None:
     """Only if the file says so."""
     return read_window(config) if config.boolean("use_sliding_window") else None
 
 
-def qwen_windows(config: Config) -> tuple[int | None, ...]:
+def qwen_windows(config: HFConfig) -> tuple[int | None, ...]:
     """By `layer_types`, else in the layers from `max_window_layers` on."""
     window, first = qwen_window(config), config.integer("max_window_layers", low=0)
     return read_windows(config, window, lambda layer: window is not None and layer >= first)
 
 
-def _read_spec(config: Config, generation: Config) -> ModelSpec:
+def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     windows = qwen_windows(config)
     return decoder_spec(
         config, generation, "Qwen2ForCausalLM", attention_bias=True, windows=windows

@@ -1,6 +1,6 @@
 """Qwen 3 (2025, arXiv:2505.09388): Llama with norms of each head of queries and keys."""
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.families.qwen2 import qwen_windows
 from forge_jax.models.spec import ModelSpec, decoder_spec
@@ -27,7 +27,7 @@ DEFAULTS = {
 }
 
 
-def _read_spec(config: Config, generation: Config) -> ModelSpec:
+def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     bias = config.boolean("attention_bias")
     return decoder_spec(
         config,

@@ -1,6 +1,6 @@
 """Qwen 3 with experts (2025, arXiv:2505.09388): in all layers, or with some dense ones."""
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.families.qwen2 import qwen_window
 from forge_jax.models.spec import (
@@ -40,7 +40,7 @@ DEFAULTS = {
 }
 
 
-def _dense_layers(config: Config) -> frozenset[int]:
+def _dense_layers(config: HFConfig) -> frozenset[int]:
     """By `mlp_only_layers`; of the others each `decoder_sparse_step`-th has experts."""
     layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     step = config.integer("decoder_sparse_step")
@@ -53,7 +53,7 @@ def _dense_layers(config: Config) -> frozenset[int]:
     return frozenset(named) | {layer for layer in range(layers) if (layer + 1) % step}
 
 
-def _read_spec(config: Config, generation: Config) -> ModelSpec:
+def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     bias = config.boolean("attention_bias")
     return decoder_spec(
         config,

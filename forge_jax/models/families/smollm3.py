@@ -1,6 +1,6 @@
 """SmolLM3 (Hugging Face 2025): Llama, where some layers do not rotate queries and keys (NoPE)."""
 
-from forge_jax.config.hf_config import Config
+from forge_jax.config.hf_config import HFConfig
 from forge_jax.models.families.architecture import Architecture
 from forge_jax.models.spec import MAX_LAYERS, ModelSpec, decoder_spec, read_window, read_windows
 
@@ -28,7 +28,7 @@ DEFAULTS = {
 }
 
 
-def _no_rope(config: Config) -> frozenset[int]:
+def _no_rope(config: HFConfig) -> frozenset[int]:
     """By `no_rope_layers`, which has a 0 for each of these; else every fourth layer."""
     layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     if config.has("no_rope_layers"):
@@ -41,7 +41,7 @@ def _no_rope(config: Config) -> frozenset[int]:
     return frozenset(layer for layer in range(layers) if (layer + 1) % every == 0)
 
 
-def _windows(config: Config, no_rope: frozenset[int]) -> tuple[int | None, ...]:
+def _windows(config: HFConfig, no_rope: frozenset[int]) -> tuple[int | None, ...]:
     """By `layer_types`, even if they are not to be used; else in layers without rotation."""
     window, used = read_window(config), config.boolean("use_sliding_window")
     return read_windows(
@@ -49,7 +49,7 @@ def _windows(config: Config, no_rope: frozenset[int]) -> tuple[int | None, ...]:
     )
 
 
-def _read_spec(config: Config, generation: Config) -> ModelSpec:
+def _read_spec(config: HFConfig, generation: HFConfig) -> ModelSpec:
     no_rope = _no_rope(config)
     bias = config.boolean("attention_bias")
     return decoder_spec(

@@ -4,7 +4,7 @@ Nothing here imports jax but `probe`, which runs in processes of its own, with a
 very thing that is wrong may be that it does not come back.
 """
 
-from forge_jax.tools.doctor.examination import Report, examine
-from forge_jax.tools.doctor.finding import Finding
+from forge_jax.tools.doctor.checks import Report, examine
+from forge_jax.tools.doctor.issue import Issue
 
-__all__ = ["Finding", "Report", "examine"]
+__all__ = ["Issue", "Report", "examine"]

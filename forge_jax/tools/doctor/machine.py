@@ -16,7 +16,7 @@ from typing import Any
 
 from forge_jax.engine.compile_cache import default_cache_folder, is_url
 from forge_jax.telemetry.memory import host_bytes
-from forge_jax.tools.doctor.finding import Finding
+from forge_jax.tools.doctor.issue import Issue
 from forge_kernels.private_files import private_folder_fault
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -64,10 +64,10 @@ def limits() -> dict[str, int]:
     return {"open_files": soft, "open_files_at_most": hard}
 
 
-def limit_faults(found: dict[str, int]) -> Iterator[Finding]:
+def limit_faults(found: dict[str, int]) -> Iterator[Issue]:
     most = found["open_files_at_most"]
     if most != resource.RLIM_INFINITY and most < FEW_FILES:
-        yield Finding(
+        yield Issue(
             "note",
             f"a process may have {most} files open, and each connection is one",
             f"ulimit -Hn {FEW_FILES * 16}, or LimitNOFILE= of the service",
@@ -145,7 +145,7 @@ def caches() -> list[Cache]:
     ]
 
 
-def cache_faults(found: list[Cache]) -> Iterator[Finding]:
+def cache_faults(found: list[Cache]) -> Iterator[Issue]:
     for cache in found:
         if cache.fault is not None:
             what = f"the cache of {cache.name}, {cache.path}, cannot be used: {cache.fault}"
@@ -154,10 +154,10 @@ def cache_faults(found: list[Cache]) -> Iterator[Finding]:
                 "Hugging Face models": "mend it, or set HF_HOME to another folder",
             }
             remedy = named.get(cache.name, "mend it, or set XDG_CACHE_HOME to another folder")
-            yield Finding("problem", what, remedy)
+            yield Issue("problem", what, remedy)
         elif cache.free_bytes is not None and cache.free_bytes < LITTLE_DISK_BYTES:
             mib = cache.free_bytes >> 20
-            yield Finding("note", f"{cache.path} has {mib} MiB left", "make room there")
+            yield Issue("note", f"{cache.path} has {mib} MiB left", "make room there")
 
 
 def _cache(name: str, folder: Path, *, private: bool) -> Cache:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from packaging.requirements import Requirement
 
-from forge_jax.tools.doctor.finding import Finding
+from forge_jax.tools.doctor.issue import Issue
 
 OURS = "forge-jax"
 INSTALL = "pip install -c constraints.txt -e ."
@@ -28,40 +28,40 @@ def installed() -> dict[str, str]:
     return {name: version for name, version in found.items() if version is not None}
 
 
-def faults(versions: Mapping[str, str]) -> Iterator[Finding]:
+def faults(versions: Mapping[str, str]) -> Iterator[Issue]:
     """What is missing, and what does not fit the rest."""
     if OURS not in versions:
-        yield Finding("note", "forge-jax itself is not installed, only on the path", INSTALL)
+        yield Issue("note", "forge-jax itself is not installed, only on the path", INSTALL)
     for requirement in _requirements():
         have = versions.get(requirement.name)
         if have is None:
-            yield Finding("problem", f"{requirement.name} is not installed", INSTALL)
+            yield Issue("problem", f"{requirement.name} is not installed", INSTALL)
         elif not requirement.specifier.contains(have, prereleases=True):
-            yield Finding(
+            yield Issue(
                 "problem",
                 f"{requirement.name} is {have}, and forge-jax needs {requirement.specifier}",
                 INSTALL,
             )
     jax, jaxlib = versions.get("jax"), versions.get("jaxlib")
     if jax and jaxlib and jax != jaxlib:
-        yield Finding("problem", f"jax is {jax} and jaxlib {jaxlib}: they are a pair", INSTALL)
+        yield Issue("problem", f"jax is {jax} and jaxlib {jaxlib}: they are a pair", INSTALL)
     plugins = cuda_plugins(versions)
     if len(plugins) > 1:
-        yield Finding(
+        yield Issue(
             "problem",
             f"JAX's plugins for CUDA {' and '.join(map(str, sorted(plugins)))} are both installed",
             f"pip uninstall jax-cuda{min(plugins)}-plugin jax-cuda{min(plugins)}-pjrt",
         )
     for major, version in plugins.items():
         if jaxlib and version != jaxlib:
-            yield Finding(
+            yield Issue(
                 "problem",
                 f"jax-cuda{major}-plugin is {version} and jaxlib {jaxlib}: they are a pair",
                 INSTALL_CUDA,
             )
         pjrt = versions.get(f"jax-cuda{major}-pjrt")
         if pjrt != version:
-            yield Finding(
+            yield Issue(
                 "problem",
                 f"jax-cuda{major}-plugin is {version} and jax-cuda{major}-pjrt "
                 f"{pjrt or 'not installed'}: they are a pair",

@@ -25,7 +25,7 @@ from forge_serve.openai.requests import (
     ToolCall,
     thinking_variables,
 )
-from forge_serve.openai.serializers import ChatForm
+from forge_serve.openai.serializers import ChatSerializer
 from forge_serve.openai.structured import asks_for_something
 from forge_serve.parsers.parts import CallPiece
 
@@ -219,7 +219,7 @@ class MessagesRequest(GenerationRequest, kw_only=True):
         return {**thinking_variables(thinks), **(self.chat_template_kwargs or {})}
 
 
-class MessagesForm(ChatForm):
+class MessagesSerializer(ChatSerializer):
     """`message` objects: blocks of thinking, text and calls of tools.
 
     In a stream each block has its own beginning and end, and only the last one is open.
@@ -314,12 +314,12 @@ class MessagesForm(ChatForm):
     def _say(self, kind: str, text: str) -> Iterator[bytes]:
         if self._open != kind:
             yield from self._begin(kind, {"type": kind, kind: ""})
-        news = {"type": f"{kind}_delta", kind: text}
-        yield _event("content_block_delta", index=self._num_blocks - 1, delta=news)
+        updates = {"type": f"{kind}_delta", kind: text}
+        yield _event("content_block_delta", index=self._num_blocks - 1, delta=updates)
 
     def _input(self, piece: CallPiece) -> bytes:
-        news = {"type": "input_json_delta", "partial_json": "".join(piece.arguments)}
-        return _event("content_block_delta", index=self._num_blocks - 1, delta=news)
+        updates = {"type": "input_json_delta", "partial_json": "".join(piece.arguments)}
+        return _event("content_block_delta", index=self._num_blocks - 1, delta=updates)
 
     def _begin(self, what: str | int, block: dict[str, Any]) -> Iterator[bytes]:
         yield from self._close()
@@ -330,8 +330,8 @@ class MessagesForm(ChatForm):
     def _close(self) -> Iterator[bytes]:
         index = self._num_blocks - 1
         if self._open == "thinking":  # nothing vouches for it
-            news = {"type": "signature_delta", "signature": ""}
-            yield _event("content_block_delta", index=index, delta=news)
+            updates = {"type": "signature_delta", "signature": ""}
+            yield _event("content_block_delta", index=index, delta=updates)
         if self._open is not None:
             yield _event("content_block_stop", index=index)
         self._open = None

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from forge_serve.batch.errors import BatchFileError, LineError
-from forge_serve.batch.forms import Form, Line, OpenAIForm, form_of
+from forge_serve.batch.formats import Form, Line, OpenAIFormat, form_of
 
 _CHUNK = 1024 * 1024
 
@@ -49,7 +49,7 @@ class Input:
             self._digests.append(line.digest)
             ids.append(0 if name is None else _digest(msgspec.json.encode(name)))
             self.num_requests += bool(line.digest)
-        self.form: Form = form or OpenAIForm()
+        self.form: Form = form or OpenAIFormat()
         self._check_ids(ids)
         self._done = bytearray(len(self._digests))
 

@@ -24,7 +24,7 @@ from forge_jax.host import supervise
 from forge_serve.batch.config import BatchRunConfig
 from forge_serve.batch.errors import LineError
 from forge_serve.batch.files import Input, Output
-from forge_serve.batch.forms import FORMS, Asked, Line
+from forge_serve.batch.formats import FORMS, Asked, Line
 from forge_serve.batch.progress import Counts, Progress
 from forge_serve.config import ServerConfig
 from forge_serve.errors import error_reply
@@ -131,7 +131,7 @@ class _Run:
     ):
         self._service = service
         self._lines = lines
-        self._form = lines.form
+        self._form = lines.line_format
         self._output = output
         self._window = window
         self._progress = progress
@@ -198,7 +198,7 @@ class _Run:
                 return await answering.pooled(service, request, generation)
             finally:
                 generation.close()
-        generation, form = await answering.begin(
+        generation, line_format = await answering.begin(
             service,
             request,
             FORMS[type(request)],
@@ -207,7 +207,7 @@ class _Run:
             lora=service.lora_of(request.model),
         )
         try:
-            return await answering.whole(generation, form)
+            return await answering.whole(generation, line_format)
         finally:
             generation.close()
 

@@ -12,7 +12,7 @@ from forge_serve.bench.metrics import Measured
 from forge_serve.bench.workload import Request
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine
 
 READY_POLL_S = 0.05
 
@@ -22,7 +22,7 @@ def sampling_params(request: Request) -> SamplingParams:
     return SamplingParams(max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
 
 
-async def ready(engine: StreamingEngine) -> None:
+async def ready(engine: AsyncEngine) -> None:
     """Until nothing is left to be compiled, which would take the time of what is measured.
 
     Raises:
@@ -37,7 +37,7 @@ async def ready(engine: StreamingEngine) -> None:
 class Submitter:
     """Answers a workload's requests on an engine; also notes how many sequences ran at once."""
 
-    def __init__(self, engine: StreamingEngine):
+    def __init__(self, engine: AsyncEngine):
         self.engine = engine
         self.most_running = 0  # seen when news came; whoever starts a run sets it to 0
         self._count = 0

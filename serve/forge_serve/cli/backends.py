@@ -17,7 +17,7 @@ import msgspec
 from forge_jax.config import EngineConfig
 from forge_serve.cli.exit_status import leave
 from forge_serve.config import ServerConfig
-from forge_serve.generation.generation import Generation, News
+from forge_serve.generation.generation import Generation, Updates
 from forge_serve.http.client import (
     EventsError,
     ServerError,
@@ -30,14 +30,14 @@ from forge_serve.http.client import (
 )
 from forge_serve.openai import operations as answering
 from forge_serve.openai.requests import ChatRequest, CompletionRequest
-from forge_serve.openai.serializers import ChatForm, CompletionForm, ResponseForm
+from forge_serve.openai.serializers import ChatSerializer, CompletionSerializer, ResponseSerializer
 from forge_serve.server.app import Service
 from forge_serve.server.process import load_engine
 
 Kind = Literal["chat", "completions"]
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _KINDS = {"chat": ChatRequest, "completions": CompletionRequest}
-_FORMS = {"chat": ChatForm, "completions": CompletionForm}
+_FORMS = {"chat": ChatSerializer, "completions": CompletionSerializer}
 _STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -80,19 +80,19 @@ class LocalSource:
         return cls(service)
 
     async def events(self, kind: Kind, body: dict[str, Any]) -> AsyncGenerator[Any]:
-        generation, form = await self._begin(kind, {**body, **_STREAMED})
-        steps: asyncio.Queue[tuple[News, bool]] = asyncio.Queue()
+        generation, serializer = await self._begin(kind, {**body, **_STREAMED})
+        steps: asyncio.Queue[tuple[Updates, bool]] = asyncio.Queue()
         try:
-            generation.begin(lambda news: steps.put_nowait((list(news), generation.over)))
+            generation.begin(lambda updates: steps.put_nowait((list(updates), generation.over)))
             over = False
             while not over:
-                news, over = await steps.get()
-                for choice, delta in news:
-                    for event in events_of(form.events(choice, delta)):
+                updates, over = await steps.get()
+                for choice, delta in updates:
+                    for event in events_of(serializer.events(choice, delta)):
                         yield event
             if generation.failure is not None:
                 raise generation.failure
-            for event in events_of(form.end(generation.usage)):
+            for event in events_of(serializer.end(generation.usage)):
                 yield event
         finally:
             generation.close()
@@ -103,13 +103,15 @@ class LocalSource:
         Raises:
           ForgeError: what ended it, or why there is none.
         """
-        generation, form = await self._begin(kind, body)
+        generation, serializer = await self._begin(kind, body)
         try:
-            return await answering.whole(generation, form)
+            return await answering.whole(generation, serializer)
         finally:
             generation.close()
 
-    async def _begin(self, kind: Kind, body: dict[str, Any]) -> tuple[Generation, ResponseForm]:
+    async def _begin(
+        self, kind: Kind, body: dict[str, Any]
+    ) -> tuple[Generation, ResponseSerializer]:
         if not self._started:
             self._started = True
             self._engine.start()

@@ -25,7 +25,7 @@ from forge_serve.telemetry.metrics import Metrics, PromptTimes
 
 if TYPE_CHECKING:
     from forge_jax.config import Pooling
-    from forge_jax.engine.async_engine import Stream, StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine, Stream
     from forge_jax.schedule.outputs import Delta
 
 _serials = itertools.count()
@@ -74,7 +74,7 @@ class _Progress:
         )
 
 
-type News = list[tuple[int, Delta]]  # (choice, delta) pairs of one step, or of several
+type Updates = list[tuple[int, Delta]]  # (choice, delta) pairs of one step, or of several
 
 
 class Generation:
@@ -86,7 +86,7 @@ class Generation:
 
     def __init__(  # noqa: PLR0913
         self,
-        engine: StreamingEngine,
+        engine: AsyncEngine,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         *,
@@ -114,10 +114,10 @@ class Generation:
         self.params = params
         self._reasoning = reasoning
         self._streams: list[Stream] = []
-        self._receive: Callable[[News], None] | None = None
+        self._receive: Callable[[Updates], None] | None = None
         self._timeout_s = timeout_s
         self._deadline: asyncio.TimerHandle | None = None
-        self._gathered: News = []  # of this step, until all prompts have theirs
+        self._gathered: Updates = []  # of this step, until all prompts have theirs
         self._hand_on_due = False
         # None is begun if one of them cannot be served; the first is checked as it is submitted.
         for prompt in prompts[1:]:
@@ -196,7 +196,7 @@ class Generation:
             },
         )
 
-    def begin(self, receive: Callable[[News], None]) -> None:
+    def begin(self, receive: Callable[[Updates], None]) -> None:
         """Has `receive` called with the news of each step, of all prompts together, on the event
         loop, until `over` is true in such a call.
 
@@ -248,11 +248,11 @@ class Generation:
     def _arrived(self, prompt: int, deltas: list[Delta]) -> None:
         if self._receive is None:
             return
-        news = self._account(prompt, deltas)
+        updates = self._account(prompt, deltas)
         if len(self._streams) == 1:
-            self._hand_on(news)
+            self._hand_on(updates)
             return
-        self._gathered += news
+        self._gathered += updates
         if not self._hand_on_due:  # the other prompts get theirs before anything else runs
             self._hand_on_due = True
             hand_on = supervise.guarded(
@@ -261,26 +261,26 @@ class Generation:
             asyncio.get_running_loop().call_soon(hand_on)
 
     def _hand_on_gathered(self) -> None:
-        news, self._gathered = self._gathered, []
+        updates, self._gathered = self._gathered, []
         self._hand_on_due = False
-        self._hand_on(news)
+        self._hand_on(updates)
 
-    def _hand_on(self, news: News) -> None:
+    def _hand_on(self, updates: Updates) -> None:
         receive = self._receive
         if receive is None:
             return
         if self.over:
             self._receive = None
         try:
-            receive(news)
+            receive(updates)
         except Exception as error:
             self.failure, self._receive = error, None
             receive([])
 
-    def _account(self, prompt: int, deltas: list[Delta]) -> News:
+    def _account(self, prompt: int, deltas: list[Delta]) -> Updates:
         first_choice, progress = prompt * self._n, self._progress[prompt]
         num_tokens = 0
-        news = []
+        updates = []
         for delta in deltas:
             num_tokens += len(delta.token_ids)
             if self._n > 1:
@@ -306,7 +306,7 @@ class Generation:
                 if delta.finish_reason == "abort":
                     self.failure = StoppingError("the engine is shutting down")
                     continue
-            news.append((first_choice + delta.index, delta))
+            updates.append((first_choice + delta.index, delta))
         if num_tokens:
             self.num_output_tokens += num_tokens
             progress.output_tokens += num_tokens
@@ -319,4 +319,4 @@ class Generation:
             progress.last_s = now_s
         if not progress.unfinished:
             progress.end_s = time.monotonic() - self._submitted_s
-        return news
+        return updates

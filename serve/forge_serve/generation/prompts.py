@@ -12,7 +12,7 @@ from forge_jax.schedule.request import TokenIds
 from forge_serve.generation.workers import in_pieces
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine
     from forge_serve.generation.workers import TextWork
 
 # A shorter text is tokenised on the event loop: in less time than handing it to a thread takes.
@@ -91,7 +91,7 @@ def check_total(num_bytes: int, work: TextWork, param: str) -> None:
 
 
 async def encode_texts(
-    engine: StreamingEngine,
+    engine: AsyncEngine,
     given: Sequence[tuple[str, str | list[int]]],
     special: bool,
     kept: Kept | None,

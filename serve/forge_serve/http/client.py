@@ -65,9 +65,11 @@ async def model_card(session: aiohttp.ClientSession, url: str, model: str | None
         async with session.get(f"{url}/v1/models") as response:
             text = await response.text()
             if response.status == 401:
-                raise ServerError(f"{url} wants an API key: pass --api-key-file ({told(text)})")
+                raise ServerError(
+                    f"{url} wants an API key: pass --api-key-file ({error_message(text)})"
+                )
             if response.status != 200:
-                raise ServerError(f"{url}/v1/models: HTTP {response.status}: {told(text)}")
+                raise ServerError(f"{url}/v1/models: HTTP {response.status}: {error_message(text)}")
         cards = _decode(text)["data"]
         names = [card["id"] for card in cards]
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -80,7 +82,7 @@ async def model_card(session: aiohttp.ClientSession, url: str, model: str | None
     return cards[0 if model is None else names.index(model)]
 
 
-def told(error: Any) -> str:
+def error_message(error: Any) -> str:
     """The message in an error's body, in whichever of the usual forms it comes."""
     if isinstance(error, str):
         with suppress(msgspec.DecodeError):

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from aiohttp import hdrs, web
 
 from forge_serve.errors import error_reply
-from forge_serve.generation.generation import Generation, News
-from forge_serve.openai.serializers import ResponseForm
+from forge_serve.generation.generation import Generation, Updates
+from forge_serve.openai.serializers import ResponseSerializer
 
 if TYPE_CHECKING:
     from forge_jax.schedule.outputs import Delta
@@ -49,7 +49,7 @@ class EventStream:
         self,
         http: web.Request,
         generation: Generation,
-        form: ResponseForm,
+        serializer: ResponseSerializer,
         *,
         stall_s: float,
         keep_alive_s: float = 0.0,
@@ -58,7 +58,7 @@ class EventStream:
         self._chunked = False
         self._http = http
         self._generation = generation
-        self._form = form
+        self._serializer = serializer
         self._stall_s = stall_s
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
@@ -90,7 +90,7 @@ class EventStream:
         except Exception as error:
             reply = error_reply(error)
             self.error = reply.name
-            last = self._form.error_event(reply)
+            last = self._serializer.error_event(reply)
         finally:
             if self._alarm is not None:
                 self._alarm.cancel()
@@ -114,7 +114,7 @@ class EventStream:
           Exception: the generation's failure, after all that came before it.
         """
         generation = self._generation
-        self._write(self._form.beginning())
+        self._write(self._serializer.beginning())
         generation.begin(self._take)
         while not generation.over:
             await self._attention.wait()
@@ -126,16 +126,16 @@ class EventStream:
         if generation.failure is not None:
             self._write(events)
             raise generation.failure
-        return events + self._form.end(generation.usage)
+        return events + self._serializer.end(generation.usage)
 
-    def _take(self, news: News) -> None:
+    def _take(self, updates: Updates) -> None:
         """Writes the events of a step, unless they have to wait for the handler's task."""
-        waits = self._protocol.writing_paused or len(news) > PIECE
+        waits = self._protocol.writing_paused or len(updates) > PIECE
         if self._held or waits or self._generation.over:
-            self._held += news
+            self._held += updates
             self._attention.set()
         else:
-            self._write(self._events(news))
+            self._write(self._events(updates))
 
     async def _write_held(self, *, down_to: int) -> None:
         """Writes what is held back, as fast as the client reads, until so many deltas are left."""
@@ -146,17 +146,17 @@ class EventStream:
                 raise ConnectionResetError("the client has gone")
             self._write(self._events(self._next_piece()))
 
-    def _next_piece(self) -> News:
+    def _next_piece(self) -> Updates:
         held = self._held
         return [held.popleft() for _ in range(min(PIECE, len(held)))]
 
-    def _events(self, news: News) -> bytes:
-        events, usage = self._form.events, None
-        if self._form.usage_always:
+    def _events(self, updates: Updates) -> bytes:
+        events, usage = self._serializer.events, None
+        if self._serializer.usage_always:
             usage = self._generation.usage
-        if len(news) == 1:
-            return events(*news[0], usage)
-        return b"".join([events(choice, delta, usage) for choice, delta in news])
+        if len(updates) == 1:
+            return events(*updates[0], usage)
+        return b"".join([events(choice, delta, usage) for choice, delta in updates])
 
     def _wait_for_silence(self) -> None:
         at_s = self._written_s + self._keep_alive_s

@@ -13,19 +13,19 @@ from typing import Any
 from forge_jax.errors import RequestError
 from forge_jax.grammar import GrammarSpec
 from forge_serve.openai.tools import Function, ToolChoice
-from forge_serve.parsers.reasoning import ReasoningForm
-from forge_serve.parsers.tool_calls import CallForm
+from forge_serve.parsers.reasoning import ReasoningFormat
+from forge_serve.parsers.tool_calls import ToolCallFormat
 
 # One space at most between the parts of the arguments: a weak model would write nothing else.
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 def call_grammar(
-    form: CallForm,
+    form: ToolCallFormat,
     choice: ToolChoice,
     *,
     parallel: bool,
-    reasoning: ReasoningForm | None,
+    reasoning: ReasoningFormat | None,
     reasoning_is_open: bool,
     special_tokens: Mapping[str, int],
 ) -> GrammarSpec:
@@ -66,7 +66,9 @@ def call_grammar(
     return GrammarSpec.grammar(str(lark))
 
 
-def reasoning_lead(form: ReasoningForm, *, is_open: bool, special_tokens: Mapping[str, int]) -> str:
+def reasoning_lead(
+    form: ReasoningFormat, *, is_open: bool, special_tokens: Mapping[str, int]
+) -> str:
     """The rule `lead` of a `GrammarSpec`: reasoning, which must come to an end if it `is_open`."""
     lark = _Lark(special_tokens)
     lark.text_rule()
@@ -103,7 +105,7 @@ class _Lark:
         )
 
 
-def _thought(lark: _Lark, form: ReasoningForm, is_open: bool) -> str:
+def _thought(lark: _Lark, form: ReasoningFormat, is_open: bool) -> str:
     """What comes before the answer."""
     begin, end = lark.text(form.begin), lark.text(form.end)
     if form.end in lark.special_tokens:

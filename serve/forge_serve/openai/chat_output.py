@@ -18,10 +18,10 @@ from forge_serve.openai.tools import ToolChoice
 from forge_serve.parsers.answer import AnswerParser
 from forge_serve.parsers.families import CALL_FORMS, Families
 from forge_serve.parsers.reasoning import ReasoningParser, ReasoningTokens
-from forge_serve.parsers.tool_calls import CallForm, ToolCallParser
+from forge_serve.parsers.tool_calls import ToolCallFormat, ToolCallParser
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine
     from forge_jax.text import Tokenizer
     from forge_serve.generation.prompts import Prompt
 
@@ -53,7 +53,7 @@ class ChatAnswers:
         return cls(request, families, choice, other_form)
 
     async def params(
-        self, params: SamplingParams, prompt: Prompt, engine: StreamingEngine
+        self, params: SamplingParams, prompt: Prompt, engine: AsyncEngine
     ) -> SamplingParams:
         """The request's, with all of the text that the parsers need, and the grammar of the calls
         that it demands; this has been compiled.
@@ -93,7 +93,7 @@ class ChatAnswers:
         return dataclasses.replace(params, structured_outputs=demanded.behind(lead))
 
     @property
-    def _form(self) -> CallForm | None:
+    def _form(self) -> ToolCallFormat | None:
         """How calls are written; None: nothing counts as one.
 
         What no grammar can say, and what is not known, is demanded in the most common form.
@@ -108,10 +108,10 @@ class ChatAnswers:
                 return COMMON_FORM
         return form
 
-    def _can_be_demanded(self, form: CallForm) -> bool:
+    def _can_be_demanded(self, form: ToolCallFormat) -> bool:
         return form.written(self.families.special_tokens.keys()) is not None
 
-    def _demands(self, form: CallForm, params: SamplingParams) -> bool:
+    def _demands(self, form: ToolCallFormat, params: SamplingParams) -> bool:
         """Whether a grammar has to see to it that the answer is what the request asks for."""
         if self.choice.mode == "required":
             return True
@@ -120,7 +120,9 @@ class ChatAnswers:
         free = not params.stop and not params.stop_token_ids
         return strict and free and self._can_be_demanded(form)
 
-    def _grammar(self, form: CallForm, prompt: Prompt, tokenizer: Tokenizer | None) -> GrammarSpec:
+    def _grammar(
+        self, form: ToolCallFormat, prompt: Prompt, tokenizer: Tokenizer | None
+    ) -> GrammarSpec:
         parallel = self.request.parallel_tool_calls is not False and not self.choice.named
         is_open = self._reasoning_is_open(prompt, tokenizer)
         return call_grammar(

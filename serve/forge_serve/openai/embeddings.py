@@ -19,13 +19,13 @@ from forge_jax.config import Pooling
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.pooled import normalized, stacked
-from forge_serve.generation.generation import Generation, News
+from forge_serve.generation.generation import Generation, Updates
 from forge_serve.generation.prompts import Prompt, encode_texts
 from forge_serve.openai.prompts import kept_tokens
 from forge_serve.openai.requests import MAX_COUNT, GenerationRequest, prompts_of
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine
     from forge_serve.generation.workers import TextWork
 
 PARAMS = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
@@ -250,7 +250,7 @@ def _similarity(first: np.ndarray, second: np.ndarray) -> list[float]:
 
 
 async def encode_inputs(
-    engine: StreamingEngine, request: PoolingRequest, work: TextWork
+    engine: AsyncEngine, request: PoolingRequest, work: TextWork
 ) -> list[Prompt]:
     """The inputs of a request as token ids, cut as it asks; long texts are tokenised in a thread.
 
@@ -280,8 +280,8 @@ async def pooled(generation: Generation) -> np.ndarray:
     over = asyncio.Event()
     vectors: dict[int, bytes] = {}
 
-    def take(news: News) -> None:
-        for choice, delta in news:
+    def take(updates: Updates) -> None:
+        for choice, delta in updates:
             if delta.pooled is not None:
                 vectors[choice] = delta.pooled
         if generation.over:

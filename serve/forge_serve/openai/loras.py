@@ -16,7 +16,7 @@ from forge_jax.host.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from forge_serve.errors import UnknownAdapterError
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine
 
 
 class LoadLoraRequest(msgspec.Struct, kw_only=True):
@@ -37,7 +37,7 @@ class UnloadLoraRequest(msgspec.Struct, kw_only=True):
 
 
 async def load(
-    engine: StreamingEngine, request: LoadLoraRequest, folder: str | None, model_name: str
+    engine: AsyncEngine, request: LoadLoraRequest, folder: str | None, model_name: str
 ) -> str:
     """Loads an adapter; what the client is told.
 
@@ -64,7 +64,7 @@ async def load(
     return f"Success: LoRA adapter '{request.lora_name}' added successfully."
 
 
-async def unload(engine: StreamingEngine, request: UnloadLoraRequest, folder: str | None) -> str:
+async def unload(engine: AsyncEngine, request: UnloadLoraRequest, folder: str | None) -> str:
     """Unloads an adapter; what the client is told.
 
     Raises:

@@ -16,7 +16,7 @@ import msgspec
 
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
-from forge_serve.generation.generation import Generation, News
+from forge_serve.generation.generation import Generation, Updates
 from forge_serve.generation.prompts import Prompt
 from forge_serve.openai import embeddings
 from forge_serve.openai.embeddings import PoolingRequest
@@ -27,11 +27,11 @@ from forge_serve.openai.requests import (
     GenerateRequest,
     GenerationRequest,
 )
-from forge_serve.openai.serializers import ResponseForm
+from forge_serve.openai.serializers import ResponseSerializer
 from forge_serve.openai.validation import check_logprob_values, decode
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine
     from forge_serve.server.app import Service
 
 type Request = CompletionRequest | ChatRequest | GenerateRequest | PoolingRequest
@@ -48,7 +48,7 @@ def read[Body: GenerationRequest](service: Service, body: bytes, kind: type[Body
     return request
 
 
-async def begin[Form: ResponseForm](
+async def begin[Form: ResponseSerializer](
     service: Service,
     request: CompletionRequest | ChatRequest | GenerateRequest,
     form_type: Callable[..., Form],
@@ -89,7 +89,7 @@ async def begin[Form: ResponseForm](
         prompt_lens = [len(prompt.token_ids) for prompt in prompts]
         check_logprob_values(params, prompt_lens, engine.max_model_len, service.config.limits)
         engine = service.ready_engine()  # all of that may have taken long
-        form = form_type(
+        serializer = form_type(
             request,
             prompts,
             engine.tokenizer,
@@ -103,17 +103,17 @@ async def begin[Form: ResponseForm](
             engine,
             prompts,
             params,
-            request_id=form.id,
+            request_id=serializer.id,
             priority=request.priority or 0,
             cache_salt=cache_salt,
             timeout_s=service.timeout_s(request.timeout),
             metrics=service.metrics,
-            reasoning=form.reasoning_tokens,
+            reasoning=serializer.reasoning_tokens,
             lora=lora,
         )
     except RequestError as error:
-        raise request.in_its_words(error) from error
-    return generation, form
+        raise request.translate_params(error) from error
+    return generation, serializer
 
 
 def _limited(params: SamplingParams, most: int | None, *, said: bool) -> SamplingParams:
@@ -137,7 +137,7 @@ def _limited(params: SamplingParams, most: int | None, *, said: bool) -> Samplin
 
 
 def _with_room(
-    params: SamplingParams, most: int, prompt: Prompt, engine: StreamingEngine
+    params: SamplingParams, most: int, prompt: Prompt, engine: AsyncEngine
 ) -> SamplingParams:
     """The parameters of a request that does not say how many output tokens it wants."""
     limits = engine.limits
@@ -153,7 +153,7 @@ def _with_room(
     return dataclasses.replace(params, max_tokens=most)
 
 
-async def whole(generation: Generation, form: ResponseForm) -> bytes:
+async def whole(generation: Generation, serializer: ResponseSerializer) -> bytes:
     """Waits for a generation; the whole answer, as JSON.
 
     Raises:
@@ -161,9 +161,9 @@ async def whole(generation: Generation, form: ResponseForm) -> bytes:
     """
     over = asyncio.Event()
 
-    def take(news: News) -> None:
-        for choice, delta in news:
-            form.add(choice, delta)
+    def take(updates: Updates) -> None:
+        for choice, delta in updates:
+            serializer.add(choice, delta)
         if generation.over:
             over.set()
 
@@ -171,7 +171,7 @@ async def whole(generation: Generation, form: ResponseForm) -> bytes:
     await over.wait()
     if generation.failure is not None:
         raise generation.failure
-    return form.body(generation.usage)
+    return serializer.body(generation.usage)
 
 
 async def begin_pooling(

@@ -24,12 +24,12 @@ from forge_serve.openai.requests import (
 )
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine
     from forge_serve.generation.workers import TextWork
 
 
 async def encode_prompts(
-    engine: StreamingEngine,
+    engine: AsyncEngine,
     request: CompletionRequest | ChatRequest | GenerateRequest,
     max_tokens: int | None,
     work: TextWork,
@@ -53,7 +53,7 @@ async def encode_prompts(
 
 
 def kept_tokens(
-    engine: StreamingEngine, request: GenerationRequest, max_tokens: int | None
+    engine: AsyncEngine, request: GenerationRequest, max_tokens: int | None
 ) -> Kept | None:
     """How much of each prompt a request wants kept; None: all of it.
 
@@ -76,7 +76,7 @@ def kept_tokens(
 
 
 async def _encode_chat(
-    engine: StreamingEngine, request: ChatRequest, kept: Kept | None, work: TextWork
+    engine: AsyncEngine, request: ChatRequest, kept: Kept | None, work: TextWork
 ) -> Prompt:
     tokenizer, template = engine.tokenizer, engine.chat_template
     if tokenizer is None:

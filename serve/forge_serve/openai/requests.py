@@ -239,7 +239,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         demanded = demand(self)
         return {} if demanded is None else {"structured_outputs": demanded[0]}
 
-    def in_its_words(self, error: RequestError) -> RequestError:
+    def translate_params(self, error: RequestError) -> RequestError:
         """The same error about the fields as the client named them."""
         message, param = str(error), error.param
         for name, sent in self.names_sent().items():
@@ -266,7 +266,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         try:
             self.sampling_params()
         except RequestError as error:
-            raise self.in_its_words(error) from error
+            raise self.translate_params(error) from error
 
     def _sampling_params(self, **more: Any) -> SamplingParams:
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}

@@ -83,7 +83,7 @@ class _Choice:
         self.stop_reason = delta.stop_reason
 
 
-class ResponseForm:
+class ResponseSerializer:
     """One request's answer in the form of its endpoint; `events` while it streams, else `body`."""
 
     id_prefix: ClassVar[str]  # with what separates it from the rest
@@ -238,7 +238,7 @@ class ResponseForm:
         return b"," + _json(ending)[1:]
 
 
-class CompletionForm(ResponseForm):
+class CompletionSerializer(ResponseSerializer):
     """`text_completion` objects."""
 
     id_prefix = "cmpl-"
@@ -343,7 +343,7 @@ class CompletionForm(ResponseForm):
         return out
 
 
-class ChatForm(ResponseForm):
+class ChatSerializer(ResponseSerializer):
     """`chat.completion` objects."""
 
     id_prefix = "chatcmpl-"
@@ -389,16 +389,16 @@ class ChatForm(ResponseForm):
         more: dict[str, Any] = {"token_ids": delta.token_ids} if self.with_token_ids else {}
         logprobs = self._logprobs(delta.logprobs or ())
         if state.parser is None:
-            news = {"content": delta.text} if delta.text else {}
+            updates = {"content": delta.text} if delta.text else {}
         else:
-            news = self._news(self._read(state, delta))
+            updates = self._updates(self._read(state, delta))
             if delta.finish_reason == "stop" and state.parser.called:
                 more["finish_reason"] = "tool_calls"
             if state.parser.over:
                 state.parser = None
-        shown = news or delta.finish_reason or (self.with_token_ids and delta.token_ids)
+        shown = updates or delta.finish_reason or (self.with_token_ids and delta.token_ids)
         if shown or (logprobs and logprobs["content"]):
-            head = b'{"index":%d,"delta":%b' % (state.index, _json(news))
+            head = b'{"index":%d,"delta":%b' % (state.index, _json(updates))
             yield head + self._ending(logprobs, delta, more)
 
     def add(self, choice: int, delta: Delta) -> None:
@@ -417,17 +417,17 @@ class ChatForm(ResponseForm):
         """What the added deltas have brought."""
         return state.parts if state.parser is not None else Parts(content=state.text)
 
-    def _news(self, parts: Parts) -> dict[str, Any]:
+    def _updates(self, parts: Parts) -> dict[str, Any]:
         """What a message, or a piece of one, has beside its role."""
-        news: dict[str, Any] = {}
+        updates: dict[str, Any] = {}
         reasoning, content = "".join(parts.reasoning), "".join(parts.content)
         if reasoning and self.with_reasoning:
-            news["reasoning"] = news["reasoning_content"] = reasoning
+            updates["reasoning"] = updates["reasoning_content"] = reasoning
         if content:
-            news["content"] = content
+            updates["content"] = content
         if parts.calls:
-            news["tool_calls"] = [_call_json(piece) for piece in parts.calls]
-        return news
+            updates["tool_calls"] = [_call_json(piece) for piece in parts.calls]
+        return updates
 
     def _plain_start(self, index: int) -> bytes:
         return b'{"index":%d,"delta":{"content":' % index
@@ -438,7 +438,7 @@ class ChatForm(ResponseForm):
         if state.parser is None:
             message["content"] = "".join(state.text)
         else:
-            message |= self._news(state.parts) or {"content": ""}
+            message |= self._updates(state.parts) or {"content": ""}
             for call in message.get("tool_calls", ()):
                 del call["index"]
             if finish_reason == "stop" and state.parser.called:
@@ -480,7 +480,7 @@ class ChatForm(ResponseForm):
         }
 
 
-class GenerateForm(ResponseForm):
+class GenerateSerializer(ResponseSerializer):
     """A bare object for /generate: the text and why it ended."""
 
     id_prefix = "gen-"

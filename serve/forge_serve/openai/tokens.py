@@ -17,16 +17,14 @@ from forge_serve.openai.prompts import encode_prompts
 from forge_serve.openai.requests import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine
     from forge_jax.text import Tokenizer
     from forge_serve.generation.workers import TextWork
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-async def tokenize(
-    engine: StreamingEngine, request: TokenizeRequest, work: TextWork
-) -> dict[str, Any]:
+async def tokenize(engine: AsyncEngine, request: TokenizeRequest, work: TextWork) -> dict[str, Any]:
     """The answer to a `TokenizeRequest`, as JSON.
 
     Raises:
@@ -51,7 +49,7 @@ async def tokenize(
 
 
 async def detokenize(
-    engine: StreamingEngine, request: DetokenizeRequest, work: TextWork
+    engine: AsyncEngine, request: DetokenizeRequest, work: TextWork
 ) -> dict[str, Any]:
     """The answer to a `DetokenizeRequest`, as JSON: special tokens are written out by default.
 
@@ -66,7 +64,7 @@ async def detokenize(
     return {"prompt": text, "text": text}
 
 
-def tokenizer_info(engine: StreamingEngine) -> dict[str, Any]:
+def tokenizer_info(engine: AsyncEngine) -> dict[str, Any]:
     """What a client must know to write prompts itself: special tokens and the chat template.
 
     Raises:
@@ -105,7 +103,7 @@ def _names(tokenizer: Tokenizer) -> Callable[[Sequence[int]], list[str]]:
     return lambda ids: [name(token) or "" for token in ids]
 
 
-def _tokenizer(engine: StreamingEngine) -> Tokenizer:
+def _tokenizer(engine: AsyncEngine) -> Tokenizer:
     if engine.tokenizer is None:
         raise RequestError("this model has no tokenizer")
     return engine.tokenizer

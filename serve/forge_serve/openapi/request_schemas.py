@@ -55,7 +55,7 @@ from forge_serve.responses_api import requests as responses_api
 from forge_serve.responses_api.requests import ResponsesRequest
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine
     from forge_serve.config import ServerConfig
 
 # Of /invocations: the fields that choose among its requests, first come first.
@@ -146,7 +146,7 @@ class About:
         return {"type": "string"} if self.loras else {"enum": [self.model]}
 
     @classmethod
-    def of(cls, config: ServerConfig, engine: StreamingEngine, model: str) -> About:
+    def of(cls, config: ServerConfig, engine: AsyncEngine, model: str) -> About:
         return cls(
             model=model,
             max_model_len=engine.max_model_len,

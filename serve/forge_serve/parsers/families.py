@@ -8,32 +8,32 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from forge_serve.parsers.hermes import HermesForm
-from forge_serve.parsers.llama3_json import Llama3JsonForm
-from forge_serve.parsers.mistral import MistralForm
-from forge_serve.parsers.pythonic import Llama4PythonicForm, PythonicForm
-from forge_serve.parsers.reasoning import ReasoningForm
-from forge_serve.parsers.tool_calls import CallForm
+from forge_serve.parsers.hermes import HermesFormat
+from forge_serve.parsers.llama3_json import Llama3JsonFormat
+from forge_serve.parsers.mistral import MistralFormat
+from forge_serve.parsers.pythonic import Llama4PythonicForm, PythonicFormat
+from forge_serve.parsers.reasoning import ReasoningFormat
+from forge_serve.parsers.tool_calls import ToolCallFormat
 
 if TYPE_CHECKING:
     from forge_jax.text import ChatTemplate, Tokenizer
 
-CALL_FORMS: dict[str, CallForm] = {
+CALL_FORMS: dict[str, ToolCallFormat] = {
     form.name: form
     for form in (
-        HermesForm(),
-        Llama3JsonForm(),
-        MistralForm(),
-        PythonicForm(),
+        HermesFormat(),
+        Llama3JsonFormat(),
+        MistralFormat(),
+        PythonicFormat(),
         Llama4PythonicForm(),
     )
 }
-REASONING_FORMS: dict[str, ReasoningForm] = {
+REASONING_FORMS: dict[str, ReasoningFormat] = {
     form.name: form
     for form in (
-        ReasoningForm(name="deepseek_r1", begin="<think>", end="</think>", always=True),
-        ReasoningForm(name="qwen3", begin="<think>", end="</think>"),
-        ReasoningForm(name="mistral", begin="[THINK]", end="[/THINK]"),
+        ReasoningFormat(name="deepseek_r1", begin="<think>", end="</think>", always=True),
+        ReasoningFormat(name="qwen3", begin="<think>", end="</think>"),
+        ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]"),
     )
 }
 
@@ -53,12 +53,12 @@ _TAKES_TOOLS = re.compile(r"\btools\b")
 class Families:
     """How the served model writes calls and reasoning; None: not at all, or in no known way."""
 
-    calls: CallForm | None
-    reasoning: ReasoningForm | None
+    calls: ToolCallFormat | None
+    reasoning: ReasoningFormat | None
     takes_tools: bool  # the template does something with them
     special_tokens: Mapping[str, int]  # which are no text unless they are asked for
 
-    def hides(self, form: CallForm | ReasoningForm | None) -> bool:
+    def hides(self, form: ToolCallFormat | ReasoningFormat | None) -> bool:
         """Whether its text is not all there unless special tokens are."""
         return form is not None and not self.special_tokens.keys().isdisjoint(form.markup)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from forge_serve.parsers.reading import Read, closing, space
-from forge_serve.parsers.tool_calls import CallForm, CallSink, Written, call_begin, json_call
+from forge_serve.parsers.tool_calls import CallSink, ToolCallFormat, Written, call_begin, json_call
 
 
-class HermesForm(CallForm):
+class HermesFormat(ToolCallFormat):
     name = "hermes"
     markers = ("<tool_call>",)
     syntax_tokens = ("</tool_call>",)

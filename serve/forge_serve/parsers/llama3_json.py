@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from forge_serve.parsers.reading import Malformed, Read, space
-from forge_serve.parsers.tool_calls import CallForm, CallSink, Written, call_begin, json_call
+from forge_serve.parsers.tool_calls import CallSink, ToolCallFormat, Written, call_begin, json_call
 
 
-class Llama3JsonForm(CallForm):
+class Llama3JsonFormat(ToolCallFormat):
     name = "llama3_json"
     markers = ("<|python_tag|>",)
     bare = "{"

@@ -16,8 +16,8 @@ from forge_serve.parsers.reading import (
     word,
 )
 from forge_serve.parsers.tool_calls import (
-    CallForm,
     CallSink,
+    ToolCallFormat,
     Written,
     call_begin,
     json_call,
@@ -25,7 +25,7 @@ from forge_serve.parsers.tool_calls import (
 )
 
 
-class MistralForm(CallForm):
+class MistralFormat(ToolCallFormat):
     name = "mistral"
     markers = ("[TOOL_CALLS]",)
     syntax_tokens = ("[ARGS]", "[CALL_ID]")

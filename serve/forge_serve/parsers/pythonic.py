@@ -19,7 +19,7 @@ from forge_serve.parsers.reading import (
     value,
     word,
 )
-from forge_serve.parsers.tool_calls import CallForm, CallSink
+from forge_serve.parsers.tool_calls import CallSink, ToolCallFormat
 
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _CONSTANTS |= {name: name for name in _CONSTANTS.values()}  # models write them, too
@@ -28,7 +28,7 @@ _ESCAPES |= {c: c for c in "\\'\""}
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
 
 
-class PythonicForm(CallForm):
+class PythonicFormat(ToolCallFormat):
     name = "pythonic"
     bare = "["
 
@@ -81,7 +81,7 @@ class PythonicForm(CallForm):
         calls.end()
 
 
-class Llama4PythonicForm(PythonicForm):
+class Llama4PythonicForm(PythonicFormat):
     name = "llama4_pythonic"
     markers = ("<|python_start|>",)
     end_marker = "<|python_end|>"

@@ -11,7 +11,7 @@ from forge_serve.parsers.parts import Parts
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningForm:
+class ReasoningFormat:
     """How a family of models marks its reasoning."""
 
     name: str  # as --reasoning-parser takes it
@@ -45,7 +45,7 @@ class ReasoningParser:
     closing tag it is all of the text. Line breaks next to the tags are left out.
     """
 
-    def __init__(self, form: ReasoningForm, *, open: bool):
+    def __init__(self, form: ReasoningFormat, *, open: bool):
         self.found = open  # there is reasoning, though it may be empty
         self._form = form
         self._open = open

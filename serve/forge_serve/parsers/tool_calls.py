@@ -1,8 +1,8 @@
 """Calls of tools in a text that comes in pieces: the same for every family of models.
 
-What a family writes is a `CallForm`: which markers open a call, and a reader of what follows. Here
-is the rest: text before and between calls, what may be the beginning of a marker, and what becomes
-of a call that is none.
+A family's syntax is a `ToolCallFormat`: the markers that open a call, and a reader of what follows.
+This module handles the rest: text before and between calls, text that may be the beginning of a
+marker, and calls that turn out to be malformed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Written:
     last: str = ""
 
 
-class CallForm:
+class ToolCallFormat:
     """How a family of models writes its calls."""
 
     name: ClassVar[str]  # as --tool-call-parser takes it
@@ -107,7 +107,7 @@ class ToolCallParser(CallSink):
     """
 
     def __init__(
-        self, form: CallForm, functions: frozenset[str], *, whole: bool, parallel: bool = True
+        self, form: ToolCallFormat, functions: frozenset[str], *, whole: bool, parallel: bool = True
     ):
         self.num_calls = 0  # that are complete
         self._form = form

@@ -12,7 +12,7 @@ import msgspec
 from forge_jax.errors import RequestError
 from forge_serve.generation.generation import Usage
 from forge_serve.openai.requests import Message
-from forge_serve.responses_api.events import ResponsesForm, usage_fields
+from forge_serve.responses_api.events import ResponsesSerializer, usage_fields
 from forge_serve.responses_api.items import compaction
 from forge_serve.responses_api.output import MessageItem
 from forge_serve.responses_api.requests import ResponsesChat, ResponsesRequest
@@ -48,7 +48,7 @@ class CompactRequest(ResponsesRequest, kw_only=True):
         return made
 
 
-class CompactForm(ResponsesForm):
+class CompactSerializer(ResponsesSerializer):
     """The answer: a `response.compaction` object with one item."""
 
     def body(self, usage: Usage) -> bytes:

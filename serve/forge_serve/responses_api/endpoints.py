@@ -13,9 +13,9 @@ from aiohttp import web
 from forge_jax.errors import RequestError
 from forge_jax.host import supervise
 from forge_serve.errors import error_reply
-from forge_serve.generation.generation import Generation, News
+from forge_serve.generation.generation import Generation, Updates
 from forge_serve.http.auth import TENANT
-from forge_serve.responses_api.events import ResponsesForm
+from forge_serve.responses_api.events import ResponsesSerializer
 from forge_serve.responses_api.items import Item, input_items
 from forge_serve.responses_api.requests import PATH, ResponsesChat, ResponsesRequest
 from forge_serve.responses_api.store import (
@@ -79,46 +79,53 @@ class StoredResponses:
             previous = response.turn
         return partial(request.chat, previous, kept=request.stored and self._store.keeps)
 
-    def begin(self, http: web.Request, form: ResponsesForm) -> StoredResponse | None:
+    def begin(self, http: web.Request, serializer: ResponsesSerializer) -> StoredResponse | None:
         """Enters a response that is to be stored, or that its WebSocket can go on from."""
-        local = None if form.kept else http.get(LOCAL)
-        if not form.kept and local is None:
+        local = None if serializer.kept else http.get(LOCAL)
+        if not serializer.kept and local is None:
             return None
-        items = list(input_items(form.asked.given, form.unique_id))
+        items = list(input_items(serializer.asked.given, serializer.unique_id))
         response = StoredResponse(
-            form.id, _tenant(http), Turn(form.previous, _json(items)), form.snapshot,
-            background=form.background, local=local,
-        )  # fmt: skip
+            serializer.id,
+            _tenant(http),
+            Turn(serializer.previous, _json(items)),
+            serializer.snapshot,
+            background=serializer.background,
+            local=local,
+        )
         self._store.begin(response)
         if local is not None:
             local.add(response)
-        if not form.background:  # a client that has been told it is over may go on from it
-            form.when_concluded = partial(self._keep, response, form)
+        if not serializer.background:  # a client that has been told it is over may go on from it
+            serializer.when_concluded = partial(self._keep, response, serializer)
         return response
 
     def end(
-        self, response: StoredResponse | None, generation: Generation, form: ResponsesForm
+        self,
+        response: StoredResponse | None,
+        generation: Generation,
+        serializer: ResponsesSerializer,
     ) -> None:
         """Ends the response of a client that has been answered, or has gone."""
-        if response is None or form.concluded:
+        if response is None or serializer.concluded:
             return
-        if form.streams:  # so the client has its id
-            form.cancel_events(generation.usage)
+        if serializer.streams:  # so the client has its id
+            serializer.cancel_events(generation.usage)
         else:
             self._store.delete(response)
 
-    def _keep(self, response: StoredResponse, form: ResponsesForm) -> None:
-        self._store.finish(response, form.head, form.output)
+    def _keep(self, response: StoredResponse, serializer: ResponsesSerializer) -> None:
+        self._store.finish(response, serializer.head, serializer.output)
 
     def run_in_background(
         self,
         response: StoredResponse,
         generation: Generation,
-        form: ResponsesForm,
+        serializer: ResponsesSerializer,
         ended: Callable[[str | None], None],
     ) -> None:
         """Calls `ended` when it is over, with what its failure is called, if it failed."""
-        _Background(self._store, response, generation, form, ended)
+        _Background(self._store, response, generation, serializer, ended)
 
     def get(self, http: web.Request) -> StoredResponse:
         """The response of the path.
@@ -185,43 +192,43 @@ class _Background:
         store: ResponseStore,
         response: StoredResponse,
         generation: Generation,
-        form: ResponsesForm,
+        serializer: ResponsesSerializer,
         ended: Callable[[str | None], None],
     ):
         self._ended = ended
         self._store = store
         self._response = response
         self._generation = generation
-        self._form = form
+        self._serializer = serializer
         response.cancel = self._cancel
-        if form.streams:
+        if serializer.streams:
             response.log = EventLog()
-            response.log.add(form.beginning_events())
+            response.log.add(serializer.beginning_events())
         generation.begin(self._take)
 
-    def _take(self, news: News) -> None:
-        for choice, delta in news:
+    def _take(self, updates: Updates) -> None:
+        for choice, delta in updates:
             if self._response.log is None:
-                self._form.add(choice, delta)
+                self._serializer.add(choice, delta)
             else:
-                self._response.log.add(self._form.delta_events(delta))
+                self._response.log.add(self._serializer.delta_events(delta))
         if not self._generation.over:
             return
         failure = self._generation.failure
         if failure is None:
-            self._finish(self._form.end_events(self._generation.usage))
+            self._finish(self._serializer.end_events(self._generation.usage))
         else:
             reply = error_reply(failure)
-            self._finish(self._form.error_events(reply), reply.name)
+            self._finish(self._serializer.error_events(reply), reply.name)
 
     def _cancel(self) -> None:
-        self._finish(self._form.cancel_events(self._generation.usage))
+        self._finish(self._serializer.cancel_events(self._generation.usage))
 
     def _finish(self, events: Sequence[bytes], error: str | None = None) -> None:
         self._generation.close()
         if self._response.log is not None:
             self._response.log.add(events, last=True)
-        self._store.finish(self._response, self._form.head, self._form.output)
+        self._store.finish(self._response, self._serializer.head, self._serializer.output)
         supervise.guarded(self._ended, "the log line of a response", None)(error)
 
 

@@ -13,7 +13,7 @@ from forge_jax.schedule.plan import TokenLogprobs
 from forge_serve.errors import ErrorReply
 from forge_serve.generation.generation import Usage
 from forge_serve.generation.prompts import Prompt
-from forge_serve.openai.serializers import ChatForm
+from forge_serve.openai.serializers import ChatSerializer
 from forge_serve.parsers.parts import CallPiece, Parts
 from forge_serve.responses_api.output import DELTA, Event, Logprobs, MessageItem, Output
 from forge_serve.responses_api.requests import ResponsesChat
@@ -28,7 +28,7 @@ _json = msgspec.json.Encoder().encode
 _TOOL_DEFAULTS = {"description": None, "parameters": None, "strict": False}
 
 
-class ResponsesForm(ChatForm):
+class ResponsesSerializer(ChatSerializer):
     """A `response` object, whose output is made of reasoning, messages and calls.
 
     It is over when it is `concluded`: then `head` and `output` are its JSON as it will stay.
@@ -104,15 +104,15 @@ class ResponsesForm(ChatForm):
 
     def error_events(self, reply: ErrorReply) -> list[bytes]:
         """The last events of a stream that failed."""
-        news: list[Event] = [*self._items.close("incomplete"), *self._error(reply)]
-        news.append(self._told("failed", self._conclude("failed", error=reply)))
-        return self._encoded(news)
+        updates: list[Event] = [*self._items.close("incomplete"), *self._error(reply)]
+        updates.append(self._told("failed", self._conclude("failed", error=reply)))
+        return self._encoded(updates)
 
     def cancel_events(self, usage: Usage) -> list[bytes]:
         """The last events of a stream that was cancelled: no event is named after that."""
-        news: list[Event] = [*self._items.close("incomplete")]
-        news.append(self._told("incomplete", self._conclude("cancelled", usage)))
-        return self._encoded(news)
+        updates: list[Event] = [*self._items.close("incomplete")]
+        updates.append(self._told("incomplete", self._conclude("cancelled", usage)))
+        return self._encoded(updates)
 
     def snapshot(self) -> bytes:
         """The response as it is now; its output as far as there have been events."""
@@ -192,8 +192,8 @@ class ResponsesForm(ChatForm):
     def _told(self, what: str, response: bytes) -> Event:
         return f"response.{what}", {"response": msgspec.Raw(response)}
 
-    def _encoded(self, news: Iterable[Event]) -> list[bytes]:
-        return [self._event(name, fields) for name, fields in news]
+    def _encoded(self, updates: Iterable[Event]) -> list[bytes]:
+        return [self._event(name, fields) for name, fields in updates]
 
     def _event(self, name: str, fields: dict[str, Any]) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1

@@ -305,8 +305,8 @@ class ResponsesChat(ChatRequest, kw_only=True):
             return names | GenerationRequest.names_sent(self)
         return names | {"structured_outputs": "text.format", "response_format": "text.format"}
 
-    def in_its_words(self, error: RequestError) -> RequestError:
-        error = ChatRequest.in_its_words(self, error)
+    def translate_params(self, error: RequestError) -> RequestError:
+        error = ChatRequest.translate_params(self, error)
         if error.param is None:
             return error
         field, dot, rest = _NESTED.sub(r"\1", error.param).partition(".")

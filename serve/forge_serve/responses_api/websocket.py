@@ -26,7 +26,7 @@ from forge_serve.errors import ErrorReply, NotReadyError, UpgradeRequiredError, 
 from forge_serve.generation.generation import Generation
 from forge_serve.http.connections import Connection
 from forge_serve.http.sse import EventStream
-from forge_serve.responses_api.events import ResponsesForm
+from forge_serve.responses_api.events import ResponsesSerializer
 from forge_serve.responses_api.output import Event
 from forge_serve.responses_api.requests import ResponsesChat
 from forge_serve.responses_api.store import LocalResponses
@@ -70,7 +70,7 @@ def error_event(reply: ErrorReply, stream_id: str | None = None) -> bytes:
     return _json(event if stream_id is None else {**event, "stream_id": stream_id})
 
 
-class SocketForm(ResponsesForm):
+class SocketSerializer(ResponsesSerializer):
     """A response whose events are messages of a WebSocket.
 
     A failure has no `error` event beside `response.failed`: a client that takes the first for the
@@ -101,12 +101,12 @@ class SocketStream(EventStream):
         self,
         http: web.Request,
         generation: Generation,
-        form: SocketForm,
+        serializer: SocketSerializer,
         socket: ResponsesSocket,
         *,
         stall_s: float,
     ):
-        super().__init__(http, generation, form, stall_s=stall_s)
+        super().__init__(http, generation, serializer, stall_s=stall_s)
         self.response = socket.response
         self._socket = socket
 
@@ -167,7 +167,7 @@ class ResponsesSocket:
         self._answer = answer
         self._waiting: deque[Message] = deque()
         self._waiting_bytes = 0
-        self._news = asyncio.Event()  # a message waits, or it is to end
+        self._updates = asyncio.Event()  # a message waits, or it is to end
         self._busy = False  # a message is answered
         self._pinged = False  # and nothing has come since
         self._ending: tuple[ErrorReply, WSCloseCode] | None = None
@@ -274,7 +274,7 @@ class ResponsesSocket:
             message, size = RequestError(f"{what}: {ONE_AT_A_TIME}"), 0
         self._waiting.append(message)
         self._waiting_bytes += size
-        self._news.set()
+        self._updates.set()
         return True
 
     def _refuse_large(self) -> None:
@@ -285,8 +285,8 @@ class ResponsesSocket:
     async def _answer_all(self) -> None:
         while self._ending is None:
             if not self._waiting:
-                self._news.clear()
-                await self._news.wait()
+                self._updates.clear()
+                await self._updates.wait()
                 continue
             message = self._waiting.popleft()
             self._waiting_bytes -= 0 if isinstance(message, Exception) else len(message)
@@ -323,7 +323,7 @@ class ResponsesSocket:
     def _end(self, reply: ErrorReply, code: WSCloseCode) -> None:
         if self._ending is None:
             self._ending = reply, code
-            self._news.set()
+            self._updates.set()
 
     def _abort(self) -> None:
         if self.http.transport is not None:

@@ -23,7 +23,7 @@ from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import RequestError
 from forge_jax.host.panics import is_panic
 from forge_serve.anthropic import messages
-from forge_serve.anthropic.messages import MessagesForm, MessagesRequest
+from forge_serve.anthropic.messages import MessagesRequest, MessagesSerializer
 from forge_serve.config import ServerConfig
 from forge_serve.errors import (
     BodyTimeoutError,
@@ -63,7 +63,12 @@ from forge_serve.openai.requests import (
     GenerationRequest,
     TokenizeRequest,
 )
-from forge_serve.openai.serializers import ChatForm, CompletionForm, GenerateForm, ResponseForm
+from forge_serve.openai.serializers import (
+    ChatSerializer,
+    CompletionSerializer,
+    GenerateSerializer,
+    ResponseSerializer,
+)
 from forge_serve.openai.validation import (
     SMALL_BODY_BYTES,
     check,
@@ -75,30 +80,35 @@ from forge_serve.openai.validation import (
 from forge_serve.openapi import document as openapi
 from forge_serve.openapi.request_schemas import INVOKED, About
 from forge_serve.parsers.families import families
-from forge_serve.responses_api.compaction import CompactForm, CompactRequest
+from forge_serve.responses_api.compaction import CompactRequest, CompactSerializer
 from forge_serve.responses_api.endpoints import (
     LOCAL,
     StoredResponses,
     json_response,
     whole_number,
 )
-from forge_serve.responses_api.events import ResponsesForm
+from forge_serve.responses_api.events import ResponsesSerializer
 from forge_serve.responses_api.replay import Replay
 from forge_serve.responses_api.requests import MessageHead, ResponseCreate, ResponsesRequest
 from forge_serve.responses_api.store import LocalResponses, ResponseStore
-from forge_serve.responses_api.websocket import Message, ResponsesSocket, SocketForm, SocketStream
+from forge_serve.responses_api.websocket import (
+    Message,
+    ResponsesSocket,
+    SocketSerializer,
+    SocketStream,
+)
 from forge_serve.server import routes
 from forge_serve.server.page import Page
 from forge_serve.server.profiles import Profiles
 from forge_serve.telemetry import info
 from forge_serve.telemetry.engine_view import EngineView
 from forge_serve.telemetry.metrics import CONTENT_TYPE, Metrics
-from forge_serve.telemetry.request_log import Trail
+from forge_serve.telemetry.request_log import RequestLog
 from forge_serve.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
     from forge_jax.engine.adapters import LoadedAdapter
-    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine
 
 BODY_S = 60.0  # for the body of a request to arrive
 WRITE_STALL_S = 30.0
@@ -110,7 +120,7 @@ OVER_WEBSOCKET = "WEBSOCKET"  # likewise the method of a WebSocket's message
 log = logging.getLogger(__name__)
 
 _ids = random.Random()
-_TRAIL = web.RequestKey("trail", Trail)
+_REQUEST_LOG = web.RequestKey("trail", RequestLog)
 _LORA = web.RequestKey("lora", str)  # the adapter that the model's name means, if it does
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 _CLIENTS_ID = web.RequestKey("clients_id", bool)  # whether a header of the client's has it
@@ -131,7 +141,7 @@ class Service:
     def __init__(self, config: ServerConfig):
         self.config = config
         self.api_keys = ApiKeys.of(config)
-        self.engine: StreamingEngine | None = None
+        self.engine: AsyncEngine | None = None
         self.stopping = False
         self._broken = False  # a part of the server has failed that it cannot do without
         self.created_s = int(time.time())
@@ -175,9 +185,9 @@ class Service:
         """Have /health report "failed": a task that the server cannot do without has ended."""
         self._broken = True
 
-    def trail(self, http: web.Request) -> Trail:
+    def request_log(self, http: web.Request) -> RequestLog:
         """Of a request that has just arrived."""
-        return Trail(
+        return RequestLog(
             request_id=http[_REQUEST_ID_KEY],
             method=http.method if http.method in hdrs.METH_ALL else "other",
             path=routes.label(http),
@@ -190,7 +200,7 @@ class Service:
     def _shed(self) -> bool:
         return self.engine is not None and self.engine.shed()
 
-    def ready_engine(self) -> StreamingEngine:
+    def ready_engine(self) -> AsyncEngine:
         """Raises `NotReadyError` while the server is starting or stopping."""
         if self.stopping:
             raise NotReadyError("the server is shutting down")
@@ -269,13 +279,13 @@ class _Endpoints:
         self._view = EngineView()
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
-        return await self._generate(http, CompletionRequest, CompletionForm)
+        return await self._generate(http, CompletionRequest, CompletionSerializer)
 
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
-        return await self._generate(http, ChatRequest, ChatForm)
+        return await self._generate(http, ChatRequest, ChatSerializer)
 
     async def messages(self, http: web.Request) -> web.StreamResponse:
-        return await self._generate(http, MessagesRequest, MessagesForm)
+        return await self._generate(http, MessagesRequest, MessagesSerializer)
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         number = await self._num_prompt_tokens(http, MessagesRequest)
@@ -286,7 +296,7 @@ class _Endpoints:
         return web.json_response({"object": "response.input_tokens", "input_tokens": number})
 
     async def compact_response(self, http: web.Request) -> web.StreamResponse:
-        return await self._generate(http, CompactRequest, CompactForm)
+        return await self._generate(http, CompactRequest, CompactSerializer)
 
     async def _num_prompt_tokens(self, http: web.Request, kind: Kind) -> int:
         engine = self._service.ready_engine()
@@ -298,33 +308,33 @@ class _Endpoints:
             work = self._text_work(http)
             [prompt] = await encode_prompts(engine, request, params.max_tokens, work)
         except RequestError as error:
-            raise request.in_its_words(error) from error
+            raise request.translate_params(error) from error
         return len(prompt.token_ids)
 
     def _text_work(self, http: web.Request) -> TextWork:
         return self._service.text_work(http.get(TENANT, ""))
 
     async def responses(self, http: web.Request) -> web.StreamResponse:
-        generation, form = await self._begin(http, ResponsesRequest, ResponsesForm)
-        response = self.stored.begin(http, form)
+        generation, serializer = await self._begin(http, ResponsesRequest, ResponsesSerializer)
+        response = self.stored.begin(http, serializer)
         if response is not None and response.background:
-            trail = http[_TRAIL]
-            trail.goes_on, trail.tenant = True, http.get(TENANT)
-            trail.request_id = http[_REQUEST_ID_KEY]
+            request_log = http[_REQUEST_LOG]
+            request_log.goes_on, request_log.tenant = True, http.get(TENANT)
+            request_log.request_id = http[_REQUEST_ID_KEY]
 
             def ended(error: str | None) -> None:
-                trail.error = error
-                trail.end(200)
+                request_log.error = error
+                request_log.end(200)
 
-            self.stored.run_in_background(response, generation, form, ended)
+            self.stored.run_in_background(response, generation, serializer, ended)
             if response.log is not None:
                 return await _send(http, Replay(http, response.log, 0, stall_s=WRITE_STALL_S))
             return json_response(response.body())
         try:
-            return await self._answer(http, generation, form)
+            return await self._answer(http, generation, serializer)
         finally:
             generation.close()
-            self.stored.end(response, generation, form)
+            self.stored.end(response, generation, serializer)
 
     async def responses_socket(self, http: web.Request) -> web.StreamResponse:
         service = self._service
@@ -347,8 +357,12 @@ class _Endpoints:
         http = socket.http.clone()
         http[_REQUEST_ID_KEY] = f"{http[_REQUEST_ID_KEY]}-{socket.num_messages}"
         http[_CLIENTS_ID], http[LOCAL] = False, socket.local
-        trail = http[_TRAIL] = self._service.trail(http)
-        trail.method, trail.handler, trail.stream = OVER_WEBSOCKET, "responses", True
+        request_log = http[_REQUEST_LOG] = self._service.request_log(http)
+        request_log.method, request_log.handler, request_log.stream = (
+            OVER_WEBSOCKET,
+            "responses",
+            True,
+        )
         head, status = MessageHead(), CLIENT_CLOSED
         try:
             if isinstance(message, Exception):
@@ -363,24 +377,24 @@ class _Endpoints:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             reply = error_reply(error)
-            trail.error, status = reply.name, reply.status
+            request_log.error, status = reply.name, reply.status
             socket.refuse(reply, head.valid_stream_id)
         finally:
-            if trail.error is not None and isinstance(head.previous_response_id, str):
+            if request_log.error is not None and isinstance(head.previous_response_id, str):
                 socket.local.forget(head.previous_response_id)
             self._count(http, status)
 
     async def _respond(self, http: web.Request, socket: ResponsesSocket) -> None:
-        generation, form = await self._begin(http, ResponseCreate, SocketForm)
-        response = self.stored.begin(http, form)
+        generation, serializer = await self._begin(http, ResponseCreate, SocketSerializer)
+        response = self.stored.begin(http, serializer)
         try:
             stall_s = WRITE_STALL_S
-            await _send(http, SocketStream(http, generation, form, socket, stall_s=stall_s))
+            await _send(http, SocketStream(http, generation, serializer, socket, stall_s=stall_s))
         finally:
             generation.close()
-            self.stored.end(response, generation, form)
-        if http[_TRAIL].error is not None:
-            socket.local.forget(form.id)
+            self.stored.end(response, generation, serializer)
+        if http[_REQUEST_LOG].error is not None:
+            socket.local.forget(serializer.id)
 
     async def response(self, http: web.Request) -> web.StreamResponse:
         response = self.stored.get(http)
@@ -448,7 +462,7 @@ class _Endpoints:
         for kind, names in INVOKED.items():
             if fields & names:
                 endpoint = endpoints[kind]
-                http[_TRAIL].handler = endpoint.__name__
+                http[_REQUEST_LOG].handler = endpoint.__name__
                 return await endpoint(http)
         raise RequestError(
             "messages is required, or prompt, input, query with documents, or text_1 with text_2: "
@@ -472,7 +486,7 @@ class _Endpoints:
         return web.json_response({"server_load": stats.num_running + stats.num_waiting})
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
-        return await self._generate(http, GenerateRequest, GenerateForm)
+        return await self._generate(http, GenerateRequest, GenerateSerializer)
 
     async def models(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
@@ -490,13 +504,13 @@ class _Endpoints:
     async def load_lora_adapter(self, http: web.Request) -> web.StreamResponse:
         service = self._service
         engine, folder = service.ready_engine(), service.config.lora_folder
-        request = await self._form(http, LoadLoraRequest)
+        request = await self._serializer(http, LoadLoraRequest)
         return web.Response(text=await loras.load(engine, request, folder, service.model_name))
 
     async def unload_lora_adapter(self, http: web.Request) -> web.StreamResponse:
         service = self._service
         engine, folder = service.ready_engine(), service.config.lora_folder
-        request = await self._form(http, UnloadLoraRequest)
+        request = await self._serializer(http, UnloadLoraRequest)
         return web.Response(text=await loras.unload(engine, request, folder))
 
     async def health(self, http: web.Request) -> web.StreamResponse:
@@ -564,23 +578,23 @@ class _Endpoints:
         return {**self._card(), "id": adapter.name, "root": root, "parent": parent}
 
     async def _generate(
-        self, http: web.Request, kind: Kind, form_type: Callable[..., ResponseForm]
+        self, http: web.Request, kind: Kind, form_type: Callable[..., ResponseSerializer]
     ) -> web.StreamResponse:
-        generation, form = await self._begin(http, kind, form_type)
+        generation, serializer = await self._begin(http, kind, form_type)
         try:
-            return await self._answer(http, generation, form)
+            return await self._answer(http, generation, serializer)
         finally:
             generation.close()
 
     async def _answer(
-        self, http: web.Request, generation: Generation, form: ResponseForm
+        self, http: web.Request, generation: Generation, serializer: ResponseSerializer
     ) -> web.StreamResponse:
-        http[_TRAIL].stream = form.streams
-        if not form.streams:
-            return _json(await answering.whole(generation, form))
+        http[_REQUEST_LOG].stream = serializer.streams
+        if not serializer.streams:
+            return _json(await answering.whole(generation, serializer))
         keep_alive_s = self._service.config.sse_keep_alive_s
         stream = EventStream(
-            http, generation, form, stall_s=WRITE_STALL_S, keep_alive_s=keep_alive_s
+            http, generation, serializer, stall_s=WRITE_STALL_S, keep_alive_s=keep_alive_s
         )
         return await _send(http, stream)
 
@@ -596,13 +610,13 @@ class _Endpoints:
             tenant=http.get(TENANT, ""),
             lora=http.get(_LORA),
         )
-        http[_TRAIL].generation = generation
+        http[_REQUEST_LOG].generation = generation
         try:
             return _json(await answering.pooled(self._service, request, generation))
         finally:
             generation.close()
 
-    async def _begin[Form: ResponseForm](
+    async def _begin[Form: ResponseSerializer](
         self, http: web.Request, kind: Kind, form_type: Callable[..., Form]
     ) -> tuple[Generation, Form]:
         """Reads a request, and submits it. The caller has to close the generation."""
@@ -615,7 +629,7 @@ class _Endpoints:
             stored = issubclass(kind, ResponsesRequest)  # and found again by its id
             return _new_id() if stored else adopted
 
-        generation, form = await answering.begin(
+        generation, serializer = await answering.begin(
             self._service,
             request,
             form_type,
@@ -624,8 +638,8 @@ class _Endpoints:
             tenant=http.get(TENANT, ""),
             lora=http.get(_LORA),
         )
-        http[_TRAIL].generation = generation
-        return generation, form
+        http[_REQUEST_LOG].generation = generation
+        return generation, serializer
 
     async def _read(
         self, http: web.Request, kind: Kind
@@ -642,7 +656,7 @@ class _Endpoints:
                 try:
                     return _checked(made, limits)
                 except RequestError as error:
-                    raise made.in_its_words(error) from error
+                    raise made.translate_params(error) from error
 
             return await self._read_apart(http, checked)
         return request
@@ -653,10 +667,10 @@ class _Endpoints:
         lora = self._service.lora_of(request.model)
         if lora is not None:
             http[_LORA] = lora
-        http[_TRAIL].model = lora or self._service.model_name
+        http[_REQUEST_LOG].model = lora or self._service.model_name
         return request
 
-    async def _form[Form: msgspec.Struct](self, http: web.Request, kind: type[Form]) -> Form:
+    async def _serializer[Form: msgspec.Struct](self, http: web.Request, kind: type[Form]) -> Form:
         body, limits = await self._body(http), self._service.config.limits
         return await self._read_apart(http, lambda: decode_form(body, kind, limits))
 
@@ -694,7 +708,7 @@ class _Endpoints:
         request[_CLIENTS_ID] = REQUEST_ID.fullmatch(given) is not None
         request[_REQUEST_ID_KEY] = given if request[_CLIENTS_ID] else _new_id()
         status = CLIENT_CLOSED
-        trail = request[_TRAIL] = self._service.trail(request)
+        request_log = request[_REQUEST_LOG] = self._service.request_log(request)
         try:
             response = await handler(request)
             status = CLIENT_CLOSED if request.get(_CLIENT_LEFT) else response.status
@@ -702,10 +716,10 @@ class _Endpoints:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             if isinstance(error, web.HTTPNotFound):
-                trail.nearest = routes.nearest(request)
-                error = UnknownPathError(trail.nearest)
+                request_log.nearest = routes.nearest(request)
+                error = UnknownPathError(request_log.nearest)
             reply = error_reply(error)
-            trail.error = reply.name
+            request_log.error = reply.name
             anthropic = request.path.startswith(messages.PATH)
             response = reply.response(messages.error_body(reply) if anthropic else None)
             if isinstance(error, web.HTTPMethodNotAllowed):
@@ -720,11 +734,13 @@ class _Endpoints:
         return response
 
     def _count(self, http: web.Request, status: int) -> None:
-        trail = http[_TRAIL]
-        self._service.metrics.http(trail.path, trail.method, status, trail.seconds)
-        if not trail.goes_on:
-            trail.request_id, trail.tenant = http[_REQUEST_ID_KEY], http.get(TENANT)
-            trail.end(status)
+        request_log = http[_REQUEST_LOG]
+        self._service.metrics.http(
+            request_log.path, request_log.method, status, request_log.seconds
+        )
+        if not request_log.goes_on:
+            request_log.request_id, request_log.tenant = http[_REQUEST_ID_KEY], http.get(TENANT)
+            request_log.end(status)
 
 
 def _json_response(answer: Any) -> web.Response:
@@ -772,7 +788,7 @@ async def _send(http: web.Request, stream: EventStream | Replay) -> web.StreamRe
     try:
         await stream.run()
         if isinstance(stream, EventStream):
-            http[_TRAIL].error = stream.error
+            http[_REQUEST_LOG].error = stream.error
     except TimeoutError:
         http[_CLIENT_LEFT] = True
         log.warning("gave up a client that read nothing for %.0f s", WRITE_STALL_S)

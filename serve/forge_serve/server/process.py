@@ -39,7 +39,7 @@ from forge_serve.server.app import Service, make_app
 from forge_serve.telemetry.request_log import TENANT_CHARS
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine
     from forge_jax.telemetry.startup import StartupTimes
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def serve(
             warn_of_ignored(engine_config)
         warn_of_exposure(sock, server_config)
 
-        def load() -> StreamingEngine:
+        def load() -> AsyncEngine:
             return load_engine(engine_config, server_config, startup)
 
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -131,7 +131,7 @@ def warn_of_exposure(sock: socket.socket, config: ServerConfig) -> None:
 
 def load_engine(
     engine_config: EngineConfig, server_config: ServerConfig, startup: StartupTimes | None = None
-) -> StreamingEngine:
+) -> AsyncEngine:
     """Loads the engine that the configuration asks for. Takes long; imports jax, or has it imported
     in the engine's own process.
     """
@@ -161,7 +161,7 @@ def load_engine(
 
 
 async def _serve(
-    sock: socket.socket, config: ServerConfig, load: Callable[[], StreamingEngine]
+    sock: socket.socket, config: ServerConfig, load: Callable[[], AsyncEngine]
 ) -> bool:
     """Returns False if it was told to stop before the engine was ready."""
     stop = asyncio.Event()

@@ -15,7 +15,7 @@ from forge_jax.host import supervise
 from forge_serve.errors import ProfilesOffError
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine
 
 LONGEST_S = 120.0  # a trace that nobody ends grows in memory
 MOST = 100  # in the folder, whoever put them there: some megabytes each
@@ -37,7 +37,7 @@ class Profiles:
         self._timer: asyncio.Task[None] | None = None  # ends one that nobody ends
         self._lock = asyncio.Lock()
 
-    async def start(self, engine: StreamingEngine) -> str:
+    async def start(self, engine: AsyncEngine) -> str:
         """Begins one: its name.
 
         Raises:
@@ -46,7 +46,7 @@ class Profiles:
         """
         return await self._to_the_end(self._start(engine, self._checked_folder()))
 
-    async def stop(self, engine: StreamingEngine) -> str:
+    async def stop(self, engine: AsyncEngine) -> str:
         """Ends it and waits until it is written: its name.
 
         Raises:
@@ -56,13 +56,13 @@ class Profiles:
         self._checked_folder()
         return await self._to_the_end(self._stop(engine))
 
-    async def close(self, engine: StreamingEngine) -> None:
+    async def close(self, engine: AsyncEngine) -> None:
         """Ends and writes the one that is being taken, if there is one."""
         if self._folder is not None:
             with contextlib.suppress(ForgeError):
                 await self.stop(engine)
 
-    async def _start(self, engine: StreamingEngine, folder: Path) -> str:
+    async def _start(self, engine: AsyncEngine, folder: Path) -> str:
         async with self._lock:
             if self._name is not None:
                 raise RequestError("a profile is being taken: POST /stop_profile ends it")
@@ -76,7 +76,7 @@ class Profiles:
             )
         return name
 
-    async def _stop(self, engine: StreamingEngine) -> str:
+    async def _stop(self, engine: AsyncEngine) -> str:
         async with self._lock:
             if self._name is None:
                 raise RequestError("no profile is being taken: POST /start_profile begins one")
@@ -86,7 +86,7 @@ class Profiles:
             await engine.stop_profile()
         return name
 
-    async def _stop_later(self, engine: StreamingEngine) -> None:
+    async def _stop_later(self, engine: AsyncEngine) -> None:
         await asyncio.sleep(self._longest_s)
         async with self._lock:
             name, self._name, self._timer = self._name, None, None

@@ -17,7 +17,7 @@ from forge_jax.host import supervise
 from forge_serve.errors import NotReadyError
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine
     from forge_jax.telemetry.engine_state import EngineState, SequenceState
 
 LEAST_S = 0.1  # between two looks
@@ -33,7 +33,7 @@ class EngineView:
         self._look: asyncio.Task[EngineState] | None = None  # that is under way, or the last
         self._next_s = 0.0  # from when on the last is too old
 
-    async def answer(self, engine: StreamingEngine, tenant: str, after_step: int) -> dict[str, Any]:
+    async def answer(self, engine: AsyncEngine, tenant: str, after_step: int) -> dict[str, Any]:
         """The state for a tenant ("" where there are no keys), with the steps behind that number.
 
         Raises:
@@ -58,7 +58,7 @@ class EngineView:
             "steps": [record for record in state.steps if record.step > after_step],
         }
 
-    async def _state(self, engine: StreamingEngine) -> EngineState:
+    async def _state(self, engine: AsyncEngine) -> EngineState:
         look = self._look
         if look is None or (look.done() and time.monotonic() >= self._next_s):
             look = self._look = supervise.start_task(
@@ -70,7 +70,7 @@ class EngineView:
         except TimeoutError as error:
             raise NotReadyError(f"the engine has not ended a step for {LONGEST_S:.0f} s") from error
 
-    async def _take(self, engine: StreamingEngine) -> EngineState:
+    async def _take(self, engine: AsyncEngine) -> EngineState:
         cost_s = 0.0
         try:
             state = await engine.look()

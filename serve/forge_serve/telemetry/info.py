@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from forge_jax import __version__
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine
 
 
-def model_info(engine: StreamingEngine, name: str) -> dict[str, Any]:
+def model_info(engine: AsyncEngine, name: str) -> dict[str, Any]:
     """The model, which is served as `name`."""
     return {
         "model_path": engine.name,
@@ -35,7 +35,7 @@ def model_info(engine: StreamingEngine, name: str) -> dict[str, Any]:
     }
 
 
-def server_info(engine: StreamingEngine, name: str, state: str) -> dict[str, Any]:
+def server_info(engine: AsyncEngine, name: str, state: str) -> dict[str, Any]:
     """What the server can hold, and what it does now."""
     stats = engine.stats()
     most = engine.max_model_len
@@ -60,7 +60,7 @@ def server_info(engine: StreamingEngine, name: str, state: str) -> dict[str, Any
     }
 
 
-def stats(engine: StreamingEngine, name: str) -> dict[str, Any]:
+def stats(engine: AsyncEngine, name: str) -> dict[str, Any]:
     """The engine's counters, and what other servers call some of them."""
     found = engine.stats()
     return {
@@ -73,7 +73,7 @@ def stats(engine: StreamingEngine, name: str) -> dict[str, Any]:
     }
 
 
-def loads(engine: StreamingEngine) -> dict[str, Any]:
+def loads(engine: AsyncEngine) -> dict[str, Any]:
     """How much there is to do, for each replica: this server has one."""
     now = datetime.now(UTC)
     load = {"dp_rank": 0, "timestamp": time.time(), **_load(engine)}
@@ -81,7 +81,7 @@ def loads(engine: StreamingEngine) -> dict[str, Any]:
 
 
 def ollama_tags(
-    engine: StreamingEngine, names: Sequence[str], created_s: int
+    engine: AsyncEngine, names: Sequence[str], created_s: int
 ) -> dict[str, list[dict[str, Any]]]:
     """The models in Ollama's words, as llama.cpp's server says them: unknown fields are empty."""
     family = engine.architecture or ""
@@ -98,7 +98,7 @@ def ollama_tags(
     return {"models": [{"name": name, "model": name, **about} for name in names]}
 
 
-def _load(engine: StreamingEngine) -> dict[str, Any]:
+def _load(engine: AsyncEngine) -> dict[str, Any]:
     stats, kv_tokens = engine.stats(), engine.limits.kv_tokens
     used = stats.num_used_blocks / stats.num_blocks
     queries = stats.prefix_cache_queries

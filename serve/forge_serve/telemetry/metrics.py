@@ -34,7 +34,7 @@ from forge_jax.telemetry.phases import BOUNDS_S, STEP_TOKENS
 from forge_serve.telemetry.histogram import ModelHistogram
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import EngineStats, QueueLimit, StreamingEngine
+    from forge_jax.engine.async_engine import AsyncEngine, EngineStats, QueueLimit
     from forge_jax.schedule.outputs import Delta
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -97,7 +97,7 @@ class Metrics:
     def __init__(
         self,
         model_name: Callable[[], str],
-        engine: Callable[[], StreamingEngine | None],
+        engine: Callable[[], AsyncEngine | None],
         state: Callable[[], str],
     ):
         self.registry = CollectorRegistry()
@@ -250,7 +250,7 @@ class _EngineCollector(Collector):
     def __init__(
         self,
         model_name: Callable[[], str],
-        engine: Callable[[], StreamingEngine | None],
+        engine: Callable[[], AsyncEngine | None],
         state: Callable[[], str],
     ):
         self._model_name = model_name
@@ -279,9 +279,7 @@ def _server_state(now: str) -> Metric:
     return family
 
 
-def _of_vllm(
-    engine: StreamingEngine, stats: EngineStats, labels: dict[str, str]
-) -> Iterator[Metric]:
+def _of_vllm(engine: AsyncEngine, stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric]:
     gauges = {
         "num_requests_running": ("Samples in the running batch", stats.num_running),
         "num_requests_waiting": ("Samples that wait", stats.num_waiting),
@@ -376,7 +374,7 @@ def _of_vllm(
     )
 
 
-def _cache_config(engine: StreamingEngine, stats: EngineStats) -> Metric:
+def _cache_config(engine: AsyncEngine, stats: EngineStats) -> Metric:
     kv_tokens = engine.limits.kv_tokens
     info = {
         "block_size": str(kv_tokens // stats.num_blocks),
@@ -388,7 +386,7 @@ def _cache_config(engine: StreamingEngine, stats: EngineStats) -> Metric:
     return _gauge("vllm:cache_config_info", "The KV cache, in the labels; always 1", info, {(): 1})
 
 
-def _loras(engine: StreamingEngine) -> Metric:
+def _loras(engine: AsyncEngine) -> Metric:
     waiting, running = engine.loras_in_use()
     info = {
         "max_lora": str(engine.num_lora_places),

@@ -83,7 +83,7 @@ class RequestRecord:
 _FIELDS = tuple(field.name for field in fields(RequestRecord))
 
 
-class Trail:
+class RequestLog:
     """A request that is being answered. `end` is called once.
 
     Args:

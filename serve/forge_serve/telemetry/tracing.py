@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
     from forge_jax.sampling_params import SamplingParams
-    from forge_serve.telemetry.request_log import RequestRecord, Trail
+    from forge_serve.telemetry.request_log import RequestLog, RequestRecord
 
 SERVICE_NAME = "forge-jax"
 MAX_INT = 2**63 - 1  # that an attribute can hold
@@ -78,33 +78,33 @@ class Tracing:
         """Of a request's headers those that say which trace it belongs to: W3C's `traceparent`."""
         return {name: headers[name] for name in self._propagator.fields if name in headers}
 
-    def record(self, record: RequestRecord, trail: Trail) -> str | None:
+    def record(self, record: RequestRecord, request_log: RequestLog) -> str | None:
         """Makes the spans of a request that is over. Returns the id of its trace, if it is kept."""
         from opentelemetry import trace
 
         operation = None
-        if trail.generation is not None:
-            operation = _OPERATIONS.get(trail.handler or "", "embeddings")
+        if request_log.generation is not None:
+            operation = _OPERATIONS.get(request_log.handler or "", "embeddings")
         name = f"{operation} {record.model}" if operation else f"{record.method} {record.path}"
         span = self._tracer.start_span(
             name,
-            self._propagator.extract(trail.headers),
+            self._propagator.extract(request_log.headers),
             trace.SpanKind.SERVER,
-            attributes=dict(_attributes(record, trail, operation)),
-            start_time=trail.begin_ns,
+            attributes=dict(_attributes(record, request_log, operation)),
+            start_time=request_log.begin_ns,
         )
         context = span.get_span_context()
         if not span.is_recording():
             return None
-        if trail.generation is not None:
+        if request_log.generation is not None:
             inside = trace.set_span_in_context(span)
-            for stage, begin_s, end_s in trail.generation.stages():
-                begin_ns, end_ns = trail.at_ns(begin_s), trail.at_ns(end_s)
+            for stage, begin_s, end_s in request_log.generation.stages():
+                begin_ns, end_ns = request_log.at_ns(begin_s), request_log.at_ns(end_s)
                 self._tracer.start_span(stage, inside, start_time=begin_ns).end(end_ns)
         broke_off = record.error is not None and record.status < 400
         if record.status >= 500 or broke_off:
             span.set_status(trace.StatusCode.ERROR, record.error)
-        span.end(trail.begin_ns + round(record.e2e_s * 1e9))
+        span.end(request_log.begin_ns + round(record.e2e_s * 1e9))
         return trace.format_trace_id(context.trace_id)
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ def _not_installed() -> ConfigError:
 
 
 def _attributes(
-    record: RequestRecord, trail: Trail, operation: str | None
+    record: RequestRecord, request_log: RequestLog, operation: str | None
 ) -> Iterator[tuple[str, Any]]:
     yield "http.request.method", record.method
     yield "http.route", record.path
@@ -126,7 +126,7 @@ def _attributes(
         yield "error.type", record.error
     if record.tenant is not None:
         yield "forge.tenant", record.tenant
-    generation = trail.generation
+    generation = request_log.generation
     if operation is None or generation is None:
         return
     yield "gen_ai.operation.name", operation

@@ -53,7 +53,7 @@ def run(options: dict[str, Any]) -> int:
         print(json.dumps(report.as_json(), indent=2))
     else:
         sys.stdout.write(harmless(text(report)))
-    return 0 if report.sound else 1
+    return 0 if report.ok else 1
 
 
 def text(report: Report) -> str:
@@ -77,9 +77,9 @@ def text(report: Report) -> str:
     ]
     lines = [f"{name}: {value}" for name, value in rows]
     lines.append("")
-    for finding in report.findings:
-        lines += [f"{finding.level}: {finding.what}", f"  remedy: {finding.remedy}"]
-    if report.sound:
+    for issue in report.issues:
+        lines += [f"{issue.level}: {issue.what}", f"  remedy: {issue.remedy}"]
+    if report.ok:
         lines.append("no problem found")
     return "\n".join(lines) + "\n"
 

@@ -18,7 +18,7 @@ from forge_jax.step.slots import PADDING
 RANDOM, FILTER, BIAS, PENALTIES, MIN_TOKENS, LOGPROBS, MASKS = (1 << i for i in range(7))
 
 
-class Meta(NamedTuple):
+class StepInputs(NamedTuple):
     """The segments of the packed array. Padding rows have zero tokens; padding indices, PADDING."""
 
     header: jax.Array  # i32[4]: num_seqs, num_tokens, num_rows, flags
@@ -90,7 +90,7 @@ class StepShape:
 
     @cached_property
     def segments(self) -> tuple[slice, ...]:
-        """Where each segment lies in the packed array, in the order of `Meta`."""
+        """Where each segment lies in the packed array, in the order of `StepInputs`."""
         s, t, r, u = self.num_seqs, self.num_tokens, self.num_rows, self.num_updates
         lengths = (4, s, s, s + 1, s + 1, s, s, s, t, t, r, r, r, u, u)
         ends = tuple(accumulate(lengths))
@@ -113,7 +113,7 @@ class StepShape:
 
     def split(self, packed):
         """Cuts the packed array (numpy or traced) into its segments, without a copy."""
-        return Meta(*[packed[segment] for segment in self.segments])
+        return StepInputs(*[packed[segment] for segment in self.segments])
 
     def pack(self, plan: StepPlan, flags: int, max_blocks: int) -> np.ndarray:
         """A plan that `fits` -> i32[width]."""
@@ -150,7 +150,9 @@ class StepShape:
         return packed
 
 
-def _pack_chunks(m: Meta, chunks: tuple[ScheduledSequence, ...], first: int) -> tuple[int, int]:
+def _pack_chunks(
+    m: StepInputs, chunks: tuple[ScheduledSequence, ...], first: int
+) -> tuple[int, int]:
     """Writes the sequences from index `first` on, after as many decodes.
 
     Returns the tokens and the rows of the step, with those of the decodes.

@@ -7,7 +7,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Issue:
     """A "problem" keeps something from working that is meant to; a "note" is good to know."""
 
     level: Literal["problem", "note"]

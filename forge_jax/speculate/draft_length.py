@@ -19,15 +19,17 @@ from dataclasses import dataclass, field
 
 BINS = 8  # of confidence
 PRIOR = 4.0  # drafts that a bin's, or a request's, own experience must outweigh
-WORTH = 1.02  # a choice must be better by this factor: measured times are noisy
+MIN_GAIN = 1.02  # a choice must be better by this factor: measured times are noisy
 HIGHEST = 0.98  # probability that is believed
 TRIAL = 16  # steps with drafts, from which it is judged how long such steps take
-HOPE = 1.25  # of a step without drafts: what one with drafts is taken to need, during a trial
+ASSUMED_SLOWDOWN = (
+    1.25  # of a step without drafts: what one with drafts is taken to need, during a trial
+)
 FEW, HOPELESS = 4, 0.8  # a trial ends after so many steps, if drafts bring less than this rate
 GROWTH = 2  # a step with drafts has at most so many times the tokens of the largest timed one
 CONTROL = 8  # steps without drafts that must have been timed, before there are any
 CONTROL_AFTER = 256  # steps with drafts, after which the others are timed anew
-TURNS = 1 / 64  # weight of a step with drafts in how often one is the last of a row
+RUN_END_RATE = 1 / 64  # weight of a step with drafts in how often one is the last of a row
 FIRST_RETRY, LAST_RETRY = 1024, 16384  # steps from one trial to the next, where drafts do not pay
 
 
@@ -179,7 +181,7 @@ class LengthPolicy:
     def step(self, drafted: bool) -> bool:
         """One more has been made, with drafts or without. Returns whether a trial begins."""
         if self._in_row:
-            self._turns += ((not drafted) - self._turns) * TURNS
+            self._turns += ((not drafted) - self._turns) * RUN_END_RATE
         self._in_row = drafted
         self._retry_in -= 1
         if self._retry_in > 0:
@@ -242,9 +244,9 @@ class LengthPolicy:
         turn_s = 0.0
         if in_flight and (alone_s := self.alone.expect(num_sequences)) is not None:
             turn_s = self._turns * max(alone_s - plain_s, 0.0)
-        best, best_rate = 0, WORTH * num_sequences / plain_s
+        best, best_rate = 0, MIN_GAIN * num_sequences / plain_s
         if self._trial:
-            if (num_sequences + sum(gains)) / (HOPE * plain_s + turn_s) <= best_rate:
+            if (num_sequences + sum(gains)) / (ASSUMED_SLOWDOWN * plain_s + turn_s) <= best_rate:
                 return 0
             # Times of a few steps say little: they choose among counts, and speak against all of
             # them only where drafts are far too slow.

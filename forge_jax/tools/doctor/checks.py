@@ -15,26 +15,26 @@ from typing import Any
 import forge_jax
 from forge_jax.telemetry.units import bytes_text
 from forge_jax.tools.doctor import machine, packages
-from forge_jax.tools.doctor.finding import Finding
+from forge_jax.tools.doctor.issue import Issue
 
 LAST_LINES = 3  # of what a failed probe said
 
 
 @dataclass(frozen=True)
 class Report:
-    """`facts` are for a bug report; `findings` for whoever has to mend something."""
+    """`facts` are for a bug report; `issues` for whoever has to mend something."""
 
     facts: dict[str, Any]
-    findings: list[Finding]
+    issues: list[Issue]
 
     @property
-    def sound(self) -> bool:
-        return not any(finding.level == "problem" for finding in self.findings)
+    def ok(self) -> bool:
+        return not any(issue.level == "problem" for issue in self.issues)
 
     def as_json(self) -> dict[str, Any]:
         return {
             **self.facts,
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "findings": [dataclasses.asdict(issue) for issue in self.issues],
         }
 
 
@@ -78,7 +78,7 @@ def examine(model: str | None = None, *, timeout_s: float = 60.0) -> Report:
         "limits": limits,
         "environment": machine.environment(),
     }
-    findings = [
+    issues = [
         *packages.faults(versions),
         *_device_faults(nvidia, versions, probed["devices"]),
         *_kernel_faults(probed["kernels"], nvidia),
@@ -87,8 +87,8 @@ def examine(model: str | None = None, *, timeout_s: float = 60.0) -> Report:
     ]
     if model is not None:
         facts["model"] = {"name": model, **probed["model"].facts}
-        findings += _model_faults(model, probed["model"], facts)
-    return Report(facts, findings)
+        issues += _model_faults(model, probed["model"], facts)
+    return Report(facts, issues)
 
 
 def _probe(timeout_s: float, *arguments: str, **variables: str) -> _Probed:
@@ -124,14 +124,12 @@ def _probe(timeout_s: float, *arguments: str, **variables: str) -> _Probed:
 
 def _device_faults(
     nvidia: machine.Nvidia, versions: dict[str, str], probed: _Probed
-) -> Iterator[Finding]:
+) -> Iterator[Issue]:
     plugins = packages.cuda_plugins(versions)
     if nvidia.smi_fault is not None:
-        yield Finding(
-            "problem", nvidia.smi_fault, "mend NVIDIA's driver, or reboot after an update"
-        )
+        yield Issue("problem", nvidia.smi_fault, "mend NVIDIA's driver, or reboot after an update")
     if nvidia.present and not plugins:
-        yield Finding(
+        yield Issue(
             "problem",
             "there is an NVIDIA GPU, and JAX's plugin for it is not installed: CPU only",
             packages.INSTALL_CUDA,
@@ -139,14 +137,14 @@ def _device_faults(
     driver_cuda = probed.facts.get("driver_cuda")
     for major in plugins:
         if driver_cuda is not None and int(driver_cuda.split(".")[0]) < major:
-            yield Finding(
+            yield Issue(
                 "problem",
                 f"NVIDIA's driver is for CUDA {driver_cuda}, and jax-cuda{major}-plugin needs "
                 f"CUDA {major}",
                 f"install a newer driver, or jax[cuda{driver_cuda.split('.')[0]}] instead",
             )
     if probed.fault is not None:
-        yield Finding(
+        yield Issue(
             "problem",
             f"{probed.fault}{_quoted(probed)}",
             "reboot or mend the driver if a GPU hangs; --backend cpu needs none"
@@ -160,39 +158,39 @@ def _device_faults(
         why = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES is {hidden!r})"
         chosen = os.environ.get("JAX_PLATFORMS")
         why += "" if chosen is None else f" (JAX_PLATFORMS is {chosen!r})"
-        yield Finding(
+        yield Issue(
             "problem",
             f"there is an NVIDIA GPU, and JAX does not see it{why}{_quoted(probed)}",
             "look at the versions above, and at CUDA_VISIBLE_DEVICES, JAX_PLATFORMS and "
             "LD_LIBRARY_PATH, which may bring in another CUDA",
         )
     if not nvidia.present and not on_gpu:
-        yield Finding("note", "there is no NVIDIA GPU: models run on the CPU", "nothing to do")
+        yield Issue("note", "there is no NVIDIA GPU: models run on the CPU", "nothing to do")
 
 
-def _kernel_faults(probed: _Probed, nvidia: machine.Nvidia) -> Iterator[Finding]:
+def _kernel_faults(probed: _Probed, nvidia: machine.Nvidia) -> Iterator[Issue]:
     if probed.fault is not None:
-        yield Finding("problem", f"{probed.fault}{_quoted(probed)}", packages.INSTALL)
+        yield Issue("problem", f"{probed.fault}{_quoted(probed)}", packages.INSTALL)
     elif not probed.facts["built"]:
         loss = "on a CPU, plain XLA is about half as fast"
-        yield Finding(
+        yield Issue(
             "note",
             f"no C++ kernels for the CPU ({loss}): {probed.facts['fault']}",
             "install g++" if "compiler" not in probed.facts else "see what the compiler says",
         )
 
 
-def _model_faults(name: str, probed: _Probed, facts: dict[str, Any]) -> Iterator[Finding]:
+def _model_faults(name: str, probed: _Probed, facts: dict[str, Any]) -> Iterator[Issue]:
     if probed.fault is not None:
-        yield Finding("problem", f"{probed.fault}{_quoted(probed)}", "try --debug with serve")
+        yield Issue("problem", f"{probed.fault}{_quoted(probed)}", "try --debug with serve")
         return
     fault = probed.facts.get("fault")
     if fault is not None:
         if "is not in the cache and" in fault:
             what = f"{name} has not been downloaded yet: there is nothing to look at"
-            yield Finding("note", what, f"forge-jax serve {name} downloads it")
+            yield Issue("note", what, f"forge-jax serve {name} downloads it")
         else:
-            yield Finding("problem", f"{name}: {fault}", "see above, or take another model")
+            yield Issue("problem", f"{name}: {fault}", "see above, or take another model")
         return
     weights = probed.facts["weights_bytes"]
     device = facts.get("devices", [{}])[0]
@@ -202,7 +200,7 @@ def _model_faults(name: str, probed: _Probed, facts: dict[str, Any]) -> Iterator
     else:
         room, where = room - device["memory_used_bytes"], f"{device['kind']} has free"
     if weights > room:
-        yield Finding(
+        yield Issue(
             "problem",
             f"the weights of {name} take {bytes_text(weights)}, and {where} {bytes_text(room)}",
             "round them (--quantization int8 or int4), free memory, or take a smaller model",

@@ -27,7 +27,7 @@ _FREE = 1024  # entries at a time: all of a long text's at once would take tens 
 _COMPARED = 8  # tokens that tell whether a text is the one that was followed
 
 
-class ContextIndex:
+class NgramIndex:
     """Finds where the longest context of `lengths` that ends a given text stands.
 
     How the tokens came, one by one or at once, makes no difference, and forgetting is exact: what
@@ -211,7 +211,7 @@ class IndexPool:
         self._reach = reach
         self._max_tokens = max_tokens
         self._max_names = max_names
-        self._indexes: OrderedDict[Hashable, ContextIndex] = OrderedDict()
+        self._indexes: OrderedDict[Hashable, NgramIndex] = OrderedDict()
         self._dropped: list[dict[int, int]] = []
         self.num_tokens = 0
 
@@ -223,7 +223,7 @@ class IndexPool:
         """Entries of dropped indexes that are still to be freed, a few with each call."""
         return sum(map(len, self._dropped))
 
-    def get(self, name: Hashable) -> ContextIndex | None:
+    def get(self, name: Hashable) -> NgramIndex | None:
         if self._dropped:
             self._free()
         index = self._indexes.get(name)
@@ -249,7 +249,7 @@ class IndexPool:
             left -= len(entries)
             self._dropped.pop()
 
-    def follow(self, name: Hashable, tokens: Seq[int], limit: int) -> ContextIndex:
+    def follow(self, name: Hashable, tokens: Seq[int], limit: int) -> NgramIndex:
         """The index of one text, whose positions are those in `tokens`.
 
         It takes in at most `limit` tokens: what is beyond `index.end` is for the next call. A text
@@ -274,7 +274,7 @@ class IndexPool:
     def add(
         self, name: Hashable, source: Hashable, before: Seq[int], tokens: Seq[int], goes_on: bool
     ) -> None:
-        """More text under this name, for `ContextIndex.enter` to enter.
+        """More text under this name, for `NgramIndex.enter` to enter.
 
         It goes on with the last text if that is of the same source and `goes_on`. Otherwise it is
         another one, which stands after `before`.
@@ -287,10 +287,10 @@ class IndexPool:
         index.append(tokens)
         self._count(len(index) - held)
 
-    def _open(self, name: Hashable) -> ContextIndex:
+    def _open(self, name: Hashable) -> NgramIndex:
         while len(self._indexes) >= self._max_names:
             self.drop(next(iter(self._indexes)))
-        index = self._indexes[name] = ContextIndex(self._lengths, self._reach)
+        index = self._indexes[name] = NgramIndex(self._lengths, self._reach)
         return index
 
     def _count(self, grown: int) -> None:

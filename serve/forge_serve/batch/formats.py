@@ -17,14 +17,14 @@ from forge_serve.batch.errors import LineError
 from forge_serve.errors import ErrorReply
 from forge_serve.openai.embeddings import EmbeddingRequest
 from forge_serve.openai.requests import ChatRequest, CompletionRequest, GenerationRequest
-from forge_serve.openai.serializers import ChatForm, CompletionForm, ResponseForm
+from forge_serve.openai.serializers import ChatSerializer, CompletionSerializer, ResponseSerializer
 
 MAX_ID_CHARS = 512
 _ABSENT = msgspec.Raw(b"")
 _NULL = b"null"
 
 Kind = type[CompletionRequest | ChatRequest | EmbeddingRequest]
-FORMS: dict[type[GenerationRequest], type[ResponseForm]]  # of what generates
+FORMS: dict[type[GenerationRequest], type[ResponseSerializer]]  # of what generates
 
 
 class PlainChat(ChatRequest, kw_only=True):
@@ -45,10 +45,10 @@ URLS: dict[str, Kind] = {
     "/v1/embeddings": EmbeddingRequest,
 }
 FORMS = {
-    ChatRequest: ChatForm,
-    PlainChat: ChatForm,
-    CompletionRequest: CompletionForm,
-    PlainCompletion: CompletionForm,
+    ChatRequest: ChatSerializer,
+    PlainChat: ChatSerializer,
+    CompletionRequest: CompletionSerializer,
+    PlainCompletion: CompletionSerializer,
 }
 
 
@@ -84,7 +84,7 @@ _strings = msgspec.json.Decoder(str)
 _ids = msgspec.json.Decoder(str | int)
 
 
-class Form:
+class LineFormat:
     """How the lines of a file are read and answered."""
 
     beginning: ClassVar[bytes]  # of each answer
@@ -121,7 +121,7 @@ class Form:
             return None
 
 
-class OpenAIForm(Form):
+class OpenAIFormat(LineFormat):
     """OpenAI's batch files."""
 
     beginning = b'{"id":"batch_req_'
@@ -176,7 +176,7 @@ class OpenAIForm(Form):
         return msgspec.json.encode(answer) + b"\n"
 
 
-class PlainForm(Form):
+class PlainFormat(LineFormat):
     """A request in each line, with a prompt or messages, and an id if it likes."""
 
     beginning = b'{"line":'
@@ -239,14 +239,14 @@ class _PlainAnswer(msgspec.Struct):
     digest: str
 
 
-def form_of(line: Line) -> Form | None:
+def form_of(line: Line) -> LineFormat | None:
     """The form that a line has; None: that of others must be asked."""
     try:
         envelope = _envelope(line)
     except LineError:
         return None
     of_openai = (envelope.custom_id, envelope.method, envelope.url, envelope.body)
-    return OpenAIForm() if any(bytes(value) for value in of_openai) else PlainForm()
+    return OpenAIFormat() if any(bytes(value) for value in of_openai) else PlainFormat()
 
 
 def _says_more(choice: dict[str, Any]) -> bool:

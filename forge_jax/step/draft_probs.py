@@ -23,7 +23,7 @@ class Proposed(NamedTuple):
     probability: jax.Array  # f32[slots, k, K]
 
 
-class Proposals:
+class DraftProbs:
     """Holds the arrays. The draft model replaces `latest`, steps read it; neither donates it.
 
     Args:
