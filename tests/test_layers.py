@@ -56,10 +56,9 @@ def test_llguidance_comes_with_the_first_grammar():
 
 SOURCES = [
     *sorted((ROOT / "forge_jax/schedule").glob("*.py")),
-    ROOT / "forge_jax/schedule/block_pool.py",
     *(
         ROOT / f"forge_jax/speculate/{name}.py"
-        for name in ("contexts", "ngram", "suffix", "length")
+        for name in ("ngram_index", "ngram", "suffix", "draft_length")
     ),
     ROOT / "tests/schedule/simulation.py",
 ]
