@@ -95,7 +95,7 @@ def test_nothing_is_compiled_when_adapters_come_and_go(llm, folders):
     llm.unload_lora("b")
     run(llm, [PROMPT])
     assert llm._parts.compilations() == before
-    assert "set_adapter" in llm._core._device.executables
+    assert "set_adapter" in llm._core._device.compiled()
 
 
 def computed(llm) -> dict[str, set[str]]:
@@ -106,7 +106,7 @@ def computed(llm) -> dict[str, set[str]]:
             for path in re.findall(r'op_name="([^"]*)"', executable.as_text())
             for part in path.split("/")
         }
-        for name, executable in llm._core._device._compiled.items()
+        for name, executable in llm._core._device.compiled().items()
     }
 
 
@@ -114,8 +114,9 @@ def computed(llm) -> dict[str, set[str]]:
 def test_an_engine_without_adapters_has_nothing_of_them(stories, llm):
     with LLM(stories, **OPTIONS) as plain:
         runner = plain._core._device
-        assert "set_adapter" not in runner.executables and "lora" not in runner.settings
-        assert runner._slots.lora is None and len(runner._leaves) == len(runner._model.leaves)
+        assert "set_adapter" not in runner.compiled() and "lora" not in runner.settings
+        assert runner.state.slots.lora is None
+        assert len(runner.state.leaves) == len(runner.model.leaves)
         scopes, with_adapters = computed(plain), computed(llm)
         for name in ("decode[4]", "mixed[64]"):
             assert "gate_up" in scopes[name] and "lora" not in scopes[name]
@@ -271,7 +272,7 @@ def test_a_step_that_raises_takes_no_adapter_away(exact, expected):
     before = core.num_recoveries
     try:
         assert answers(exact) == expected
-        jax.tree.map(lambda array: array.delete(), device._slots)
+        jax.tree.map(lambda array: array.delete(), device.state.slots)
         assert answers(exact) == expected
     finally:
         core._device = device

@@ -213,7 +213,7 @@ def engine_on(shards, adapter):
     core._device = FailingDevice(runner, lambda plan, where: plan.step % 10 == 0)
     assert tokens(PROMPTS, REQUESTS["greedy"]) == found["greedy"], "a step that raised changes it"
     core._device = runner
-    steps = {name: each for name, each in runner._compiled.items() if "[" in name}
+    steps = {name: each for name, each in runner.compiled().items() if "[" in name}
     assert steps
     pooled = None if shards == 2 else llm.embed(PROMPTS[:2], pooling="mean").tolist()
     result = {
@@ -223,7 +223,7 @@ def engine_on(shards, adapter):
         "recoveries": core.num_recoveries,
         "collectives": {name: collectives(step) for name, step in steps.items()},
         "drafting": draft_collectives(core.speculator),
-        "layers": runner._model.spec.num_hidden_layers,
+        "layers": runner.model.spec.num_hidden_layers,
         "settings": runner.settings.get("shards"),
         "fingerprint": llm.system_fingerprint,
         "pooled": pooled,
@@ -237,8 +237,8 @@ def draft_collectives(speculator):
     if speculator is None:
         return None
     model = speculator._drafter._model
-    assert model.complete and model.can_draft
-    return {name.split("[")[0]: collectives(each) for name, each in model._compiled.items()}
+    assert model.background.complete and model.can_draft
+    return {name.split("[")[0]: collectives(each) for name, each in model.compiled().items()}
 
 
 def peak():
