@@ -469,7 +469,7 @@ def _make_draft_model(design: _Design, draft: Draft, runner: Runner) -> DraftMod
 
 
 def choose_device(config: EngineConfig) -> jax.Device:
-    """The device that `--backend` and `--device` name.
+    """Return the device that `--backend` and `--device` name.
 
     Raises:
       ConfigError: there is none.
@@ -489,7 +489,7 @@ def choose_device(config: EngineConfig) -> jax.Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """How matrices are kept, and what computes attention and samples."""
+    """The formats of matrices, and the implementations of attention and sampling."""
 
     forms: WeightForms = WeightForms()
     attention: Implementation = "auto"
@@ -497,7 +497,7 @@ class Kernels:
 
 
 def read_converted(config: EngineConfig, folder: Path) -> Record | None:
-    """The record of a converted folder; None of any other.
+    """Return the record of a converted folder; None for any other.
 
     Raises:
       CheckpointError: it is broken, or not of what `--dtype` and `--quantization` ask for.
@@ -510,7 +510,7 @@ def read_converted(config: EngineConfig, folder: Path) -> Record | None:
 
 
 def read_model_spec(config: EngineConfig, folder: Path) -> ModelSpec:
-    """The spec, without blocks where the matrices of a GGUF file are to be decoded.
+    """Return the spec, without blocks if the matrices of a GGUF file are to be decoded.
 
     `--quantization` rounds what they decode to.
 
@@ -535,7 +535,7 @@ def read_model_spec(config: EngineConfig, folder: Path) -> ModelSpec:
 
 
 def may_map(config: EngineConfig, device: jax.Device) -> bool:
-    """True if the device may compute with files of a converted folder as they lie in memory."""
+    """True if the device may compute on the files of a converted folder, mapped into memory."""
     return config.model.mmap and device.platform == "cpu"
 
 
@@ -611,10 +611,10 @@ def _has_cpu_kernels(config: EngineConfig) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """The draft model that is asked for.
+    """The draft model that the configuration names.
 
-    Several devices share one that is the target's first layers as they share that; any other is
-    whole on each: it is small, and what they would tell each other takes longer than computing it.
+    If it is the target's first layers, several devices share it as they share the target. Any other
+    is whole on each device: it is small, and communication would take longer than its computation.
     """
 
     model: Model
@@ -623,13 +623,13 @@ class Draft:
 
     @property
     def param_bytes(self) -> int:
-        """Of weights that are its own."""
+        """Bytes of weights that it does not share with the target."""
         return 0 if self.folder is None else self.model.param_bytes
 
     def load(
         self, target: Model, leaves: Leaves, device: jax.Device | jax.sharding.Sharding
     ) -> Leaves:
-        """The weights: read, or the very arrays of the model."""
+        """Return the weights: read from the folder, or the arrays of the target itself."""
         if self.folder is not None:
             return load_weights(self.model, self.folder, device=device)
         named = dict(zip(target.names, leaves, strict=True))
@@ -639,7 +639,7 @@ class Draft:
 def _choose_draft(
     config: EngineConfig, target: Model, kernels: Kernels, device: jax.Device
 ) -> Draft | None:
-    """The model that `--draft-model` names; None without one.
+    """Return the model that `--draft-model` names; None without one.
 
     Raises:
       ModelError: it cannot be served.

@@ -155,7 +155,7 @@ class EngineCore:
         self.watcher = Watcher(scheduler, clock)
         self._device = device
         self._one_step_ahead = one_step_ahead
-        self._unrecoverable = unrecoverable
+        self.unrecoverable = unrecoverable
         self._texts = TextOutput(tokenizer, scheduler, self.constraints)
         self._immediate: Outputs = {}  # deltas that do not wait for a step
         self._bisection: Bisection[Sequence] = Bisection()
@@ -365,7 +365,7 @@ class EngineCore:
 
         Steps in flight are dropped with their unread tokens, which are sampled again.
         """
-        if isinstance(error, self._unrecoverable):
+        if isinstance(error, self.unrecoverable):
             raise error
         self._add_deltas(self._tick.updates or [], self._immediate)
         log.warning(

@@ -26,7 +26,7 @@ from forge_jax.engine.sizes import Residents, Sizes
 from forge_jax.errors import ConfigError
 from forge_jax.models.kv import element_dtype
 from forge_jax.step.kv_cache import GIB, KVShape, coarse, kv_shape
-from forge_jax.testing import FailingDevice, tiny_model
+from forge_jax.testing import failing_steps, tiny_model
 from forge_kernels import cpu
 from forge_kernels.attention import QuantizedKV
 from forge_kernels.attention import api as attention_api
@@ -156,12 +156,8 @@ def test_company_prefix_hits_and_failures_change_no_bit(make_llm, kv_dtype):
     together = llm.generate(PROMPTS, PARAMS, progress=False)
     assert [output.outputs for output in together] == alone
     assert all(output.num_cached_tokens for output in together)
-    runner = core._device
-    core._device = FailingDevice(runner, lambda plan, where: plan.step % 15 == 0)
-    try:
+    with failing_steps(core, lambda plan, where: plan.step % 15 == 0):
         again = llm.generate(PROMPTS, PARAMS, progress=False)
-    finally:
-        core._device = runner
     assert [output.outputs for output in again] == alone
     assert core.num_recoveries > 2
 

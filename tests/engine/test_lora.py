@@ -23,7 +23,7 @@ from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError, LostAdapterError, ModelError, RequestError
 from forge_jax.schedule.request import LoraRef, Request, cache_name
 from forge_jax.step.runner import Runner
-from forge_jax.testing import FailingDevice
+from forge_jax.testing import failing_steps
 
 PROMPT = "Once upon a time, there was a little"
 LONG = list(range(100, 160))
@@ -268,14 +268,11 @@ def test_a_preempted_request_keeps_its_adapter(stories, exact_options, expected)
 def test_a_step_that_raises_takes_no_adapter_away(exact, expected):
     """Nor do device arrays that are lost, and made anew."""
     calls, core, device = itertools.count(1), exact._core, exact._core._device
-    core._device = FailingDevice(device, lambda plan, where: next(calls) % 25 == 0)
     before = core.num_recoveries
-    try:
+    with failing_steps(core, lambda plan, where: next(calls) % 25 == 0):
         assert answers(exact) == expected
         jax.tree.map(lambda array: array.delete(), device.state.slots)
         assert answers(exact) == expected
-    finally:
-        core._device = device
     assert core.num_recoveries > before + 5
 
 

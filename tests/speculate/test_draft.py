@@ -29,7 +29,7 @@ from forge_jax.speculate.draft import ModelDrafter
 from forge_jax.speculate.draft_model import DraftModel, DraftModelOptions
 from forge_jax.speculate.draft_step import Row, draft_shapes, pack_params
 from forge_jax.step.kv_cache import KVShape
-from forge_jax.testing import FailingDevice, drafts_always_pay, random_leaves, tiny_model
+from forge_jax.testing import drafts_always_pay, failing_steps, random_leaves, tiny_model
 
 BLOCK, K, VOCAB, MAX_LEN = 8, 4, 64, 128
 
@@ -528,16 +528,14 @@ def test_an_exception_in_the_drafter_ends_drafting_and_no_request(llm, monkeypat
 
 def test_steps_that_raise_make_the_draft_model_begin_anew(llm):
     expected, core = outputs(llm), llm._core
-    device, before = core._device, core.num_recoveries
-    count = iter(range(10**6))
-    core._device = FailingDevice(device, lambda *_: next(count) % 19 == 18)
+    before, count = core.num_recoveries, iter(range(10**6))
     drafter = core.speculator._drafter
     resets, reset = [], drafter._model.reset
     drafter._model.reset = lambda: resets.append(reset())
     try:
-        assert outputs(llm) == expected
+        with failing_steps(core, lambda *_: next(count) % 19 == 18):
+            assert outputs(llm) == expected
     finally:
-        core._device = device
         del drafter._model.reset
     assert len(resets) == core.num_recoveries - before > 2
     assert not core.speculator.has_failed and drafter._pool.num_used == 0
@@ -555,11 +553,10 @@ def test_by_rejection_it_drafts_on_through_failures_and_ends_alone(stories, monk
     # It is the target, but for what is beyond the likeliest tokens.
     assert 0.8 * stats.num_draft_tokens < stats.num_accepted_tokens
     assert stats.num_draft_tokens > 30 and llm._parts.compilations() == 0
-    device, count = core._device, iter(range(10**6))
-    core._device = FailingDevice(device, lambda *_: next(count) % 11 == 10)
-    assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
+    count = iter(range(10**6))
+    with failing_steps(core, lambda *_: next(count) % 11 == 10):
+        assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
     assert core.num_recoveries > 1 and not core.speculator.has_failed
-    core._device = device
     monkeypatch.setattr(DraftModel, "draft", lambda *_: 1 / 0)
     assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
     assert core.speculator.has_failed
