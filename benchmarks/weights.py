@@ -95,7 +95,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rows.append(
             {
                 "quantization": kind,
-                "bytes": llm._core._device._model.param_bytes,  # type: ignore[attr-defined]
+                "bytes": llm._core._device.model.param_bytes,  # type: ignore[attr-defined]
                 "perplexity": math.exp(-np.mean(exact - lost)),
                 "more_perplexity": math.expm1(np.mean(lost)),
                 "standard_error": float(np.std(lost) / math.sqrt(len(lost))),

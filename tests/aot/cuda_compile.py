@@ -33,7 +33,7 @@ from forge_jax.models.spec import ModelSpec, RopeSpec
 from forge_jax.step.inputs import StepShape
 from forge_jax.step.kv_cache import KVShape, kv_shape
 from forge_jax.step.mesh import TensorMesh
-from forge_jax.step.runner import compiler_options
+from forge_jax.step.options import compiler_options
 from forge_jax.step.slots import slots_shape
 from forge_jax.step.step import make_step
 from forge_jax.weights.block_types import BlockTypes

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from bodies import ENDPOINTS, ODD, Case, cases, dump, matrix, places, put
 
-from forge_jax.engine.core import check_token_ids
+from forge_jax.engine.validation import check_token_ids
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request

@@ -454,7 +454,7 @@ def test_greedy_continuations_are_the_same_alone_and_in_a_batch(name, dtype, tmp
     exact = write(CASES[name], tmp_path, torch_dtype=dtype)
     llm = LLM(str(tmp_path), deterministic=True, **ENGINE)
     if cpu.available() and name in PACKED and dtype == "bfloat16":
-        packings = llm._core._device._model.packings
+        packings = llm._core._device.model.packings
         assert {packing.format for packing in packings.values()} == PACKED[name] | {"bf16"}
     prompts = [IDS[:9], OTHER[:17], IDS[20:23], OTHER[5:6]]
     greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

@@ -28,7 +28,7 @@ from forge_jax.models.decoder import WeightForms
 from forge_jax.models.kv import element_dtype
 from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.mesh import TensorMesh
-from forge_jax.testing import FailingDevice, drafts_always_pay
+from forge_jax.testing import drafts_always_pay, failing_steps
 from forge_jax.weights.partition import shard_spec
 from forge_kernels import cpu
 
@@ -210,10 +210,10 @@ def engine_on(shards, adapter):
     assert tokens(PROMPTS[2], REQUESTS["greedy"]) == found["greedy"][2:], "company changes a text"
     cached = outputs[0].num_cached_tokens
     runner = core._device
-    core._device = FailingDevice(runner, lambda plan, where: plan.step % 10 == 0)
-    assert tokens(PROMPTS, REQUESTS["greedy"]) == found["greedy"], "a step that raised changes it"
-    core._device = runner
-    steps = {name: each for name, each in runner._compiled.items() if "[" in name}
+    with failing_steps(core, lambda plan, where: plan.step % 10 == 0):
+        answers = tokens(PROMPTS, REQUESTS["greedy"])
+    assert answers == found["greedy"], "a step that raised changes it"
+    steps = {name: each for name, each in runner.compiled().items() if "[" in name}
     assert steps
     pooled = None if shards == 2 else llm.embed(PROMPTS[:2], pooling="mean").tolist()
     result = {
@@ -223,7 +223,7 @@ def engine_on(shards, adapter):
         "recoveries": core.num_recoveries,
         "collectives": {name: collectives(step) for name, step in steps.items()},
         "drafting": draft_collectives(core.speculator),
-        "layers": runner._model.spec.num_hidden_layers,
+        "layers": runner.model.spec.num_hidden_layers,
         "settings": runner.settings.get("shards"),
         "fingerprint": llm.system_fingerprint,
         "pooled": pooled,
@@ -237,8 +237,8 @@ def draft_collectives(speculator):
     if speculator is None:
         return None
     model = speculator._drafter._model
-    assert model.complete and model.can_draft
-    return {name.split("[")[0]: collectives(each) for name, each in model._compiled.items()}
+    assert model.background.complete and model.can_draft
+    return {name.split("[")[0]: collectives(each) for name, each in model.compiled().items()}
 
 
 def peak():
