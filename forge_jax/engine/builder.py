@@ -43,7 +43,6 @@ from forge_jax.errors import (
     UnsupportedModelError,
 )
 from forge_jax.grammar import GrammarCompiler
-from forge_jax.models.decoder import WeightForms
 from forge_jax.models.kv import element_dtype
 from forge_jax.models.lora import LoraShape
 from forge_jax.models.registry import build_model, decoded, resolve_dtype
@@ -65,6 +64,7 @@ from forge_jax.telemetry.memory import give_back_freed_memory
 from forge_jax.telemetry.startup import StartupTimes
 from forge_jax.telemetry.units import bytes_text
 from forge_jax.text.load import load_text
+from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.partition import check_shards
 from forge_kernels import cpu
 from forge_kernels.attention import Implementation
@@ -195,8 +195,8 @@ def _design(config: EngineConfig, startup: StartupTimes, folder: Path | None) ->
                 f"LoRA adapters: {folder} was converted with gates and ups packed together, which "
                 "adapters forbid; serve the model that it was made of"
             )
-        forms = dataclasses.replace(kernels.forms, lora=lora is not None)
-        model = build_model(spec, config.model.dtype, forms, shards)
+        formats = dataclasses.replace(kernels.formats, lora=lora is not None)
+        model = build_model(spec, config.model.dtype, formats, shards)
         check_weights(model, folder)  # before anything that takes long
         if lora is not None:
             _check_adapters(config, model, lora)
@@ -491,7 +491,7 @@ def choose_device(config: EngineConfig) -> jax.Device:
 class Kernels:
     """The formats of matrices, and the implementations of attention and sampling."""
 
-    forms: WeightForms = WeightForms()
+    formats: WeightFormats = WeightFormats()
     attention: Implementation = "auto"
     sampler: Sampler = "xla"
 
@@ -519,7 +519,7 @@ def read_model_spec(config: EngineConfig, folder: Path) -> ModelSpec:
       CheckpointError: a converted folder has them in blocks, which can only stay.
     """
     spec, wanted = read_spec(folder), config.model
-    if spec.block_types is None or (
+    if spec.ggml_types is None or (
         wanted.gguf_weights != "decoded" and wanted.quantization == "none"
     ):
         return spec
@@ -545,7 +545,7 @@ def choose_kernels(
     """The C++ kernels where they can be used, the plain XLA forms elsewhere.
 
     Args:
-      record: of a converted folder, whose matrices stay in the form that they have there.
+      record: of a converted folder, whose matrices stay in the formats that they have there.
 
     Raises:
       ConfigError: quantised or packed weights where there are no kernels for them.
@@ -571,20 +571,20 @@ def choose_kernels(
         log.warning("plain XLA, without the CPU kernels: %s", reason)
     else:
         # int4 is too coarse for the vocabulary. A plain embedding is the fastest to take rows from.
-        forms = WeightForms(
+        formats = WeightFormats(
             layers=packed,
             head="int8" if packed == "int4" else packed,
             embedding=None if packed == "bf16" else "int8",
             rounded="fp8" if quantization == "fp8" else None,
-            block_rows="int8" if config.model.gguf_weights == "packed" else None,
+            ggml_activations="int8" if config.model.gguf_weights == "packed" else None,
         )
         if record is not None:
-            forms = dataclasses.replace(forms, **dict(record.forms))
+            formats = dataclasses.replace(formats, **dict(record.formats))
         cached = element_dtype(config.cache.kv_dtype, dtype)
         no_attention = unsupported(spec.head_dim, cached, device.platform)
         if no_attention is not None:
             log.warning("attention in plain XLA, without the CPU kernels: %s", no_attention)
-        return Kernels(forms=forms, attention="auto" if no_attention else "cpu", sampler="cpu")
+        return Kernels(formats=formats, attention="auto" if no_attention else "cpu", sampler="cpu")
     if record is not None and record.packed:
         raise ConfigError(
             f"{record.folder} was converted for the CPU kernels, which cannot be used: "
@@ -593,7 +593,7 @@ def choose_kernels(
     if quantization == "none":
         return Kernels()
     log.info("--quantization %s in plain XLA: %s", quantization, reason)
-    return Kernels(forms=WeightForms(rounded=quantization))
+    return Kernels(formats=WeightFormats(rounded=quantization))
 
 
 def _has_cpu_kernels(config: EngineConfig) -> bool:
@@ -653,8 +653,8 @@ def _choose_draft(
         if layers is None or layers > most:
             raise ConfigError(f"--draft-layers must be from 1 to the model's {most}, not {layers}")
         spec = dataclasses.replace(target.spec, num_hidden_layers=layers)
-        forms = dataclasses.replace(kernels.forms, lora=_lora_shape(config) is not None)
-        model = build_model(spec, config.model.dtype, forms, target.shards)
+        formats = dataclasses.replace(kernels.formats, lora=_lora_shape(config) is not None)
+        model = build_model(spec, config.model.dtype, formats, target.shards)
         return Draft(model=model, folder=None, implementation=kernels.attention)
     folder = resolve(name)
     spec = read_model_spec(config, folder)
@@ -670,7 +670,7 @@ def _choose_draft(
             "its own is whole on each: convert the original model without --tensor-parallel"
         )
     own = choose_kernels(config, spec, device, record)
-    model = build_model(spec, config.model.dtype, own.forms)
+    model = build_model(spec, config.model.dtype, own.formats)
     check_weights(model, folder)
     return Draft(model=model, folder=folder, implementation=own.attention)
 

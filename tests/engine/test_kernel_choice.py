@@ -13,7 +13,7 @@ from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import EngineConfig, ModelConfig
 from forge_jax.engine.builder import choose_budget, choose_device, choose_kernels
 from forge_jax.errors import ConfigError
-from forge_jax.models.decoder import WeightForms
+from forge_jax.weights.formats import WeightFormats
 from forge_kernels import cpu
 from forge_kernels.cpu import BuildError, library
 
@@ -168,7 +168,7 @@ def test_float32_models_run_on_plain_xla(stories, caplog):
     """Nothing to complain about: they were not promised the kernels."""
     with caplog.at_level(logging.WARNING):
         kernels = choose(str(stories))
-    assert not caplog.records and kernels.forms == WeightForms() and kernels.attention == "auto"
+    assert not caplog.records and kernels.formats == WeightFormats() and kernels.attention == "auto"
 
 
 @pytest.mark.slow

@@ -24,11 +24,11 @@ from forge_jax.checkpoint.load import load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.grammar import GrammarSpec
 from forge_jax.models import build_model
-from forge_jax.models.decoder import WeightForms
 from forge_jax.models.kv import element_dtype
 from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.mesh import TensorMesh
 from forge_jax.testing import drafts_always_pay, failing_steps
+from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.partition import shard_spec
 from forge_kernels import cpu
 
@@ -63,12 +63,12 @@ def collectives(executable):
     return found
 
 
-def run(name, shards, *, layers=None, forms=None, dtype="auto", kv_dtype="auto"):
+def run(name, shards, *, layers=None, formats=None, dtype="auto", kv_dtype="auto"):
     """(f32[T, V] of a prompt in two chunks, the collectives of a step)."""
     folder = GOLDENS / name  # a golden's name, or any folder
     spec, mesh = read_spec(folder), mesh_of(shards)
     spec = replace(spec, num_hidden_layers=layers or LAYERS.get(name, 1))
-    model = build_model(spec, dtype, forms, shards)
+    model = build_model(spec, dtype, formats, shards)
     leaves = load_weights(model, folder, mesh=mesh, progress=False)
     shape = kv_shape(
         shard_spec(spec, shards),
@@ -129,15 +129,17 @@ def packed():
     if not cpu.available():
         return None
     cpu.load()
-    forms = {
-        ("qwen3_moe", "bf16"): WeightForms(layers="bf16", head="bf16"),
-        ("qwen2", "int8"): WeightForms(layers="int8", head="int8"),
-        ("llama31", "int4"): WeightForms(layers="int4", head="int8", embedding="int8"),
+    formats = {
+        ("qwen3_moe", "bf16"): WeightFormats(layers="bf16", head="bf16"),
+        ("qwen2", "int8"): WeightFormats(layers="int8", head="int8"),
+        ("llama31", "int4"): WeightFormats(layers="int4", head="int8", embedding="int8"),
     }
     found = {}
-    for (name, form), weight_forms in forms.items():
+    for (name, form), weight_formats in formats.items():
         exact, _ = run(name, 1)
-        far = [run(name, n, forms=weight_forms, dtype="bfloat16")[0] - exact for n in (1, SHARDS)]
+        far = [
+            run(name, n, formats=weight_formats, dtype="bfloat16")[0] - exact for n in (1, SHARDS)
+        ]
         found[form] = [float(np.sqrt((each**2).mean())) for each in (*far, exact)]
     return found
 
