@@ -156,9 +156,10 @@ def _layers(shape: Shape) -> list[dict[str, np.ndarray]]:
 
 
 def _packed(layer: dict[str, np.ndarray], form: str) -> Leaf:
-    if form == "xla":
-        return {name: jnp.asarray(w) for name, w in layer.items()}
-    return {name: _pack(w, form, paired=name == "gate_up") for name, w in layer.items()}
+    def packed(name: str, w: np.ndarray) -> Weight:
+        return jnp.asarray(w) if form == "xla" else _pack(w, form, paired=name == "gate_up")
+
+    return {name: packed(name, w) for name, w in layer.items()}
 
 
 def _pack(w: np.ndarray, form: Any, *, paired: bool) -> PackedWeight:
