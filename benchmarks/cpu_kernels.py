@@ -48,6 +48,7 @@ from forge_kernels.linear import (
     BlockPacking,
     PackedWeight,
     Packing,
+    PlainWeight,
     Weight,
     linear,
     pack,
@@ -157,7 +158,11 @@ def _layers(shape: Shape) -> list[dict[str, np.ndarray]]:
 
 def _packed(layer: dict[str, np.ndarray], form: str) -> Leaf:
     def packed(name: str, w: np.ndarray) -> Weight:
-        return jnp.asarray(w) if form == "xla" else _pack(w, form, paired=name == "gate_up")
+        return (
+            PlainWeight(jnp.asarray(w))
+            if form == "xla"
+            else _pack(w, form, paired=name == "gate_up")
+        )
 
     return {name: packed(name, w) for name, w in layer.items()}
 
