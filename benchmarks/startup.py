@@ -125,7 +125,9 @@ def medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def table(report: dict[str, Any]) -> str:
     median = report["median"]
-    rows = [("bare imports", reports.number(median["imports_s"], 2), "-", "1.00", "-", "-")]
+    rows: list[tuple[str, ...]] = [
+        ("bare imports", reports.number(median["imports_s"], 2), "-", "1.00", "-", "-")
+    ]
     for kind in (kind for kind in KINDS if kind in median):
         figures = median[kind]
         phases = figures["phases_s"].items()
