@@ -36,8 +36,8 @@ from benchmarks.interleaved import median_seconds
 from benchmarks.k_quants import rounded_rows
 from benchmarks.peers.proc import read_bandwidth_bytes_per_s
 from benchmarks.random_model import SHAPES, Shape
-from forge_jax.weights.block_types import TYPES
 from forge_jax.weights.ggml import BY_NAME
+from forge_jax.weights.ggml_types import TYPES
 from forge_kernels import cpu
 from forge_kernels.attention import QuantizedKV, kv_storage_dtype, ragged_paged_attention
 from forge_kernels.attention.quantized import quantize_rows

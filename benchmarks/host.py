@@ -26,9 +26,10 @@ import psutil
 from benchmarks import report as reports
 from benchmarks.serving_process import serving
 from forge_jax.config import EngineConfig, Policy
-from forge_jax.engine.core import EngineParts, max_rows
+from forge_jax.engine.core import max_rows
 from forge_jax.engine.fake import assemble_fake
 from forge_jax.engine.gc_tuning import short_pauses
+from forge_jax.engine.parts import EngineParts
 from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.block_pool import BlockPool
@@ -36,7 +37,7 @@ from forge_jax.schedule.plan import StepPlan, StepResult
 from forge_jax.schedule.request import Request
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.step.inputs import SlotFlags
-from forge_jax.step.runner import step_shapes
+from forge_jax.step.step_shapes import step_shapes
 from forge_jax.telemetry.phases import Phase, PhaseTimes
 from forge_jax.testing import FakeDevice
 from forge_serve.bench.metrics import percentile
@@ -339,9 +340,7 @@ def real_step(steps: int) -> list[Report]:
 
     reports.progress("loading forge-tiny")
     parts = assemble(EngineConfig.from_options(max_num_seqs=64, backend="cpu"))
-    if parts.late is not None:
-        parts.late.wait()
-        parts.late.adopt()
+    parts.finish_compiling()
     return [_measure_step(parts, num_sequences, steps) for num_sequences in (16, 64)]
 
 
@@ -385,6 +384,7 @@ def _timed_runner(runner: Any, times: dict[str, list[float]]) -> Iterator[None]:
 
         return call
 
+    state = runner.state
     read = timed("read the result", runner.read)
     wait = timed("wait for the device", lambda pending: pending.out.packed.block_until_ready())
 
@@ -393,12 +393,12 @@ def _timed_runner(runner: Any, times: dict[str, list[float]]) -> Iterator[None]:
         return read(pending)
 
     runner.dispatch = timed("dispatch in all", runner.dispatch)
-    runner._step = timed("upload and call", runner._step)
+    state.run = timed("upload and call", state.run)
     runner.read = wait_and_read
     try:
         yield
     finally:
-        del runner.dispatch, runner._step, runner.read
+        del runner.dispatch, state.run, runner.read
 
 
 # ---- the process ---------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for kv_dtype, llm in engines.items():
         lost = exact - (exact if kv_dtype == "auto" else log_likelihoods(llm, texts))
-        shape = llm._core._device._kv_shape  # type: ignore[attr-defined]
+        shape = llm._core._device.options.kv_shape  # type: ignore[attr-defined]
         rows.append(
             {
                 "kv_dtype": kv_dtype,
@@ -73,7 +73,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         )
     return {
         "model": args.model,
-        "dtype": str(engines["auto"]._core._device._model.dtype),  # type: ignore[attr-defined]
+        "dtype": str(engines["auto"]._core._device.model.dtype),  # type: ignore[attr-defined]
         "scored_tokens": len(exact),
         "sequences": SEQUENCES,
         "rounds": args.rounds,

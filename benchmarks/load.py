@@ -267,8 +267,8 @@ def _leaves(case: Case) -> Callable[[], Sequence[Any]]:
     config = EngineConfig.from_options(model=case.path, kernels=case.kernels)
     device = choose_device(config)
     spec = read_spec(folder)
-    forms = choose_kernels(config, spec, device, read_converted(config, folder)).forms
-    model = build_model(spec, "auto", forms)
+    formats = choose_kernels(config, spec, device, read_converted(config, folder)).formats
+    model = build_model(spec, "auto", formats)
     jax.block_until_ready(jax.device_put(0, device))
 
     return lambda: load_weights(model, folder, device=device, mapped=case.mapped, progress=False)

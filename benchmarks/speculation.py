@@ -53,7 +53,8 @@ from benchmarks import report as reports
 from benchmarks.report import number
 from forge_jax.config import EngineConfig, Verification
 from forge_jax.engine.builder import assemble
-from forge_jax.engine.core import EngineCore, EngineParts
+from forge_jax.engine.core import EngineCore
+from forge_jax.engine.parts import EngineParts
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request, sequence_seed
 from forge_jax.step import step as step_file
@@ -290,9 +291,7 @@ class Sides:
                 drafting_of.pop("draft_model", None)
             config = EngineConfig.from_options(speculation=name, **drafting_of, **options)
             parts = assemble(config)
-            if parts.late is not None:
-                parts.late.wait()
-                parts.late.adopt()
+            parts.finish_compiling()
             self.parts[name] = parts
 
     def round(self, index: int, requests: Sequence[Request], at_once: int = 1) -> dict[str, Run]:

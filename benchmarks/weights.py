@@ -79,7 +79,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rows.append(
             {
                 "quantization": kind,
-                "bytes": llm._core._device._model.param_bytes,  # type: ignore[attr-defined]
+                "bytes": llm._core._device.model.param_bytes,  # type: ignore[attr-defined]
                 **perplexity(exact, lost),
                 **({} if decoded is None else _beside(decoded, exact - lost)),
                 "tokens_per_s": median(speed[kind]),

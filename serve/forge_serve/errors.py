@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from typing import Annotated, Literal
 
 import msgspec
 from aiohttp import web
@@ -26,6 +26,7 @@ from forge_jax.errors import (
     StepError,
 )
 from forge_jax.grammar.spec import PARAM
+from forge_serve.openapi.payload import Payload
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,24 @@ class StoppingError(EngineError):
     """The engine gave a request up because the server is shutting down."""
 
 
+class Error(Payload):
+    message: str
+    type: str
+    param: Annotated[str | None, msgspec.Meta(description="the path of the field to change")]
+    code: str | None
+
+
+class ErrorAnswer(Payload):
+    """An error in OpenAI's form."""
+
+    error: Error
+
+
+class ThreadErrorDetails(Payload):
+    error_code: Literal["thread_unsupported_request"]
+    unsupported: list[str]
+
+
 class ErrorReply(msgspec.Struct, frozen=True):
     """An error as the client will see it."""
 
@@ -125,7 +144,7 @@ class ErrorReply(msgspec.Struct, frozen=True):
     param: str | None = None
     code: str | None = None
     retry_after_s: float | None = None
-    details: dict[str, Any] | None = None  # of Anthropic's form alone
+    details: ThreadErrorDetails | None = None  # only in Anthropic's form
 
     @property
     def text(self) -> str:
@@ -143,13 +162,11 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
     def body(self) -> bytes:
         """`{"error": {...}}`, as JSON."""
-        error = {
-            "message": self.text,
-            "type": self.type,
-            "param": self.param,
-            "code": self.code,
-        }
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode(ErrorAnswer(self.error))
+
+    @property
+    def error(self) -> Error:
+        return Error(self.text, self.type, self.param, self.code)
 
     def response(self, body: bytes | None = None) -> web.Response:
         """The whole answer; `body`: in another form."""
@@ -206,7 +223,7 @@ def error_reply(error: BaseException) -> ErrorReply:  # noqa: C901, PLR0911, PLR
             return ErrorReply(404, str(error), "invalid_request_error", None, "profiles_off")
         case UnsupportedThreadError():
             code = "thread_unsupported_request"
-            details = {"error_code": code, "unsupported": ["thread"]}
+            details = ThreadErrorDetails(code, ["thread"])
             kind = "invalid_request_error"
             return ErrorReply(400, str(error), kind, error.param, code, details=details)
         case ContextLengthError():

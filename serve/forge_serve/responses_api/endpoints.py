@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import msgspec
 from aiohttp import web
@@ -18,6 +19,7 @@ from forge_serve.http.auth import TENANT
 from forge_serve.responses_api.events import ResponsesSerializer
 from forge_serve.responses_api.items import Item, input_items
 from forge_serve.responses_api.requests import PATH, ResponsesChat, ResponsesRequest
+from forge_serve.responses_api.response_types import DeletedResponse, InputItems, Listed
 from forge_serve.responses_api.store import (
     EventLog,
     LocalResponses,
@@ -152,8 +154,7 @@ class StoredResponses:
         if response.cancel is not None:
             response.cancel()
         self._store.delete(response)
-        gone = {"id": response.id, "object": "response", "deleted": True}
-        return json_response(_json(gone))
+        return json_response(_json(DeletedResponse(id=response.id)))
 
     async def input_items(self, http: web.Request) -> web.Response:
         """A page of the items that the response was made from."""
@@ -174,13 +175,12 @@ class StoredResponses:
             begin = ids.index(after) + 1
         page = slice(begin, begin + limit)
         shown = ids[page]
-        answer = {
-            "object": "list",
-            "data": [msgspec.Raw(item) for item in items[page]],
-            "first_id": shown[0] if shown else None,
-            "last_id": shown[-1] if shown else None,
-            "has_more": begin + limit < len(items),
-        }
+        answer = InputItems(
+            data=cast(list[Listed], [msgspec.Raw(item) for item in items[page]]),
+            first_id=shown[0] if shown else None,
+            last_id=shown[-1] if shown else None,
+            has_more=begin + limit < len(items),
+        )
         return json_response(_json(answer))
 
 

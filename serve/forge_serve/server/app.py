@@ -13,17 +13,17 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import hdrs, web
 
-from forge_jax import __version__
 from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import RequestError
 from forge_jax.host.panics import is_panic
 from forge_serve.anthropic import messages
 from forge_serve.anthropic.messages import MessagesRequest, MessagesSerializer
+from forge_serve.anthropic.response_types import CountAnswer
 from forge_serve.config import ServerConfig
 from forge_serve.errors import (
     BodyTimeoutError,
@@ -53,6 +53,7 @@ from forge_serve.openai.embeddings import (
     ScoreRequest,
 )
 from forge_serve.openai.loras import LoadLoraRequest, UnloadLoraRequest
+from forge_serve.openai.openapi import INVOKED
 from forge_serve.openai.prompts import encode_prompts
 from forge_serve.openai.requests import (
     REQUEST_ID,
@@ -63,6 +64,7 @@ from forge_serve.openai.requests import (
     GenerationRequest,
     TokenizeRequest,
 )
+from forge_serve.openai.response_types import ModelCard, Models
 from forge_serve.openai.serializers import (
     ChatSerializer,
     CompletionSerializer,
@@ -71,14 +73,13 @@ from forge_serve.openai.serializers import (
 )
 from forge_serve.openai.validation import (
     SMALL_BODY_BYTES,
-    check,
+    check_converted,
     decode,
     decode_form,
     fields_of,
     glance,
 )
-from forge_serve.openapi import document as openapi
-from forge_serve.openapi.request_schemas import INVOKED, About
+from forge_serve.openapi.schema import About
 from forge_serve.parsers.families import families
 from forge_serve.responses_api.compaction import CompactRequest, CompactSerializer
 from forge_serve.responses_api.endpoints import (
@@ -90,6 +91,7 @@ from forge_serve.responses_api.endpoints import (
 from forge_serve.responses_api.events import ResponsesSerializer
 from forge_serve.responses_api.replay import Replay
 from forge_serve.responses_api.requests import MessageHead, ResponseCreate, ResponsesRequest
+from forge_serve.responses_api.response_types import InputTokens
 from forge_serve.responses_api.store import LocalResponses, ResponseStore
 from forge_serve.responses_api.websocket import (
     Message,
@@ -97,7 +99,7 @@ from forge_serve.responses_api.websocket import (
     SocketSerializer,
     SocketStream,
 )
-from forge_serve.server import routes
+from forge_serve.server import openapi, routes
 from forge_serve.server.page import Page
 from forge_serve.server.profiles import Profiles
 from forge_serve.telemetry import info
@@ -160,7 +162,7 @@ class Service:
         return "" if self.engine is None else self.engine.name
 
     @property
-    def state(self) -> str:
+    def state(self) -> info.ServerState:
         """In one word; requests are served when it is "serving" or "ready"."""
         if self.stopping:
             return "stopping"
@@ -289,11 +291,11 @@ class _Endpoints:
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         number = await self._num_prompt_tokens(http, MessagesRequest)
-        return web.json_response({"input_tokens": number})
+        return _json_response(CountAnswer(number))
 
     async def count_input_tokens(self, http: web.Request) -> web.StreamResponse:
         number = await self._num_prompt_tokens(http, ResponsesRequest)
-        return web.json_response({"object": "response.input_tokens", "input_tokens": number})
+        return _json_response(InputTokens(input_tokens=number))
 
     async def compact_response(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, CompactRequest, CompactSerializer)
@@ -430,22 +432,22 @@ class _Endpoints:
         return _json_response(await tokens.detokenize(engine, request, self._text_work(http)))
 
     async def tokenizer_info(self, http: web.Request) -> web.StreamResponse:
-        return web.json_response(tokens.tokenizer_info(self._service.ready_engine()))
+        return _json_response(tokens.tokenizer_info(self._service.ready_engine()))
 
     async def version(self, http: web.Request) -> web.StreamResponse:
-        return web.json_response({"version": __version__})
+        return _json_response(info.Version())
 
     async def server_info(self, http: web.Request) -> web.StreamResponse:
         service = self._service
         engine = service.ready_engine()
-        return web.json_response(info.server_info(engine, service.model_name, service.state))
+        return _json_response(info.server_info(engine, service.model_name, service.state))
 
     async def model_info(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
-        return web.json_response(info.model_info(engine, self._service.model_name))
+        return _json_response(info.model_info(engine, self._service.model_name))
 
     async def loads(self, http: web.Request) -> web.StreamResponse:
-        return web.json_response(info.loads(self._service.ready_engine()))
+        return _json_response(info.loads(self._service.ready_engine()))
 
     async def invocations(self, http: web.Request) -> web.StreamResponse:
         """SageMaker's one endpoint for every kind of request: its fields say which it is."""
@@ -473,7 +475,7 @@ class _Endpoints:
     async def ollama_tags(self, http: web.Request) -> web.StreamResponse:
         engine, service = self._service.ready_engine(), self._service
         names = [service.model_name, *(adapter.name for adapter in engine.loras)]
-        return web.json_response(info.ollama_tags(engine, names, service.created_s))
+        return _json_response(info.ollama_tags(engine, names, service.created_s))
 
     async def ollama_version(self, http: web.Request) -> web.StreamResponse:
         return await self.version(http)
@@ -483,7 +485,7 @@ class _Endpoints:
 
     async def load(self, http: web.Request) -> web.StreamResponse:
         stats = self._service.ready_engine().stats()
-        return web.json_response({"server_load": stats.num_running + stats.num_waiting})
+        return _json_response(info.Load(stats.num_running + stats.num_waiting))
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, GenerateRequest, GenerateSerializer)
@@ -491,15 +493,15 @@ class _Endpoints:
     async def models(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
         adapters = [self._adapter_card(adapter) for adapter in engine.loras]
-        return web.json_response({"object": "list", "data": [self._card(), *adapters]})
+        return _json_response(Models(data=[self._card(), *adapters]))
 
     async def model(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
         name, own = http.match_info["name"], self._card()
-        cards = {own["id"]: own, **{each.name: self._adapter_card(each) for each in engine.loras}}
+        cards = {own.id: own, **{each.name: self._adapter_card(each) for each in engine.loras}}
         if name not in cards:
             raise UnknownModelError(_unknown_model(name, list(cards)), param="model")
-        return web.json_response(cards[name])
+        return _json_response(cards[name])
 
     async def load_lora_adapter(self, http: web.Request) -> web.StreamResponse:
         service = self._service
@@ -515,24 +517,21 @@ class _Endpoints:
 
     async def health(self, http: web.Request) -> web.StreamResponse:
         state = self._service.state
-        return web.json_response({"status": state}, status=200 if state in SERVES else 503)
+        return _json_response(info.Health(state), 200 if state in SERVES else 503)
 
     async def detailed_health(self, http: web.Request) -> web.StreamResponse:
         state, engine = self._service.state, self._service.engine
-        answer: dict[str, Any] = {"status": state, "model": self._service.model_name or None}
+        answer = info.DetailedHealth(state, self._service.model_name or None)
         if engine is not None:
             stats = engine.stats()
-            answer |= {
-                "max_model_len": engine.max_model_len,
-                "num_running": stats.num_running,
-                "num_waiting": stats.num_waiting,
-                "steps": stats.steps,
-            }
-        return web.json_response(answer, status=200 if state in SERVES else 503)
+            answer.max_model_len = engine.max_model_len
+            answer.num_running, answer.num_waiting = stats.num_running, stats.num_waiting
+            answer.steps = stats.steps
+        return _json_response(answer, 200 if state in SERVES else 503)
 
     async def stats(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
-        return web.json_response(info.stats(engine, self._service.model_name))
+        return _json_response(info.stats(engine, self._service.model_name))
 
     async def engine_state(self, http: web.Request) -> web.StreamResponse:
         engine, after_step = self._service.ready_engine(), whole_number(http, "after_step", -1)
@@ -554,28 +553,26 @@ class _Endpoints:
 
     async def start_profile(self, http: web.Request) -> web.StreamResponse:
         name = await self._service.profiles.start(self._service.ready_engine())
-        return web.json_response({"profile": name})
+        return _json_response(info.Profile(name))
 
     async def stop_profile(self, http: web.Request) -> web.StreamResponse:
         name = await self._service.profiles.stop(self._service.ready_engine())
-        return web.json_response({"profile": name})
+        return _json_response(info.Profile(name))
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self) -> ModelCard:
         engine = self._service.ready_engine()
-        return {
-            "id": self._service.model_name,
-            "object": "model",
-            "created": self._service.created_s,
-            "owned_by": "forge-jax",
-            "root": engine.name,
-            "parent": None,
-            "max_model_len": engine.max_model_len,
-        }
+        return ModelCard(
+            id=self._service.model_name,
+            created=self._service.created_s,
+            root=engine.name,
+            max_model_len=engine.max_model_len,
+        )
 
-    def _adapter_card(self, adapter: LoadedAdapter) -> dict[str, Any]:
-        parent = self._service.model_name
-        root = loras.shown_path(adapter.path, self._service.config.lora_folder)
-        return {**self._card(), "id": adapter.name, "root": root, "parent": parent}
+    def _adapter_card(self, adapter: LoadedAdapter) -> ModelCard:
+        card = self._card()
+        card.id, card.parent = adapter.name, self._service.model_name
+        card.root = loras.shown_path(adapter.path, self._service.config.lora_folder)
+        return card
 
     async def _generate(
         self, http: web.Request, kind: Kind, form_type: Callable[..., ResponseSerializer]
@@ -743,17 +740,16 @@ class _Endpoints:
             request_log.end(status)
 
 
-def _json_response(answer: Any) -> web.Response:
-    """Of answers that may be long: a tenth of the time that `web.json_response` takes."""
-    return _json(msgspec.json.encode(answer))
+def _json_response(answer: object, status: int = 200) -> web.Response:
+    return _json(msgspec.json.encode(answer), status)
 
 
-def _json(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/json")
+def _json(body: bytes, status: int = 200) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json")
 
 
 def _checked(request: ChatRequest, limits: Limits) -> ChatRequest:
-    check(request, limits)
+    check_converted(request, limits)
     return request
 
 
