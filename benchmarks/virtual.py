@@ -104,6 +104,9 @@ class VirtualDevice:
         self.busy_s += step_s
         return StepResult(plan.step, results), self._free_s
 
+    def reset(self) -> None:
+        """Drop what is in flight: nothing, because results are known at dispatch."""
+
     def read(self, pending: tuple[StepResult, float]) -> StepResult:
         result, end_s = pending
         if end_s > self._clock.now_s:
