@@ -19,7 +19,8 @@ from forge_serve.config import ServerConfig
 from forge_serve.http.auth import OPEN_PATHS
 from forge_serve.limits import Limits
 from forge_serve.openapi.document import OPERATIONS, routes
-from forge_serve.server.app import Service, make_app
+from forge_serve.server.app import make_app
+from forge_serve.server.service import Service
 from tests.serve import families
 from tests.serve.conftest import Server, scripted_engine
 

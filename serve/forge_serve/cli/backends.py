@@ -28,11 +28,11 @@ from forge_serve.http.client import (
     read_events,
     told,
 )
-from forge_serve.openai import operations as answering
+from forge_serve.openai import operations
 from forge_serve.openai.requests import ChatRequest, CompletionRequest
 from forge_serve.openai.serializers import ChatSerializer, CompletionSerializer, ResponseSerializer
-from forge_serve.server.app import Service
 from forge_serve.server.process import load_engine
+from forge_serve.server.service import Service
 
 Kind = Literal["chat", "completions"]
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -105,7 +105,7 @@ class LocalSource:
         """
         generation, serializer = await self._begin(kind, body)
         try:
-            return await answering.whole(generation, serializer)
+            return await operations.whole_response(generation, serializer)
         finally:
             generation.close()
 
@@ -115,9 +115,9 @@ class LocalSource:
         if not self._started:
             self._started = True
             self._engine.start()
-        return await answering.begin(
+        return await operations.begin(
             self._service,
-            answering.read(self._service, msgspec.json.encode(body), _KINDS[kind]),
+            operations.read(self._service, msgspec.json.encode(body), _KINDS[kind]),
             _FORMS[kind],
             unique_id=lambda: str(next(self._numbers)),
             cache_salt="",

@@ -30,7 +30,7 @@ PROMPT_END_TOKENS = 32  # in which a template would open the reasoning
 
 
 @dataclass(frozen=True, slots=True)
-class ChatAnswers:
+class ChatOutput:
     """The parsers of one request's choices, and what they need of the engine."""
 
     request: ChatRequest
@@ -39,7 +39,7 @@ class ChatAnswers:
     other_form: bool = False  # the request demands one, behind the reasoning, that is no calls
 
     @classmethod
-    def of(cls, request: ChatRequest, families: Families) -> ChatAnswers:
+    def of(cls, request: ChatRequest, families: Families) -> ChatOutput:
         """Raises `RequestError` for tools that this model, or this server, cannot be given."""
         choice = request.chosen_tools()
         if choice.mode != "none":

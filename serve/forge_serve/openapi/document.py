@@ -15,11 +15,12 @@ import msgspec
 from aiohttp import hdrs, web
 
 from forge_jax import __version__
-from forge_serve.anthropic import messages
-from forge_serve.anthropic.messages import MessagesRequest
+from forge_serve.anthropic import requests as messages
+from forge_serve.anthropic.requests import MessagesRequest
 from forge_serve.http.auth import API_KEY_HEADER, OPEN_PATHS
 from forge_serve.limits import rows
 from forge_serve.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
+from forge_serve.openai.invocations import INVOKED
 from forge_serve.openai.loras import LoadLoraRequest, UnloadLoraRequest
 from forge_serve.openai.requests import (
     ChatRequest,
@@ -29,7 +30,7 @@ from forge_serve.openai.requests import (
     TokenizeRequest,
 )
 from forge_serve.openapi import response_schemas as answers
-from forge_serve.openapi.request_schemas import INVOKED, REF, About, Schema, components
+from forge_serve.openapi.request_schemas import REF, About, Schema, components
 from forge_serve.responses_api.compaction import CompactRequest
 from forge_serve.responses_api.endpoints import DEFAULT_PAGE, MAX_PAGE
 from forge_serve.responses_api.requests import ResponseCreate, ResponsesRequest

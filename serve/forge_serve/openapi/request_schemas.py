@@ -18,16 +18,13 @@ import msgspec
 
 from forge_jax.config import Pooling
 from forge_jax.sampling_params import BIAS, RANGES, TOKEN_ID, Range
-from forge_serve.anthropic import messages
-from forge_serve.anthropic.messages import MessagesRequest
+from forge_serve.anthropic import requests as messages
+from forge_serve.anthropic.requests import MessagesRequest
 from forge_serve.limits import Limits
 from forge_serve.openai import embeddings
 from forge_serve.openai.embeddings import (
     SCORE_PAIRS,
-    EmbeddingRequest,
     PoolingRequest,
-    RerankRequest,
-    ScoreRequest,
 )
 from forge_serve.openai.loras import LoadLoraRequest
 from forge_serve.openai.requests import (
@@ -57,15 +54,6 @@ from forge_serve.responses_api.requests import ResponsesRequest
 if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine
     from forge_serve.config import ServerConfig
-
-# Of /invocations: the fields that choose among its requests, first come first.
-INVOKED: dict[type[GenerationRequest], frozenset[str]] = {
-    ChatRequest: frozenset({"messages"}),
-    CompletionRequest: frozenset({"prompt"}),
-    RerankRequest: frozenset({"query"}),
-    ScoreRequest: frozenset(name for pair in SCORE_PAIRS for name in pair),
-    EmbeddingRequest: frozenset({"input"}),
-}
 
 REF = "#/components/schemas/{name}"
 
