@@ -81,44 +81,19 @@ def make_step(
     ) -> Any:
         m: StepInputs = shape.split(packed)
         with jax.named_scope("inputs"):
-            num_slots, max_blocks = slots.block_tables.shape
-            block_tables = (
-                slots.block_tables.reshape(-1)
-                .at[m.table_index]
-                .set(m.table_block, mode="drop")
-                .reshape(num_slots, max_blocks)
-            )
-            slots = slots._replace(block_tables=block_tables)
-
-            num_seqs, num_tokens = m.header[0], m.header[1]
-            tables = block_tables[m.slot]  # [S, max_blocks]
-            kv_lens = m.start + m.cu_q_lens[1:] - m.cu_q_lens[:-1]
-            valid = jnp.arange(shape.num_tokens) < num_tokens
-            seq = jnp.minimum(m.token_seq, shape.num_seqs - 1)
-            tokens = jnp.where(m.tokens < 0, slots.last_token[m.slot[seq]], m.tokens)
-            positions = m.start[seq] + jnp.arange(shape.num_tokens) - m.cu_q_lens[seq]
-            positions = jnp.where(valid, positions, 0)
-            blocks = tables[seq, positions // block_size]
-            num_kv = kv[0].shape[0] * block_size
-            slot_mapping = jnp.where(valid, blocks * block_size + positions % block_size, num_kv)
-            # Else XLA:GPU computes the places anew, from their tables, in each layer's write.
-            slot_mapping = jax.lax.optimization_barrier(slot_mapping)
-            lora = None
-            if slots.lora is not None:
-                num_weights = len(model.leaves)
-                lora = Lora(leaves[num_weights:], slots.lora[m.slot[seq]])
-                leaves = leaves[:num_weights]
-
+            slots = _take_blocks(slots, m)
+            batch = _batch(shape, m, slots, block_size, kv[0].shape[0] * block_size)
+            leaves, lora = _split_adapters(leaves, slots, batch, len(model.leaves))
         kv, hidden = model.forward(
             leaves,
             kv,
-            tokens,
-            positions,
-            slot_mapping,
-            tables,
-            kv_lens,
+            batch.tokens,
+            batch.positions,
+            batch.slot_mapping,
+            batch.tables,
+            batch.kv_lens,
             m.cu_q_lens,
-            num_seqs,
+            m.header[0],
             implementation=implementation,
             max_q_len=shape.max_q_len,
             uniform=uniform,
@@ -133,15 +108,57 @@ def make_step(
         rows = model.logits(leaves, hidden, m.header[2])  # f32[R, V]
         drafts = None
         if verification == "rejection" and shape.max_drafts:
-            drafts = _drafts(shape, m, tokens, proposed)
+            drafts = _drafts(shape, m, batch.tokens, proposed)
         with jax.named_scope("sample"):
-            slots, out = _sample_rows(
-                shape, slots, m, rows, masks, tokens, positions, sampler, drafts
-            )
+            slots, out = _sample_rows(shape, slots, m, batch, rows, masks, sampler, drafts)
         return (kv, slots, out) if pooled is None else (kv, slots, out, pooled)
 
     step.__name__ = shape.name.replace("[", "_").replace("]", "")
     return step
+
+
+class _Batch(NamedTuple):
+    """The tokens of a step and their places in the cache."""
+
+    tokens: jax.Array  # i32[T]
+    positions: jax.Array  # i32[T]
+    slot_mapping: jax.Array  # i32[T]
+    slot: jax.Array  # i32[T]
+    tables: jax.Array  # i32[S, max_blocks]
+    kv_lens: jax.Array  # i32[S]
+
+
+def _take_blocks(slots: Slots, m: StepInputs) -> Slots:
+    """Write the step's new blocks into the block tables."""
+    tables = slots.block_tables
+    flat = tables.reshape(-1).at[m.table_index].set(m.table_block, mode="drop")
+    return slots._replace(block_tables=flat.reshape(tables.shape))
+
+
+def _batch(shape: StepShape, m: StepInputs, slots: Slots, block_size: int, num_kv: int) -> _Batch:
+    """Find each token, its position and its place among the cache's `num_kv` tokens."""
+    tables = slots.block_tables[m.slot]  # [S, max_blocks]
+    kv_lens = m.start + m.cu_q_lens[1:] - m.cu_q_lens[:-1]
+    valid = jnp.arange(shape.num_tokens) < m.header[1]
+    seq = jnp.minimum(m.token_seq, shape.num_seqs - 1)
+    slot = m.slot[seq]
+    tokens = jnp.where(m.tokens < 0, slots.last_token[slot], m.tokens)
+    positions = m.start[seq] + jnp.arange(shape.num_tokens) - m.cu_q_lens[seq]
+    positions = jnp.where(valid, positions, 0)
+    blocks = tables[seq, positions // block_size]
+    slot_mapping = jnp.where(valid, blocks * block_size + positions % block_size, num_kv)
+    # Without the barrier XLA:GPU recomputes the places from their tables in each layer's write.
+    slot_mapping = jax.lax.optimization_barrier(slot_mapping)
+    return _Batch(tokens, positions, slot_mapping, slot, tables, kv_lens)
+
+
+def _split_adapters(
+    leaves: tuple[jax.Array, ...], slots: Slots, batch: _Batch, num_weights: int
+) -> tuple[tuple[jax.Array, ...], Lora | None]:
+    """Split the weights from the stacks of adapters behind them."""
+    if slots.lora is None:
+        return leaves, None
+    return leaves[:num_weights], Lora(leaves[num_weights:], slots.lora[batch.slot])
 
 
 def _pool(
@@ -174,31 +191,58 @@ def _pool(
     return Pooled(sums, totals[m.row_token], hidden[m.row_token].astype(jnp.float32))
 
 
+class _Rows(NamedTuple):
+    """The rows whose logits are computed; arrays are [R]."""
+
+    valid: jax.Array  # bool
+    seq: jax.Array
+    slot: jax.Array
+    in_seq: jax.Array  # its number among its sequence's rows
+
+
 def _sample_rows(
     shape: StepShape,
     slots: Slots,
     m: StepInputs,
+    batch: _Batch,
     logits: jax.Array,  # f32[R, V]
     masks: jax.Array,  # i32[R, mask_width(V)]
-    tokens: jax.Array,  # i32[T]
-    positions: jax.Array,  # i32[T]
     sampler: Sampler,
-    drafts: sampling.Drafts | None = None,  # to be verified by rejection
+    drafts: sampling.Drafts | None,  # verified by rejection
 ) -> tuple[Slots, StepOut]:
-    flags = m.header[3]
-    row = jnp.arange(shape.num_rows)
-    row_valid = m.row_seq < shape.num_seqs
+    """Sample a token per row, count the accepted drafts, and score the tokens that asked for it."""
     seq = jnp.minimum(m.row_seq, shape.num_seqs - 1)
-    slot = m.slot[seq]  # [R]
-    params = slots.params[slot]  # [R, NUM_COLUMNS]
-    row_in_seq = row - m.cu_rows[seq]
+    in_seq = jnp.arange(shape.num_rows) - m.cu_rows[seq]
+    rows = _Rows(m.row_seq < shape.num_seqs, seq, m.slot[seq], in_seq)
     with jax.named_scope("fault"):
-        fault = row_valid & ~jnp.isfinite(logits).all(axis=1)
+        fault = rows.valid & ~jnp.isfinite(logits).all(axis=1)
+    sampled = _sample(shape, slots, m, batch, rows, logits, masks, sampler, drafts)
+    sampled = jnp.where(rows.valid & ~fault, sampled, 0)
+    accepted = _count_accepted(shape, m, batch, rows, sampled)
+    slots = _feed_back(shape, slots, m, rows, sampled, accepted)
+    scores = _logprobs(shape, m, logits, sampled)
+    packed = jnp.concatenate([sampled, fault.astype(jnp.int32), accepted])
+    return slots, StepOut(packed, *scores)
 
+
+def _sample(
+    shape: StepShape,
+    slots: Slots,
+    m: StepInputs,
+    batch: _Batch,
+    rows: _Rows,
+    logits: jax.Array,
+    masks: jax.Array,
+    sampler: Sampler,
+    drafts: sampling.Drafts | None,
+) -> jax.Array:  # i32[R]
+    """Apply the sampling parameters of each row to its logits, and sample."""
+    flags = m.header[3]
+    params = slots.params[rows.slot]  # [R, NUM_COLUMNS]
     # Drafts before a row would be output if they are accepted; scored tokens are the prompt's.
-    num_before = jnp.where(m.scoring[seq] > 0, 0, row_in_seq)
-    num_output = m.num_output[seq] + num_before
-    before = _drafts_before(shape, m, tokens, num_before)
+    num_before = jnp.where(m.scoring[rows.seq] > 0, 0, rows.in_seq)
+    num_output = m.num_output[rows.seq] + num_before
+    before = _drafts_before(shape, m, batch.tokens, num_before)
     sample = partial(
         sampling.sample,
         temperature=float_column(params, Column.TEMPERATURE),
@@ -206,51 +250,74 @@ def _sample_rows(
         top_p=float_column(params, Column.TOP_P),
         min_p=float_column(params, Column.MIN_P),
         seed=params[:, :2].view(jnp.uint32),
-        position=positions[m.row_token] + 1,
+        position=batch.positions[m.row_token] + 1,
         any_random=_has(flags, meta_bits.RANDOM),
         num_rows=m.header[2],
         drafts=drafts,
         implementation=sampler,
     )
-
     change = meta_bits.BIAS | meta_bits.PENALTIES | meta_bits.MIN_TOKENS | meta_bits.MASKS
 
     @jax.named_scope("changed")
     def sample_changed() -> jax.Array:
         changed = jax.lax.cond(
             _has(flags, change),
-            lambda: _process(slots, params, slot, num_output, before, logits, masks, flags),
+            lambda: _process(slots, params, rows.slot, num_output, before, logits, masks, flags),
             lambda: logits,
         )
         return sample(changed, any_filter=_has(flags, meta_bits.FILTER))
 
     if sampler == "cpu":  # traced once: a CPU's start counts more than a copy of a few rows
-        sampled = sample_changed()
-    else:
-        # What most steps do is apart: where logits may be changed, those that are not are copied.
-        sampled = jax.lax.cond(
-            _has(flags, change | meta_bits.FILTER),
-            sample_changed,
-            lambda: sample(logits, any_filter=False),
-        )
-    sampled = jnp.where(row_valid & ~fault, sampled, 0)
+        return sample_changed()
+    # What most steps do is apart: where logits may be changed, those that are not are copied.
+    return jax.lax.cond(
+        _has(flags, change | meta_bits.FILTER),
+        sample_changed,
+        lambda: sample(logits, any_filter=False),
+    )
 
-    # Row j + 1 of a verified sequence was computed from draft j: it counts while each draft
-    # before it is what the row before it sampled; by rejection, that is what was accepted.
+
+def _count_accepted(
+    shape: StepShape, m: StepInputs, batch: _Batch, rows: _Rows, sampled: jax.Array
+) -> jax.Array:  # i32[S]
+    """Count each sequence's accepted drafts.
+
+    Row j + 1 of a verified sequence was computed from draft j. It counts while each draft before it
+    is the token that the row before it sampled; by rejection, that is the accepted one.
+    """
     num_rows = m.cu_rows[1:] - m.cu_rows[:-1]  # [S]
-    drafted = tokens[jnp.minimum(m.row_token + 1, shape.num_tokens - 1)]
-    is_last = row_in_seq == num_rows[seq] - 1
-    mismatch = row_valid & ~is_last & (m.scoring[seq] == 0) & (sampled != drafted)
+    drafted = batch.tokens[jnp.minimum(m.row_token + 1, shape.num_tokens - 1)]
+    is_last = rows.in_seq == num_rows[rows.seq] - 1
+    mismatch = rows.valid & ~is_last & (m.scoring[rows.seq] == 0) & (sampled != drafted)
     accepted = jnp.maximum(num_rows - 1, 0)
-    accepted = accepted.at[jnp.where(mismatch, seq, shape.num_seqs)].min(row_in_seq, mode="drop")
+    at = jnp.where(mismatch, rows.seq, shape.num_seqs)
+    return accepted.at[at].min(rows.in_seq, mode="drop")
 
+
+def _feed_back(
+    shape: StepShape,
+    slots: Slots,
+    m: StepInputs,
+    rows: _Rows,
+    sampled: jax.Array,
+    accepted: jax.Array,
+) -> Slots:
+    """Store each sequence's last token for the next step, and count its output tokens."""
     samples = m.samples > 0
     last = sampled[jnp.minimum(m.cu_rows[:-1] + accepted, shape.num_rows - 1)]
     last_token = slots.last_token.at[jnp.where(samples, m.slot, PADDING)].set(last, mode="drop")
-    emitted = row_valid & samples[seq] & (row_in_seq <= accepted[seq])
-    emitted &= (m.scoring[seq] == 0) | is_last
-    counts = slots.counts.at[jnp.where(emitted, slot, PADDING), sampled].add(1, mode="drop")
+    is_last = rows.in_seq == (m.cu_rows[1:] - m.cu_rows[:-1])[rows.seq] - 1
+    emitted = rows.valid & samples[rows.seq] & (rows.in_seq <= accepted[rows.seq])
+    emitted &= (m.scoring[rows.seq] == 0) | is_last
+    at = jnp.where(emitted, rows.slot, PADDING)
+    counts = slots.counts.at[at, sampled].add(1, mode="drop")
+    return slots._replace(last_token=last_token, counts=counts)
 
+
+def _logprobs(
+    shape: StepShape, m: StepInputs, logits: jax.Array, sampled: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Score each row's target, or its sampled token, if any row asked for it; else zeros."""
     wanted = jnp.where(m.row_target < 0, sampled, m.row_target)
     num_top = min(MAX_LOGPROBS, logits.shape[1])
 
@@ -262,12 +329,8 @@ def _sample_rows(
         rank = jnp.zeros(shape.num_rows, jnp.int32)
         return jnp.zeros(shape.num_rows), rank, jnp.zeros(top, jnp.int32), jnp.zeros(top)
 
-    asked = _has(flags, meta_bits.LOGPROBS)
     with jax.named_scope("logprobs"):
-        scores = jax.lax.cond(asked, logprobs, nothing, logits)
-    packed = jnp.concatenate([sampled, fault.astype(jnp.int32), accepted])
-    slots = slots._replace(last_token=last_token, counts=counts)
-    return slots, StepOut(packed, *scores)
+        return jax.lax.cond(_has(m.header[3], meta_bits.LOGPROBS), logprobs, nothing, logits)
 
 
 def _drafts(

@@ -113,7 +113,7 @@ def _of_shard(form: BlockForm | Pieces, partition: Partition | None) -> BlockFor
         )
     if partition.axis == -2:
         return form
-    blocks = form.blocks.partition(partition.size)
+    blocks = form.blocks.cut(partition.size)
     return None if blocks is None else replace(form, blocks=blocks)
 
 

@@ -154,55 +154,108 @@ class Plan(NamedTuple):
     unpack: jax.Array  # i32[T, H]: the row of the output's slices; past the end for none
 
 
-def make_plan(  # noqa: PLR0915
+def make_plan(
     geometry: Geometry,
     kv_lens: jax.Array,  # i32[S]
     cu_q_lens: jax.Array,  # i32[S + 1]
     num_seqs: jax.Array,  # i32[]
 ) -> Plan:
-    g = geometry
-    K, G, BQ = g.kv_heads, g.group, g.tile_tokens
-    q_lens = jnp.where(jnp.arange(g.seqs) < num_seqs, jnp.diff(cu_q_lens), 0)
+    q_lens = jnp.where(jnp.arange(geometry.seqs) < num_seqs, jnp.diff(cu_q_lens), 0)
+    tiles = _query_tiles(geometry, kv_lens, q_lens)
+    line = _line(geometry, tiles)
+    ctas = _share_line(geometry, tiles, line)
+    slices = _slices(geometry, tiles)
+    columns = [tiles.seq, tiles.position, kv_lens[tiles.seq], tiles.first, tiles.count]
+    columns += [line.start, tiles.slice0, tiles.slices, line.partial0, line.item0]
+    columns += [jnp.broadcast_to(line.per_cta, tiles.first.shape)]
+    return Plan(
+        tiles=jnp.stack(columns, axis=1).astype(jnp.int32),
+        ctas=ctas.astype(jnp.int32),
+        sums=_sums(geometry, tiles, line, slices).astype(jnp.int32),
+        pack=_pack(geometry, tiles, slices, cu_q_lens).astype(jnp.int32),
+        unpack=_unpack(geometry, tiles, kv_lens, cu_q_lens, num_seqs).astype(jnp.int32),
+    )
 
-    seq_tiles = -(-q_lens // BQ)
+
+class _QueryTiles(NamedTuple):
+    """Tiles of query rows. Arrays are i32[num_tiles], except `seq_*`, which are i32[S]."""
+
+    live: jax.Array  # bool
+    seq: jax.Array
+    offset: jax.Array  # of its first token in the sequence's rows
+    num_tokens: jax.Array
+    position: jax.Array  # of its first token
+    first: jax.Array  # KV tile
+    count: jax.Array  # of KV tiles
+    slices: jax.Array
+    slices_end: jax.Array  # of all tiles up to this one
+    slice0: jax.Array  # the first slice
+    seq_tiles: jax.Array
+    seq_tiles_end: jax.Array
+
+
+def _query_tiles(g: Geometry, kv_lens: jax.Array, q_lens: jax.Array) -> _QueryTiles:
+    seq_tiles = -(-q_lens // g.tile_tokens)
     seq_tiles_end = jnp.cumsum(seq_tiles)
     index = jnp.arange(g.num_tiles)
     live = index < seq_tiles_end[-1]
     seq = jnp.minimum(_passed(seq_tiles_end, index), g.seqs - 1)
-    offset = (index - (seq_tiles_end[seq] - seq_tiles[seq])) * BQ
-    num_tokens = jnp.where(live, jnp.clip(q_lens[seq] - offset, 0, BQ), 0)
+    offset = (index - (seq_tiles_end[seq] - seq_tiles[seq])) * g.tile_tokens
+    num_tokens = jnp.where(live, jnp.clip(q_lens[seq] - offset, 0, g.tile_tokens), 0)
     position = kv_lens[seq] - q_lens[seq] + offset
     first = jnp.zeros_like(position)
     if g.window is not None:
         first = jnp.maximum(position + 1 - g.window, 0) // KV_TILE
     count = jnp.where(live, -(-(position + num_tokens) // KV_TILE) - first, 0)
-    slices = -(-(num_tokens * G) // SLICE)
+    slices = -(-(num_tokens * g.group) // SLICE)
     slices_end = jnp.cumsum(slices)
-    slice0 = slices_end - slices
+    return _QueryTiles(
+        live, seq, offset, num_tokens, position, first, count,
+        slices, slices_end, slices_end - slices, seq_tiles, seq_tiles_end,
+    )  # fmt: skip
 
+
+class _Line(NamedTuple):
+    """All KV tiles of all units, unit after unit. Arrays without a shape are i32[num_tiles]."""
+
+    start: jax.Array  # of the tile's first unit
+    end: jax.Array  # of its last
+    total: jax.Array  # i32[]
+    per_cta: jax.Array  # i32[], KV tiles
+    splits: jax.Array  # items of a unit; balanced: 1
+    item0: jax.Array  # the first of the units' partial items
+    partial0: jax.Array  # the first slice of the units' partial results
+
+
+def _line(g: Geometry, tiles: _QueryTiles) -> _Line:
+    K, first, count = g.kv_heads, tiles.first, tiles.count
     end = jnp.cumsum(K * count)
-    start, total = end - K * count, end[-1]
-    per_cta = jnp.maximum(-(-total // g.ctas), 1)
+    per_cta = jnp.maximum(-(-end[-1] // g.ctas), 1)
+    splits = tiles.live.astype(jnp.int32)
+    item0 = partial0 = jnp.zeros_like(first)
     if g.uniform:
-        splits = jnp.where(live, -(-(first + count) // g.split) - first // g.split, 0)
+        splits = jnp.where(tiles.live, -(-(first + count) // g.split) - first // g.split, 0)
         partial_items = jnp.where(splits > 1, K * splits, 0)
-        partial_slices = partial_items * slices
+        partial_slices = partial_items * tiles.slices
         item0 = jnp.cumsum(partial_items) - partial_items
         partial0 = jnp.cumsum(partial_slices) - partial_slices + K * g.num_slices
-    else:
-        splits = live.astype(jnp.int32)
-        item0 = partial0 = jnp.zeros_like(first)
-    splits_end = jnp.cumsum(K * splits)
+    return _Line(end - K * count, end, end[-1], per_cta, splits, item0, partial0)
 
-    def locate(place):
+
+def _share_line(g: Geometry, tiles: _QueryTiles, line: _Line) -> jax.Array:
+    """Cut the line into one piece per CTA: `Plan.ctas`."""
+    first, count = tiles.first, tiles.count
+
+    def locate(place: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The tile, head and offset into the unit of a place in the line."""
-        tile = jnp.minimum(_passed(end, place), jnp.maximum(seq_tiles_end[-1] - 1, 0))
+        tile = jnp.minimum(_passed(line.end, place), jnp.maximum(tiles.seq_tiles_end[-1] - 1, 0))
         size = jnp.maximum(count[tile], 1)
-        inside = place - start[tile]
+        inside = place - line.start[tile]
         return tile, inside // size, inside % size
 
-    border = jnp.minimum(jnp.arange(g.ctas + 1) * per_cta, total)
+    border = jnp.minimum(jnp.arange(g.ctas + 1) * line.per_cta, line.total)
     tile, head, inside = locate(border)
+    in_unit = jnp.zeros_like(inside)
     if g.uniform:
         # A split belongs to the CTA in whose piece it starts.
         next_split = (-(-(first[tile] + inside) // g.split)) * g.split - first[tile]
@@ -211,65 +264,81 @@ def make_plan(  # noqa: PLR0915
         tile, head, inside = locate(border)
         in_unit = jnp.where(inside == 0, 0, (first[tile] + inside) // g.split)
         in_unit = jnp.where(inside == 0, 0, in_unit - first[tile] // g.split)
-    else:
-        in_unit = jnp.zeros_like(inside)
-    item = splits_end[tile] - K * splits[tile] + head * splits[tile] + in_unit
+    splits = line.splits[tile]
+    splits_end = jnp.cumsum(g.kv_heads * line.splits)
+    item = splits_end[tile] - g.kv_heads * splits + head * splits + in_unit
     started = 0 if g.uniform else (inside[1:] > 0).astype(jnp.int32)
     items = jnp.where(border[1:] > border[:-1], item[1:] - item[:-1] + started, 0)
+    return jnp.stack([tile[:-1], head[:-1], inside[:-1], items, jnp.diff(border)], axis=1)
 
-    # The slices that make a slice of the output.
+
+class _Slices(NamedTuple):
+    """Slices of the output of one head; arrays are i32[num_slices]."""
+
+    tile: jax.Array
+    used: jax.Array  # 0 or 1
+    within: jax.Array  # its number in the tile
+
+
+def _slices(g: Geometry, tiles: _QueryTiles) -> _Slices:
     index = jnp.arange(g.num_slices)
-    of_tile = jnp.minimum(_passed(slices_end, index), g.num_tiles - 1)
-    used = (index < slices_end[-1]).astype(jnp.int32)
-    within = index - slice0[of_tile]
-    heads = jnp.arange(K)[:, None]
-    here = heads * g.num_slices + index
+    tile = jnp.minimum(_passed(tiles.slices_end, index), g.num_tiles - 1)
+    used = (index < tiles.slices_end[-1]).astype(jnp.int32)
+    return _Slices(tile, used, index - tiles.slice0[tile])
+
+
+def _sums(g: Geometry, tiles: _QueryTiles, line: _Line, slices: _Slices) -> jax.Array:
+    """List the slices that add up to each slice of the output: `Plan.sums`."""
+    of_tile, within = slices.tile, slices.within
+    heads = jnp.arange(g.kv_heads)[:, None]
+    here = heads * g.num_slices + jnp.arange(g.num_slices)
     if g.uniform:
-        stride = jnp.broadcast_to(slices[of_tile], here.shape)
-        parts = jnp.broadcast_to(splits[of_tile], here.shape)
-        there = partial0[of_tile] + heads * (stride * parts) + within
-        first_item = item0[of_tile] + heads * parts
+        stride = jnp.broadcast_to(tiles.slices[of_tile], here.shape)
+        parts = jnp.broadcast_to(line.splits[of_tile], here.shape)
+        there = line.partial0[of_tile] + heads * (stride * parts) + within
+        first_item = line.item0[of_tile] + heads * parts
     else:
-        unit = start[of_tile] + heads * count[of_tile]
-        first_cta, last_cta = unit // per_cta, (unit + count[of_tile] - 1) // per_cta
+        unit, count = line.start[of_tile] + heads * tiles.count[of_tile], tiles.count[of_tile]
+        first_cta, last_cta = unit // line.per_cta, (unit + count - 1) // line.per_cta
         parts = last_cta - first_cta + 1
         stride = jnp.full(here.shape, g.tile_slices)
         first_item = first_cta * 2 + 1
-        there = K * g.num_slices + first_item * stride + within
+        there = g.kv_heads * g.num_slices + first_item * stride + within
     source = jnp.where(parts > 1, there, here)
     first_item = jnp.where(parts > 1, first_item, 0)
-    within = jnp.broadcast_to(within * SLICE, here.shape)
-    sums = jnp.stack([source, stride, parts * used, first_item, within], axis=-1)
-    sums = sums.reshape(-1, Sum.COLUMNS)
+    row = jnp.broadcast_to(within * SLICE, here.shape)
+    sums = jnp.stack([source, stride, parts * slices.used, first_item, row], axis=-1)
+    return sums.reshape(-1, Sum.COLUMNS)
 
-    # Rows of the slices from rows of q, and back.
-    row = jnp.arange(g.num_slices * SLICE)
-    of_tile = jnp.repeat(of_tile, SLICE)
-    row = row - slice0[of_tile] * SLICE
-    token = cu_q_lens[seq[of_tile]] + offset[of_tile] + row // G
-    exists = (jnp.repeat(used, SLICE) > 0) & (row < num_tokens[of_tile] * G)
-    pack = jnp.where(exists, token * g.heads + heads * G + row % G, g.tokens * g.heads)
 
-    seq_of, visible = token_rows(g.tokens, kv_lens, cu_q_lens, num_seqs)
-    in_seq = jnp.arange(g.tokens) - cu_q_lens[seq_of]
-    of_tile = seq_tiles_end[seq_of] - seq_tiles[seq_of] + in_seq // BQ
-    of_tile = jnp.clip(of_tile, 0, g.num_tiles - 1)
-    row = slice0[of_tile] * SLICE + (in_seq % BQ) * G
+def _pack(g: Geometry, tiles: _QueryTiles, slices: _Slices, cu_q_lens: jax.Array) -> jax.Array:
+    """Find the row of q that each row of the slices takes: `Plan.pack`."""
+    heads = jnp.arange(g.kv_heads)[:, None]
+    of_tile = jnp.repeat(slices.tile, SLICE)
+    row = jnp.arange(g.num_slices * SLICE) - tiles.slice0[of_tile] * SLICE
+    token = cu_q_lens[tiles.seq[of_tile]] + tiles.offset[of_tile] + row // g.group
+    exists = (jnp.repeat(slices.used, SLICE) > 0) & (row < tiles.num_tokens[of_tile] * g.group)
+    query_row = token * g.heads + heads * g.group + row % g.group
+    return jnp.where(exists, query_row, g.tokens * g.heads).reshape(-1)
+
+
+def _unpack(
+    g: Geometry,
+    tiles: _QueryTiles,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+) -> jax.Array:
+    """Find the row of the output's slices that each query head of each token has: `Plan.unpack`."""
+    seq, visible = token_rows(g.tokens, kv_lens, cu_q_lens, num_seqs)
+    in_seq = jnp.arange(g.tokens) - cu_q_lens[seq]
+    tile = tiles.seq_tiles_end[seq] - tiles.seq_tiles[seq] + in_seq // g.tile_tokens
+    tile = jnp.clip(tile, 0, g.num_tiles - 1)
+    row = tiles.slice0[tile] * SLICE + (in_seq % g.tile_tokens) * g.group
     query_head = jnp.arange(g.heads)
-    unpack = (query_head // G) * (g.num_slices * SLICE) + query_head % G + row[:, None]
-    unpack = jnp.where((visible > 0)[:, None], unpack, K * g.num_slices * SLICE)
-
-    per_cta = jnp.broadcast_to(per_cta, first.shape)
-    tiles = [seq, position, kv_lens[seq], first, count, start, slice0, slices]
-    tiles += [partial0, item0, per_cta]
-    ctas = [tile[:-1], head[:-1], inside[:-1], items, jnp.diff(border)]
-    return Plan(
-        tiles=jnp.stack(tiles, axis=1).astype(jnp.int32),
-        ctas=jnp.stack(ctas, axis=1).astype(jnp.int32),
-        sums=sums.astype(jnp.int32),
-        pack=pack.reshape(-1).astype(jnp.int32),
-        unpack=unpack.astype(jnp.int32),
-    )
+    head_row = (query_head // g.group) * (g.num_slices * SLICE) + query_head % g.group
+    nowhere = g.kv_heads * g.num_slices * SLICE
+    return jnp.where((visible > 0)[:, None], head_row + row[:, None], nowhere)
 
 
 def _passed(ends: jax.Array, index: jax.Array) -> jax.Array:

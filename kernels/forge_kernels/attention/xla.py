@@ -46,7 +46,7 @@ UNIFORM_TILES = 8  # tiles of query rows that go together
 NO_SCORE = -1e30  # the running maximum before any score: finite, so that exp(-inf - NO_SCORE) is 0
 
 
-def xla_attention(  # noqa: PLR0913, PLR0915
+def xla_attention(  # noqa: PLR0913
     q: jax.Array,  # float[T, H, D]
     kv: jax.Array | QuantizedKV,  # dtype[N, 2, K, bs, D]
     block_tables: jax.Array,  # i32[S, max_blocks]
@@ -62,85 +62,114 @@ def xla_attention(  # noqa: PLR0913, PLR0915
     soft_cap: float | None = None,
 ) -> jax.Array:  # q.dtype[T, H, D]
     tokens, heads, head_dim = q.shape
-    out_dtype = q.dtype
-    seqs = kv_lens.shape[0]
-    kv_heads = kv.shape[2]
+    out_dtype, seqs, kv_heads = q.dtype, kv_lens.shape[0], kv.shape[2]
     # XLA:CPU has fast bfloat16 dots, which hold 8 bits exactly; float16 ones it computes in float32
     # anyway.
     precise = q.dtype if isinstance(kv, QuantizedKV) else kv_dtype
     dot_dtype = jnp.bfloat16 if precise == jnp.bfloat16 else jnp.float32
-    attend = partial(_attend, sm_scale=sm_scale, window=window, soft_cap=soft_cap)
     pool = _Pool(kv, block_tables, kv_dtype, dot_dtype)
-    group = min(GROUP, seqs, tokens)
+    attend = partial(_attend, sm_scale=sm_scale, window=window, soft_cap=soft_cap)
 
     q_lens = jnp.where(jnp.arange(seqs) < num_seqs, jnp.diff(cu_q_lens), 0)
+    q = q.astype(dot_dtype).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
     if uniform:
-        q = q.astype(dot_dtype).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
         out = _uniform_rows(q, pool, kv_lens, q_lens, cu_q_lens, attend)
         return out.reshape(tokens, heads, head_dim).astype(out_dtype)
     num_decodes = _leading(q_lens == 1)
     num_grouped = jnp.minimum(_leading(q_lens <= SHORT), num_seqs)
     # Room for a group, or a tile of rows, that starts at the last sequence or row.
-    kv_lens = jnp.pad(kv_lens, (0, GROUP))
-    cu_q_lens = jnp.pad(cu_q_lens, (0, GROUP))
-    q = q.astype(dot_dtype).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+    kv_lens, cu_q_lens = jnp.pad(kv_lens, (0, GROUP)), jnp.pad(cu_q_lens, (0, GROUP))
     q = jnp.pad(q, ((0, Q_TILE), (0, 0), (0, 0), (0, 0)))
-    out = jnp.zeros(q.shape, jnp.float32)
+    batch = _Batch(q, kv_lens, cu_q_lens, pool, attend, min(GROUP, seqs, tokens))
+    out = _decodes(batch, jnp.zeros(q.shape, jnp.float32), num_decodes, seqs)
+    if max_q_len > 1:
+        out = _short_sequences(batch, out, num_decodes, num_grouped)
+    if max_q_len > SHORT:
+        tiles = jnp.where(jnp.arange(seqs) < num_grouped, 0, -(-q_lens // Q_TILE))
+        out = _work_items(batch, out, q_lens, tiles)
+    return out[:tokens].reshape(tokens, heads, head_dim).astype(out_dtype)
+
+
+class _Batch(NamedTuple):
+    """Arguments that the loops share; q, kv_lens and cu_q_lens have room at their end."""
+
+    q: jax.Array  # float[T + Q_TILE, K, G, D]
+    kv_lens: jax.Array  # i32[S + GROUP]
+    cu_q_lens: jax.Array  # i32[S + 1 + GROUP]
+    pool: _Pool
+    attend: Callable[..., jax.Array]  # `_attend`
+    group: int  # sequences
+
+    def of_group(self, array: jax.Array, first: jax.Array) -> jax.Array:
+        """The group of elements that starts at `first`."""
+        return lax.dynamic_slice_in_dim(array, first, self.group)
+
+
+def _decodes(batch: _Batch, out: jax.Array, num_decodes: jax.Array, seqs: int) -> jax.Array:
+    """Attend from the decode rows at the front of the batch, one group of sequences at a time."""
 
     def decode_group(index, out):
-        first = index * group
-        live = first + jnp.arange(group) < num_decodes
-        visible = jnp.where(live, lax.dynamic_slice_in_dim(kv_lens, first, group), 0)
-        rows = lax.dynamic_slice_in_dim(q, first, group)  # [group, K, G, D]
-        rows = attend(rows, visible[:, None], pool, first)
+        first = index * batch.group
+        live = first + jnp.arange(batch.group) < num_decodes
+        visible = jnp.where(live, batch.of_group(batch.kv_lens, first), 0)
+        rows = batch.of_group(batch.q, first)  # [group, K, G, D]
+        rows = batch.attend(rows, visible[:, None], batch.pool, first)
         return lax.dynamic_update_slice_in_dim(out, rows, first, axis=0)
 
     if seqs <= GROUP:
-        out = decode_group(0, out)
-    else:
-        out = lax.fori_loop(0, -(-num_decodes // group), decode_group, out)
+        return decode_group(0, out)
+    return lax.fori_loop(0, -(-num_decodes // batch.group), decode_group, out)
+
+
+def _short_sequences(
+    batch: _Batch, out: jax.Array, num_decodes: jax.Array, num_grouped: jax.Array
+) -> jax.Array:
+    """Attend from sequences of at most SHORT rows, one group of them at a time."""
+    q, group = batch.q, batch.group
 
     def short_group(index, out):
         first = num_decodes + index * group
         live = first + jnp.arange(group) < num_grouped
-        start = lax.dynamic_slice_in_dim(cu_q_lens, first, group)
-        q_len = jnp.where(live, lax.dynamic_slice_in_dim(cu_q_lens, first + 1, group) - start, 0)
+        start = batch.of_group(batch.cu_q_lens, first)
+        q_len = jnp.where(live, batch.of_group(batch.cu_q_lens, first + 1) - start, 0)
         row = jnp.arange(SHORT)[None, :]
-        visible = (
-            lax.dynamic_slice_in_dim(kv_lens, first, group)[:, None] - q_len[:, None] + row + 1
-        )
+        visible = batch.of_group(batch.kv_lens, first)[:, None] - q_len[:, None] + row + 1
         exists = row < q_len[:, None]  # [group, SHORT]
         visible = jnp.where(exists, visible, 0)
         row = jnp.where(exists, start[:, None] + row, q.shape[0])
         rows = embed(q.reshape(q.shape[0], -1), row.reshape(-1))
         rows = _rows_first(rows.reshape(group, SHORT, *q.shape[1:]))
-        rows = attend(rows, jnp.tile(visible, rows.shape[2] // SHORT), pool, first)
+        rows = batch.attend(rows, jnp.tile(visible, rows.shape[2] // SHORT), batch.pool, first)
         rows = _rows_last(rows, SHORT).reshape(-1, *q.shape[1:])
         return out.at[row.reshape(-1)].set(rows, mode="drop")
 
-    if max_q_len > 1:
-        num_groups = -(-(num_grouped - num_decodes) // group)
-        out = lax.fori_loop(0, num_groups, short_group, out)
+    num_groups = -(-(num_grouped - num_decodes) // group)
+    return lax.fori_loop(0, num_groups, short_group, out)
 
-    tiles = jnp.where(jnp.arange(seqs) < num_grouped, 0, -(-q_lens // Q_TILE))
+
+def _work_items(
+    batch: _Batch,
+    out: jax.Array,
+    q_lens: jax.Array,  # i32[S]
+    tiles: jax.Array,  # i32[S], of query rows
+) -> jax.Array:
+    """Attend from all other sequences, one tile of Q_TILE query rows at a time."""
     tiles_end = jnp.cumsum(tiles)
 
     def work_item(item, out):
         seq = jnp.sum(tiles_end <= item, dtype=jnp.int32)
         row = (item - (tiles_end[seq] - tiles[seq])) * Q_TILE + jnp.arange(Q_TILE)
-        first = cu_q_lens[seq] + row[0]
+        first = batch.cu_q_lens[seq] + row[0]
         exists = row < q_lens[seq]  # [Q_TILE]
-        visible = jnp.where(exists, kv_lens[seq] - q_lens[seq] + row + 1, 0)
-        rows = _rows_first(lax.dynamic_slice_in_dim(q, first, Q_TILE)[None])
-        rows = attend(rows, jnp.tile(visible, rows.shape[2] // Q_TILE)[None], pool, seq)
-        rows = _rows_last(rows, Q_TILE)[0]
+        visible = jnp.where(exists, batch.kv_lens[seq] - q_lens[seq] + row + 1, 0)
+        rows = _rows_first(lax.dynamic_slice_in_dim(batch.q, first, Q_TILE)[None])
+        visible = jnp.tile(visible, rows.shape[2] // Q_TILE)[None]
+        rows = _rows_last(batch.attend(rows, visible, batch.pool, seq), Q_TILE)[0]
         old = lax.dynamic_slice_in_dim(out, first, Q_TILE)
         rows = jnp.where(exists[:, None, None, None], rows, old)
         return lax.dynamic_update_slice_in_dim(out, rows, first, axis=0)
 
-    if max_q_len > SHORT:
-        out = lax.fori_loop(0, tiles_end[-1], work_item, out)
-    return out[:tokens].reshape(tokens, heads, head_dim).astype(out_dtype)
+    return lax.fori_loop(0, tiles_end[-1], work_item, out)
 
 
 def _uniform_rows(
@@ -265,6 +294,23 @@ class _Pool:
         return data.astype(self.dot_dtype)
 
 
+def _scores(
+    rows, keys: _Rows, pool: _Pool, sm_scale: float, soft_cap: float | None
+) -> jax.Array:  # f32[B, K, R, KV_TILE]
+    scores = lax.dot_general(
+        rows,
+        pool.floats(keys.data),
+        (((3,), (3,)), ((0, 1), (0, 1))),
+        preferred_element_type=jnp.float32,
+    )
+    scores = scores * sm_scale
+    if keys.scale is not None:
+        scores = scores * keys.scale[:, :, None]
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    return scores
+
+
 def _attend(
     rows,
     visible,
@@ -292,17 +338,7 @@ def _attend(
         top, total, out = carry
         position = (first_tile + index)[:, None] * KV_TILE + jnp.arange(KV_TILE)  # [B, KV_TILE]
         keys, values = pool.tile(seq, first_tile + index)
-        scores = lax.dot_general(
-            rows,
-            pool.floats(keys.data),
-            (((3,), (3,)), ((0, 1), (0, 1))),
-            preferred_element_type=jnp.float32,
-        )
-        scores = scores * sm_scale
-        if keys.scale is not None:
-            scores = scores * keys.scale[:, :, None]
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        scores = _scores(rows, keys, pool, sm_scale, soft_cap)
         seen = position[:, None, :] < visible[:, :, None]  # [B, R or 1, KV_TILE]
         if window is not None:
             seen &= position[:, None, :] >= visible[:, :, None] - window

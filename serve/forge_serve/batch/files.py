@@ -21,13 +21,13 @@ import msgspec
 import numpy as np
 
 from forge_serve.batch.errors import BatchFileError, LineError
-from forge_serve.batch.formats import Form, Line, OpenAIFormat, form_of
+from forge_serve.batch.formats import Line, LineFormat, OpenAIFormat, format_of
 
 _CHUNK = 1024 * 1024
 
 
 class Input:
-    """A file of requests, looked through once: how many lines there are, and in which form.
+    """A file of requests, looked through once: how many lines there are, and in which format.
 
     Args:
       max_line_bytes: a longer line is not read.
@@ -41,15 +41,15 @@ class Input:
         self.num_requests = 0  # lines that are not empty
         self._max_line_bytes = max_line_bytes
         self._digests, ids = array("Q"), array("Q")  # of each line; 0: it is empty, has no id
-        form: Form | None = None
+        line_format: LineFormat | None = None
         for line in self._lines():
-            if form is None and line.digest:
-                form = form_of(line)
-            name = None if form is None else _id(form, line)
+            if line_format is None and line.digest:
+                line_format = format_of(line)
+            name = None if line_format is None else _id(line_format, line)
             self._digests.append(line.digest)
             ids.append(0 if name is None else _digest(msgspec.json.encode(name)))
             self.num_requests += bool(line.digest)
-        self.form: Form = form or OpenAIFormat()
+        self.line_format: LineFormat = line_format or OpenAIFormat()
         self._check_ids(ids)
         self._done = bytearray(len(self._digests))
 
@@ -97,13 +97,13 @@ class Input:
             return
         first = dict[str | int, int]()
         for line, value in zip(self._lines(), ids, strict=True):
-            name = _id(self.form, line) if value in twice else None
+            name = _id(self.line_format, line) if value in twice else None
             if name is None:
                 continue
             if name in first:
                 raise BatchFileError(
-                    f"{self.path}, line {line.number}: the {self.form.id_name} {name!r} is also "
-                    f"that of line {first[name]}: each line must have its own"
+                    f"{self.path}, line {line.number}: the {self.line_format.id_name} {name!r} is "
+                    f"also that of line {first[name]}: each line must have its own"
                 )
             first[name] = line.number
 
@@ -165,15 +165,17 @@ class Output:
             raise BatchFileError(f"{self.path}: another process is writing into it") from error
 
     def _find_answers(self, lines: Input) -> None:
-        form, end = lines.form, 0
+        line_format, end = lines.line_format, 0
         self._file.seek(0)
         for number, data in enumerate(self._file, start=1):
             whole = data.endswith(b"\n")
             if not whole:
-                ours = data.startswith(form.beginning) or form.beginning.startswith(data)
+                ours = data.startswith(line_format.beginning) or line_format.beginning.startswith(
+                    data
+                )
                 answered = None
             else:
-                answered = form.answered(data)
+                answered = line_format.answered(data)
                 ours = answered is not None
             if not ours:
                 raise BatchFileError(
@@ -193,9 +195,9 @@ class Output:
         self._file.seek(0, os.SEEK_END)
 
 
-def _id(form: Form, line: Line) -> str | int | None:
+def _id(line_format: LineFormat, line: Line) -> str | int | None:
     try:
-        return form.id_of(line) if line.digest else None
+        return line_format.id_of(line) if line.digest else None
     except LineError:
         return None
 

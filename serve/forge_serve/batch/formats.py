@@ -1,6 +1,6 @@
 """The two forms of a line: OpenAI's, which says where it would be posted, and a plain request.
 
-A form reads what a line asks for and writes the line that answers it. Both put the number of the
+A format reads what a line asks for and writes the line that answers it. Both put the number of the
 input's line into the answer and a digest of it, by which a run that goes on knows what is done.
 """
 
@@ -239,8 +239,8 @@ class _PlainAnswer(msgspec.Struct):
     digest: str
 
 
-def form_of(line: Line) -> LineFormat | None:
-    """The form that a line has; None: that of others must be asked."""
+def format_of(line: Line) -> LineFormat | None:
+    """The format that a line has; None: that of others must be asked."""
     try:
         envelope = _envelope(line)
     except LineError:

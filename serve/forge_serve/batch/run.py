@@ -130,7 +130,7 @@ class _Run:
     ):
         self._service = service
         self._lines = lines
-        self._form = lines.line_format
+        self._line_format = lines.line_format
         self._output = output
         self._window = window
         self._progress = progress
@@ -147,11 +147,11 @@ class _Run:
 
     async def _answer(self, line: Line) -> None:
         try:
-            asked = self._form.read(line)
+            asked = self._line_format.read(line)
             status, unique_id, body = await self._post(line, asked)
-            answer = self._form.answer(line, status, unique_id, body)
+            answer = self._line_format.answer(line, status, unique_id, body)
         except LineError as error:
-            status, answer = 400, self._form.refusal(line, error)
+            status, answer = 400, self._line_format.refusal(line, error)
         self._output.write(answer)
         self._counts.answered += 1
         self._counts.errors += status != 200
@@ -197,7 +197,7 @@ class _Run:
                 return await operations.pooled_response(service, request, generation)
             finally:
                 generation.close()
-        generation, line_format = await operations.begin(
+        generation, serializer = await operations.begin(
             service,
             request,
             FORMS[type(request)],
@@ -206,7 +206,7 @@ class _Run:
             lora=service.lora_of(request.model),
         )
         try:
-            return await operations.whole_response(generation, line_format)
+            return await operations.whole_response(generation, serializer)
         finally:
             generation.close()
 

@@ -24,10 +24,10 @@ from forge_serve.http.client import (
     MAX_ERROR_CHARS,
     EventsError,
     base_url,
+    error_message,
     model_card,
     new_session,
     read_events,
-    told,
 )
 
 REFUSED = frozenset({400, 404, 405, 422, 501})  # the request is not for this server
@@ -51,7 +51,7 @@ async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any])
     try:
         async with session.post(url, data=msgspec.json.encode(body)) as response:
             if response.status != 200:
-                result.error = f"HTTP {response.status}: {told(await response.text())}"
+                result.error = f"HTTP {response.status}: {error_message(await response.text())}"
                 result.refused = response.status in REFUSED
                 return result
             async for event in read_events(response.content):
@@ -71,7 +71,7 @@ async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any])
 def _take(event: Any, result: Measured, now: float) -> None:
     """Adds one event that arrived `now` seconds after the request was sent."""
     if event.get("error"):
-        result.error = told(event["error"])
+        result.error = error_message(event["error"])
         return
     usage = event.get("usage")
     if usage:

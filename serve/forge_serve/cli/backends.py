@@ -22,11 +22,11 @@ from forge_serve.http.client import (
     EventsError,
     ServerError,
     base_url,
+    error_message,
     events_of,
     model_card,
     new_session,
     read_events,
-    told,
 )
 from forge_serve.openai import operations
 from forge_serve.openai.requests import ChatRequest, CompletionRequest
@@ -157,10 +157,12 @@ class HttpSource:
         try:
             async with self._session.post(self._url + _PATHS[kind], data=data) as response:
                 if response.status != 200:
-                    raise ServerError(f"HTTP {response.status}: {told(await response.text())}")
+                    raise ServerError(
+                        f"HTTP {response.status}: {error_message(await response.text())}"
+                    )
                 async for event in read_events(response.content):
                     if isinstance(event, dict) and event.get("error"):
-                        raise ServerError(told(event["error"]))
+                        raise ServerError(error_message(event["error"]))
                     yield event
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerError(f"{self._url} does not answer any more: {error}") from error
