@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from forge_serve.telemetry.metrics import PromptTimes
+from forge_serve.telemetry.request_histograms import PromptTimes
 
 if TYPE_CHECKING:
     from forge_jax.schedule.outputs import Delta
