@@ -19,6 +19,7 @@ class RequestLogs:
     """Opens a log entry when a request arrives, and closes it when the request is over.
 
     Args:
+      tracing: returns where spans go; None: there are none.
       label: returns a request's path as metrics and logs name it.
       enabled: True if requests have lines in the log.
     """
@@ -26,7 +27,7 @@ class RequestLogs:
     def __init__(
         self,
         metrics: Metrics,
-        tracing: Tracing | None,
+        tracing: Callable[[], Tracing | None],
         label: Callable[[web.Request], str],
         *,
         enabled: bool,
@@ -38,7 +39,7 @@ class RequestLogs:
 
     def open(self, http: web.Request, request_id: str) -> RequestLog:
         """Return the entry of a request that has just arrived."""
-        tracing = self._tracing
+        tracing = self._tracing()
         return RequestLog(
             request_id=request_id,
             method=http.method if http.method in hdrs.METH_ALL else "other",

@@ -30,7 +30,9 @@ def make_app(service: Service) -> web.Application:
     end its request.
     """
     config = service.config
-    logs = RequestLogs(service.metrics, service.tracing, routes.label, enabled=config.request_log)
+    logs = RequestLogs(
+        service.metrics, lambda: service.tracing, routes.label, enabled=config.request_log
+    )
     bodies = BodyReader(
         service.workers.bodies,
         max_bytes=config.limits.body_bytes,
