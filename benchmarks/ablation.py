@@ -12,22 +12,16 @@ import argparse
 import contextlib
 import dataclasses
 import gc
-import json
-import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
-from tqdm import tqdm
 
 from benchmarks import report as reports
 from benchmarks import workloads
-from benchmarks.in_process import why_not
-from benchmarks.report import number
+from benchmarks.report import engine_config_error, number
 from benchmarks.workloads import Maker
 from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
@@ -184,32 +178,28 @@ def switches(context: int) -> tuple[Switch, ...]:
     )
 
 
-COMPILE_CACHE = "compile_cache"
-NAMES = (*(switch.name for switch in switches(1024)), COMPILE_CACHE)
+FACTS = ("model", "context", "requests", "rounds", "seed")
+NAMES = tuple(switch.name for switch in switches(1024))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ablation", description="What does each switch bring?"
+    parser = reports.parser(
+        "ablation", "What does each switch bring?", model="forge-tiny", rounds=5
     )
-    parser.add_argument("--model", default="forge-tiny", help="what to run (default forge-tiny)")
     parser.add_argument("--switch", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
     parser.add_argument("--requests", type=int, default=48, help="per run (default 48)")
-    parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument(
         "--context", type=int, default=1024, help="longest prompt plus output (default 1024)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args(argv)
 
     def measure() -> dict[str, Any]:
         return {
-            "model": args.model,
-            "context": args.context,
-            "requests": args.requests,
-            "rounds": args.rounds,
-            "seed": args.seed,
+            **{
+                key: getattr(args, key)
+                for key in ("model", "context", "requests", "rounds", "seed")
+            },
             "switches": run_async(_all(args)),
         }
 
@@ -220,7 +210,7 @@ async def _all(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     chosen = [s for s in switches(args.context) if s.name in args.switch]
     for switch in chosen:
-        skipped = why_not(**switch.on) or why_not(**switch.off)
+        skipped = engine_config_error(**switch.on) or engine_config_error(**switch.off)
         if skipped is None:
             try:
                 rows += await compare(switch, args)
@@ -228,8 +218,6 @@ async def _all(args: argparse.Namespace) -> list[dict[str, Any]]:
             except ConfigError as error:  # the switch is there, but not for this model
                 skipped = str(error)
         rows.append({"switch": switch.name, "skipped": skipped})
-    if COMPILE_CACHE in args.switch:
-        rows.append(compare_starts(args))
     return rows
 
 
@@ -244,27 +232,18 @@ async def compare(switch: Switch, args: argparse.Namespace) -> list[dict[str, An
         warm_up = switch.workload(sizes, vocabulary, args.seed, WARM_UP)
         for side in sides:
             await run(side.submit, warm_up)
-        for round_ in _progress(args.rounds, switch.name):
+        for round_, i in reports.turns((0, 1), args.rounds, switch.name):
             workload = switch.workload(sizes, vocabulary, args.seed, round_)
-            for i in (0, 1) if round_ % 2 == 0 else (1, 0):
-                sides[i].most_running = 0
-                done = await run(sides[i].submit, workload)
-                _check(done, workload)
-                samples[i].append(tuple(figure.of(done, sides[i]) for figure in switch.figures))
+            sides[i].most_running = 0
+            done = await run(sides[i].submit, workload)
+            _check(done, workload)
+            samples[i].append(tuple(figure.of(done, sides[i]) for figure in switch.figures))
     gc.collect()  # the engines' device memory, before the next ones are made
+    about = {"workload": warm_up.name, "options": [dict(option) for option in options]}
+    columns = [list(zip(*side, strict=True)) for side in samples]
     return [
-        _row(
-            switch.name,
-            switch.labels,
-            figure.name,
-            figure.better,
-            figure.digits,
-            [values[k] for values in samples[0]],
-            [values[k] for values in samples[1]],
-            workload=warm_up.name,
-            options=[dict(option) for option in options],
-        )
-        for k, figure in enumerate(switch.figures)
+        {"switch": switch.name, **about, **_row(switch, figure, list(on), list(off))}
+        for figure, on, off in zip(switch.figures, *columns, strict=True)
     ]
 
 
@@ -290,60 +269,15 @@ def _check(done: Run, workload: Workload) -> None:
         raise BenchmarkError(f"{workload.name}: {tokens} output tokens came, not {asked}")
 
 
-START = """
-import json, sys
-from forge_jax import LLM
-LLM(**json.loads(sys.argv[1]))
-"""
-
-
-def compare_starts(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds from the start of a process to a ready engine, with and without compiled code."""
-    off = {"compile_cache": False}
-    skipped = why_not(**off)
-    if skipped is not None:
-        return {"switch": COMPILE_CACHE, "skipped": skipped}
-    options = ({}, off)
-    samples: list[list[float]] = [[], []]
-    _start_seconds(args, options[0])  # fills the cache
-    for round_ in _progress(args.rounds, COMPILE_CACHE):
-        for i in (0, 1) if round_ % 2 == 0 else (1, 0):
-            samples[i].append(_start_seconds(args, options[i]))
-    return _row(COMPILE_CACHE, ("on", "off"), "start to ready, s", "lower", 2, *samples)
-
-
-def _start_seconds(args: argparse.Namespace, options: Options) -> float:
-    arguments = json.dumps({"model": args.model, "max_model_len": args.context, **options})
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", START, arguments], capture_output=True, text=True)
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:]
-        raise BenchmarkError(f"the engine did not start: {' '.join(last)}")
-    return time.perf_counter() - start
-
-
-def _row(
-    switch: str,
-    labels: tuple[str, str],
-    figure: str,
-    better: Better,
-    digits: int,
-    on: list[float],
-    off: list[float],
-    **more: Any,
-) -> dict[str, Any]:
-    ratios = [x / y for x, y in zip(on, off, strict=True)]
+def _row(switch: Switch, figure: Figure, on: list[float], off: list[float]) -> dict[str, Any]:
     return {
-        "switch": switch,
-        **more,
-        "figure": figure,
-        "better": better,
-        "digits": digits,
-        "labels": list(labels),
+        "figure": figure.name,
+        "better": figure.better,
+        "digits": figure.digits,
+        "labels": list(switch.labels),
         "medians": [median(on), median(off)],
-        # A slow moment of the machine meets both sides of a round alike.
-        "ratio": median(ratios),
-        "ratios": ratios,
+        "ratio": reports.median_ratio(on, off),
+        "ratios": [x / y for x, y in zip(on, off, strict=True)],
         "samples": [on, off],
     }
 
@@ -367,10 +301,6 @@ def markdown(report: dict[str, Any]) -> str:
         reports.table(("switch", "figure", "with", "against", "ratio", "better"), rows),
     ]
     return "\n".join(lines)
-
-
-def _progress(rounds: int, name: str) -> Iterator[int]:
-    return iter(tqdm(range(rounds), desc=name, unit="round", disable=None))
 
 
 if __name__ == "__main__":

@@ -20,12 +20,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from benchmarks import report as reports
 from benchmarks.report import number
-from benchmarks.throughput import SMALLEST_BLOCK, seconds
-from benchmarks.workloads import mixed
+from benchmarks.throughput import (
+    check_tokens,
+    engine_options,
+    facts,
+    offline_parser,
+    requests_of,
+    seconds,
+    span,
+    title,
+)
 from forge_jax import LLM
 from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
@@ -33,9 +39,9 @@ from forge_serve.batch.config import BatchRunConfig
 from forge_serve.batch.files import Input, Output
 from forge_serve.batch.progress import Counts
 from forge_serve.batch.run import answer
-from forge_serve.bench.errors import BenchmarkError
+from forge_serve.bench.in_process import ready
 from forge_serve.bench.metrics import median
-from forge_serve.bench.workload import WARM_UP, Request, Sizes, Vocabulary
+from forge_serve.bench.workload import WARM_UP, Request
 from forge_serve.config import ServerConfig
 from forge_serve.server.process import loop_factory
 from forge_serve.server.service import Service
@@ -45,36 +51,15 @@ MAX_LINE_BYTES = 1 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.batch_files",
-        description="What does a file of requests cost beside the engine itself?",
-    )
-    parser.add_argument("--model", default="forge-tiny", help="what to run (default forge-tiny)")
-    parser.add_argument("--requests", type=int, default=256, help="per round (default 256)")
-    parser.add_argument("--rounds", type=int, default=5, help="default 5")
-    parser.add_argument(
-        "--max-num-seqs", type=int, default=32, help="what runs at once (default 32)"
-    )
-    parser.add_argument(
-        "--context", type=int, default=512, help="longest prompt plus output (default 512)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
-    args = parser.parse_args(argv)
+    description = "What does a batch file cost beside the engine itself?"
+    args = offline_parser("batch_files", description, 256, 32, 512).parse_args(argv)
     return reports.publish("batch_files", args, lambda: compare(args), markdown)
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Runs both sides on every round."""
-    sizes = Sizes(context=args.context, num_requests=args.requests)
-    options = {
-        "max_model_len": args.context,
-        "max_num_seqs": args.max_num_seqs,
-        "num_blocks": -(-args.context // SMALLEST_BLOCK) * args.max_num_seqs,
-    }
-    vocabulary = Vocabulary.of_model(args.model)
-    llm = LLM(args.model, **options)
-    work = mixed(sizes, vocabulary, args.seed, 0).requests
+    options, make = engine_options(args), requests_of(args)
+    llm, work = LLM(args.model, **options), make(0)
     asked = sum(request.max_tokens for request in work)
     rates: dict[str, list[float]] = {"llm": [], "file": []}
     cpu_s: dict[str, list[float]] = {"llm": [], "file": []}
@@ -86,31 +71,21 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         side = _FileSide(engine, runner, Path(folder))
         try:
             side.start()
-            warm_up = mixed(sizes, vocabulary, args.seed, WARM_UP).requests[: args.max_num_seqs]
-            seconds(llm, warm_up, one_at_a_time=False)
-            side.seconds(warm_up)
-            for round_ in tqdm(range(args.rounds), unit="round", disable=None):
-                requests = mixed(sizes, vocabulary, args.seed, round_).requests
-                turns = [("llm", lambda r: seconds(llm, r, False)), ("file", side.seconds)]
-                for name, turn in turns if round_ % 2 else reversed(turns):
-                    begin_s = time.process_time()
-                    rates[name].append(asked / turn(requests))
-                    cpu_s[name].append(time.process_time() - begin_s)
+            sides = {"file": side.seconds, "llm": lambda r: seconds(llm, r, one_at_a_time=False)}
+            for run in sides.values():
+                run(make(WARM_UP)[: args.max_num_seqs])
+            for round_, name in reports.turns(list(sides), args.rounds):
+                requests, begin_s = make(round_), time.process_time()
+                rates[name].append(asked / sides[name](requests))
+                cpu_s[name].append(time.process_time() - begin_s)
         finally:
             side.stop()
     return {
-        "model": args.model,
-        "max_num_seqs": args.max_num_seqs,
-        "context": args.context,
-        "seed": args.seed,
-        "requests": len(work),
-        "prompt_tokens": sum(len(request.prompt) for request in work),
-        "output_tokens": asked,
-        "rounds": args.rounds,
+        **facts(args, work),
         "samples": rates,
         "cpu_s": {name: median(samples) for name, samples in cpu_s.items()},
         "output_tokens_per_s": {name: median(samples) for name, samples in rates.items()},
-        "ratio": median([f / g for f, g in zip(rates["file"], rates["llm"], strict=True)]),
+        "ratio": reports.median_ratio(rates["file"], rates["llm"]),
     }
 
 
@@ -129,8 +104,7 @@ class _FileSide:
         async def start() -> None:
             self._engine.start()
             async with asyncio.timeout(READY_S):
-                while self._engine.stats().state == "serving":
-                    await asyncio.sleep(0.05)
+                await ready(self._engine)
 
         self._runner.run(start())
 
@@ -153,9 +127,7 @@ class _FileSide:
         answers = [json.loads(line) for line in target.read_text().splitlines()]
         bodies = [answer["response"]["body"] for answer in answers]
         tokens = sum(body["usage"]["completion_tokens"] for body in bodies if "usage" in body)
-        asked = sum(request.max_tokens for request in requests)
-        if tokens != asked:
-            raise BenchmarkError(f"{tokens} output tokens came where {asked} were asked for")
+        check_tokens(tokens, requests)
         return wall_s
 
 
@@ -176,19 +148,10 @@ def markdown(report: dict[str, Any]) -> str:
     for name, samples in report["samples"].items():
         ratio = f"{report['ratio']:.3f}" if name == "file" else ""
         cpu_s = number(report["cpu_s"][name], 2)
-        span = f"{number(min(samples))} to {number(max(samples))}"
         rate = number(report["output_tokens_per_s"][name])
-        rows.append((names[name], rate, ratio, span, cpu_s))
-    lines = [
-        f"{reports.heading(report)}; {report['model']}, {report['requests']} requests, "
-        f"{report['prompt_tokens']} prompt and {report['output_tokens']} output tokens, "
-        f"{report['max_num_seqs']} at once; medians of {report['rounds']} rounds",
-        "",
-        reports.table(
-            ("", "output tokens/s", "to `LLM.generate`", "lowest to highest", "CPU s"), rows
-        ),
-    ]
-    return "\n".join(lines)
+        rows.append((names[name], rate, ratio, span(samples), cpu_s))
+    header = ("", "output tokens/s", "to `LLM.generate`", "lowest to highest", "CPU s")
+    return title(report) + reports.table(header, rows)
 
 
 if __name__ == "__main__":

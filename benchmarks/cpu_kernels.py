@@ -19,13 +19,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -38,8 +36,8 @@ from benchmarks.interleaved import median_seconds
 from benchmarks.k_quants import rounded_rows
 from benchmarks.peers.proc import read_bandwidth_bytes_per_s
 from benchmarks.random_model import SHAPES, Shape
-from forge_jax.weights.block_types import TYPES
 from forge_jax.weights.ggml import BY_NAME
+from forge_jax.weights.ggml_types import TYPES
 from forge_kernels import cpu
 from forge_kernels.attention import QuantizedKV, kv_storage_dtype, ragged_paged_attention
 from forge_kernels.attention.quantized import quantize_rows
@@ -55,9 +53,9 @@ from forge_kernels.linear import (
     pack,
     pack_blocks,
 )
-from forge_serve.bench import machine
 
 ROWS = (1, 8, 16, 32, 512)
+PARTS = ("linear", "attention")
 BLOCK = 16
 EPS = 1e-5
 LAYER_BYTES = 350_000_000  # of bfloat16 weights: as many layers as that are run through
@@ -66,38 +64,29 @@ Leaf = dict[str, Weight]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="How fast are the C++ kernels on this CPU?")
+    parser = reports.parser("cpu_kernels", "How fast are the C++ kernels on this CPU?", rounds=5)
     parser.add_argument("--shapes", nargs="+", choices=("M", "S"), default=("M", "S"))
-    parser.add_argument(
-        "--parts", nargs="+", choices=("linear", "attention"), default=("linear", "attention")
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--gguf", nargs="+", default=[], metavar="TYPE", choices=TYPES)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args()
-    report = {
-        "benchmark": "cpu_kernels",
-        **machine.describe(),
-        "isa": cpu.load(),
-        "threads": num_threads(),
-        "linear": [],
-        "attention": [],
-    }
+    return reports.publish("cpu_kernels", args, lambda: measure(args), tables)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "isa": cpu.load(), "threads": num_threads(), "linear": [], "attention": []
+    }  # fmt: skip
     rates = [_memory()]
     for name in args.shapes:
         if "linear" in args.parts and args.gguf:
-            report["linear"] += measure_blocks(name, SHAPES[name], args.gguf, args.rounds)
+            found["linear"] += measure_blocks(name, SHAPES[name], args.gguf, args.rounds)
         elif "linear" in args.parts:
-            report["linear"] += measure_linear(name, SHAPES[name], args.rounds)
+            found["linear"] += measure_linear(name, SHAPES[name], args.rounds)
         rates.append(_memory())
         if "attention" in args.parts:
-            report["attention"] += measure_attention(name, SHAPES[name], args.rounds)
+            found["attention"] += measure_attention(name, SHAPES[name], args.rounds)
             rates.append(_memory())
-    report["memory_gb_per_s"] = {"median": statistics.median(rates), "best": max(rates)}
-    print(tables(report))
-    if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+    return found | {"memory_gb_per_s": {"median": statistics.median(rates), "best": max(rates)}}
 
 
 def _memory() -> float:
@@ -112,15 +101,27 @@ def measure_linear(name: str, shape: Shape, rounds: int) -> list[dict[str, Any]]
     forms = ("xla", *FORMATS)
     plain = _layers(shape)
     weights = {form: [_packed(layer, form) for layer in plain] for form in forms}
+    return _timed(name, plain, weights, "xla", "speedup_over_xla", rounds)
+
+
+def _timed(
+    name: str,
+    plain: list[dict[str, np.ndarray]],
+    weights: dict[str, list[Leaf]],
+    base: str,
+    speedup: str,
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Time the layers in each format; column `speedup` is the ratio to the format `base`."""
     count = sum(w.size for layer in plain for w in layer.values())
     results = []
     for rows in ROWS:
         x = jnp.asarray(
-            np.random.default_rng(0).standard_normal((rows, shape.hidden_size)), jnp.bfloat16
+            np.random.default_rng(0).standard_normal((rows, plain[0]["qkv"].shape[1])), jnp.bfloat16
         )
         run = jax.jit(_run_layers)
-        times = median_seconds({f: _call(run, x, weights[f]) for f in forms}, rounds)
-        for form in forms:
+        times = median_seconds({f: _call(run, x, w) for f, w in weights.items()}, rounds)
+        for form, seconds in times.items():
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights[form]))
             results.append(
                 {
@@ -128,10 +129,10 @@ def measure_linear(name: str, shape: Shape, rounds: int) -> list[dict[str, Any]]
                     "format": form,
                     "rows": rows,
                     "layers": len(plain),
-                    "ms_per_layer": 1e3 * times[form] / len(plain),
-                    "gb_per_s": size / times[form] / 1e9,
-                    "gflop_per_s": 2 * rows * count / times[form] / 1e9,
-                    "speedup_over_xla": times["xla"] / times[form],
+                    "ms_per_layer": 1e3 * seconds / len(plain),
+                    "gb_per_s": size / seconds / 1e9,
+                    "gflop_per_s": 2 * rows * count / seconds / 1e9,
+                    speedup: times[base] / seconds,
                 }
             )
     return results
@@ -188,33 +189,14 @@ def measure_blocks(
 ) -> list[dict[str, Any]]:
     """Seconds of the layers by type and rows; both ways to multiply take turns."""
     plain = _layers(shape)
-    count = sum(w.size for layer in plain for w in layer.values())
     results = []
     for kind in types:
         layer = {key: _in_blocks(w, kind, paired=key == "gate_up") for key, w in plain[0].items()}
         # Each layer is memory of its own.
         exact = [jax.tree.map(jnp.array, layer) for _ in plain]
         sides = {f"{kind}, packed-exact": exact, f"{kind}, packed": _rounding(exact)}
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(exact))
-        for rows in ROWS:
-            x = jnp.asarray(
-                np.random.default_rng(0).standard_normal((rows, shape.hidden_size)), jnp.bfloat16
-            )
-            run = jax.jit(_run_layers)
-            times = median_seconds({s: _call(run, x, w) for s, w in sides.items()}, rounds)
-            results += [
-                {
-                    "shape": name,
-                    "format": side,
-                    "rows": rows,
-                    "layers": len(plain),
-                    "ms_per_layer": 1e3 * seconds / len(plain),
-                    "gb_per_s": size / seconds / 1e9,
-                    "gflop_per_s": 2 * rows * count / seconds / 1e9,
-                    "speedup_over_exact": times[f"{kind}, packed-exact"] / seconds,
-                }
-                for side, seconds in times.items()
-            ]
+        base = f"{kind}, packed-exact"
+        results += _timed(name, plain, sides, base, "speedup_over_exact", rounds)
     return results
 
 
@@ -349,36 +331,31 @@ def _attend(
 
 def tables(report: dict[str, Any]) -> str:
     memory = report["memory_gb_per_s"]
-    lines = [
+    parts = [
         f"{report['date']}, {reports.cpu(report)}, {report['threads']} threads, {report['isa']}, "
         f"jax {report['versions']['jax']}; memory {memory['median']:.1f} GB/s "
         f"(best {memory['best']:.1f})",
-        "",
         "Linear layers: GB/s of weights (GFLOP/s; times plain XLA in bfloat16, or packed-exact)",
-        "",
-        "| shape | format | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |",
-        "|---" * (2 + len(ROWS)) + "|",
+        reports.table(
+            ("shape", "format", *(f"{rows} rows" for rows in ROWS)),
+            _grid(
+                report["linear"],
+                ("shape", "format"),
+                lambda r: f"{r['gb_per_s']:.1f} ({r['gflop_per_s']:,.0f}; {_speedup(r):.2f}x)",
+            ),
+        ),
     ]
-    lines += _grid(
-        report["linear"],
-        ("shape", "format"),
-        lambda r: f"{r['gb_per_s']:.1f} ({r['gflop_per_s']:,.0f}; {_speedup(r):.2f}x)",
-    )
-    if not report["attention"]:
-        return "\n".join(lines)
-    lines += [
-        "",
-        "Attention: us a layer (GB/s of keys and values; times plain XLA)",
-        "",
-        "| shape | case | plain XLA | C++ kernels |",
-        "|---" * 4 + "|",
-    ]
-    lines += _grid(
-        report["attention"],
-        ("shape", "case"),
-        lambda r: f"{r['us_per_layer']:,.0f} ({r['gb_per_s']:.1f}; {r['speedup_over_xla']:.1f}x)",
-    )
-    return "\n".join(lines)
+    if report["attention"]:
+        cells = _grid(
+            report["attention"],
+            ("shape", "case"),
+            lambda r: f"{r['us_per_layer']:,.0f} ({r['gb_per_s']:.1f}; {_speedup(r):.1f}x)",
+        )
+        parts += [
+            "Attention: us a layer (GB/s of keys and values; times plain XLA)",
+            reports.table(("shape", "case", "plain XLA", "C++ kernels"), cells),
+        ]
+    return "\n\n".join(parts)
 
 
 def _speedup(result: dict[str, Any]) -> float:
@@ -387,11 +364,11 @@ def _speedup(result: dict[str, Any]) -> float:
 
 def _grid(
     results: list[dict[str, Any]], keys: tuple[str, str], cell: Callable[[dict[str, Any]], str]
-) -> list[str]:
+) -> list[tuple[str, ...]]:
     lines: dict[tuple, list[str]] = {}
     for result in results:
         lines.setdefault(tuple(result[key] for key in keys), []).append(cell(result))
-    return ["| " + " | ".join((*key, *cells)) + " |" for key, cells in lines.items()]
+    return [(*key, *cells) for key, cells in lines.items()]
 
 
 if __name__ == "__main__":

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import itertools
 import statistics
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks import report as reports
 from forge_jax import Engine, EngineConfig, SamplingParams
-from forge_serve.bench import machine
+from forge_serve.bench.in_process import ready
 
 WORDS = "the dog saw a small red house by the river and ran to tell his old friend".split()
+NUMBERS = itertools.count()
 WORKLOADS = {  # name -> (requests at once, words of a prompt, output tokens)
     "one request": (1, 20, 64),
     "8 requests": (8, 20, 64),
@@ -40,30 +41,30 @@ class Tier:
     startup_s: float
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What the deterministic tier costs.")
-    parser.add_argument("--model", default="forge-tiny")
+def main() -> int:
+    parser = reports.parser(
+        "determinism", "What does the deterministic tier cost?", model="forge-tiny", rounds=7
+    )
     parser.add_argument("--steps", type=int, nargs="+", default=[64], help="tokens of its steps")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--kernels", choices=("auto", "xla"), default="auto")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sequences", type=int, default=48, help="compared for flipped tokens")
     parser.add_argument("--tokens", type=int, default=128, help="of each compared sequence")
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args()
-    report: dict[str, Any] = {**machine.describe(), "model": args.model, "kernels": args.kernels}
-    report["dtypes"] = {dtype: asyncio.run(measure(args, dtype)) for dtype in args.dtypes}
-    print(table(report))
-    if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=2) + "\n")
+
+    def measure_all() -> dict[str, Any]:
+        dtypes = {dtype: asyncio.run(measure(args, dtype)) for dtype in args.dtypes}
+        return {"model": args.model, "kernels": args.kernels, "dtypes": dtypes}
+
+    return reports.publish("determinism", args, measure_all, table)
 
 
 async def measure(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     common = {"model": args.model, "dtype": dtype, "kernels": args.kernels}
-    tiers = [start("default", **common)]
+    tiers = [await start("default", **common)]
     for step in args.steps:
         options = {"deterministic": True, "max_num_batched_tokens": step}
-        tiers.append(start(f"deterministic, T={step}", **common, **options))
+        tiers.append(await start(f"deterministic, T={step}", **common, **options))
     flips = {tier.name: await flipped(tier.engine, args) for tier in tiers}
     samples: dict[str, dict[str, list[Timing]]] = {
         name: {tier.name: [] for tier in tiers} for name in WORKLOADS
@@ -87,12 +88,11 @@ async def measure(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     }
 
 
-def start(name: str, **options: Any) -> Tier:
+async def start(name: str, **options: Any) -> Tier:
     begin = time.perf_counter()
     engine = Engine.load(EngineConfig.from_options(prefix_cache=False, max_num_seqs=64, **options))
     engine.start()
-    while engine.stats().state == "serving":  # and still compiling
-        time.sleep(0.05)
+    await ready(engine)
     return Tier(name=name, engine=engine, startup_s=time.perf_counter() - begin)
 
 
@@ -128,9 +128,7 @@ async def first_token_s(engine: Engine, prompt: str, params: SamplingParams) -> 
 
 def submit(engine: Engine, prompt: str, params: SamplingParams) -> Any:
     assert engine.tokenizer is not None
-    submit.count = getattr(submit, "count", 0) + 1  # type: ignore[attr-defined]
-    ids = engine.tokenizer.encode(prompt)
-    return engine.submit(ids, params, request_id=f"r{submit.count}")  # type: ignore[attr-defined]
+    return engine.submit(engine.tokenizer.encode(prompt), params, request_id=f"r{next(NUMBERS)}")
 
 
 def summary(timings: list[Timing]) -> dict[str, float]:
@@ -185,27 +183,30 @@ def count_flips(alone: list[list[int]], crowd: Iterable[list[int]]) -> dict[str,
 
 
 def table(report: dict[str, Any]) -> str:
-    lines = [f"{reports.heading(report)}, {report['model']}, kernels {report['kernels']}"]
+    parts = [f"{reports.heading(report)}, {report['model']}, kernels {report['kernels']}"]
     for dtype, figures in report["dtypes"].items():
-        lines += ["", f"| {dtype} | tier | tokens/s | TTFT | of the default's tokens/s |"]
-        lines += ["|---|---|---|---|---|"]
-        for name, tiers in figures["workloads"].items():
-            base = tiers["default"]["tokens_per_s"]
-            lines += [
-                f"| {name} | {tier} | {t['tokens_per_s']:,.0f} | {t['ttft_ms']:.1f} ms "
-                f"| {t['tokens_per_s'] / base:.2f} |"
-                for tier, t in tiers.items()
-            ]
-        lines += ["", f"| {dtype} | tier | flipped sequences | flips per 1,000 tokens |"]
-        lines += ["|---|---|---|---|"]
-        for tier, kinds in figures["flipped"].items():
-            lines += [
-                f"| {kind} | {tier} | {f['flipped_sequences']} of {f['sequences']} "
-                f"| {f['flips_per_1000_tokens']:.2f} |"
-                for kind, f in kinds.items()
-            ]
-    return "\n".join(lines)
+        rows = [
+            (
+                *(name, tier, f"{t['tokens_per_s']:,.0f}", f"{t['ttft_ms']:.1f} ms"),
+                f"{t['tokens_per_s'] / tiers['default']['tokens_per_s']:.2f}",
+            )
+            for name, tiers in figures["workloads"].items()
+            for tier, t in tiers.items()
+        ]
+        header = (dtype, "tier", "tokens/s", "TTFT", "of the default's tokens/s")
+        parts.append(reports.table(header, rows))
+        rows = [
+            (
+                *(kind, tier, f"{f['flipped_sequences']} of {f['sequences']}"),
+                f"{f['flips_per_1000_tokens']:.2f}",
+            )
+            for tier, kinds in figures["flipped"].items()
+            for kind, f in kinds.items()
+        ]
+        header = (dtype, "tier", "flipped sequences", "flips per 1,000 tokens")
+        parts.append(reports.table(header, rows))
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

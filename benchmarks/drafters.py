@@ -9,14 +9,13 @@ and what the bundled model was trained on. Takes about a minute.
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import sys
 import time
 import tracemalloc
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -49,38 +48,37 @@ class Sample(NamedTuple):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What drafters cost, and what they foresee.")
+    parser = reports.parser("drafters", "What do drafters cost, and what do they foresee?")
     sections = ("cost", "step", "acceptance")
     parser.add_argument(
         "--only", nargs="+", choices=sections, default=sections, help="default: all"
     )
     parser.add_argument("--text", type=Path, help="a text to try besides those of this repository")
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args()
-    encode = _encoder()
-    report = reports.new("drafters")
-    if "cost" in args.only:
+    return reports.publish("drafters", args, lambda: measure(args.only, args.text), tables)
+
+
+def measure(sections: Sequence[str], file: Path | None) -> Report:
+    encode, report = _encoder(), {}
+    if "cost" in sections:
         text = encode(_python_and_prose())
         report["cost"] = [
             _cost(drafter, kind, tokens)
             for drafter in DRAFTERS
             for kind, tokens in (("code and prose", text), ("one token", [7] * max(CONTEXTS)))
         ]
-    if "step" in args.only:
+    if "step" in sections:
         report["step"] = [_step(drafter, encode(_python_and_prose())) for drafter in DRAFTERS]
-    if "acceptance" in args.only:
-        report["acceptance"] = acceptance(workloads(encode, args.text))
-    print(tables(report))
-    if args.output is not None:
-        reports.write(report, args.output)
-    return 0
+    if "acceptance" in sections:
+        report["acceptance"] = acceptance(workloads(encode, file))
+    return report
 
 
 # ---- cost ------------------------------------------------------------------------------------
 
 
 def _cost(name: str, kind: str, text: list[int]) -> Report:
-    _progress(f"cost of {name} on {kind}")
+    reports.progress(f"cost of {name} on {kind}")
     return {
         "drafter": name,
         "text": kind,
@@ -127,7 +125,7 @@ def _cost_at(name: str, text: list[int]) -> Report:
 
 def _step(name: str, text: list[int]) -> Report:
     """One token more and one draft for each of many sequences: what a step waits for."""
-    _progress(f"a step of {SEQUENCES} sequences with {name}")
+    reports.progress(f"a step of {SEQUENCES} sequences with {name}")
     drafter = DRAFTERS[name](8)
     starts = [i * 300 % (len(text) - 1200) for i in range(SEQUENCES)]
     live = [text[start : start + 1000] for start in starts]
@@ -165,7 +163,7 @@ def acceptance(samples_of: dict[str, list[Sample]]) -> list[Report]:
     for workload, samples in samples_of.items():
         for name in ("ngram", "suffix alone", "suffix"):
             for k in DRAFT_LENGTHS:
-                _progress(f"acceptance of {name}, {k} tokens, on {workload}")
+                reports.progress(f"acceptance of {name}, {k} tokens, on {workload}")
                 drafter = DRAFTERS[name.split()[0]](k)
                 played = play(drafter, samples, one_salt=name != "suffix alone")
                 results.append({"workload": workload, "drafter": name, "k": k, **played})
@@ -307,10 +305,6 @@ def tables(report: Report) -> str:
             by_row[run["workload"], run["drafter"]].append(figures)
         parts.append(reports.table(header, [(*row, *cells) for row, cells in by_row.items()]))
     return "\n\n".join(parts)
-
-
-def _progress(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forge_serve.bench.errors import BenchmarkError
+
 EVENT = b"data: {"
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 TAIL_BYTES = len(EVENT) - 1  # an event that is split over two reads is still counted, and once
 READ_BYTES = 1 << 16
 
 
-class BadAnswerError(Exception):
+class BadAnswerError(BenchmarkError):
     """The server said something that this client did not expect."""
 
 

@@ -14,7 +14,6 @@ got without streaming. Exits with 1 where one differs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -23,7 +22,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ import numpy as np
 
 from benchmarks import report as reports
 from benchmarks.epoll_client import (
-    BadAnswerError,
     Body,
     Tally,
     check_stream,
@@ -43,8 +41,8 @@ from benchmarks.epoll_client import (
     http_request,
     text_and_tokens,
 )
+from benchmarks.report import number
 from benchmarks.serving_process import serving
-from forge_serve.bench import machine
 
 PROMPT_TOKENS = 32
 CHAT_MARKS = 18  # tokens that the fake chat template adds around a user's message
@@ -95,31 +93,26 @@ EVENTS = [
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="How much does the HTTP front end carry?")
+    parser = reports.parser("front_end", "How much does the HTTP front end carry?")
     parser.add_argument("--seconds", type=float, default=5.0, help="load of each scenario")
     parser.add_argument("--only", default="", help="scenarios whose name has this in it")
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args()
 
     scenarios = [s for s in REQUESTS + EVENTS if args.only in s.name]
     if not scenarios:
         parser.error(f"--only {args.only!r}: no scenario has this in its name")
+    return reports.publish("front_end", args, lambda: measure_all(scenarios, args.seconds), table)
+
+
+def measure_all(scenarios: Sequence[Scenario], seconds: float) -> dict[str, Any]:
     rows = []
-    try:
-        for step_ms in dict.fromkeys(scenario.step_ms for scenario in scenarios):
-            with fake_server(step_ms) as server:
-                for scenario in scenarios:
-                    if scenario.step_ms == step_ms:
-                        rows.append(measure(server, scenario, args.seconds))
-                        print(progress(rows[-1]), file=sys.stderr, flush=True)
-    except BadAnswerError as error:
-        print(f"wrong answer: {error}", file=sys.stderr)
-        return 1
-    report = {**machine.describe(), "seconds_each": args.seconds, "scenarios": rows}
-    print(table(report))
-    if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+    for step_ms in dict.fromkeys(scenario.step_ms for scenario in scenarios):
+        with fake_server(step_ms) as server:
+            for scenario in scenarios:
+                if scenario.step_ms == step_ms:
+                    rows.append(measure(server, scenario, seconds))
+                    reports.progress(progress(rows[-1]))
+    return {"seconds_each": seconds, "scenarios": rows}
 
 
 @contextmanager
@@ -277,36 +270,41 @@ def progress(row: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    lines = [
-        f"{report['date']}, {reports.cpu(report)}, {report['cores']} cores shared with the load "
-        f"generator, Python {report['python']}, {PROMPT_TOKENS} tokens in",
-        "",
-        "| load | tokens out | requests/s | separate events/s | merged/s | events a read "
-        "| latency p50 / p99, ms | server us a request | us an event | client us a request "
-        "| us an event | cores: server / client / others |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = (
+        "load", "tokens out", "requests/s", "separate events/s", "merged/s", "events a read",
+        "latency p50 / p99, ms", "server us a request", "us an event", "client us a request",
+        "us an event", "cores: server / client / others",
+    )  # fmt: skip
+    rows = []
     for row in report["scenarios"]:
-        streams = row["stream"]
-        cells = [
-            row["name"],
-            row["output_tokens"],
-            f"{row['requests_per_s']:,.0f}",
-            f"{row['separate_events_per_s']:,.0f}" if streams else "-",
-            f"{row['merged_events_per_s']:,.0f}" if streams else "-",
-            f"{row['events_per_read']:.2f}" if streams else "-",
-            " / ".join(f"{ms:.0f}" for ms in row["latency_ms"].values()) or "-",
-            f"{row['server_us_per_request']:,.0f}",
-            f"{row['server_us_per_event']:.1f}" if streams else "-",
-            f"{row['client_us_per_request']:,.0f}",
-            f"{row['client_us_per_event']:.1f}" if streams else "-",
-            " / ".join(
-                f"{row[f'{who}_cpu_s'] / row['wall_s']:.2f}"
-                for who in ("server", "client", "other_processes")
-            ),
-        ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+
+        def events(name: str, digits: int, row: dict[str, Any] = row) -> str:
+            return number(row[name] if row["stream"] else None, digits)
+
+        rows.append(
+            (
+                row["name"],
+                row["output_tokens"],
+                number(row["requests_per_s"]),
+                events("separate_events_per_s", 0),
+                events("merged_events_per_s", 0),
+                events("events_per_read", 2),
+                " / ".join(map(number, row["latency_ms"].values())) or "-",
+                number(row["server_us_per_request"]),
+                events("server_us_per_event", 1),
+                number(row["client_us_per_request"]),
+                events("client_us_per_event", 1),
+                " / ".join(
+                    number(row[f"{who}_cpu_s"] / row["wall_s"], 2)
+                    for who in ("server", "client", "other_processes")
+                ),
+            )
+        )
+    return (
+        f"{report['date']}, {reports.cpu(report)}, {report['cores']} cores shared with the load "
+        f"generator, Python {report['python']}, {PROMPT_TOKENS} tokens in\n\n"
+        f"{reports.table(header, rows)}"
+    )
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ Takes about three minutes. Nothing else should run on the machine meanwhile.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import itertools
@@ -19,7 +18,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -28,9 +26,10 @@ import psutil
 from benchmarks import report as reports
 from benchmarks.serving_process import serving
 from forge_jax.config import EngineConfig, Policy
-from forge_jax.engine.core import EngineParts, max_rows
+from forge_jax.engine.core import max_rows
 from forge_jax.engine.fake import assemble_fake
 from forge_jax.engine.gc_tuning import short_pauses
+from forge_jax.engine.parts import EngineParts
 from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.block_pool import BlockPool
@@ -38,10 +37,9 @@ from forge_jax.schedule.plan import StepPlan, StepResult
 from forge_jax.schedule.request import Request
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.step.inputs import SlotFlags
-from forge_jax.step.runner import step_shapes
+from forge_jax.step.step_shapes import step_shapes
 from forge_jax.telemetry.phases import Phase, PhaseTimes
 from forge_jax.testing import FakeDevice
-from forge_serve.bench import machine
 from forge_serve.bench.metrics import percentile
 
 SEQUENCES = (1, 64, 256)
@@ -56,26 +54,15 @@ Report = dict[str, Any]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What the host costs a step.")
-    sections: dict[str, Callable[[int], Any]] = {
-        "phases": phases,
-        "queue": queue,
-        "step": real_step,
-        "process": process_cpu,
-    }
+    parser = reports.parser("host", "What does the host cost a step?")
     parser.add_argument(
-        "--only", nargs="+", choices=sections, default=list(sections), help="default: all"
+        "--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="default: all"
     )
     parser.add_argument("--steps", type=int, default=1000, help="that each figure is taken over")
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args()
-    report: Report = {"benchmark": "host", **machine.describe()}
-    for name in args.only:
-        report[name] = sections[name](args.steps)
-    print(tables(report))
-    if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+    return reports.publish(
+        "host", args, lambda: {name: SECTIONS[name](args.steps) for name in args.only}, tables
+    )
 
 
 # ---- the phases of a tick ------------------------------------------------------------------------
@@ -134,14 +121,14 @@ class _Recorder(PhaseTimes):
 
 def phases(steps: int) -> list[Report]:
     """The host's part of a tick, by itself and in an engine whose streams are read."""
-    reports = []
+    found = []
     for num_sequences in SEQUENCES:
         for churn in (False, True):
-            _progress(f"phases of {num_sequences} sequences{', churn' * churn}")
-            reports.append(_measure_alone(num_sequences, steps, churn=churn))
-        _progress(f"phases of {num_sequences} sequences, served")
-        reports.append(asyncio.run(_measure_served(num_sequences, steps)))
-    return reports
+            reports.progress(f"phases of {num_sequences} sequences{', churn' * churn}")
+            found.append(_measure_alone(num_sequences, steps, churn=churn))
+        reports.progress(f"phases of {num_sequences} sequences, served")
+        found.append(asyncio.run(_measure_served(num_sequences, steps)))
+    return found
 
 
 def _measure_alone(num_sequences: int, steps: int, *, churn: bool) -> Report:
@@ -258,14 +245,14 @@ def _fake_parts(*, step_time_s: float) -> tuple[EngineParts, _PackingDevice]:
 
 def queue(steps: int) -> list[Report]:
     """schedule() and add() by policy, with nobody waiting and with many."""
-    reports = []
+    found = []
     policies: tuple[Policy, ...] = ("fcfs", "priority", "prefix")
     for policy in policies:
         for full in ("slots", "blocks"):
             for waiting in WAITING:
-                _progress(f"queue: {policy}, {full} full, {waiting} waiting")
-                reports.append(_measure_queue(policy, full, waiting, steps))
-    return reports
+                reports.progress(f"queue: {policy}, {full} full, {waiting} waiting")
+                found.append(_measure_queue(policy, full, waiting, steps))
+    return found
 
 
 def _measure_queue(policy: Policy, full: str, waiting: int, steps: int) -> Report:
@@ -351,16 +338,14 @@ def real_step(steps: int) -> list[Report]:
     """Where the dispatch and the read of a decode step of the bundled model spend their time."""
     from forge_jax.engine.builder import assemble
 
-    _progress("loading forge-tiny")
+    reports.progress("loading forge-tiny")
     parts = assemble(EngineConfig.from_options(max_num_seqs=64, backend="cpu"))
-    if parts.late is not None:
-        parts.late.wait()
-        parts.late.adopt()
+    parts.finish_compiling()
     return [_measure_step(parts, num_sequences, steps) for num_sequences in (16, 64)]
 
 
 def _measure_step(parts: EngineParts, num_sequences: int, steps: int) -> Report:
-    _progress(f"decode of {num_sequences} sequences on forge-tiny")
+    reports.progress(f"decode of {num_sequences} sequences on forge-tiny")
     core, steps = parts.core, min(steps, 300)
     runner: Any = core._device
     for i in range(num_sequences):
@@ -399,6 +384,7 @@ def _timed_runner(runner: Any, times: dict[str, list[float]]) -> Iterator[None]:
 
         return call
 
+    state = runner.state
     read = timed("read the result", runner.read)
     wait = timed("wait for the device", lambda pending: pending.out.packed.block_until_ready())
 
@@ -407,12 +393,12 @@ def _timed_runner(runner: Any, times: dict[str, list[float]]) -> Iterator[None]:
         return read(pending)
 
     runner.dispatch = timed("dispatch in all", runner.dispatch)
-    runner._step = timed("upload and call", runner._step)
+    state.run = timed("upload and call", state.run)
     runner.read = wait_and_read
     try:
         yield
     finally:
-        del runner.dispatch, runner._step, runner.read
+        del runner.dispatch, state.run, runner.read
 
 
 # ---- the process ---------------------------------------------------------------------------------
@@ -420,20 +406,20 @@ def _timed_runner(runner: Any, times: dict[str, list[float]]) -> Iterator[None]:
 
 def process_cpu(steps: int) -> list[Report]:
     """CPU of a server process in percent of a core: idle, and with streams of 10 ms a step."""
-    reports = []
+    found = []
     for name, arguments in (
         ("fake device", ["--fake", "--fake-step-time-ms", f"{1e3 * STEP_TIME_S:.0f}"]),
         ("forge-tiny", ["forge-tiny"]),
     ):
-        _progress(f"CPU of a server with {name}")
+        reports.progress(f"CPU of a server with {name}")
         with serving([*arguments, "--no-request-log"]) as (url, _):
             (process,) = psutil.Process().children()
             time.sleep(2.0)
             report = {"server": name, "idle_percent": _cpu_percent(process, IDLE_S)}
             if name == "fake device":
                 report |= asyncio.run(_busy(url, process))
-            reports.append(report)
-    return reports
+            found.append(report)
+    return found
 
 
 def _cpu_percent(process: psutil.Process, seconds: float) -> float:
@@ -484,51 +470,46 @@ def _stats(url: str) -> Any:
 # ---- the report ----------------------------------------------------------------------------------
 
 
+SECTIONS: dict[str, Callable[[int], list[Report]]] = {
+    "phases": phases,
+    "queue": queue,
+    "step": real_step,
+    "process": process_cpu,
+}
+
+
 def tables(report: Report) -> str:
-    lines = [reports.heading(report)]
+    pair, parts = reports.pair, [reports.heading(report)]
     if "phases" in report:
-        lines += ["", "| sequences | load | host, µs | " + " | ".join(HOST_PHASES) + " |"]
-        lines += ["|---" * (3 + len(HOST_PHASES)) + "|"]
-        for r in report["phases"]:
-            cells = [r["sequences"], r["load"], _pair(r["host_us"])]
-            lines.append(_row([*cells, *(_pair(r["phases_us"][name]) for name in HOST_PHASES)]))
-    if "queue" in report:
-        lines += [
-            "",
-            "| policy | full | waiting | schedule, µs | add, µs |",
-            "|---|---|---|---|---|",
+        rows = [
+            (r["sequences"], r["load"], pair(r["host_us"]), *map(pair, r["phases_us"].values()))
+            for r in report["phases"]
         ]
-        for r in report["queue"]:
-            cells = [r["policy"], r["full"], r["waiting"]]
-            lines.append(_row([*cells, _pair(r["schedule_us"]), _pair(r["add_us"])]))
+        parts.append(reports.table(("sequences", "load", "host, µs", *HOST_PHASES), rows))
+    if "queue" in report:
+        rows = [
+            (r["policy"], r["full"], r["waiting"], pair(r["schedule_us"]), pair(r["add_us"]))
+            for r in report["queue"]
+        ]
+        parts.append(reports.table(("policy", "full", "waiting", "schedule, µs", "add, µs"), rows))
     if "step" in report:
-        names = list(report["step"][0]["us"])
-        lines += ["", _row(["sequences", *(f"{name}, µs" for name in names)])]
-        lines += ["|---" * (1 + len(names)) + "|"]
-        for r in report["step"]:
-            lines.append(_row([r["sequences"], *(_pair(r["us"][name]) for name in names)]))
+        names = [f"{name}, µs" for name in report["step"][0]["us"]]
+        rows = [(r["sequences"], *map(pair, r["us"].values())) for r in report["step"]]
+        parts.append(reports.table(("sequences", *names), rows))
     if "process" in report:
-        lines += ["", "| server | streams | CPU, % of a core | steps/s |", "|---|---|---|---|"]
+        rows = []
         for r in report["process"]:
-            lines.append(_row([r["server"], 0, f"{r['idle_percent']:.2f}", 0]))
+            rows.append((r["server"], 0, f"{r['idle_percent']:.2f}", 0))
             if "streams" in r:
                 busy = f"{r['busy_percent']:.1f}"
-                lines.append(_row([r["server"], r["streams"], busy, f"{r['steps_per_s']:.0f}"]))
-    lines += ["", "Pairs are p50 / p99."]
-    return "\n".join(lines)
-
-
-def _row(cells: list[Any]) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
+                rows.append((r["server"], r["streams"], busy, f"{r['steps_per_s']:.0f}"))
+        parts.append(reports.table(("server", "streams", "CPU, % of a core", "steps/s"), rows))
+    return "\n\n".join([*parts, "Pairs are p50 / p99."])
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:
     """In microseconds."""
     return {f"p{p}": round(1e6 * percentile(seconds, p), 1) for p in (50, 99)}
-
-
-def _pair(values: dict[str, float]) -> str:
-    return f"{values['p50']:,.0f} / {values['p99']:,.0f}"
 
 
 @contextmanager
@@ -538,10 +519,6 @@ def _no_collections() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _progress(text: str) -> None:
-    print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

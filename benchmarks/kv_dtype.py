@@ -13,7 +13,6 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -23,7 +22,6 @@ from benchmarks import report as reports
 from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import KVDType
-from forge_jax.errors import ForgeError
 from forge_serve.bench.metrics import median
 from training.forge_tiny.corpus import documents
 from training.forge_tiny.tokenizer import encode
@@ -35,37 +33,23 @@ SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kv_dtype",
-        description="What does a KV cache in 8 bits give and cost?",
-    )
-    parser.add_argument("--model", default=BUNDLED, help=f"what to run (default {BUNDLED})")
+    parser = parser_of("kv_dtype", "What does a KV cache in 8 bits give and cost?")
     parser.add_argument("--dtype", default="auto", help="of the model (default auto)")
-    parser.add_argument("--texts", type=int, default=2000, help="to be scored (default 2000)")
-    parser.add_argument("--rounds", type=int, default=7, help="of decoding (default 7)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 768], help="of decoding")
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args(argv)
-    try:
-        engines = {
-            kv_dtype: LLM(
-                args.model, dtype=args.dtype, kv_dtype=kv_dtype, max_num_seqs=SEQUENCES,
-                max_num_batched_tokens=256,
-            )
-            for kv_dtype in get_args(KVDType)
-        }  # fmt: skip
-        report = reports.new("kv_dtype", model=args.model, **compare(engines, args))
-        if args.output is not None:
-            reports.write(report, args.output)
-    except (ForgeError, OSError) as error:
-        print(f"kv_dtype: {error}", file=sys.stderr)
-        return 1
-    print(markdown(report))
-    return 0
+    return reports.publish("kv_dtype", args, lambda: compare(args), markdown)
 
 
-def compare(engines: Mapping[str, LLM], args: argparse.Namespace) -> dict[str, Any]:
-    texts = held_out(args.texts) if args.model == BUNDLED else own_texts(args.model, args.texts)
+def parser_of(name: str, description: str) -> argparse.ArgumentParser:
+    parser = reports.parser(name, description, model=BUNDLED, rounds=7)
+    parser.add_argument("--texts", type=int, default=2000, help="to be scored (default 2000)")
+    return parser
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    sizes = {"dtype": args.dtype, "max_num_seqs": SEQUENCES, "max_num_batched_tokens": 256}
+    engines = {kind: LLM(args.model, kv_dtype=kind, **sizes) for kind in get_args(KVDType)}
+    texts = texts_of(args)
     speeds = {
         context: tokens_per_s(engines, context, args.rounds)
         for context in args.contexts
@@ -75,28 +59,42 @@ def compare(engines: Mapping[str, LLM], args: argparse.Namespace) -> dict[str, A
     rows = []
     for kv_dtype, llm in engines.items():
         lost = exact - (exact if kv_dtype == "auto" else log_likelihoods(llm, texts))
-        shape = llm._core._device._kv_shape  # type: ignore[attr-defined]
+        shape = llm._core._device.options.kv_shape  # type: ignore[attr-defined]
         rows.append(
             {
                 "kv_dtype": kv_dtype,
                 "bytes_per_token": shape.block_bytes / shape.block_size,
-                "perplexity": math.exp(-np.mean(exact - lost)),
-                "more_perplexity": math.expm1(np.mean(lost)),
-                "standard_error": float(np.std(lost) / math.sqrt(len(lost))),
+                **perplexity(exact, lost),
                 "tokens_per_s": {c: median(speed[kv_dtype]) for c, speed in speeds.items()},
                 "ratio": {
-                    c: median([x / y for x, y in zip(s[kv_dtype], s["auto"], strict=True)])
-                    for c, s in speeds.items()
+                    c: reports.median_ratio(s[kv_dtype], s["auto"]) for c, s in speeds.items()
                 },
             }
         )
     return {
-        "dtype": str(engines["auto"]._core._device._model.dtype),  # type: ignore[attr-defined]
+        "model": args.model,
+        "dtype": str(engines["auto"]._core._device.model.dtype),  # type: ignore[attr-defined]
         "scored_tokens": len(exact),
         "sequences": SEQUENCES,
         "rounds": args.rounds,
         "rows": rows,
     }
+
+
+def perplexity(exact: np.ndarray, lost: np.ndarray) -> dict[str, float]:
+    """Figures from f64[tokens]: exact log-probabilities, and what each lost by rounding."""
+    return {"perplexity": math.exp(-np.mean(exact - lost)), **more_perplexity(lost)}
+
+
+def more_perplexity(lost: np.ndarray) -> dict[str, float]:
+    return {
+        "more_perplexity": math.expm1(np.mean(lost)),
+        "standard_error": float(np.std(lost) / math.sqrt(len(lost))),
+    }
+
+
+def texts_of(args: argparse.Namespace) -> list[list[int]]:
+    return held_out(args.texts) if args.model == BUNDLED else own_texts(args.model, args.texts)
 
 
 def held_out(count: int) -> list[list[int]]:

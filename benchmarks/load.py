@@ -82,13 +82,11 @@ GGUF_FILES = {"BF16": "model.gguf", "Q8_0": "Q8_0.gguf"}  # by the type of their
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="How long until the weights are there?")
+    parser = reports.parser("load", "How long until the weights are there?", rounds=5)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="M")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cache", choices=("warm", "cold"), default="warm")
     parser.add_argument("--memory", choices=("used", "new"), default="used")
     parser.add_argument("--folder", type=Path, help="where the files are written; they are kept")
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     parser.add_argument("--child", nargs=2, metavar=("NAME", "PATH"), help="internal")
     args = parser.parse_args(argv)
     if args.child:
@@ -96,36 +94,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         [case] = [replace(case, path=path) for case in CASES if case.name == name]
         print(json.dumps(read_once(case, args.memory)))
         return 0
-    try:
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = args.folder or Path(temporary)
-            left_out = write_forms(folder, args.shape)
-            cases = [case for case in CASES if case.name not in left_out]
-            rounds, floors = [], []
-            for index in range(args.rounds):
-                first = index % len(cases)  # nobody always comes after the same
-                order = [*cases[first:], *cases[:first]]
-                title = f"round {index + 1} of {args.rounds}"
-                rounds.append(_round(folder, order, args.cache, args.memory, title))
-                _prepare(folder / CASES[0].path, args.cache)
-                floors.append(seconds_at_best(folder / CASES[0].path))
-    except BenchmarkError as error:
-        print(error, file=sys.stderr)
-        return 1
-    report = reports.new(
-        "load",
-        shape=args.shape,
-        cache=args.cache,
-        memory=args.memory,
-        left_out=left_out,
-        rounds=rounds,
-        median=medians(rounds),
-        floors=floors,
-    )
-    print(table(report))
-    if args.output is not None:
-        reports.write(report, args.output)
-    return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        return reports.publish("load", args, lambda: measure(args, folder), table)
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    left_out = write_forms(folder, args.shape)
+    cases = [case for case in CASES if case.name not in left_out]
+    rounds, floors = [], []
+    for index in range(args.rounds):
+        first = index % len(cases)  # no case always follows the same one
+        order = [*cases[first:], *cases[:first]]
+        title = f"round {index + 1} of {args.rounds}"
+        rounds.append(_round(folder, order, args.cache, args.memory, title))
+        _prepare(folder / CASES[0].path, args.cache)
+        floors.append(seconds_at_best(folder / CASES[0].path))
+    return {
+        "shape": args.shape,
+        "cache": args.cache,
+        "memory": args.memory,
+        "left_out": left_out,
+        "rounds": rounds,
+        "median": medians(rounds),
+        "floors": floors,
+    }
 
 
 def write_forms(folder: Path, shape: str) -> dict[str, str]:
@@ -152,13 +145,13 @@ def write_forms(folder: Path, shape: str) -> dict[str, str]:
     return left_out
 
 
-def write_gguf(source: Path, target: Path, kind: str = "BF16") -> None:
-    """The same Llama, without a tokenizer; matrices are rounded to the type `kind`.
+def write_gguf(source: Path, target: Path, kind: str = "BF16", *, vocabulary: bool = False) -> None:
+    """Write the same Llama; its matrices are rounded to the type `kind`.
 
-    By the package gguf, or to types with blocks of 256 by `benchmarks.k_quants`.
-
-    Those whose rows are no blocks of it are bfloat16. Rows of queries and keys stand as llama.cpp
-    has them: neighbours are rotated together.
+    The package gguf rounds, or `benchmarks.k_quants` to types with blocks of 256. Matrices whose
+    rows are no blocks of the type are bfloat16. Rows of queries and keys are in llama.cpp's order,
+    in which neighbours are rotated together. The vocabulary of `benchmarks.random_model` is added
+    with `vocabulary`.
     """
     import gguf
 
@@ -176,6 +169,9 @@ def write_gguf(source: Path, target: Path, kind: str = "BF16") -> None:
     writer.add_rope_dimension_count(config.get("head_dim") or width)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
+    if vocabulary:
+        writer.add_name(source.name)
+        _add_vocabulary(writer, source, config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, stored in read_header(source / "model.safetensors").items():
         values = stored.read()
@@ -198,6 +194,26 @@ def write_gguf(source: Path, target: Path, kind: str = "BF16") -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_vocabulary(writer: Any, source: Path, config: dict[str, Any]) -> None:
+    import gguf
+
+    tokenizer = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    ids = tokenizer["model"]["vocab"]
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    types = gguf.TokenType
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(sorted(ids, key=ids.__getitem__))
+    writer.add_token_types(
+        [types.CONTROL if i in special else types.NORMAL for i in range(len(ids))]
+    )
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
 
 
 def gguf_name(name: str) -> str:
@@ -251,8 +267,8 @@ def _leaves(case: Case) -> Callable[[], Sequence[Any]]:
     config = EngineConfig.from_options(model=case.path, kernels=case.kernels)
     device = choose_device(config)
     spec = read_spec(folder)
-    forms = choose_kernels(config, spec, device, read_converted(config, folder)).forms
-    model = build_model(spec, "auto", forms)
+    formats = choose_kernels(config, spec, device, read_converted(config, folder)).formats
+    model = build_model(spec, "auto", formats)
     jax.block_until_ready(jax.device_put(0, device))
 
     return lambda: load_weights(model, folder, device=device, mapped=case.mapped, progress=False)
@@ -268,8 +284,7 @@ def _round(
         child = ["--child", case.name, str(path), "--memory", memory]
         found = json.loads(_python("-m", "benchmarks.load", *child))
         figures[case.name] = found
-        line = f"{case.name} {found['seconds']:.2f} s"
-        print(f"{title}: {line}", file=sys.stderr)
+        reports.progress(f"{title}: {case.name} {found['seconds']:.2f} s")
     return figures
 
 

@@ -19,7 +19,7 @@ import json
 import string
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import ml_dtypes
@@ -33,16 +33,18 @@ WEIGHT_STD = 0.02
 SPACE = "Ġ"  # how byte-level vocabularies write the space
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shape:
+    """Sizes by their names in `config.json`."""
+
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     vocab_size: int
-    max_position_embeddings: int
     tie_word_embeddings: bool
+    max_position_embeddings: int = 2048
 
     @property
     def head_dim(self) -> int:
@@ -51,38 +53,11 @@ class Shape:
 
 SHAPES = {
     # TinyLlama-1.1B
-    "M": Shape(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=22,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        vocab_size=32000,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    ),
+    "M": Shape(2048, 5632, 22, 32, 4, vocab_size=32000, tie_word_embeddings=False),
     # SmolLM2-135M
-    "S": Shape(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        vocab_size=49152,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    ),
+    "S": Shape(576, 1536, 30, 9, 3, vocab_size=49152, tie_word_embeddings=True),
     # for tests
-    "tiny": Shape(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    ),
+    "tiny": Shape(32, 64, 2, 4, 2, vocab_size=512, tie_word_embeddings=False),
 }
 
 
@@ -156,15 +131,8 @@ def _config(shape: Shape) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_hidden_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
+        **asdict(shape),
         "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "tie_word_embeddings": shape.tie_word_embeddings,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,

@@ -339,15 +339,7 @@ def rounded(value: Any) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    try:
-        report = replay(args)
-        if args.output is not None:
-            reports.write(report, args.output)
-    except (BenchmarkError, OSError) as error:
-        print(f"replay: {error}", file=sys.stderr)
-        return 1
-    print(markdown(report))
-    return 0
+    return reports.publish("replay", args, lambda: replay(args), markdown)
 
 
 def replay(args: argparse.Namespace) -> dict[str, Any]:
@@ -377,17 +369,16 @@ def replay(args: argparse.Namespace) -> dict[str, Any]:
             figures = _played(name, requests, rate, policy, sizes, cost, slo, args.seed, target_ms)
             which = {"rate": rate, "policy": policy, "itl_target_ms": target_ms}
             rows.append({"trace": path.stem, **which, **rounded(figures)})
-    return reports.new(
-        "replay",
-        device=args.device,
-        step_cost=rounded(vars(cost)),
-        engine=vars(sizes),
-        slo=slo.asked,
-        urgent_share=args.urgent_share,
-        seed=args.seed,
-        traces=traces,
-        rows=rows,
-    )
+    return {
+        "device": args.device,
+        "step_cost": rounded(vars(cost)),
+        "engine": vars(sizes),
+        "slo": slo.asked,
+        "urgent_share": args.urgent_share,
+        "seed": args.seed,
+        "traces": traces,
+        "rows": rows,
+    }
 
 
 def _about(
@@ -444,10 +435,9 @@ def _played(
         )
     wall_s = time.perf_counter() - start_s
     steps = outcome.device.num_steps
-    print(
+    reports.progress(
         f"{name}: {outcome.virtual_s:,.0f} s in {wall_s:.1f} s, {steps:,} steps of "
-        f"{1e6 * wall_s / steps:.0f} us",
-        file=sys.stderr,
+        f"{1e6 * wall_s / steps:.0f} us"
     )
     return summarise(outcome, slo)
 
@@ -491,9 +481,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['rate']:g}x",
         row["policy"],
         f"{row['itl_target_ms']:g}" if row["itl_target_ms"] else "off",
-        f"{_of(row, 'ttft_ms', 'p50')} / {_of(row, 'ttft_ms', 'p99')}",
-        f"{_of(row, 'tpot_ms', 'p50', 1)} / {_of(row, 'tpot_ms', 'p99', 1)}",
-        f"{_of(row, 'longest_gap_ms', 'p50')} / {_of(row, 'longest_gap_ms', 'p99')}",
+        reports.pair(row["ttft_ms"]),
+        reports.pair(row["tpot_ms"], 1),
+        reports.pair(row["longest_gap_ms"]),
         f"{number(row['e2e_ms']['p50'] / 1e3, 1)} / {number(row['e2e_ms']['p99'] / 1e3, 1)}",
         f"{row['goodput']['share']:.1%}",
         f"{row['prefix_hit_rate']:.2f}",
@@ -513,9 +503,8 @@ def _of(row: dict[str, Any], name: str, percentile: str, digits: int = 0) -> str
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.replay",
-        description="Request traces through the scheduler on a modelled device, in virtual time.",
+    parser = reports.parser(
+        "replay", "Request traces through the scheduler on a modelled device, in virtual time."
     )
     what = parser.add_argument_group("what is sent")
     what.add_argument(
@@ -563,7 +552,6 @@ def _parser() -> argparse.ArgumentParser:
     slo = parser.add_argument_group("what counts as good")
     slo.add_argument("--slo-ttft-ms", type=float, default=1000.0, help="default 1000")
     slo.add_argument("--slo-tpot-ms", type=float, default=50.0, help="default 50")
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     return parser
 
 

@@ -1,17 +1,71 @@
-"""The form of all reports: a JSON object that says where it was made, and tables in Markdown."""
+"""Shared by all benchmarks: arguments, turns and ratios, reports in JSON and Markdown."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_jax.errors import ForgeError
+from tqdm import tqdm
+
+from forge_jax.config import EngineConfig
+from forge_jax.errors import ConfigError, ForgeError
 from forge_serve.bench import machine
 from forge_serve.bench.errors import BenchmarkError
+from forge_serve.bench.metrics import median
+
+
+def parser(
+    benchmark: str, description: str, *, model: str | None = None, rounds: int | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser with `--output`, and with `--model` and `--rounds` if they have a default."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{benchmark}", description=description
+    )
+    if model is not None:
+        made.add_argument("--model", default=model, help=f"what to run (default {model})")
+    if rounds is not None:
+        made.add_argument("--rounds", type=int, default=rounds, help=f"default {rounds}")
+    made.add_argument("--output", type=Path, help="write the report here as JSON")
+    return made
+
+
+def options(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    *flags: tuple[str, Callable[[str], Any], Any, str],
+) -> None:
+    """Add flags by name, type, default and help. The help shows a default that is not None."""
+    for flag, kind, default, text in flags:
+        listed = ",".join(map(str, default)) if isinstance(default, list | tuple) else default
+        shown = text if default is None else f"{text} (default: {listed})"
+        parser.add_argument(flag, type=kind, default=default, help=shown)
+
+
+def engine_config_error(**options: Any) -> str | None:
+    """Return the reason for which this engine refuses the options; None if it takes them."""
+    try:
+        EngineConfig.from_options(**options)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def turns[T](sides: Sequence[T], rounds: int, name: str | None = None) -> Iterator[tuple[int, T]]:
+    """Yield (round, side): every side in each round, each round starting with the next side."""
+    with tqdm(total=rounds * len(sides), desc=name, unit="run", disable=None) as bar:
+        for round_ in range(rounds):
+            first = round_ % len(sides)
+            for side in (*sides[first:], *sides[:first]):
+                yield round_, side
+                bar.update()
+
+
+def median_ratio(values: Sequence[float], base: Sequence[float]) -> float:
+    """Return the median of the ratios within rounds: a slow moment meets both sides of a round."""
+    return median([x / y for x, y in zip(values, base, strict=True)])
 
 
 def new(benchmark: str, **body: Any) -> dict[str, Any]:
@@ -29,12 +83,13 @@ def publish(
     measure: Callable[[], dict[str, Any]],
     markdown: Callable[[dict[str, Any]], str],
 ) -> int:
-    """Measures in `args.rounds`, prints the report, and writes it to `args.output` if that is told.
+    """Measure, print the report, and write it to `args.output` if given.
 
-    Returns the exit status.
+    Returns:
+      The exit status: 1 after an error, which is printed as one line.
     """
     try:
-        if args.rounds < 1:
+        if getattr(args, "rounds", 1) < 1:
             raise BenchmarkError(f"--rounds must be at least 1, not {args.rounds}")
         report = new(benchmark, **measure())
         if args.output is not None:
@@ -44,6 +99,15 @@ def publish(
         return 1
     print(markdown(report))
     return 0
+
+
+def pair(values: dict[str, float] | None, digits: int = 0) -> str:
+    """Return p50 and p99 as text."""
+    return "-" if values is None else " / ".join(number(values[p], digits) for p in ("p50", "p99"))
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def heading(report: dict[str, Any]) -> str:

@@ -31,15 +31,15 @@ DEPTH = 3  # of folders that are searched
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sanity", description="Do these models work?"
-    )
+    parser = reports.parser("sanity", "Do these models work?")
     parser.add_argument("models", nargs="*", metavar="MODEL", help="or folders that hold some")
-    parser.add_argument("--sequences", type=int, default=8, help="at once; default 8")
-    parser.add_argument("--output-len", type=int, default=64, help="tokens of each; default 64")
-    parser.add_argument("--dtype", default="auto", help="default auto")
+    reports.options(
+        parser,
+        ("--sequences", int, 8, "at once"),
+        ("--output-len", int, 64, "tokens of each"),
+        ("--dtype", str, "auto", "of the model"),
+    )
     parser.add_argument("--quantization", help="round the matrices to this; default: as they are")
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # the process of one model
     args = parser.parse_args(argv)
     if args.one is not None:

@@ -25,7 +25,6 @@ from benchmarks import workloads
 from benchmarks.report import number
 from benchmarks.serving_process import serving
 from benchmarks.workloads import TraceEntry
-from forge_jax.errors import ForgeError
 from forge_serve.bench.client import Server, run, run_async
 from forge_serve.bench.errors import BenchmarkError
 from forge_serve.bench.metrics import Slo, refusal, summarise
@@ -41,15 +40,14 @@ PERCENTILES = ("p50", "p95", "p99")
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    try:
-        report = _report(args)
-        if args.output is not None:
-            reports.write(report, args.output)
-    except (ForgeError, OSError) as error:
-        print(f"serving: {error}", file=sys.stderr)
-        return 1
-    print(markdown(report))
-    return 1 if any(map(_failed, report["runs"])) else 0
+    found: dict[str, Any] = {}
+
+    def measure_all() -> dict[str, Any]:
+        found.update(_report(args))
+        return found
+
+    status = reports.publish("serving", args, measure_all, markdown)
+    return status or int(any(map(_failed, found["runs"])))
 
 
 async def measure(
@@ -192,7 +190,7 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
             raise BenchmarkError("--serve-args is for a server started here: leave out --url")
         server, runs = run_async(_run_all(args, url, model, traces))
     started = {} if ready_s is None else {"arguments": arguments, "ready_s": ready_s}
-    return reports.new("serving", seed=args.seed, server=server | started, runs=runs)
+    return {"seed": args.seed, "server": server | started, "runs": runs}
 
 
 async def _run_all(
@@ -295,9 +293,7 @@ def _first(workload: Workload, count: int) -> Workload:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.serving", description="How fast does a server answer?"
-    )
+    parser = reports.parser("serving", "How fast does a server answer?")
     server = parser.add_argument_group("server")
     server.add_argument("--url", help="a server that runs already; default: start our own")
     server.add_argument("--model", help="its name at --url, or what to serve (default forge-tiny)")
@@ -352,7 +348,6 @@ def _parser() -> argparse.ArgumentParser:
         ("e2e", "the whole request"),
     ):
         load.add_argument(f"--slo-{name}-ms", type=float, help=f"goodput's limit on {of}")
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     return parser
 
 

@@ -8,14 +8,12 @@ compiled after ready, or a block is still in use when all is quiet.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import sys
 import time
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 from benchmarks import report as reports
@@ -38,12 +36,11 @@ SETTLE_S = 2.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Does it serve?")
+    parser = reports.parser("smoke", "Does it serve?")
     parser.add_argument("--url", help="a server that runs already; default: start one")
     parser.add_argument("--model", default="forge-tiny", help="what to serve")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args()
 
     try:
@@ -94,8 +91,8 @@ def table(report: dict[str, Any]) -> str:
     rows = [
         ("requests completed", f"{report['completed']} of {report['requests']}"),
         ("output", f"{report['output_tokens_per_s']:,.0f} tokens/s"),
-        ("TTFT p50 / p99", _pair(report["ttft_ms"], 0)),
-        ("ITL p50 / p99", _pair(report["itl_ms"], 1)),
+        ("TTFT p50 / p99", reports.pair(report["ttft_ms"]) + " ms"),
+        ("ITL p50 / p99", reports.pair(report["itl_ms"], 1) + " ms"),
         ("start to ready", "-" if ready is None else f"{ready:.1f} s"),
         ("compilations after ready", report["compilations_after_ready"]),
         ("blocks in use when idle", report["blocks_in_use"]),
@@ -103,10 +100,6 @@ def table(report: dict[str, Any]) -> str:
     lines = [reports.heading(report), "", reports.table(("what", "figure"), rows)]
     lines += [f"error: {error} ({count})" for error, count in report["errors"].items()]
     return "\n".join(lines)
-
-
-def _pair(spread: dict[str, float] | None, digits: int) -> str:
-    return "-" if spread is None else f"{spread['p50']:.{digits}f} / {spread['p99']:.{digits}f} ms"
 
 
 def _quiet_stats(url: str) -> dict[str, Any]:

@@ -53,8 +53,8 @@ from benchmarks import report as reports
 from benchmarks.report import number
 from forge_jax.config import EngineConfig, Verification
 from forge_jax.engine.builder import assemble
-from forge_jax.engine.core import EngineCore, EngineParts
-from forge_jax.errors import ForgeError
+from forge_jax.engine.core import EngineCore
+from forge_jax.engine.parts import EngineParts
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request, sequence_seed
 from forge_jax.step import step as step_file
@@ -291,9 +291,7 @@ class Sides:
                 drafting_of.pop("draft_model", None)
             config = EngineConfig.from_options(speculation=name, **drafting_of, **options)
             parts = assemble(config)
-            if parts.late is not None:
-                parts.late.wait()
-                parts.late.adopt()
+            parts.finish_compiling()
             self.parts[name] = parts
 
     def round(self, index: int, requests: Sequence[Request], at_once: int = 1) -> dict[str, Run]:
@@ -454,14 +452,10 @@ def rows(report: dict[str, Any]) -> list[list[str]]:
             accepted = "-" if s["acceptance"] is None else f"{100 * s['acceptance']:.0f}%"
             made.append(
                 [
-                    part,
-                    name,
-                    number(s["speedup"], 2),
+                    *(part, name, number(s["speedup"], 2)),
                     f"{s['speedup_low']:.2f} to {s['speedup_high']:.2f}",
-                    number(s["decode_speedup"], 2),
-                    number(s["tokens_per_s"]),
-                    number(s["tokens_per_step"], 2),
-                    accepted,
+                    *(number(s["decode_speedup"], 2), number(s["tokens_per_s"])),
+                    *(number(s["tokens_per_step"], 2), accepted),
                     number(s["mean_accepted_length"], 2),
                     f"{100 * s['differing_requests']:.1f}%",
                 ]
@@ -470,18 +464,14 @@ def rows(report: dict[str, Any]) -> list[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.speculation", description="What do drafts bring?"
-    )
+    parser = reports.parser("speculation", "What do drafts bring?", model="forge-tiny", rounds=5)
     parser.add_argument(
         "--questions", type=Path, help="in Spec-Bench's form; all parts but usual and batch need it"
     )
-    parser.add_argument("--model", default="forge-tiny")
     parser.add_argument("--drafters", nargs="+", default=["ngram", "suffix"])
     parser.add_argument("--draft-model", type=str, help="of the drafter `draft`")
     parser.add_argument("--max-draft-tokens", type=int, default=7)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=DEFAULT_PARTS)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--load-rounds", type=int, default=20, help="of load and batch")
     parser.add_argument("--loads", type=int, nargs="+", default=LOADS)
     parser.add_argument("--temperatures", type=float, nargs="+", default=(0.7,))
@@ -494,23 +484,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--draft-verification", choices=get_args(Verification), default="coupled")
     parser.add_argument("--limit", type=int, help="use only so many of the questions")
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args(argv)
     names = [OFF, *args.drafters]
-    report = reports.new("speculation", model=args.model, rounds=args.rounds, parts={})
-    try:
-        done = measure(args, names)
-    except (BenchmarkError, ForgeError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    report["parts"] = {
-        part: {name: summary(rounds, name) for name in names} for part, rounds in done.items()
-    }
-    print(reports.heading(report))
-    print(reports.table(HEADER, rows(report)))
-    if args.output is not None:
-        reports.write(report, args.output)
-    return 0
+
+    def measure_all() -> dict[str, Any]:
+        parts = {
+            part: {name: summary(rounds, name) for name in names}
+            for part, rounds in measure(args, names).items()
+        }
+        return {"model": args.model, "rounds": args.rounds, "parts": parts}
+
+    return reports.publish("speculation", args, measure_all, markdown)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    return f"{reports.heading(report)}\n{reports.table(HEADER, rows(report))}"
 
 
 def measure(args: argparse.Namespace, names: Sequence[str]) -> dict[str, list[dict[str, Run]]]:

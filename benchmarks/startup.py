@@ -14,7 +14,6 @@ to read its bytes, to write to as much new memory, and to copy them (`benchmarks
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -22,7 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,28 +40,17 @@ KINDS = ("warm", "cold")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="How long does a start take?")
-    parser.add_argument("--model", default="forge-tiny", help="what to serve")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = reports.parser("startup", "How long does a start take?", model="forge-tiny", rounds=5)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of caches")
     parser.add_argument("--serve-args", default="", help='more flags, as "--max-num-seqs 8"')
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args(argv)
     arguments = [args.model, *args.serve_args.split()]
-    try:
-        report = reports.new(
-            "startup",
-            arguments=arguments,
-            imports=IMPORTS,
-            **measure(arguments, args.rounds, args.kinds),
-        )
-    except BenchmarkError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(table(report))
-    if args.output is not None:
-        reports.write(report, args.output)
-    return 0
+
+    def measure_all() -> dict[str, Any]:
+        about = {"arguments": arguments, "imports": IMPORTS}
+        return about | measure(arguments, args.rounds, args.kinds)
+
+    return reports.publish("startup", args, measure_all, table)
 
 
 def measure(
@@ -82,7 +70,7 @@ def measure(
             if Path(arguments[0]).exists():
                 floors.append(seconds_at_best(Path(arguments[0])))
             rounds.append(figures)
-            print(f"round {index + 1} of {num_rounds}: {_line(figures)}", file=sys.stderr)
+            reports.progress(f"round {index + 1} of {num_rounds}: {_line(figures)}")
     return {"rounds": rounds, "median": medians(rounds), "floors": floors}
 
 
@@ -117,19 +105,18 @@ def bare_imports() -> float:
 
 def medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of each figure over the rounds; `serving_per_imports` is of the ratios within a round."""
-
-    def median(values: Iterable[float]) -> float:
-        return statistics.median(values)
-
-    result: dict[str, Any] = {"imports_s": median(r["imports_s"] for r in rounds)}
+    result: dict[str, Any] = {"imports_s": statistics.median(r["imports_s"] for r in rounds)}
     for kind in (kind for kind in KINDS if kind in rounds[0]):
         result[kind] = {
-            "serving_s": median(r[kind]["serving_s"] for r in rounds),
-            "ready_s": median(r[kind]["ready_s"] for r in rounds),
-            "peak_bytes": median(r[kind]["peak_bytes"] for r in rounds),
-            "serving_per_imports": median(r[kind]["serving_s"] / r["imports_s"] for r in rounds),
+            **{
+                name: statistics.median(r[kind][name] for r in rounds)
+                for name in ("serving_s", "ready_s", "peak_bytes")
+            },
+            "serving_per_imports": statistics.median(
+                r[kind]["serving_s"] / r["imports_s"] for r in rounds
+            ),
             "phases_s": {
-                phase: median(r[kind]["phases_s"][phase] for r in rounds)
+                phase: statistics.median(r[kind]["phases_s"][phase] for r in rounds)
                 for phase in rounds[0][kind]["phases_s"]
             },
         }
@@ -143,16 +130,9 @@ def table(report: dict[str, Any]) -> str:
         figures = median[kind]
         phases = figures["phases_s"].items()
         inner = ", ".join(f"{n} {s:.2f}" for n, s in phases if n not in ("serving", "ready"))
-        rows.append(
-            (
-                f"{kind} cache",
-                reports.number(figures["serving_s"], 2),
-                reports.number(figures["ready_s"], 2),
-                reports.number(figures["serving_per_imports"], 2),
-                reports.number(figures["peak_bytes"] / 1e9, 2),
-                inner,
-            )
-        )
+        values = [figures[name] for name in ("serving_s", "ready_s", "serving_per_imports")]
+        cells = [reports.number(value, 2) for value in (*values, figures["peak_bytes"] / 1e9)]
+        rows.append((f"{kind} cache", *cells, inner))
     for name, title in FLOORS.items() if report["floors"] else ():
         seconds = statistics.median(floors[name] for floors in report["floors"])
         rows.append((title, "-", reports.number(seconds, 2), "-", "-", "-"))

@@ -37,7 +37,12 @@ LARGEST_CLASSES = 8
 
 @dataclass(frozen=True)
 class Function:
-    """One function or method: `lines` from `def` to its end, `arguments` without self and cls."""
+    """One function or method.
+
+    Attributes:
+      lines: from `def` to its end, without its docstring.
+      arguments: without self and cls.
+    """
 
     name: str
     lines: int
@@ -69,7 +74,16 @@ def functions(tree: ast.Module) -> Iterator[Function]:
             names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
             names = [name for name in names if name not in ("self", "cls")]
             assert node.end_lineno is not None
-            yield Function(node.name, node.end_lineno - node.lineno + 1, len(names))
+            lines = node.end_lineno - node.lineno + 1 - _docstring_lines(node)
+            yield Function(node.name, lines, len(names))
+
+
+def _docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    if ast.get_docstring(node, clean=False) is None:
+        return 0
+    first = node.body[0]
+    assert first.end_lineno is not None
+    return first.end_lineno - first.lineno + 1
 
 
 def classes(tree: ast.Module) -> Iterator[Class]:

@@ -10,7 +10,6 @@ take turns, and bring the same numbers of tokens from the same prompts.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import time
@@ -39,19 +38,16 @@ QUANTILES = (50, 90, 99, 100)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.structured", description="What does structured output cost?"
+    parser = reports.parser(
+        "structured", "What does structured output cost?", model="forge-tiny", rounds=5
     )
     parser.add_argument(
         "--text", type=Path, nargs="+", required=True, help="files to train a vocabulary on"
     )
     parser.add_argument("--vocab-size", type=int, default=32768, help="default 32768")
     parser.add_argument("--schemas", type=int, default=200, help="default 200")
-    parser.add_argument("--model", default="forge-tiny", help="for throughput; default forge-tiny")
     parser.add_argument("--streams", type=int, default=16, help="at once; default 16")
-    parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args(argv)
 
     def measure() -> dict[str, Any]:
@@ -208,8 +204,7 @@ def throughput(model: str, streams: int, rounds: int, seed: int) -> dict[str, An
         "samples": samples,
         "tokens_per_s": {name: median(values) for name, values in samples.items()},
         "to_free": {
-            name: median([x / y for x, y in zip(values, samples["free"], strict=True)])
-            for name, values in samples.items()
+            name: reports.median_ratio(values, samples["free"]) for name, values in samples.items()
         },
     }
 

@@ -11,16 +11,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from benchmarks import report as reports
-from benchmarks.in_process import why_not
-from benchmarks.report import number
+from benchmarks.report import engine_config_error, number
 from benchmarks.workloads import mixed
 from forge_jax import LLM
 from forge_serve.bench.errors import BenchmarkError
@@ -62,35 +58,71 @@ VARIANTS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.throughput",
-        description="What does each kind of batching bring, offline?",
-    )
-    parser.add_argument("--model", default="forge-tiny", help="what to run (default forge-tiny)")
-    parser.add_argument("--requests", type=int, default=48, help="per round (default 48)")
-    parser.add_argument("--rounds", type=int, default=5, help="default 5")
-    parser.add_argument(
-        "--max-num-seqs", type=int, default=16, help="size of a batch, of every kind (default 16)"
-    )
-    parser.add_argument(
-        "--context", type=int, default=1024, help="longest prompt plus output (default 1024)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
-    args = parser.parse_args(argv)
+    description = "What does each kind of batching bring, offline?"
+    args = offline_parser("throughput", description, 48, 16, 1024).parse_args(argv)
     return reports.publish("throughput", args, lambda: compare(args), markdown)
 
 
-def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs every variant on every round."""
-    sizes = Sizes(context=args.context, num_requests=args.requests)
-    base = {
+def offline_parser(
+    name: str, description: str, requests: int, max_num_seqs: int, context: int
+) -> argparse.ArgumentParser:
+    """Return the arguments of benchmarks that send `mixed` requests to an engine."""
+    parser = reports.parser(name, description, model="forge-tiny", rounds=5)
+    reports.options(
+        parser,
+        ("--requests", int, requests, "per round"),
+        ("--max-num-seqs", int, max_num_seqs, "sequences that run at once"),
+        ("--context", int, context, "longest prompt plus output"),
+        ("--seed", int, 0, "of the requests"),
+    )
+    return parser
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, int]:
+    return {
         "max_model_len": args.context,
         "max_num_seqs": args.max_num_seqs,
         "num_blocks": -(-args.context // SMALLEST_BLOCK) * args.max_num_seqs,
     }
+
+
+def requests_of(args: argparse.Namespace) -> Callable[[int], Sequence[Request]]:
+    """Return a function from the number of a round to its requests."""
+    sizes = Sizes(context=args.context, num_requests=args.requests)
     vocabulary = Vocabulary.of_model(args.model)
-    work = mixed(sizes, vocabulary, args.seed, 0).requests
+    return lambda round_: mixed(sizes, vocabulary, args.seed, round_).requests
+
+
+def facts(args: argparse.Namespace, work: Sequence[Request]) -> dict[str, Any]:
+    """Return what the report says of the load."""
+    return {
+        "model": args.model,
+        "max_num_seqs": args.max_num_seqs,
+        "context": args.context,
+        "seed": args.seed,
+        "requests": len(work),
+        "prompt_tokens": sum(len(r.prompt) for r in work),
+        "output_tokens": sum(r.max_tokens for r in work),
+        "rounds": args.rounds,
+    }
+
+
+def title(report: dict[str, Any]) -> str:
+    return (
+        f"{reports.heading(report)}; {report['model']}, {report['requests']} requests, "
+        f"{report['prompt_tokens']} prompt and {report['output_tokens']} output tokens, "
+        f"{report['max_num_seqs']} at once; medians of {report['rounds']} rounds\n\n"
+    )
+
+
+def span(samples: Sequence[float]) -> str:
+    return f"{number(min(samples))} to {number(max(samples))}"
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Run every variant on every round."""
+    base, make = engine_options(args), requests_of(args)
+    work = make(0)
     asked = sum(r.max_tokens for r in work)
     rows = [_row(variant, work, args.max_num_seqs) for variant in VARIANTS]
     engines = {
@@ -99,31 +131,15 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         if "skipped" not in row
     }
     for i, llm in engines.items():
-        warm_up = mixed(sizes, vocabulary, args.seed, WARM_UP).requests
-        seconds(llm, warm_up[: args.max_num_seqs], VARIANTS[i].one_at_a_time)
-    with tqdm(total=args.rounds * len(engines), unit="run", disable=None) as bar:
-        for round_ in range(args.rounds):
-            requests = mixed(sizes, vocabulary, args.seed, round_).requests
-            for i in _rotated(list(engines), round_):
-                wall_s = seconds(engines[i], requests, VARIANTS[i].one_at_a_time)
-                rows[i]["samples"].append(asked / wall_s)
-                bar.update()
-    first = rows[0]["samples"]
+        seconds(llm, make(WARM_UP)[: args.max_num_seqs], VARIANTS[i].one_at_a_time)
+    for round_, i in reports.turns(list(engines), args.rounds):
+        wall_s = seconds(engines[i], make(round_), VARIANTS[i].one_at_a_time)
+        rows[i]["samples"].append(asked / wall_s)
     for row in rows:
         if row.get("samples"):
             row["output_tokens_per_s"] = median(row["samples"])
-            row["ratio"] = median([x / y for x, y in zip(row["samples"], first, strict=True)])
-    return {
-        "model": args.model,
-        "max_num_seqs": args.max_num_seqs,
-        "context": args.context,
-        "seed": args.seed,
-        "requests": len(work),
-        "prompt_tokens": sum(len(r.prompt) for r in work),
-        "output_tokens": asked,
-        "rounds": args.rounds,
-        "variants": rows,
-    }
+            row["ratio"] = reports.median_ratio(row["samples"], rows[0]["samples"])
+    return {**facts(args, work), "variants": rows}
 
 
 def seconds(llm: LLM, requests: Sequence[Request], one_at_a_time: bool) -> float:
@@ -137,10 +153,15 @@ def seconds(llm: LLM, requests: Sequence[Request], one_at_a_time: bool) -> float
         )
         tokens += sum(len(o.outputs[0].token_ids) for o in outputs)
     wall_s = time.perf_counter() - start
+    check_tokens(tokens, requests)
+    return wall_s
+
+
+def check_tokens(tokens: int, requests: Sequence[Request]) -> None:
+    """Raise BenchmarkError if other than all output tokens came."""
     asked = sum(r.max_tokens for r in requests)
     if tokens != asked:
         raise BenchmarkError(f"{tokens} output tokens came where {asked} were asked for")
-    return wall_s
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -149,18 +170,10 @@ def markdown(report: dict[str, Any]) -> str:
         if "skipped" in row:
             rows.append((row["variant"], "-", "-", f"skipped: {row['skipped']}"))
             continue
-        span = f"{number(min(row['samples']))} to {number(max(row['samples']))}"
-        rows.append(
-            (row["variant"], number(row["output_tokens_per_s"]), f"{row['ratio']:.2f}", span)
-        )
-    lines = [
-        f"{reports.heading(report)}; {report['model']}, {report['requests']} requests, "
-        f"{report['prompt_tokens']} prompt and {report['output_tokens']} output tokens, "
-        f"{report['max_num_seqs']} at once; medians of {report['rounds']} rounds",
-        "",
-        reports.table(("variant", "output tokens/s", "to sequential", "lowest to highest"), rows),
-    ]
-    return "\n".join(lines)
+        rate = number(row["output_tokens_per_s"])
+        rows.append((row["variant"], rate, f"{row['ratio']:.2f}", span(row["samples"])))
+    header = ("variant", "output tokens/s", "to sequential", "lowest to highest")
+    return title(report) + reports.table(header, rows)
 
 
 def _row(variant: Variant, work: Sequence[Request], max_num_seqs: int) -> dict[str, Any]:
@@ -169,14 +182,8 @@ def _row(variant: Variant, work: Sequence[Request], max_num_seqs: int) -> dict[s
         longest = sorted((len(r.prompt) for r in work), reverse=True)
         options["max_num_batched_tokens"] = sum(longest[:max_num_seqs])
     row: dict[str, Any] = {"variant": variant.name, "options": options}
-    skipped = why_not(**options)
+    skipped = engine_config_error(**options)
     return row | ({"samples": []} if skipped is None else {"skipped": skipped})
-
-
-def _rotated(items: list[int], by: int) -> list[int]:
-    """So that no variant is always the first."""
-    by %= len(items)
-    return items[by:] + items[:by]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ model on texts of its own, drawn in float32 at temperature 1. Speed is measured 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,29 +22,26 @@ import numpy as np
 
 from benchmarks import report as reports
 from benchmarks.kv_dtype import (
-    BUNDLED,
     OUTPUT,
     SEQUENCES,
-    held_out,
     log_likelihoods,
-    own_texts,
+    more_perplexity,
+    parser_of,
+    perplexity,
+    texts_of,
     tokens_per_s,
 )
 from benchmarks.load import write_gguf
 from forge_jax import LLM
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import GGUFWeights, Rounding
-from forge_jax.errors import ForgeError
 from forge_serve.bench.metrics import median
 
 PLAIN = "none"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.weights", description="What do rounded weights cost?"
-    )
-    parser.add_argument("--model", default=BUNDLED, help=f"what to run (default {BUNDLED})")
+    parser = parser_of("weights", "What do rounded weights cost?")
     parser.add_argument("--kernels", default="auto", help="of the engine: auto or xla")
     parser.add_argument(
         "--forms", nargs="*", default=[*get_args(Rounding)[1:]], metavar="QUANTIZATION",
@@ -55,22 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--gguf", nargs="+", default=[], metavar="TYPE",
         help="types of GGUF files besides: Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS",
     )  # fmt: skip
-    parser.add_argument("--texts", type=int, default=2000, help="to be scored (default 2000)")
-    parser.add_argument("--rounds", type=int, default=7, help="of decoding (default 7)")
     parser.add_argument("--context", type=int, default=64, help="of decoding (default 64)")
-    parser.add_argument("--output", type=Path, help="write the report here as JSON")
     args = parser.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            found = compare(args, Path(folder))
-        report = reports.new("weights", model=args.model, kernels=args.kernels, **found)
-        if args.output is not None:
-            reports.write(report, args.output)
-    except (ForgeError, OSError) as error:
-        print(f"weights: {error}", file=sys.stderr)
-        return 1
-    print(markdown(report))
-    return 0
+    with tempfile.TemporaryDirectory() as folder:
+        return reports.publish("weights", args, lambda: compare(args, Path(folder)), markdown)
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -83,7 +67,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         write_gguf(resolve(args.model), file, kind)
         for kept in get_args(GGUFWeights):
             engines[f"GGUF {kind}, {kept}"] = LLM(str(file), gguf_weights=kept, **options)
-    texts = held_out(args.texts) if args.model == BUNDLED else own_texts(args.model, args.texts)
+    texts = texts_of(args)
     context = min(args.context, engines[PLAIN].max_model_len - OUTPUT)
     speed = tokens_per_s(engines, context, args.rounds)
     exact = log_likelihoods(engines[PLAIN], texts)
@@ -95,16 +79,16 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rows.append(
             {
                 "quantization": kind,
-                "bytes": llm._core._device._model.param_bytes,  # type: ignore[attr-defined]
-                "perplexity": math.exp(-np.mean(exact - lost)),
-                "more_perplexity": math.expm1(np.mean(lost)),
-                "standard_error": float(np.std(lost) / math.sqrt(len(lost))),
+                "bytes": llm._core._device.model.param_bytes,  # type: ignore[attr-defined]
+                **perplexity(exact, lost),
                 **({} if decoded is None else _beside(decoded, exact - lost)),
                 "tokens_per_s": median(speed[kind]),
-                "ratio": median([x / y for x, y in zip(speed[kind], speed[PLAIN], strict=True)]),
+                "ratio": reports.median_ratio(speed[kind], speed[PLAIN]),
             }
         )
     return {
+        "model": args.model,
+        "kernels": args.kernels,
         "scored_tokens": len(exact),
         "context": context,
         "sequences": SEQUENCES,
@@ -115,11 +99,8 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _beside(decoded: np.ndarray, own: np.ndarray) -> dict[str, float]:
     """More perplexity than the decoded model of the same file, by log likelihoods of tokens."""
-    lost = decoded - own
-    return {
-        "more_than_decoded": math.expm1(np.mean(lost)),
-        "standard_error_to_decoded": float(np.std(lost) / math.sqrt(len(lost))),
-    }
+    names = ("more_than_decoded", "standard_error_to_decoded")
+    return dict(zip(names, more_perplexity(decoded - own).values(), strict=True))
 
 
 def markdown(report: dict[str, Any]) -> str:

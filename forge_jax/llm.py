@@ -16,7 +16,7 @@ from tqdm import tqdm
 from forge_jax.config import EngineConfig, Pooling, python_names
 from forge_jax.engine.adapters import Adapters, LoadedAdapter
 from forge_jax.engine.builder import assemble
-from forge_jax.engine.core import EngineParts
+from forge_jax.engine.parts import EngineParts
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.outputs import Completion, Delta, RequestOutput
@@ -65,9 +65,7 @@ class LLM:
         return llm
 
     def _start(self, parts: EngineParts) -> None:
-        if parts.late is not None:
-            parts.late.wait()
-            parts.late.adopt()
+        parts.finish_compiling()
         self._parts = parts
         self._core = parts.core
         self._num_requests = 0
@@ -344,7 +342,7 @@ class LLM:
             return
         pooler.compile_pooling()
         with self._lock:
-            pooler.adopt_pooling()
+            pooler.activate_pooling()
 
     def _check(self, request: Request) -> None:
         """Refuses what cannot be served, its grammar among it, which is compiled here."""

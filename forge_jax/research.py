@@ -27,10 +27,10 @@ from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import GGUFWeights, python_names
 from forge_jax.errors import ModelError
 from forge_jax.models import KV, Leaves, Model, ModelSpec, build_model
-from forge_jax.models.decoder import WeightForms
 from forge_jax.models.kv import EIGHT_BITS
 from forge_jax.models.registry import decoded
 from forge_jax.step.kv_cache import kv_shape
+from forge_jax.weights.formats import WeightFormats
 from forge_kernels import cpu
 from forge_kernels.attention import Implementation
 from forge_kernels.embed import embed
@@ -78,24 +78,24 @@ def load(
     """
     folder = resolve(model, revision)
     record = read_record(folder)
-    forms = WeightForms(block_rows="int8" if gguf_weights == "packed" else None)
+    formats = WeightFormats(ggml_activations="int8" if gguf_weights == "packed" else None)
     if record is not None:
         record.check_options(dtype=dtype)
-        forms = dataclasses.replace(forms, rounded=record.rounded, **dict(record.forms))
+        formats = dataclasses.replace(formats, rounded=record.rounded, **dict(record.formats))
         if record.packed and not (jax.default_backend() == "cpu" and cpu.available()):
             raise ModelError(
                 f"{folder} is packed for the C++ kernels of CPUs, which cannot be used here: "
                 "convert the original model with --kernels xla"
             )
     spec = read_spec(folder)
-    if gguf_weights == "decoded" and spec.block_types is not None:
+    if gguf_weights == "decoded" and spec.ggml_types is not None:
         if not is_gguf(folder):
             raise ModelError(
                 f"gguf_weights: {folder} was converted with its matrices in blocks: load the "
                 "original model"
             )
         spec = decoded(spec)
-    built = build_model(spec, dtype, forms)
+    built = build_model(spec, dtype, formats)
     return LoadedModel(built, load_weights(built, folder, progress=progress), folder)
 
 

@@ -11,8 +11,9 @@ import hashlib
 import math
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -456,6 +457,22 @@ class FailingDevice:
             self._broken = True
             self.num_failures += 1
             raise RuntimeError(f"injected: step {plan.step} fails at its {where}")
+
+
+@contextmanager
+def failing_steps(core: Any, fails: Callable[[StepPlan, str], bool]) -> Iterator[FailingDevice]:
+    """Make steps of an `EngineCore` raise. It recovers from them, but not from failed checks.
+
+    Args:
+      fails: as of `FailingDevice`.
+    """
+    device, unrecoverable = core._device, core.unrecoverable
+    core._device = failing = FailingDevice(device, fails)
+    core.unrecoverable = (AssertionError,)
+    try:
+        yield failing
+    finally:
+        core._device, core.unrecoverable = device, unrecoverable
 
 
 def drafts_always_pay(policy: Any) -> None:

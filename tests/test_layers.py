@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import structure
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -56,10 +58,9 @@ def test_llguidance_comes_with_the_first_grammar():
 
 SOURCES = [
     *sorted((ROOT / "forge_jax/schedule").glob("*.py")),
-    ROOT / "forge_jax/schedule/block_pool.py",
     *(
         ROOT / f"forge_jax/speculate/{name}.py"
-        for name in ("contexts", "ngram", "suffix", "length")
+        for name in ("ngram_index", "ngram", "suffix", "draft_length")
     ),
     ROOT / "tests/schedule/simulation.py",
 ]
@@ -92,3 +93,26 @@ def test_the_check_sees_randomness_that_has_no_seed():
     source = "import random\nfrom random import choice\nrandom.random()\nrandom.Random()"
     assert shared_randomness(source) == {"choice", "random", "Random()"}
     assert not shared_randomness("def f(rng: random.Random): return random.Random(1)")
+
+
+# ---- size and circles ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("package", "most"), [("forge_jax", 20), ("forge_serve", 15)])
+def test_a_package_has_few_entries_at_its_top(package, most):
+    assert structure.entries(structure.PACKAGES[package]) <= most
+
+
+@pytest.mark.parametrize("package", structure.PACKAGES)
+def test_no_function_is_longer_than_the_limit(package):
+    long = [
+        f"{path.relative_to(ROOT)}: {function.name} has {function.lines} lines"
+        for path, tree in structure.parsed(structure.PACKAGES[package])
+        for function in structure.functions(tree)
+        if function.lines > structure.LONG_FUNCTION
+    ]
+    assert not long, f"split them: at most {structure.LONG_FUNCTION} lines without docstrings"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert structure.knots(structure.import_edges()) == []

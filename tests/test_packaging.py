@@ -36,7 +36,7 @@ ESSENTIAL = {
     "forge_kernels/cpu/src/rounded.cc",
     "forge_kernels/py.typed",
     "forge_serve/py.typed",
-    "forge_serve/static/index.html",
+    "forge_serve/server/static/index.html",
 }
 SDIST = f"forge_jax-{forge_jax.__version__}"
 SDIST_ROOT_FILES = {

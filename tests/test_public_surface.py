@@ -90,9 +90,9 @@ def test_each_package_is_marked_as_typed(package):
 
 
 def test_the_modules_of_the_public_surface_are_checked_strictly():
-    modules = {"forge_jax.__init__", *typed_imports().values()}
+    modules = [importlib.import_module(name) for name in {"forge_jax", *typed_imports().values()}]
     strict = PYPROJECT["tool"]["pyright"]["strict"]
-    assert {f"{module.replace('.', '/')}.py" for module in modules} <= set(strict)
+    assert {str(Path(str(module.__file__)).relative_to(ROOT)) for module in modules} <= set(strict)
     assert all((ROOT / file).is_file() for file in strict)
 
 

@@ -28,11 +28,10 @@ ENOUGH_S = 8.0  # of the time that is left, to begin a part
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description="What does this GPU show?")
+    parser = reports.parser("gpu", "What does this GPU show?")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--limit", type=float, default=520.0, help="seconds for everything")
     parser.add_argument("--tiny", action="store_true", help="small shapes, on any device")
-    parser.add_argument("--output", type=Path, help="write the report here as JSON, and as .md")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.part is not None:  # the child

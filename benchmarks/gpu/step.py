@@ -21,6 +21,7 @@ from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import FED_BACK, Admission, Decodes, StepPlan
 from forge_jax.step.inputs import StepShape
 from forge_jax.step.kv_cache import kv_shape
+from forge_jax.step.options import RunnerOptions
 from forge_jax.step.runner import Runner
 
 BATCHES = {"auto": (1, 32, 128, 256), "fp8": (32, 256)}  # by kv dtype
@@ -66,11 +67,13 @@ def _runner(model: Any, batch: int, kv_dtype: str, context: int, platform: str) 
     )
     return Runner(
         model,
-        shapes=[StepShape.decode(batch)],
-        kv_shape=kv,
-        num_slots=batch,
-        max_blocks=per_sequence,
-        device=jax.devices()[0],
+        RunnerOptions(
+            shapes=[StepShape.decode(batch)],
+            kv_shape=kv,
+            num_slots=batch,
+            max_blocks=per_sequence,
+            device=jax.devices()[0],
+        ),
     )
 
 
@@ -91,7 +94,7 @@ def _decode(
         runner.memory_bytes()
         compile_s.append(time.perf_counter() - begin_s)
     runner.start(leaves)
-    per_sequence = runner._max_blocks
+    per_sequence = runner.options.max_blocks
     admissions = tuple(
         Admission(
             slot=slot,
@@ -129,13 +132,13 @@ def _decode(
         wall_s.append((time.perf_counter() - begin_s) / STEPS)
     spec = model.spec
     table = spec.vocab_size * spec.hidden_size * 2  # of the embedding only a few rows are read
-    kv = runner._kv_shape
+    kv = runner.options.kv_shape
     kv_bytes = kv.block_bytes * context * batch // kv.block_size
     floor = model.param_bytes - table + kv_bytes
     floor_s = floor / ceiling
     step_s = statistics.median(wall_s)
-    text = runner._compiled[f"decode[{batch}]"].as_text() or ""
-    memory = runner._compiled[f"decode[{batch}]"].memory_analysis()
+    text = runner.compiled()[f"decode[{batch}]"].as_text() or ""
+    memory = runner.compiled()[f"decode[{batch}]"].memory_analysis()
     return {
         "ms": 1e3 * step_s,
         "floor_ms": 1e3 * floor_s,

@@ -172,22 +172,7 @@ def _limits(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers", description="forge-jax beside its peers on the CPU."
-    )
-    parser.add_argument(
-        "--peers",
-        type=_names(PEERS),
-        default=list(PEERS),
-        help=f"of {','.join(PEERS)}, or none; default: all that are set up",
-    )
-    parser.add_argument(
-        "--quantizations",
-        type=_names(engines.LLAMA_CPP_QUANTIZATIONS),
-        default=list(engines.LLAMA_CPP_QUANTIZATIONS),
-        help="of llama.cpp's weights; files of all but bf16 are served by forge-jax as well "
-        f"(default: {','.join(engines.LLAMA_CPP_QUANTIZATIONS)})",
-    )
+    parser = reports.parser("peers", "forge-jax beside its peers on the CPU.", rounds=4)
     parser.add_argument(
         "--no-gguf",
         dest="gguf",
@@ -201,66 +186,43 @@ def _parser() -> argparse.ArgumentParser:
         help="a configuration of forge-jax, by names of EngineConfig's fields; may be given "
         f"several times, none for no forge-jax; default: {' '.join(FORGE)}",
     )
-    parser.add_argument("--shapes", type=_names(tuple(SHAPES)), default=["S", "M"])
-    parser.add_argument(
-        "--suites",
-        type=_names(suites.NAMES),
-        default=["batches"],
-        help="batches: 128 tokens in, 64 out; long: prompts of --contexts, 64 tokens out; trace: "
-        "the requests of --trace (default: batches)",
-    )
-    parser.add_argument(
-        "--batch-sizes",
-        type=_numbers(int),
-        help="requests at the same time (default: 1,8,16,32; of the suite long: 1)",
-    )
-    parser.add_argument(
-        "--contexts",
-        type=_numbers(int),
-        default=[4096, 8192, 32768],
-        help="prompt tokens of the suite long (default: 4096,8192,32768)",
-    )
-    parser.add_argument("--trace", type=Path, help="Azure CSV or Mooncake JSON lines")
-    parser.add_argument(
-        "--rates",
-        type=_numbers(float),
-        default=[0.6, 1.2],
-        help="mean requests/s to which a trace's arrivals are stretched (default: 0.6,1.2)",
-    )
-    parser.add_argument(
-        "--max-requests", type=int, default=60, help="first requests of the trace (default: 60)"
-    )
-    parser.add_argument(
-        "--trace-context",
-        type=int,
-        default=4096,
-        help="tokens that a trace's requests are cut to, prompt and output (default: 4096)",
-    )
-    parser.add_argument(
-        "--trace-seqs",
-        type=int,
-        default=16,
-        help="sequences that each server runs at the same time in a trace (default: 16)",
-    )
-    parser.add_argument("--rounds", type=int, default=4, help="default: 4")
-    parser.add_argument(
-        "--attempts", type=int, default=3, help="at most, at a quiet run (default: 3)"
-    )
-    parser.add_argument(
-        "--quiet-wait",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="to wait for an idle machine before a run, at most (default: 60)",
-    )
-    parser.add_argument(
-        "--output", type=Path, help="write the report here as JSON, and beside it as .md"
-    )
-    parser.add_argument(
-        "--lock",
-        type=Path,
-        help="hold an exclusive lock of this file while something runs, and only then: for "
-        "machines that several people share",
+    quantizations = engines.LLAMA_CPP_QUANTIZATIONS
+    reports.options(
+        parser,
+        ("--peers", _names(PEERS), list(PEERS), "those that are set up of these, or none"),
+        (
+            *("--quantizations", _names(quantizations), list(quantizations)),
+            "of llama.cpp's weights; files of all but bf16 are served by forge-jax as well",
+        ),
+        ("--shapes", _names(tuple(SHAPES)), ["S", "M"], "of the models"),
+        (
+            *("--suites", _names(suites.NAMES), ["batches"]),
+            "batches: 128 tokens in, 64 out; long: prompts of --contexts, 64 tokens out; trace: "
+            "the requests of --trace",
+        ),
+        (
+            *("--batch-sizes", _numbers(int), None),
+            "requests at the same time (default: 1,8,16,32; of the suite long: 1)",
+        ),
+        ("--contexts", _numbers(int), [4096, 8192, 32768], "prompt tokens of the suite long"),
+        ("--trace", Path, None, "Azure CSV or Mooncake JSON lines"),
+        (
+            *("--rates", _numbers(float), [0.6, 1.2]),
+            "mean requests/s to which a trace's arrivals are stretched",
+        ),
+        ("--max-requests", int, 60, "first requests of the trace"),
+        (
+            *("--trace-context", int, 4096),
+            "tokens that a trace's requests are cut to, prompt and output",
+        ),
+        ("--trace-seqs", int, 16, "sequences that each server runs at the same time in a trace"),
+        ("--attempts", int, 3, "at most, at a quiet run"),
+        ("--quiet-wait", float, 60.0, "seconds to wait for an idle machine before a run, at most"),
+        (
+            *("--lock", Path, None),
+            "hold an exclusive lock of this file while something runs, and only then: for "
+            "machines that several people share",
+        ),
     )
     return parser
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.load import write_gguf
 from benchmarks.peers import setup
 from forge_jax.config import EngineConfig
 
@@ -150,20 +151,17 @@ def transformers(model: Path, threads: int, room: Room) -> Engine:
 
 
 def gguf(model: Path, quantization: str) -> Path:
-    """The model's GGUF file, made by llama.cpp's own tools unless it is there."""
+    """The model's GGUF file, written unless it is there; llama.cpp's own tool quantizes."""
     file = model / f"{quantization}.gguf"
     if file.exists():
         return file
-    if quantization == "bf16":
-        script = Path(__file__).with_name("to_gguf.py")
-        command = [setup.python_of("llama.cpp"), script, model, file]
-        subprocess.run([str(part) for part in command], check=True)
-        return file
     partial = file.with_name(file.name + ".tmp")
+    if quantization == "bf16":
+        write_gguf(model, partial, vocabulary=True)
+        return partial.rename(file)
     command = [setup.llama_cpp_binary("llama-quantize"), gguf(model, "bf16"), partial, quantization]
     subprocess.run([str(part) for part in command], check=True, capture_output=True)
-    partial.rename(file)
-    return file
+    return partial.rename(file)
 
 
 def config(model: Path) -> dict[str, Any]:

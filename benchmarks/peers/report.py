@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks import report as reports
 from benchmarks.peers import limits
 from benchmarks.peers.measure import Workload
 from benchmarks.peers.suites import Metric, Suite
@@ -142,34 +143,30 @@ def table(shape: str, suite: Suite, summary: dict[str, Any]) -> str:
     """Medians with their share of the limit, then the ratios of engines that are comparable."""
     columns = suite.metrics
     titles = [column.title for column in columns]
-    lines = [
-        f"### {shape}, {suite.name}",
-        "",
-        "Medians: tokens/s with their share of the machine's limit, milliseconds as multiples of "
-        "it.",
-        "",
-        *_rows(["engine", *titles, "same first token"]),
-    ]
     weights: Mapping[str, str] = summary["weights"]
+    rows = []
     for engine, values in summary["median"].items():
         most = summary["limits"].get(weights[engine], {})
         cells = [_with_limit(c, values[c.title], most.get(c.title)) for c in columns]
         same = summary["same_first_token"][engine]
-        lines.append(_row([engine, *cells, "-" if math.isnan(same) else f"{100 * same:.0f}%"]))
+        rows.append([engine, *cells, "-" if math.isnan(same) else f"{100 * same:.0f}%"])
     for name, most in summary["limits"].items():
         cells = [_number(most.get(title, math.nan)) for title in titles]
-        lines.append(_row([f"limit, {name}", *cells, "-"]))
-    pairs = {
-        pair: values
+        rows.append([f"limit, {name}", *cells, "-"])
+    ratios = [
+        [pair, *(_ratio(values[title]) for title in titles)]
         for pair, values in summary["ratio"].items()
         if is_comparable(*(weights[engine] for engine in pair.split(" / ")))
-    }
-    if pairs:
-        lines += ["", "Ratios, medians over rounds:", "", *_rows(["", *titles])]
-    for pair, values in pairs.items():
-        lines.append(_row([pair, *(_ratio(values[t]) for t in titles)]))
-    lines += ["", f"{summary['noisy_runs']} of {summary['runs']} runs were noisy."]
-    return "\n".join(lines)
+    ]
+    parts = [
+        f"### {shape}, {suite.name}",
+        "Medians: tokens/s with their share of the machine's limit, milliseconds as multiples of "
+        "it.",
+        reports.table(["engine", *titles, "same first token"], rows),
+    ]
+    if ratios:
+        parts += ["Ratios, medians over rounds:", reports.table(["", *titles], ratios)]
+    return "\n\n".join([*parts, f"{summary['noisy_runs']} of {summary['runs']} runs were noisy."])
 
 
 def _with_limit(column: Metric, value: float, limit: float | None) -> str:
@@ -178,14 +175,6 @@ def _with_limit(column: Metric, value: float, limit: float | None) -> str:
     if column.is_latency:
         return f"{_number(value)} ({value / limit:.1f}x)"
     return f"{_number(value)} ({value / limit:.0%})"
-
-
-def _rows(titles: Sequence[str]) -> list[str]:
-    return [_row(titles), "|" + "---|" * len(titles)]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _number(value: float) -> str:

@@ -60,7 +60,7 @@ ENVIRONMENTS = {
         # PyPI's builds of these are for CUDA and fail on import.
         unwanted=("torchvision", "torchaudio", "torchcodec"),
     ),
-    "llama.cpp": Environment(python="python3.11", packages=("gguf==0.19.0",)),
+    "llama.cpp": Environment(python="python3.11", packages=()),
     "transformers": Environment(
         python="python3.11", packages=("transformers[serving]==5.23.0", TORCH)
     ),
@@ -105,7 +105,8 @@ def make(name: str) -> None:
     if not python_of(name).exists():
         _run(_program(environment.python), "-m", "venv", folder / "venv")
     pip = (python_of(name), "-m", "pip", "--disable-pip-version-check")
-    _run(*pip, "install", "--quiet", *environment.packages)
+    if environment.packages:
+        _run(*pip, "install", "--quiet", *environment.packages)
     if environment.unwanted:
         _run(*pip, "uninstall", "--quiet", "--yes", *environment.unwanted)
     if name == "llama.cpp":

@@ -45,14 +45,14 @@ class Record:
     folder: Path
     dtype: str  # of weights and activations
     quantization: Rounding
-    forms: Mapping[str, Format | None]  # the fields of `WeightForms`; empty: plain matrices
+    formats: Mapping[str, Format | None]  # the fields of `WeightFormats`; empty: plain matrices
     leaves: Mapping[str, jax.ShapeDtypeStruct]  # as in `Model.names` and `Model.leaves`
     shards: int = 1  # that share the model; `leaves` are those of one
 
     @property
     def packed(self) -> bool:
         """Whether the matrices are in the layout of the CPU kernels."""
-        return bool(self.forms)
+        return bool(self.formats)
 
     @property
     def rounded(self) -> Values | None:
@@ -135,7 +135,7 @@ def read_record(folder: Path) -> Record | None:
         folder=folder,
         dtype=dtype,
         quantization=cast(Rounding, quantization),
-        forms=_read_forms(file, values.get("packing")),
+        formats=_read_formats(file, values.get("packing")),
         leaves=_read_leaves(file, values.get("leaves")),
         shards=shards,
     )
@@ -143,7 +143,7 @@ def read_record(folder: Path) -> Record | None:
 
 def write_record(record: Record) -> None:
     """Makes `record.folder` a converted one."""
-    packing = {"layout": LAYOUT, **record.forms} if record.packed else None
+    packing = {"layout": LAYOUT, **record.formats} if record.packed else None
     values = {
         "format": FORMAT,
         "version": VERSION,
@@ -160,7 +160,7 @@ def write_record(record: Record) -> None:
     (record.folder / FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def _read_forms(file: Path, packing: Any) -> dict[str, Format | None]:
+def _read_formats(file: Path, packing: Any) -> dict[str, Format | None]:
     if packing is None:
         return {}
     if not isinstance(packing, dict):
@@ -173,14 +173,14 @@ def _read_forms(file: Path, packing: Any) -> dict[str, Format | None]:
             f"{file}: its matrices are packed as {short_repr(layout)}, and the CPU kernels of this "
             f"forge-jax take {LAYOUT}: {_AGAIN}"
         )
-    forms = {name: packing.get(name) for name in ("layers", "head", "embedding")}
-    for name, form in forms.items():
-        if form is not None and form not in FORMATS:
+    formats = {name: packing.get(name) for name in ("layers", "head", "embedding")}
+    for name, format in formats.items():
+        if format is not None and format not in FORMATS:
             raise CheckpointError(
                 f"{file}: packing.{name} must be null or one of {', '.join(FORMATS)}, not "
-                f"{short_repr(form)}"
+                f"{short_repr(format)}"
             )
-    return forms
+    return formats
 
 
 def _read_leaves(file: Path, leaves: Any) -> dict[str, jax.ShapeDtypeStruct]:

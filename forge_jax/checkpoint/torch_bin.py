@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickletools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -376,7 +377,7 @@ class _Interpreter:
         self._fail(f"it has more than {MAX_OPCODES} opcodes")
 
     def _refuse_opcode(self, code: int) -> NoReturn:
-        name = _OTHER_OPCODES.get(code, "unknown")
+        name = _OPCODE_NAMES.get(code, "unknown")
         called = ""
         if name == "STACK_GLOBAL" and [type(part) for part in self.stack[-2:]] == [str, str]:
             called = f", for {short_repr('.'.join(self.stack[-2:]))}"
@@ -625,15 +626,4 @@ _ACTIONS: dict[int, _Action] = {
     0x80: _Interpreter._protocol,
 }
 
-# Names for messages only: whatever is not above is refused.
-_OTHER_OPCODES = {
-    ord("i"): "INST", ord("o"): "OBJ", ord("P"): "PERSID", 0x81: "NEWOBJ", 0x82: "EXT1",
-    0x83: "EXT2", 0x84: "EXT4", 0x8B: "LONG4", 0x92: "NEWOBJ_EX", 0x93: "STACK_GLOBAL",
-    0x8C: "SHORT_BINUNICODE", 0x8D: "BINUNICODE8", 0x94: "MEMOIZE", 0x95: "FRAME",
-    0x96: "BYTEARRAY8", 0x97: "NEXT_BUFFER", 0x98: "READONLY_BUFFER", ord("0"): "POP",
-    ord("1"): "POP_MARK", ord("2"): "DUP", ord("S"): "STRING", ord("T"): "BINSTRING",
-    ord("U"): "SHORT_BINSTRING", ord("V"): "UNICODE", ord("I"): "INT", ord("L"): "LONG",
-    ord("F"): "FLOAT", ord("B"): "BINBYTES", ord("C"): "SHORT_BINBYTES", 0x8E: "BINBYTES8",
-    0x8F: "EMPTY_SET", 0x90: "ADDITEMS", 0x91: "FROZENSET", ord("p"): "PUT", ord("g"): "GET",
-    ord("d"): "DICT", ord("l"): "LIST",
-}  # fmt: skip
+_OPCODE_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}  # for messages

@@ -1,8 +1,8 @@
 """Puts an engine together from its configuration: the one place that knows all the parts.
 
-Order: files are checked and executables start to compile from shapes alone; the weights are read
-meanwhile. When the first executables are there, XLA's own figures are held against the memory, the
-KV cache is made, and each of them runs once: the engine can serve. The others are adopted later.
+First the files are checked, and executables start to compile from shapes alone while the weights
+are read. When the first executables are ready, XLA's figures are compared with the memory, the KV
+cache is made, and each of them runs once: the engine can serve. The others are activated later.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,8 +31,10 @@ from forge_jax.engine.compile_cache import (
     foreign_entries_fault,
     is_url,
 )
-from forge_jax.engine.core import EngineCore, EngineParts, make_scheduler, max_rows
+from forge_jax.engine.core import EngineCore, make_scheduler, max_rows
 from forge_jax.engine.fingerprint import system_fingerprint
+from forge_jax.engine.parts import EngineParts
+from forge_jax.engine.sizes import Residents, Sizes, free_bytes, log_if_small
 from forge_jax.errors import (
     CheckpointError,
     ConfigError,
@@ -42,34 +43,29 @@ from forge_jax.errors import (
     UnsupportedModelError,
 )
 from forge_jax.grammar import GrammarCompiler
-from forge_jax.models.decoder import WeightForms
 from forge_jax.models.kv import element_dtype
 from forge_jax.models.lora import LoraShape
 from forge_jax.models.registry import build_model, decoded, resolve_dtype
 from forge_jax.schedule.request import LoraRef
 from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.speculate import make_speculator
-from forge_jax.speculate.draft_model import DraftModel, draft_shapes
+from forge_jax.speculate.draft_model import DraftModel, DraftModelOptions
+from forge_jax.speculate.draft_step import draft_shapes
 from forge_jax.step.draft_probs import DraftProbs
-from forge_jax.step.kv_cache import (
-    CPU_SEQUENCE_TOKENS,
-    GIB,
-    KVShape,
-    coarse,
-    cpu_kv_bytes,
-    fit_num_blocks,
-    kv_shape,
-)
+from forge_jax.step.kv_cache import GIB
 from forge_jax.step.mesh import TensorMesh, choose_mesh
-from forge_jax.step.runner import Runner, compiler_options, first_shapes, step_shapes
+from forge_jax.step.options import RunnerOptions
+from forge_jax.step.runner import Runner
 from forge_jax.step.slots import MAX_END_TOKENS
 from forge_jax.step.step import Sampler
+from forge_jax.step.step_shapes import first_shapes, step_shapes
 from forge_jax.telemetry.compilations import SinceReady
-from forge_jax.telemetry.memory import available_host_bytes, device_bytes, give_back_freed_memory
+from forge_jax.telemetry.memory import give_back_freed_memory
 from forge_jax.telemetry.startup import StartupTimes
 from forge_jax.telemetry.units import bytes_text
 from forge_jax.text.load import load_text
-from forge_jax.weights.partition import check_shards, shard_spec
+from forge_jax.weights.formats import WeightFormats
+from forge_jax.weights.partition import check_shards
 from forge_kernels import cpu
 from forge_kernels.attention import Implementation
 from forge_kernels.attention.cpu_ffi import unsupported
@@ -80,6 +76,7 @@ if TYPE_CHECKING:
     from forge_jax.models.decoder import Leaves, Model
     from forge_jax.models.spec import ModelSpec
     from forge_jax.schedule.scheduler import Scheduler
+    from forge_jax.step.executables import BackgroundCompile
     from forge_jax.text import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -87,22 +84,98 @@ log = logging.getLogger(__name__)
 CPU_ITL_TARGET_MS = 200.0
 
 
-def assemble(  # noqa: PLR0915
+@dataclass(frozen=True, kw_only=True)
+class _Design:
+    """Everything that is chosen and checked before the first executable compiles."""
+
+    config: EngineConfig
+    folder: Path
+    spec: ModelSpec
+    model: Model
+    kernels: Kernels
+    device: jax.Device
+    mesh: TensorMesh | None
+    lora: LoraShape | None
+    draft: Draft | None
+    draft_probs: DraftProbs | None
+    memory_limit: int
+    sizes: Sizes
+
+    @property
+    def shards(self) -> int:
+        return 1 if self.mesh is None else self.mesh.shards
+
+    @property
+    def place(self) -> jax.Device | jax.sharding.Sharding:
+        """Where arrays lie that every device has whole."""
+        return self.device if self.mesh is None else self.mesh.whole
+
+    def missing_bytes(self, runner: Runner) -> int:
+        """Return how much more memory the first executables need than there is. Waits for them."""
+        return runner.memory_bytes() + self.sizes.draft_bytes - self.memory_limit
+
+
+def assemble(
     config: EngineConfig, startup: StartupTimes | None = None, folder: Path | None = None
 ) -> EngineParts:
-    """Resolves, checks, compiles and loads; blocks until the engine can run.
+    """Resolve, check, compile and load; block until the engine can run.
 
-    What is not compiled by then is `EngineParts.late`.
+    Executables that are not ready by then are in `EngineParts.late`.
 
     Args:
-      startup: where the phases are noted; default: from now on.
-      folder: the model's, as `resolve` found it; default: it is looked for.
+      startup: records the phases. Default: a new one, from now on.
+      folder: of the model, as `resolve` returned it. Default: resolved here.
 
     Raises:
       ModelError: the model cannot be served.
       ConfigError: the configuration does not fit the model or the machine.
     """
     startup = startup or StartupTimes()
+    design = _design(config, startup, folder)
+    compilations = SinceReady()
+    runner = _make_runner(design)
+    with startup.phase("config"):  # the part that shapes do not depend on
+        tokenizer, template = load_text(
+            design.folder, config.model.chat_template, design.spec.vocab_size
+        )
+    with startup.phase("weights"):
+        leaves, draft_leaves = _load_weights(design)
+    with startup.phase("compile"):  # the rest of it
+        design, runner = _fit_memory(design, runner)
+    draft_model = None if design.draft is None else _make_draft_model(design, design.draft, runner)
+    with startup.phase("warm-up"):
+        runner.start(leaves)
+        if draft_model is not None:
+            draft_model.start(draft_leaves)
+    adapters = None if design.lora is None else _load_adapters(design, design.lora, runner)
+    _log_sizes(design)
+    rng = random.Random(config.model.seed)
+    core = _make_core(design, runner, draft_model, tokenizer, rng)
+    fingerprint = None
+    if config.model.deterministic:
+        fingerprint = system_fingerprint(design.folder, design.device, runner.settings)
+    return EngineParts(
+        name=config.model.model,
+        core=core,
+        max_model_len=design.sizes.max_model_len,
+        tokenizer=tokenizer,
+        chat_template=template,
+        rng=rng,
+        guard=lambda: jax.no_tracing(True),
+        compilations=compilations,
+        late=_finish_later(runner, core.scheduler, compilations),
+        pooler=runner,
+        adapters=adapters,
+        steps=runner,
+        startup=startup,
+        system_fingerprint=fingerprint,
+        architecture=design.spec.architecture,
+        shards=design.shards,
+        pooling=config.model.pooling,
+    )
+
+
+def _design(config: EngineConfig, startup: StartupTimes, folder: Path | None) -> _Design:
     with startup.phase("config"):
         folder = folder or resolve(config.model.model, config.model.revision)
         spec = read_model_spec(config, folder)
@@ -110,10 +183,10 @@ def assemble(  # noqa: PLR0915
         mesh = choose_mesh(config, device)
         shards = 1 if mesh is None else mesh.shards
         check_shards(spec, shards)
-        if mesh is not None:  # what fits the one with the least memory fits all
-            device = min(mesh.devices, key=lambda each: _free_bytes(each, shards))
+        if mesh is not None:  # sizes that fit the one with the least memory fit all
+            device = min(mesh.devices, key=lambda each: free_bytes(each, shards))
         record = read_converted(config, folder)
-    with startup.phase("kernels"):  # where they are C++, a compiler builds them the first time
+    with startup.phase("kernels"):  # C++ kernels are compiled at the first start
         kernels = choose_kernels(config, spec, device, record)
     with startup.phase("config"):
         lora = _lora_shape(config)
@@ -122,56 +195,71 @@ def assemble(  # noqa: PLR0915
                 f"LoRA adapters: {folder} was converted with gates and ups packed together, which "
                 "adapters forbid; serve the model that it was made of"
             )
-        forms = dataclasses.replace(kernels.forms, lora=lora is not None)
-        model = build_model(spec, config.model.dtype, forms, shards)
+        formats = dataclasses.replace(kernels.formats, lora=lora is not None)
+        model = build_model(spec, config.model.dtype, formats, shards)
         check_weights(model, folder)  # before anything that takes long
         if lora is not None:
             _check_adapters(config, model, lora)
         draft = _choose_draft(config, model, kernels, device)
-        sizes = _Sizes.choose(config, model, device, draft, lora)
-        use_compilation_cache(config)
-    compilations = SinceReady()
-    memory_limit = _free_bytes(device, shards)
-    draft_probs = _make_proposals(config, draft, device if mesh is None else mesh.whole)
-    runner = _make_runner(
-        config, model, sizes, device, memory_limit, kernels, draft_probs, lora, mesh
-    )
-    runner.compile()
-    with startup.phase("config"):  # what the shapes do not depend on
-        tokenizer, template = load_text(folder, config.model.chat_template, spec.vocab_size)
-    with startup.phase("weights"):
-        mapped = may_map(config, device)
-        leaves = load_weights(model, folder, device=device, mesh=mesh, mapped=mapped)
-        place = device if mesh is None else mesh.whole
-        draft_leaves = () if draft is None else draft.load(model, leaves, place)
-    with startup.phase("compile"):  # what is left of it
-        runner.allocate()
-        needed = runner.memory_bytes() + sizes.draft_bytes
-        if needed > memory_limit:
-            runner.cancel()
-            sizes = sizes.smaller(config, needed - memory_limit)
-            runner = _make_runner(
-                config, model, sizes, device, memory_limit, kernels, draft_probs, lora, mesh
-            )
-            runner.compile()
-            still = runner.memory_bytes() + sizes.draft_bytes - memory_limit
-            if still > 0:
-                runner.cancel()
-                raise ConfigError(
-                    f"the steps need {still / GIB:.2f} GiB more than the device has, with "
-                    f"{sizes.kv.num_blocks} KV blocks: set --num-blocks to less"
-                )
-    draft_model = None
-    if draft is not None:
-        draft_model = _make_draft_model(
-            config, draft, sizes, runner, device, memory_limit, kernels, draft_probs, mesh
+        sizes = Sizes.choose(
+            Residents(config=config, model=model, device=device, draft=draft, lora=lora)
         )
-        draft_model.compile()
-    with startup.phase("warm-up"):
-        runner.start(leaves)
-        if draft_model is not None:
-            draft_model.start(draft_leaves)
-    adapters = None if lora is None else _load_adapters(config, model, lora, runner)
+        use_compilation_cache(config)
+    return _Design(
+        config=config,
+        folder=folder,
+        spec=spec,
+        model=model,
+        kernels=kernels,
+        device=device,
+        mesh=mesh,
+        lora=lora,
+        draft=draft,
+        draft_probs=_make_draft_probs(config, draft, device if mesh is None else mesh.whole),
+        memory_limit=free_bytes(device, shards),
+        sizes=sizes,
+    )
+
+
+def _load_weights(design: _Design) -> tuple[Leaves, Leaves]:
+    """Return the weights of the model and of the draft model."""
+    leaves = load_weights(
+        design.model,
+        design.folder,
+        device=design.device,
+        mesh=design.mesh,
+        mapped=may_map(design.config, design.device),
+    )
+    if design.draft is None:
+        return leaves, ()
+    return leaves, design.draft.load(design.model, leaves, design.place)
+
+
+def _fit_memory(design: _Design, runner: Runner) -> tuple[_Design, Runner]:
+    """Compare XLA's figures with the memory; return a smaller design if there is too little.
+
+    Raises:
+      ConfigError: no smaller KV cache makes room.
+    """
+    runner.allocate()
+    missing = design.missing_bytes(runner)
+    if missing <= 0:
+        return design, runner
+    runner.background.cancel()
+    design = dataclasses.replace(design, sizes=design.sizes.smaller(design.config, missing))
+    runner = _make_runner(design)
+    missing = design.missing_bytes(runner)
+    if missing > 0:
+        runner.background.cancel()
+        raise ConfigError(
+            f"the steps need {missing / GIB:.2f} GiB more than the device has, with "
+            f"{design.sizes.kv.num_blocks} KV blocks: set --num-blocks to less"
+        )
+    return design, runner
+
+
+def _log_sizes(design: _Design) -> None:
+    config, sizes, model, draft = design.config, design.sizes, design.model, design.draft
     log.info(
         "%s: %s of weights, KV cache of %d blocks x %d tokens in %s (%.2f GiB), context %d, "
         "on %s%s",
@@ -182,10 +270,10 @@ def assemble(  # noqa: PLR0915
         element_dtype(config.cache.kv_dtype, model.dtype),
         sizes.kv.total_bytes / GIB,
         sizes.max_model_len,
-        device,
-        "" if mesh is None else f" and {shards - 1} more, as much on each",
+        design.device,
+        "" if design.mesh is None else f" and {design.shards - 1} more, as much on each",
     )
-    _say_if_small(config, sizes)
+    log_if_small(config, sizes)
     if draft is not None and sizes.draft_kv is not None:
         log.info(
             "draft model %s: %s of weights of its own, KV cache of %.2f GiB",
@@ -193,56 +281,48 @@ def assemble(  # noqa: PLR0915
             bytes_text(draft.param_bytes),
             sizes.draft_kv.total_bytes / GIB,
         )
-    rng = random.Random(config.model.seed)
+
+
+def _make_core(
+    design: _Design,
+    runner: Runner,
+    draft_model: DraftModel | None,
+    tokenizer: Tokenizer | None,
+    rng: random.Random,
+) -> EngineCore:
+    config, sizes, spec = design.config, design.sizes, design.spec
+    eos_token_ids = _eos_token_ids(spec, tokenizer)
+    # The C++ kernels leave unused rows out.
+    step_sizes = None if design.model.packings else runner.options.prompt_sizes
     scheduler = make_scheduler(
         config,
         num_blocks=sizes.kv.num_blocks,
         block_size=sizes.kv.block_size,
         max_model_len=sizes.max_model_len,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
-        eos_token_ids=_eos_token_ids(spec, tokenizer),
+        eos_token_ids=eos_token_ids,
         rng=rng,
-        budget=choose_budget(config, model, runner, device),
+        budget=choose_budget(config, step_sizes, design.device),
     )
-    core = EngineCore(
+    return EngineCore(
         scheduler=scheduler,
         device=runner,
         tokenizer=tokenizer,
-        grammars=GrammarCompiler(tokenizer, spec.vocab_size, scheduler.config.eos_token_ids),
+        grammars=GrammarCompiler(tokenizer, spec.vocab_size, eos_token_ids),
         vocab_size=spec.vocab_size,
         one_step_ahead=config.batch.one_step_ahead,
         speculator=make_speculator(config, draft_model),
     )
-    late = _Late(runner, draft_model, scheduler, compilations)
-    ready = late.settle()
-    fingerprint = None
-    if config.model.deterministic:
-        fingerprint = system_fingerprint(folder, device, runner.settings)
-    return EngineParts(
-        name=config.model.model,
-        core=core,
-        max_model_len=sizes.max_model_len,
-        tokenizer=tokenizer,
-        chat_template=template,
-        rng=rng,
-        guard=lambda: jax.no_tracing(True),
-        compilations=compilations,
-        late=None if ready else late,
-        pooler=runner,
-        adapters=adapters,
-        steps=runner,
-        startup=startup,
-        system_fingerprint=fingerprint,
-        architecture=spec.architecture,
-        shards=shards,
-        pooling=config.model.pooling,
-    )
 
 
 def choose_budget(
-    config: EngineConfig, model: Model, runner: Runner, device: jax.Device
+    config: EngineConfig, step_sizes: list[int] | None, device: jax.Device
 ) -> TokenBudget | None:
-    """The size of steps that have an inter-token latency to keep; None where they have none."""
+    """Return the budget of steps with an inter-token latency target; None without one.
+
+    Args:
+      step_sizes: tokens that a step with prompts may have; None: any number.
+    """
     target_ms = config.batch.itl_target_ms
     if target_ms is None:
         on_cpu = device.platform == "cpu"
@@ -250,19 +330,35 @@ def choose_budget(
         target_ms = CPU_ITL_TARGET_MS if on_cpu and not one_size else 0.0
     if not target_ms:
         return None
-    # The C++ kernels leave unused rows out.
-    sizes = None if model.packings else runner.prompt_sizes
     log.info(
         "inter-token latency target of %g ms: while sequences decode, steps with prompts have "
         "fewer tokens where full ones would take longer (%s)",
         target_ms,
-        "any number" if sizes is None else f"one of {', '.join(map(str, sizes))}",
+        "any number" if step_sizes is None else f"one of {', '.join(map(str, step_sizes))}",
     )
-    return TokenBudget(target_ms / 1e3, sizes)
+    return TokenBudget(target_ms / 1e3, step_sizes)
+
+
+def _finish_later(
+    runner: Runner, scheduler: Scheduler, compilations: SinceReady
+) -> BackgroundCompile | None:
+    """Raise the scheduler's limits as executables become active; None if all of them are."""
+    background = runner.background
+
+    def keep_to_limits() -> None:
+        limits = runner.limits
+        scheduler.config = dataclasses.replace(scheduler.config, **limits._asdict())
+        if background.complete:
+            compilations.ready()
+            give_back_freed_memory()
+
+    background.after_activation(keep_to_limits)
+    keep_to_limits()
+    return None if background.complete else background
 
 
 def _lora_shape(config: EngineConfig) -> LoraShape | None:
-    """None where there can be no adapters: then nothing of them is compiled."""
+    """Return None without adapters: then nothing is compiled for them."""
     asked = config.model.max_loras
     places = len(config.model.lora) if asked is None else asked
     return LoraShape(places=places, rank=config.model.max_lora_rank) if places else None
@@ -276,18 +372,16 @@ def _check_adapters(config: EngineConfig, model: Model, shape: LoraShape) -> Non
             raise type(error)(f"--lora {option}: {error}") from error
 
 
-def _load_adapters(
-    config: EngineConfig, model: Model, shape: LoraShape, runner: Runner
-) -> Adapters:
-    """Those that `--lora` names. Nothing runs yet: everything is between two steps."""
+def _load_adapters(design: _Design, shape: LoraShape, runner: Runner) -> Adapters:
+    """Load the adapters that `--lora` names. Nothing runs yet: everything is between two steps."""
 
     def install(ref: LoraRef, path: str, run: Run) -> LoadedAdapter:
-        adapter = read_adapter(Path(path), model, shape)
+        adapter = read_adapter(Path(path), design.model, shape)
         run(lambda: runner.set_adapter(ref.place, adapter.arrays))
         return LoadedAdapter(ref=ref, path=path, digest=adapter.digest, rank=adapter.rank)
 
     adapters = Adapters(shape.places, install)
-    for option in config.model.lora:
+    for option in design.config.model.lora:
         name, folder = split_lora(option)
         try:
             adapters.load(name, folder, lambda put: put())
@@ -296,56 +390,10 @@ def _load_adapters(
     return adapters
 
 
-class _Late:
-    """`core.Late` of a runner: with the executables grow the limits of a step.
-
-    And of a draft model, where there is one.
-    """
-
-    def __init__(
-        self,
-        runner: Runner,
-        draft_model: DraftModel | None,
-        scheduler: Scheduler,
-        compilations: SinceReady,
-    ):
-        self._runner = runner
-        self._parts = [runner] if draft_model is None else [runner, draft_model]
-        self._scheduler = scheduler
-        self._compilations = compilations
-
-    def adopt(self) -> bool:
-        for part in self._parts:
-            part.adopt()
-        return self.settle()
-
-    def settle(self) -> bool:
-        """Has plans keep to what can run now; True if that is everything."""
-        limits = self._runner.limits
-        self._scheduler.config = dataclasses.replace(self._scheduler.config, **limits._asdict())
-        complete = all(part.complete for part in self._parts)
-        if complete:
-            self._compilations.ready()
-            give_back_freed_memory()
-        return complete
-
-    def on_compiled(self, call: Callable[[], None]) -> None:
-        for part in self._parts:
-            part.on_compiled(call)
-
-    def wait(self) -> None:
-        for part in self._parts:
-            part.wait()
-
-    def cancel(self) -> None:
-        for part in self._parts:
-            part.cancel()
-
-
-def _make_proposals(
-    config: EngineConfig, draft: _Draft | None, device: jax.Device | jax.sharding.Sharding
+def _make_draft_probs(
+    config: EngineConfig, draft: Draft | None, device: jax.Device | jax.sharding.Sharding
 ) -> DraftProbs | None:
-    """Where a draft model tells the steps what its drafts were drawn from; None if none must."""
+    """Return the place where a draft model leaves its distributions; None if no step needs them."""
     if draft is None or config.speculation.draft_verification == "coupled":
         return None
     return DraftProbs(
@@ -356,18 +404,9 @@ def _make_proposals(
     )
 
 
-def _make_runner(
-    config: EngineConfig,
-    model: Model,
-    sizes: _Sizes,
-    device: jax.Device,
-    memory_limit: int,
-    kernels: Kernels,
-    draft_probs: DraftProbs | None,
-    lora: LoraShape | None,
-    mesh: TensorMesh | None,
-) -> Runner:
-    speculation = config.speculation
+def _make_runner(design: _Design) -> Runner:
+    """Return a runner whose executables have begun to compile."""
+    config, sizes, speculation = design.config, design.sizes, design.config.speculation
     shapes = step_shapes(
         max_num_seqs=config.batch.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
@@ -376,68 +415,61 @@ def _make_runner(
         max_drafts=speculation.max_draft_tokens if speculation.speculation != "off" else 0,
         deterministic=config.model.deterministic,
     )
-    return Runner(
-        model,
+    options = RunnerOptions(
         shapes=shapes,
-        first=first_shapes(shapes, device.platform),
+        first=first_shapes(shapes, design.device.platform),
         kv_shape=sizes.kv,
         num_slots=config.batch.max_num_seqs,
         max_blocks=sizes.blocks_per_sequence,
-        device=device,
-        implementation=kernels.attention,
-        sampler=kernels.sampler,
+        device=design.device,
+        implementation=design.kernels.attention,
+        sampler=design.kernels.sampler,
         verification=speculation.draft_verification,
-        draft_probs=draft_probs,
+        draft_probs=design.draft_probs,
         deterministic=config.model.deterministic,
         command_buffers=config.parallel.command_buffers,
-        lora=lora,
-        memory_limit=memory_limit - sizes.draft_bytes,
-        mesh=mesh,
+        lora=design.lora,
+        memory_limit=design.memory_limit - sizes.draft_bytes,
+        mesh=design.mesh,
     )
+    runner = Runner(design.model, options)
+    runner.compile()
+    return runner
 
 
-def _make_draft_model(
-    config: EngineConfig,
-    draft: _Draft,
-    sizes: _Sizes,
-    runner: Runner,
-    device: jax.Device,
-    memory_limit: int,
-    kernels: Kernels,
-    draft_probs: DraftProbs | None,
-    mesh: TensorMesh | None,
-) -> DraftModel:
+def _make_draft_model(design: _Design, draft: Draft, runner: Runner) -> DraftModel:
+    """Return a draft model whose executables compile with the runner's."""
+    config, sizes = design.config, design.sizes
     assert sizes.draft_kv is not None
     shared_bytes = draft.model.param_bytes - draft.param_bytes
-    return DraftModel(
-        draft.model,
-        shapes=draft_shapes(
-            max_num_seqs=config.batch.max_num_seqs,
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            max_rows=max_rows(config.batch.max_num_seqs),
-            max_blocks=sizes.blocks_per_sequence,
-            deterministic=config.model.deterministic,
-            proposes=draft_probs is not None,
-        ),
+    shapes = draft_shapes(
+        max_num_seqs=config.batch.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_rows=max_rows(config.batch.max_num_seqs),
+        max_blocks=sizes.blocks_per_sequence,
+        deterministic=config.model.deterministic,
+        proposes=design.draft_probs is not None,
+    )
+    options = DraftModelOptions(
+        shapes=shapes,
         kv_shape=sizes.draft_kv,
         max_draft_tokens=config.speculation.max_draft_tokens,
-        device=device,
+        device=design.device,
         implementation=draft.implementation,
-        sampler=kernels.sampler,
-        draft_probs=draft_probs,
+        sampler=design.kernels.sampler,
+        draft_probs=design.draft_probs,
         uniform=config.model.deterministic,
-        compiler_options=compiler_options(
-            device.platform,
-            command_buffers=config.parallel.command_buffers,
-            deterministic=config.model.deterministic,
-        ),
-        memory_limit=memory_limit - runner.resident_bytes + shared_bytes,
-        mesh=mesh,
+        compiler_options=runner.options.compiler_options,
+        memory_limit=design.memory_limit - runner.resident_bytes + shared_bytes,
+        mesh=design.mesh,
     )
+    draft_model = DraftModel(draft.model, options, runner.background)
+    draft_model.compile()
+    return draft_model
 
 
 def choose_device(config: EngineConfig) -> jax.Device:
-    """The device that `--backend` and `--device` name.
+    """Return the device that `--backend` and `--device` name.
 
     Raises:
       ConfigError: there is none.
@@ -457,15 +489,15 @@ def choose_device(config: EngineConfig) -> jax.Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """How matrices are kept, and what computes attention and samples."""
+    """The formats of matrices, and the implementations of attention and sampling."""
 
-    forms: WeightForms = WeightForms()
+    formats: WeightFormats = WeightFormats()
     attention: Implementation = "auto"
     sampler: Sampler = "xla"
 
 
 def read_converted(config: EngineConfig, folder: Path) -> Record | None:
-    """The record of a converted folder; None of any other.
+    """Return the record of a converted folder; None for any other.
 
     Raises:
       CheckpointError: it is broken, or not of what `--dtype` and `--quantization` ask for.
@@ -478,7 +510,7 @@ def read_converted(config: EngineConfig, folder: Path) -> Record | None:
 
 
 def read_model_spec(config: EngineConfig, folder: Path) -> ModelSpec:
-    """The spec, without blocks where the matrices of a GGUF file are to be decoded.
+    """Return the spec, without blocks if the matrices of a GGUF file are to be decoded.
 
     `--quantization` rounds what they decode to.
 
@@ -487,7 +519,7 @@ def read_model_spec(config: EngineConfig, folder: Path) -> ModelSpec:
       CheckpointError: a converted folder has them in blocks, which can only stay.
     """
     spec, wanted = read_spec(folder), config.model
-    if spec.block_types is None or (
+    if spec.ggml_types is None or (
         wanted.gguf_weights != "decoded" and wanted.quantization == "none"
     ):
         return spec
@@ -503,7 +535,7 @@ def read_model_spec(config: EngineConfig, folder: Path) -> ModelSpec:
 
 
 def may_map(config: EngineConfig, device: jax.Device) -> bool:
-    """True if the device may compute with files of a converted folder as they lie in memory."""
+    """True if the device may compute on the files of a converted folder, mapped into memory."""
     return config.model.mmap and device.platform == "cpu"
 
 
@@ -513,7 +545,7 @@ def choose_kernels(
     """The C++ kernels where they can be used, the plain XLA forms elsewhere.
 
     Args:
-      record: of a converted folder, whose matrices stay in the form that they have there.
+      record: of a converted folder, whose matrices stay in the formats that they have there.
 
     Raises:
       ConfigError: quantised or packed weights where there are no kernels for them.
@@ -539,20 +571,20 @@ def choose_kernels(
         log.warning("plain XLA, without the CPU kernels: %s", reason)
     else:
         # int4 is too coarse for the vocabulary. A plain embedding is the fastest to take rows from.
-        forms = WeightForms(
+        formats = WeightFormats(
             layers=packed,
             head="int8" if packed == "int4" else packed,
             embedding=None if packed == "bf16" else "int8",
             rounded="fp8" if quantization == "fp8" else None,
-            block_rows="int8" if config.model.gguf_weights == "packed" else None,
+            ggml_activations="int8" if config.model.gguf_weights == "packed" else None,
         )
         if record is not None:
-            forms = dataclasses.replace(forms, **dict(record.forms))
+            formats = dataclasses.replace(formats, **dict(record.formats))
         cached = element_dtype(config.cache.kv_dtype, dtype)
         no_attention = unsupported(spec.head_dim, cached, device.platform)
         if no_attention is not None:
             log.warning("attention in plain XLA, without the CPU kernels: %s", no_attention)
-        return Kernels(forms=forms, attention="auto" if no_attention else "cpu", sampler="cpu")
+        return Kernels(formats=formats, attention="auto" if no_attention else "cpu", sampler="cpu")
     if record is not None and record.packed:
         raise ConfigError(
             f"{record.folder} was converted for the CPU kernels, which cannot be used: "
@@ -561,7 +593,7 @@ def choose_kernels(
     if quantization == "none":
         return Kernels()
     log.info("--quantization %s in plain XLA: %s", quantization, reason)
-    return Kernels(forms=WeightForms(rounded=quantization))
+    return Kernels(formats=WeightFormats(rounded=quantization))
 
 
 def _has_cpu_kernels(config: EngineConfig) -> bool:
@@ -578,11 +610,11 @@ def _has_cpu_kernels(config: EngineConfig) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Draft:
-    """The draft model that is asked for.
+class Draft:
+    """The draft model that the configuration names.
 
-    Several devices share one that is the target's first layers as they share that; any other is
-    whole on each: it is small, and what they would tell each other takes longer than computing it.
+    If it is the target's first layers, several devices share it as they share the target. Any other
+    is whole on each device: it is small, and communication would take longer than its computation.
     """
 
     model: Model
@@ -591,13 +623,13 @@ class _Draft:
 
     @property
     def param_bytes(self) -> int:
-        """Of weights that are its own."""
+        """Bytes of weights that it does not share with the target."""
         return 0 if self.folder is None else self.model.param_bytes
 
     def load(
         self, target: Model, leaves: Leaves, device: jax.Device | jax.sharding.Sharding
     ) -> Leaves:
-        """The weights: read, or the very arrays of the model."""
+        """Return the weights: read from the folder, or the arrays of the target itself."""
         if self.folder is not None:
             return load_weights(self.model, self.folder, device=device)
         named = dict(zip(target.names, leaves, strict=True))
@@ -606,8 +638,8 @@ class _Draft:
 
 def _choose_draft(
     config: EngineConfig, target: Model, kernels: Kernels, device: jax.Device
-) -> _Draft | None:
-    """The model that `--draft-model` names; None without one.
+) -> Draft | None:
+    """Return the model that `--draft-model` names; None without one.
 
     Raises:
       ModelError: it cannot be served.
@@ -621,9 +653,9 @@ def _choose_draft(
         if layers is None or layers > most:
             raise ConfigError(f"--draft-layers must be from 1 to the model's {most}, not {layers}")
         spec = dataclasses.replace(target.spec, num_hidden_layers=layers)
-        forms = dataclasses.replace(kernels.forms, lora=_lora_shape(config) is not None)
-        model = build_model(spec, config.model.dtype, forms, target.shards)
-        return _Draft(model=model, folder=None, implementation=kernels.attention)
+        formats = dataclasses.replace(kernels.formats, lora=_lora_shape(config) is not None)
+        model = build_model(spec, config.model.dtype, formats, target.shards)
+        return Draft(model=model, folder=None, implementation=kernels.attention)
     folder = resolve(name)
     spec = read_model_spec(config, folder)
     if spec.vocab_size != target.spec.vocab_size:
@@ -638,9 +670,9 @@ def _choose_draft(
             "its own is whole on each: convert the original model without --tensor-parallel"
         )
     own = choose_kernels(config, spec, device, record)
-    model = build_model(spec, config.model.dtype, own.forms)
+    model = build_model(spec, config.model.dtype, own.formats)
     check_weights(model, folder)
-    return _Draft(model=model, folder=folder, implementation=own.attention)
+    return Draft(model=model, folder=folder, implementation=own.attention)
 
 
 def use_compilation_cache(config: EngineConfig) -> None:
@@ -679,224 +711,6 @@ def use_compilation_cache(config: EngineConfig) -> None:
         compilation_cache.reset_cache()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """The sizes that the configuration leaves to the model and the machine."""
-
-    max_model_len: int
-    max_num_batched_tokens: int
-    kv: KVShape
-    draft_kv: KVShape | None  # of the draft model: as many blocks
-    draft_bytes: int  # of the draft model: its own weights, and `draft_kv`
-
-    @property
-    def blocks_per_sequence(self) -> int:
-        return -(-self.max_model_len // self.kv.block_size)
-
-    @classmethod
-    def choose(
-        cls,
-        config: EngineConfig,
-        model: Model,
-        device: jax.Device,
-        draft: _Draft | None = None,
-        lora: LoraShape | None = None,
-    ) -> _Sizes:
-        spec, cache, batch = model.spec, config.cache, config.batch
-        on_cpu = device.platform == "cpu"
-        asked = config.model.max_model_len
-        if asked is not None and asked > spec.max_position_embeddings:
-            raise ConfigError(
-                f"--max-model-len {asked} is more than the model's own limit of "
-                f"{spec.max_position_embeddings}"
-            )
-        max_model_len = asked or spec.max_position_embeddings
-        max_tokens = batch.max_num_batched_tokens or _step_tokens(config, on_cpu)
-
-        def shape(of: Model, num_blocks: int, block_size: int) -> KVShape:
-            # A draft model's cache is small, and in the model's own type.
-            kv_dtype = cache.kv_dtype if of is model else "auto"
-            return kv_shape(
-                shard_spec(of.spec, of.shards),
-                num_blocks=num_blocks,
-                block_size=block_size,
-                dtype=element_dtype(kv_dtype, of.dtype),
-                platform=device.platform,
-            )
-
-        def block_bytes(block_size: int) -> int:
-            models = [model] if draft is None else [model, draft.model]
-            return sum(shape(each, 1, block_size).block_bytes for each in models)
-
-        block_size = cache.block_size or (16 if on_cpu else 64)
-        if cache.kv_cache == "contiguous":
-            block_size = -(-max_model_len // 8) * 8
-        if cache.num_blocks is not None:
-            num_blocks, needed = cache.num_blocks, cache.num_blocks * block_bytes(block_size)
-            max_model_len = _fit_context(asked, max_model_len, cache.num_blocks * block_size)
-            free = _memory_bytes(device, model.shards)
-            if needed > free:
-                raise ConfigError(
-                    f"--num-blocks {num_blocks} needs {needed / GIB:,.1f} GiB, and the device has "
-                    f"{free / GIB:,.1f}: at most {free // block_bytes(block_size)} blocks fit"
-                )
-        else:
-            wanted = batch.max_num_seqs * CPU_SEQUENCE_TOKENS // block_size
-            free = _kv_bytes(
-                config, model, draft, device, max_tokens, lora, wanted * block_bytes(block_size)
-            )
-            room = coarse(free // block_bytes(block_size)) * block_size
-            if asked is None and cache.kv_cache == "paged" and room:
-                max_model_len = _fit_context(None, max_model_len, room)
-            per_sequence = -(-max_model_len // block_size)
-            num_blocks = fit_num_blocks(
-                block_bytes=block_bytes(block_size),
-                free_bytes=free,
-                blocks_per_sequence=per_sequence,
-                max_num_seqs=batch.max_num_seqs,
-            )
-        draft_kv = None if draft is None else shape(draft.model, num_blocks, block_size)
-        return cls(
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_tokens,
-            kv=shape(model, num_blocks, block_size),
-            draft_kv=draft_kv,
-            draft_bytes=draft.param_bytes + draft_kv.total_bytes if draft and draft_kv else 0,
-        )
-
-    def smaller(self, config: EngineConfig, excess: int) -> _Sizes:
-        """With a KV cache that is smaller by at least `excess` bytes.
-
-        Raises:
-          ConfigError: there is no room for one, or `--num-blocks` asked for this many.
-        """
-        draft_block_bytes = 0 if self.draft_kv is None else self.draft_kv.block_bytes
-        block_bytes = self.kv.block_bytes + draft_block_bytes
-        blocks = coarse((self.kv.num_blocks * block_bytes - excess) // block_bytes)
-        room = blocks * self.kv.block_size
-        what = f"the steps need {excess / GIB:.2f} GiB more than the device has"
-        if config.cache.num_blocks is not None:
-            raise ConfigError(
-                f"--num-blocks {config.cache.num_blocks}: {what}: at most {max(blocks, 0)} fit"
-            )
-        least = 1 if config.model.max_model_len is None else self.blocks_per_sequence
-        if blocks < least or config.cache.kv_cache == "contiguous":
-            raise ConfigError(
-                f"{what}: lower --max-model-len, --max-num-seqs or --max-num-batched-tokens"
-            )
-        log.warning("%s: the KV cache is cut to %d blocks", what, blocks)
-        return dataclasses.replace(
-            self,
-            max_model_len=_fit_context(config.model.max_model_len, self.max_model_len, room),
-            kv=dataclasses.replace(self.kv, num_blocks=blocks),
-            draft_kv=self.draft_kv and dataclasses.replace(self.draft_kv, num_blocks=blocks),
-            draft_bytes=self.draft_bytes - (self.kv.num_blocks - blocks) * draft_block_bytes,
-        )
-
-
-def _say_if_small(config: EngineConfig, sizes: _Sizes) -> None:
-    """Logs that sequences will wait for blocks long before `--max-num-seqs` of them run."""
-    seqs = config.batch.max_num_seqs
-    room = sizes.kv.num_blocks * sizes.kv.block_size
-    if config.cache.num_blocks is None and room < seqs * min(512, sizes.max_model_len):
-        log.info(
-            "the KV cache has room for %d tokens, %d for each of %d sequences: more of them wait "
-            "(--num-blocks gives it more memory, --kv-dtype int8 takes half of it)",
-            room,
-            room // seqs,
-            seqs,
-        )
-
-
-def _step_tokens(config: EngineConfig, on_cpu: bool) -> int:
-    """Tokens of a step. In the deterministic tier XLA computes unused rows as well."""
-    if config.model.deterministic:
-        return 64 if on_cpu else 256
-    return 512 if on_cpu else 2048
-
-
-def _fit_context(asked: int | None, max_model_len: int, room: int) -> int:
-    """The context, cut to what the KV cache has room for, unless it was asked for."""
-    if room >= max_model_len:
-        return max_model_len
-    if asked is not None:
-        raise ConfigError(
-            f"--max-model-len {asked} does not fit into the KV cache, which has room for {room} "
-            "tokens: raise --num-blocks or lower --max-model-len"
-        )
-    log.warning(
-        "the KV cache has room for %d tokens: the context is cut from %d to that "
-        "(--num-blocks gives it more)",
-        room,
-        max_model_len,
-    )
-    return room
-
-
-def _memory_bytes(device: jax.Device, shards: int) -> int:
-    """All that could be used on the device."""
-    memory = device_bytes(device)
-    return _host_bytes(shards) if memory is None else memory[0]
-
-
-def _free_bytes(device: jax.Device, shards: int) -> int:
-    """What nobody else uses of the device."""
-    memory = device_bytes(device)
-    return _host_bytes(shards) if memory is None else memory[0] - memory[1]
-
-
-def _host_bytes(shards: int) -> int:
-    """What a device has that is a part of the host."""
-    return available_host_bytes() // shards
-
-
-def _kv_bytes(
-    config: EngineConfig,
-    model: Model,
-    draft: _Draft | None,
-    device: jax.Device,
-    max_tokens: int,
-    lora: LoraShape | None,
-    wanted: int,
-) -> int:
-    """Bytes for the KV caches, after weights and an analytic bound on activations.
-
-    Args:
-      wanted: bytes that they should have on a CPU.
-    """
-    memory = device_bytes(device)
-    weights = model.param_bytes + (0 if draft is None else draft.param_bytes)
-    if lora is not None:
-        weights += lora.num_bytes(shard_spec(model.spec, model.shards), model.dtype)
-    if memory is None:
-        available = available_host_bytes() - model.shards * weights
-        return cpu_kv_bytes(model.shards * wanted, available) // model.shards
-    limit, in_use = memory
-    num_rows = max_rows(config.batch.max_num_seqs)
-    models = [model] if draft is None else [model, draft.model]
-    specs = [shard_spec(each.spec, each.shards) for each in models]
-    activations = max(activation_bytes(spec, max_tokens, num_rows) for spec in specs)
-    if lora is not None:  # between the two matrices, and what they add
-        width = lora.places * lora.rank + 2 * specs[0].intermediate_size
-        activations += 4 * max_tokens * width
-    return int(limit * config.cache.memory_fraction) - in_use - weights - activations
-
-
-def activation_bytes(spec: ModelSpec, max_tokens: int, num_rows: int) -> int:
-    """An upper bound on what one step holds besides weights and KV: float32, four live copies."""
-    width = max(
-        2 * spec.intermediate_size,
-        (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim,
-        spec.hidden_size,
-    )
-    bound = 4 * 4 * (max_tokens * (width + 2 * spec.hidden_size) + num_rows * spec.vocab_size)
-    if spec.experts is None:
-        return bound
-    # On a GPU each expert computes each token: gates and ups, their products, and what comes out.
-    of_expert = 3 * spec.experts.intermediate_size + spec.hidden_size
-    return bound + 4 * max_tokens * spec.experts.count * of_expert
 
 
 def _eos_token_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> frozenset[int]:

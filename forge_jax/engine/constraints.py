@@ -1,10 +1,9 @@
-"""`Constraints`: what sequences are held to, by a grammar or by lists of tokens, between scheduler
-and device.
+"""`Constraints`: the masks that grammars and token lists apply to the rows of a step.
 
-A constrained row samples under a mask. The mask of a grammar follows from all tokens before it, and
-that of bad words from the last ones. So the last token of such a sequence must be on the host
-before its next step; then the masks of a step are filled together, on threads, without the GIL. A
-list of allowed tokens alone has the same mask at each step, and waits for nothing.
+A constrained row samples under a mask. The mask of a grammar depends on all tokens before it, and
+the mask of bad words on the last ones. So the last token of such a sequence must be on the host
+before its next step. The masks of a step are filled together, in threads, without the GIL. A list
+of allowed tokens alone has the same mask at each step, and waits for nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ MANY = 3  # one in so many
 
 @dataclass(slots=True, weakref_slot=True)
 class _Charge:
-    """What following the grammar of a request has cost everybody, all of its samples together."""
+    """The CPU time that the masks of a request have taken, for all of its samples together."""
 
     spent_s: float = 0.0  # CPU time
     masks: int = 0
@@ -51,7 +50,7 @@ class _Charge:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What one sequence is held to: a grammar, lists of tokens, or both."""
+    """The constraints of one sequence: a grammar, token lists, or both."""
 
     matcher: Matcher | None
     follower: Follower | None
@@ -60,14 +59,14 @@ class _Held:
 
     @property
     def stopped(self) -> bool:
-        """Whether the output is complete and nothing can be added."""
+        """True if the output is complete and nothing can be added."""
         return self.matcher is not None and self.matcher.stopped
 
     def accept(self, token_ids: Seq[int]) -> None:
-        """Follows the output by some tokens.
+        """Follow the output by some tokens.
 
         Raises:
-          GrammarError: one of them may not stand there.
+          GrammarError: one of them is not allowed there.
         """
         if self.follower is not None:
             self.follower.accept(token_ids)
@@ -75,7 +74,7 @@ class _Held:
             self.matcher.accept(token_ids)
 
     def valid_drafts(self, token_ids: Seq[int]) -> int:
-        """How many of these tokens could follow, up to what would end the output."""
+        """Return how many of these tokens could follow, up to one that would end the output."""
         valid = len(token_ids)
         if self.follower is not None:
             valid = self.follower.valid_drafts(token_ids)
@@ -93,12 +92,12 @@ class _Rows(NamedTuple):
 
 
 class Constraints:
-    """What each live sequence that has a constraint is held to. One thread owns it.
+    """The constraints of all live sequences. One thread owns it.
 
     Args:
       vocab_size: the model's output width.
       end_ids: the tokens that end an output.
-      clock: CPU seconds of the calling thread, by which requests are charged for their masks.
+      clock: CPU seconds of the calling thread, charged to requests for their masks.
     """
 
     def __init__(
@@ -108,10 +107,10 @@ class Constraints:
         *,
         clock: Callable[[], float] = time.thread_time,
     ):
-        self._clock = clock
+        self.clock = clock
         self._held: dict[Sequence, _Held] = {}
         self._charges: WeakValueDictionary[str, _Charge] = WeakValueDictionary()  # by request id
-        self._foreseen: dict[Sequence, GrammarError | None] = {}  # who has had what it will gain
+        self._followed: dict[Sequence, GrammarError | None] = {}  # their next update is known
         self._dead_ends: dict[Sequence, RequestError] = {}  # behind drafts of the step in flight
         self._words = mask_width(vocab_size)
         self._vocab_size = vocab_size
@@ -124,17 +123,17 @@ class Constraints:
     def _pool(self) -> MaskPool:
         from forge_jax.grammar.matcher import MaskPool
 
-        return MaskPool(min(os.cpu_count() or 1, MAX_THREADS), clock=self._clock)
+        return MaskPool(min(os.cpu_count() or 1, MAX_THREADS), clock=self.clock)
 
     def __bool__(self) -> bool:
-        """Whether any sequence has a constraint."""
+        """True if any sequence has a constraint."""
         return bool(self._held)
 
     def add(self, seq: Sequence, grammar: Grammar | None, tokens: TokenFilter | None) -> bool:
-        """Begins a sequence, after the output that it has; False if that is complete already.
+        """Begin a sequence after the output that it has; return False if that is complete.
 
         Raises:
-          GrammarError: the output is not what they allow.
+          GrammarError: its constraints do not allow the output.
         """
         held = _Held(
             None if grammar is None else grammar.matcher(),
@@ -150,28 +149,28 @@ class Constraints:
         return True
 
     def end(self, seq: Sequence) -> None:
-        """The sequence has ended, or never had a constraint."""
-        for known in (self._held, self._foreseen, self._dead_ends):
+        """Drop a sequence that has ended, whether it has a constraint or not."""
+        for known in (self._held, self._followed, self._dead_ends):
             known.pop(seq, None)
 
     def waits(self, seqs: Seq[Sequence]) -> bool:
-        """Whether the step in flight, which is of these, should be read before the next begins.
+        """True if the step in flight, which is of `seqs`, should be read before the next begins.
 
-        Without their last tokens the stepwise sequences cannot be part of it. If they are
-        few, the others go ahead, and they follow in the step after: the masks are then filled
-        while the device is busy. If they are many, half-empty steps would cost more than waiting.
-        With C of them beside F others, steps of s seconds and a host that keeps the device waiting
-        for g, waiting gives more tokens a second where s / g > 2 F / C + 1; s / g is 4 and more.
+        Sequences that need their last token on the host cannot be in the next step before that. If
+        they are few, the others go ahead, and the masks are filled while the device is busy: they
+        follow in the step after. If they are many, half-empty steps cost more than waiting. With C
+        of them beside F others, steps of s seconds and a host that keeps the device waiting for g,
+        waiting gives more tokens per second if s / g > 2 F / C + 1; s / g is 4 and more.
         """
         return self.hold_up([seq for seq in seqs if seq.num_pending > 0], len(seqs))
 
     def hold_up(self, seqs: Seq[Sequence], of: int | None = None) -> bool:
-        """Whether those with grammars among `seqs` are many of a step of so many, or of `seqs`."""
+        """True if sequences that need the host are a third of a step of `of`, or of `seqs`."""
         blocked = sum(seq.needs_host_token and seq in self._held for seq in seqs)
         return blocked > 0 and blocked * MANY >= (len(seqs) if of is None else of)
 
     def cut(self, drafts: Mapping[Sequence, tuple[int, ...]]) -> dict[Sequence, tuple[int, ...]]:
-        """The drafts, each up to what may not come; without those that have nothing left."""
+        """Return the drafts, each cut at its first invalid token, without empty ones."""
         kept: dict[Sequence, tuple[int, ...]] = {}
         for seq, draft in drafts.items():
             held = self._held.get(seq)
@@ -184,21 +183,21 @@ class Constraints:
     def masks(
         self, plan: StepPlan, seqs: Seq[Sequence]
     ) -> tuple[np.ndarray | None, list[tuple[Sequence, ForgeError]]]:
-        """The masks of a plan, and whose could not be told: their rows may sample anything.
+        """Fill the masks of a plan. Rows of sequences that fail may sample anything.
 
         Args:
           seqs: of the plan, in its order.
 
         Returns:
-          i32[num_rows, mask_width], or None if no row has a constraint; and why not, for each
-          sequence that cannot go on.
+          i32[num_rows, mask_width], or None if no row has a constraint; and the sequences that
+          cannot go on, each with its error.
         """
         self._dead_ends.clear()
         rows = list(self._rows(plan, seqs))
         if not rows:
             return None, []
         masks = np.full((plan.num_rows, self._words), -1, np.int32)
-        rows = [row for row in rows if not row.held.stopped]  # else burnt: it ended the step before
+        rows = [row for row in rows if not row.held.stopped]  # else void: it ended the step before
         failed: dict[Sequence, ForgeError] = {**self._fill_by_grammars(rows, masks)}
         for row in rows:
             if row.seq not in failed and (error := self._finish(row, masks)) is not None:
@@ -225,7 +224,7 @@ class Constraints:
     def _fill_by_grammars(
         self, rows: list[_Rows], masks: np.ndarray
     ) -> dict[Sequence, GrammarError]:
-        """Fills the rows of those that have a grammar; returns whose has failed."""
+        """Fill the rows of sequences with a grammar; return the sequences whose grammar failed."""
         work = {row.held.matcher: row for row in rows if row.held.matcher is not None}
         if not work:
             return {}
@@ -248,10 +247,10 @@ class Constraints:
         return failed
 
     def _finish(self, row: _Rows, masks: np.ndarray) -> RequestError | None:
-        """Takes from the masks of a sequence what its lists exclude, and ends that come too early.
+        """Clear the tokens that a sequence's lists exclude, and stop tokens that come too early.
 
-        Returns why it cannot go on, if nothing is left. Behind a draft that is not known yet: it
-        may not come to that.
+        Returns:
+          The error if no token is left. Behind a draft it is kept instead: the draft may be wrong.
         """
         seq, follower, matcher = row.seq, row.held.follower, row.held.matcher
         if follower is None and row.held.not_stops is None and not _holds(seq, row.num_output):
@@ -273,33 +272,33 @@ class Constraints:
                 if not ahead:
                     return _dead_end(seq, num_output)
                 self._dead_ends[seq] = _dead_end(seq, num_output)
-                mask[:] = -1  # should it come to that, the token is no valid one
+                mask[:] = -1  # if the draft is right, the token is not valid
         return None
 
     def _accept(self, held: _Held, token_ids: Seq[int]) -> None:
-        begin_s = self._clock()
+        begin_s = self.clock()
         try:
             held.accept(token_ids)
         finally:
-            held.charge.spent_s += self._clock() - begin_s
+            held.charge.spent_s += self.clock() - begin_s
 
-    def foresee(self, results: Iterable[tuple[Sequence, SequenceResult]]) -> None:
-        """Takes the results of a step of single tokens, ahead of the same gains for `follow`."""
+    def follow_early(self, results: Iterable[tuple[Sequence, SequenceResult]]) -> None:
+        """Follow the results of a step of single tokens before `follow` gets its updates."""
         for seq, got in results:
             held = self._held.get(seq)
             if held is None or got.fault or not got.token_ids:
                 continue
-            self._foreseen[seq] = None
+            self._followed[seq] = None
             try:
                 self._accept(held, got.token_ids)
             except GrammarError as error:
-                self._foreseen[seq] = error
+                self._followed[seq] = error
 
     def follow(self, updates: Iterable[SequenceUpdate]) -> list[tuple[Sequence, ForgeError | None]]:
-        """Takes what sequences have gained; those that end by it, and those that fail, are gone.
+        """Follow the updates of a step, and drop the sequences that end with them.
 
         Returns:
-          Whose output is complete, with None, and whose is not what it may be, with why.
+          Sequences whose output is complete, with None, or not allowed, with the error.
         """
         over: list[tuple[Sequence, ForgeError | None]] = []
         for seq, got in updates:
@@ -308,9 +307,9 @@ class Constraints:
                 continue
             error: ForgeError | None = None
             try:
-                if seq not in self._foreseen:
+                if seq not in self._followed:
                     self._accept(held, got.token_ids)
-                elif (known := self._foreseen.pop(seq)) is not None:
+                elif (known := self._followed.pop(seq)) is not None:
                     raise known
                 complete = held.stopped
                 if held.matcher is not None and seq.finish_reason == "stop" and not complete:
@@ -333,12 +332,12 @@ def _too_slow(charge: _Charge) -> GrammarLimitError:
 
 
 def _holds(seq: Sequence, num_output: int) -> bool:
-    """Whether the output may not end yet, as far as its grammar lets it go on."""
+    """True if the output may not end yet, unless its grammar is complete."""
     return seq.params.ignore_eos or num_output < seq.params.min_tokens
 
 
 def _dead_end(seq: Sequence, num_output: int) -> RequestError:
-    """The error of an output after which nothing may come: what was asked contradicts itself."""
+    """Return the error of an output with no valid next token: its constraints contradict."""
     params = seq.params
     asked = {
         "allowed_token_ids": params.allowed_token_ids is not None,

@@ -15,7 +15,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine.core import EngineCore, EngineParts, make_scheduler
+from forge_jax.engine.core import EngineCore, make_scheduler
+from forge_jax.engine.parts import EngineParts
 from forge_jax.grammar import GrammarCompiler
 from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.speculate import make_speculator
@@ -116,6 +117,7 @@ def assemble_fake(
         vocab_size=tokenizer.vocab_size,
         one_step_ahead=config.batch.one_step_ahead,
         speculator=make_speculator(config),
+        unrecoverable=(AssertionError,) if check else (),  # the device's checks
     )
     return EngineParts(
         name="forge-fake",

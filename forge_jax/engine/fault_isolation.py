@@ -1,10 +1,9 @@
-"""Who may run after a failure, and whose fault it was.
+"""`Bisection`: which jobs may run after a failure, and which one caused it.
 
-A step that raises loses nothing, nor does a process that dies: the tokens are on the host, so
-everybody is computed anew. If it was chance, that is all. If a request brings the failure about
-each time, everybody who runs beside it gets nowhere; so those that were part of `MAX_FAILURES`
-failures and got no further in between are run by halves, each half alone, until the one is found
-that fails by itself.
+A step that raises loses nothing, nor does a process that dies: the tokens are on the host, so every
+job is computed again. That is all after a chance failure. A request that causes the failure each
+time would block all jobs beside it. So jobs that took part in `MAX_FAILURES` failures without
+progress run by halves, one half at a time, until one job fails by itself.
 """
 
 from __future__ import annotations
@@ -16,31 +15,35 @@ MAX_FAILURES = 3
 
 
 class Bisection[Job: Hashable]:
-    """Counts failures by job, and says which jobs may run.
+    """Counts failures by job and restricts which jobs may run.
 
-    A job is a sequence where steps raise, and a request where processes die. `failed` after each
-    failure; `drop` for jobs that got further or ended. Then `only` is who may run.
+    A job is a sequence if steps raise, and a request if processes die. Call `failed` after each
+    failure, and `drop` for jobs that made progress or ended. Then `only` may run.
     """
 
     def __init__(self) -> None:
-        self._failures: dict[Job, int] = {}  # since the job last got further
+        self._failures: dict[Job, int] = {}  # since the job's last progress
         self._furthest: dict[Job, int] = {}  # tokens at which it has failed
-        self._groups: deque[dict[Job, None]] = deque()  # the first runs alone; each has its turn
+        self._groups: deque[dict[Job, None]] = deque()  # of suspects; the first one runs alone
 
     @property
     def active(self) -> bool:
-        """Whether a culprit is being looked for."""
+        """True while suspects run by halves."""
         return bool(self._groups)
 
     @property
     def only(self) -> Iterable[Job] | None:
-        """Who may run; None: everybody."""
+        """The jobs that may run; None: all of them."""
         return self._groups[0] if self._groups else None
 
     def failed(self, reached: Iterable[tuple[Job, int]]) -> list[Job]:
-        """What ran failed. Each unfinished job of it would have got to so many tokens.
+        """Count a failure.
 
-        Returns those that are to blame: they must not run again.
+        Args:
+          reached: the unfinished jobs that ran, with the tokens that each would have reached.
+
+        Returns:
+          The jobs that caused it: they must not run again.
         """
         ran = []
         for job, tokens in reached:
@@ -66,7 +69,7 @@ class Bisection[Job: Hashable]:
         return []
 
     def drop(self, jobs: Iterable[Job]) -> bool:
-        """These are suspected no more: they got further, or ended. True if `only` has changed."""
+        """Clear jobs that made progress or ended; return True if `only` has changed."""
         if not self._failures:
             return False
         for job in jobs:

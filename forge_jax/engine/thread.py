@@ -24,8 +24,9 @@ from forge_jax.engine.async_engine import AsyncEngine, QueueLimits
 from forge_jax.engine.async_engine import EngineStats as EngineStats
 from forge_jax.engine.async_engine import State as State
 from forge_jax.engine.async_engine import Stream as Stream
-from forge_jax.engine.core import EngineCore, EngineParts, Late, Limits, Outputs, Pooler
+from forge_jax.engine.core import EngineCore, Limits, Outputs
 from forge_jax.engine.gc_tuning import short_pauses
+from forge_jax.engine.parts import EngineParts, Pooler
 from forge_jax.errors import EngineError, ForgeError
 from forge_jax.host import supervise
 from forge_jax.host.panics import is_panic
@@ -38,6 +39,7 @@ from forge_jax.telemetry.startup import StartupTimes
 if TYPE_CHECKING:
     from forge_jax.engine.adapters import LoadedAdapter
     from forge_jax.grammar import GrammarCompiler, GrammarSpec
+    from forge_jax.step.executables import BackgroundCompile
     from forge_jax.telemetry.trace_recorder import Recorder
 
 CALL_S = 1.0  # between two looks at whether the engine thread is alive
@@ -353,7 +355,7 @@ class Engine(AsyncEngine):
                     elif verb == "call":
                         _do(*argument)
                     elif verb == "pool":
-                        argument.adopt_pooling()
+                        argument.activate_pooling()
                     elif verb == "adopt":
                         if self._adopt(argument):
                             while_ready.enter_context(short_pauses())
@@ -393,9 +395,9 @@ class Engine(AsyncEngine):
         self._delivered_s = self._clock()
         self._core.phases.end("deliver")
 
-    def _adopt(self, late: Late) -> bool:
+    def _adopt(self, late: BackgroundCompile) -> bool:
         """Takes late executables between two steps; True if with them the engine became ready."""
-        if not late.adopt() or self._state != "serving":
+        if not late.activate() or self._state != "serving":
             return False
         self._ready()
         return True

@@ -15,38 +15,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 
 from forge_jax.models.kv import KV, LayerKV, bits_of
+from forge_jax.models.linear import (
+    Delta,
+    Linear,
+    MatrixBuilder,
+    RMSNorm,
+    add_up,
+    new_bias,
+)
 from forge_jax.models.lora import LayerLora, Lora
 from forge_jax.models.spec import ExpertSpec, ModelSpec, RopeSpec
-from forge_jax.weights.blocks import BlockForm, BlockRows, Pieces, forms_by_piece
-from forge_jax.weights.forms import QuantizedForm
+from forge_jax.weights.formats import (
+    MatrixSpec,
+    WeightFormat,
+    WeightFormats,
+    split_pieces,
+)
 from forge_jax.weights.partition import AXIS, shard_spec, shard_vocab
-from forge_jax.weights.quantization import Values
 from forge_kernels.attention import Implementation, ragged_paged_attention, rotate_and_write
 from forge_kernels.embed import embed
 from forge_kernels.experts import choose_experts, mix_experts
 from forge_kernels.linear import (
     BlockPacking,
-    Format,
-    PackedWeight,
+    MatrixWeight,
     Packing,
-    Quantization,
-    QuantizedWeight,
-    Weight,
-    linear,
 )
-from forge_kernels.linear.quantized import ARRAYS
-from forge_kernels.norm import rms_norm
 from forge_kernels.rope import (
     inverse_frequencies,
     linear_scaling,
@@ -55,7 +58,6 @@ from forge_kernels.rope import (
 )
 
 Leaves = tuple[jax.Array, ...]
-Form = Format | QuantizedForm | BlockForm | Pieces | None  # of a matrix; None: plain
 
 
 class Ragged(NamedTuple):
@@ -72,235 +74,17 @@ class Ragged(NamedTuple):
     implementation: Implementation
     max_q_len: int | None
     uniform: bool
+    axis: str | None = None  # of the mesh, if several devices share the model
     lora: LayerLora | None = None  # the layer's own
 
-
-@dataclass(frozen=True, kw_only=True)
-class WeightForms:
-    """The form of the matrices: plain (None), or packed for the CPU kernels.
-
-    `quantized`: of those that the checkpoint has quantised, by the names of their leaves.
-    `blocks`: the same of a GGUF file, embedding and head among them.
-    `block_rows`: what the CPU kernels round activations to before they multiply these.
-    `rounded`: what those of the layers are rounded to as they are read, where not for the kernels.
-    """
-
-    layers: Format | None = None
-    head: Format | None = None
-    embedding: Format | None = None  # where it is not the head
-    quantized: Mapping[str, QuantizedForm] = field(default_factory=dict)
-    blocks: Mapping[str, BlockForm | Pieces] = field(default_factory=dict)
-    block_rows: BlockRows | None = None
-    rounded: Values | None = None
-    lora: bool = False  # adapters add to gates and ups: SwiGLU cannot be a part of their product
-
-    @property
-    def packed(self) -> dict[str, Format | None]:
-        """What says how matrices are packed, by the names of the fields."""
-        return {"layers": self.layers, "head": self.head, "embedding": self.embedding}
-
-    def of_layer(self, layer: int, name: str) -> Form:
-        """Of the matrix "attention.qkv" and the like."""
-        return self.of(f"layers.{layer}.{name}.weight", self.layers)
-
-    def of_experts(self, layer: int) -> tuple[Form, Form]:
-        """Of both matrices of the experts: packed are both or none."""
-        both = self.of_layer(layer, "mlp.gate_up"), self.of_layer(layer, "mlp.down")
-        if all(form is None or isinstance(form, str) for form in both):
-            return both
-        gate_up, down = (None if isinstance(form, str) else form for form in both)
-        return gate_up, down
-
-    def of(self, leaf: str, otherwise: Format | None) -> Form:
-        return self.blocks.get(leaf) or self.quantized.get(leaf) or otherwise
+    def delta(self, *targets: str) -> Delta | None:
+        """What adapters add to the product with a matrix of these targets; None without any."""
+        lora = self.lora
+        return None if lora is None else lambda x: lora.delta(x, targets)
 
 
-class RMSNorm(nnx.Module):
-    def __init__(self, size: int, spec: ModelSpec, dtype: Any, axis: str | None = None):
-        self.weight = nnx.Param(jnp.zeros(size, dtype))
-        self.eps, self.axis = spec.rms_norm_eps, axis
-        self.offset, self.in_float32 = spec.norm_offset, spec.norm_in_float32
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is as in Llama, so that `forge_kernels.linear` can do it."""
-        return not self.offset and not self.in_float32
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(
-            x,
-            self.weight[...],
-            self.eps,
-            offset=self.offset,
-            in_float32=self.in_float32,
-            axis_name=self.axis,
-        )
-
-
-class Linear(nnx.Module):
-    """A matrix in one of its forms; `forge_kernels.linear` says what a call can do besides.
-
-    It may be of several pieces, one below the other, each in a form of its own.
-
-    With `experts` it is a matrix for each of them, which is not called by itself. `targets` are the
-    names under which adapters know its rows. With `axis` each device has some of the inputs, and
-    what they give is added up.
-    """
-
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        dtype: Any,
-        form: Form = None,
-        *,
-        paired: bool = False,
-        bias: bool = False,
-        experts: int | None = None,
-        targets: tuple[str, ...] = (),
-        axis: str | None = None,
-    ):
-        self.targets, self.axis, self.dtype = targets, axis, dtype
-        if bias:
-            self.bias = nnx.Param(jnp.zeros(outputs, dtype))
-        self.has_bias = bias
-        self.packing: Packing | BlockPacking | None = None
-        self.quantization: Quantization | None = None
-        self.is_ordered = False
-        self.has_pieces = isinstance(form, Pieces)
-        if isinstance(form, Pieces):
-            assert experts is None and sum(piece.rows for piece in form.pieces) == outputs
-            each = (Linear(inputs, piece.rows, dtype, piece.form) for piece in form.pieces)
-            self.pieces = nnx.List(each)
-            return
-        if isinstance(form, QuantizedForm | BlockForm):
-            self.is_ordered = isinstance(form, QuantizedForm) and form.is_ordered
-            if self.is_ordered:
-                shape = (inputs,) if experts is None else (experts, inputs)
-                self.order = nnx.Param(jnp.zeros(shape, jnp.int32))
-            self.packing = form.packing(outputs, inputs, paired, experts)
-            if self.packing is None:
-                self._add_quantized(form.quantization(outputs, inputs, experts))
-                return
-        elif form is not None:
-            self.packing = Packing(form, outputs, inputs, paired, experts)
-        if self.packing is None:
-            shape = (outputs, inputs) if experts is None else (experts, outputs, inputs)
-            self.weight = nnx.Param(jnp.zeros(shape, dtype))
-            return
-        self.weight = _param(self.packing.weight)
-        if self.packing.scale is not None:
-            self.scale = _param(self.packing.scale)
-
-    def _add_quantized(self, quantization: Quantization) -> None:
-        self.quantization = quantization
-        for name in ARRAYS:
-            shape = getattr(quantization, name)
-            if shape is not None:
-                setattr(self, name, _param(shape))
-
-    @property
-    def matrix(self) -> Weight:
-        if self.quantization is not None:
-            quantization = self.quantization
-
-            def array(name: str) -> Any:
-                return None if getattr(quantization, name) is None else getattr(self, name)[...]
-
-            arrays = {name: array(name) for name in ARRAYS}
-            return QuantizedWeight(**arrays, quantization=quantization)
-        assert not self.has_pieces, "a matrix of several pieces"
-        if self.packing is None:
-            return self.weight[...]
-        scale = None if self.packing.scale is None else self.scale[...]
-        return PackedWeight(self.weight[...], scale, self.packing)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        norm: RMSNorm | None = None,
-        residual: jax.Array | None = None,
-        lora: LayerLora | None = None,
-        **options: Any,
-    ) -> jax.Array:
-        if lora is not None:
-            return self._adapted(x if norm is None else norm(x), lora, residual, **options)
-        scaling = None
-        if self.is_ordered:
-            x, norm = self._in_order(x if norm is None else norm(x)), None
-        if norm is not None and norm.is_plain:
-            scaling = (norm.weight[...], norm.eps)
-        elif norm is not None:
-            with jax.named_scope("norm"):
-                x = norm(x)
-        if not self.has_bias and self.axis is None:
-            return self._multiply(x, norm=scaling, residual=residual, **options)
-        y = self._multiply(x, norm=scaling, **options)
-        if self.axis is not None:
-            y = add_up(y, self.axis)
-        if self.has_bias:
-            y = y + self.bias[...]
-        return y if residual is None else residual + y
-
-    def _multiply(
-        self,
-        x: jax.Array,
-        *,
-        residual: jax.Array | None = None,
-        swiglu: bool = False,
-        **options: Any,
-    ) -> jax.Array:
-        if not self.has_pieces:
-            return linear(x, self.matrix, residual=residual, swiglu=swiglu, **options)
-        if swiglu:  # of gates and ups that have not been rounded, as where they are one matrix
-            options["out_dtype"] = jnp.float32
-        y = jnp.concatenate([linear(x, each.matrix, **options) for each in self.pieces], axis=1)
-        if swiglu:
-            gate, up = jnp.split(y, 2, axis=-1)
-            y = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return y if residual is None else residual + y
-
-    def _adapted(
-        self, x: jax.Array, lora: LayerLora, residual: jax.Array | None, **options: Any
-    ) -> jax.Array:
-        """What adapters add stands beside the product, in plain XLA, whatever the matrix' form."""
-        assert not options.get("swiglu"), "a model whose forms do not say lora"
-        y = self._multiply(self._in_order(x) if self.is_ordered else x, **options)
-        y = y + lora.delta(x, self.targets)
-        if self.axis is not None:
-            y = add_up(y, self.axis)
-        if self.has_bias:
-            y = y + self.bias[...]
-        return y if residual is None else residual + y
-
-    def _in_order(self, x: jax.Array) -> jax.Array:
-        """The columns of x that the matrix' are for: of inputs that are cut, from all devices."""
-        if self.axis is not None:
-            with jax.named_scope("gather"):
-                x = lax.all_gather(x, self.axis, axis=1, tiled=True)
-        return _columns(x, self.order[...])
-
-
-def _param(shape: jax.ShapeDtypeStruct) -> nnx.Param:
-    return nnx.Param(jnp.zeros(shape.shape, shape.dtype))
-
-
-def _columns(x: jax.Array, order: jax.Array) -> jax.Array:
-    """x[:, order]; 16-bit floats as their bits, for XLA:CPU would convert all of x."""
-    if x.dtype.itemsize != 2:
-        return x[:, order]
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16)[:, order], x.dtype)
-
-
-def add_up(x: jax.Array, axis: str) -> jax.Array:
-    """The sum over the devices of a mesh's axis, on each of them."""
-    with jax.named_scope("add_up"):
-        return jax.lax.psum(x, axis)
-
-
-class Block(nnx.Module):
-    """What attention, MLP and experts share: norms around them, and the sum with the stream."""
+class ResidualBlock(nnx.Module):
+    """The common part of attention, MLP and experts: norms around them, and the residual sum."""
 
     def __init__(self, spec: ModelSpec, dtype: Any):
         before = spec.norm_placement in ("before", "both")
@@ -309,12 +93,14 @@ class Block(nnx.Module):
         self.post_norm = RMSNorm(spec.hidden_size, spec, dtype) if after else None
         self.scale = spec.residual_scale
 
-    def add(self, x: jax.Array, last: Linear, inner: jax.Array, ragged: Ragged) -> jax.Array:
-        """x: dtype[T, d], with what `last` makes of `inner` added."""
-        rows, lora = ragged.num_tokens, ragged.lora
+    def add(
+        self, x: jax.Array, last: Linear, inner: jax.Array, ragged: Ragged, target: str
+    ) -> jax.Array:
+        """x + last(inner), dtype[T, d]. `target`: the adapters' name of `last`."""
+        rows, delta, axis = ragged.num_tokens, ragged.delta(target), ragged.axis
         if self.post_norm is None and self.scale == 1.0:
-            return last(inner, residual=x, lora=lora, num_rows=rows)
-        return self.add_result(x, last(inner, lora=lora, num_rows=rows))
+            return last(inner, residual=x, delta=delta, axis=axis, num_rows=rows)
+        return self.add_result(x, last(inner, delta=delta, axis=axis, num_rows=rows))
 
     def add_result(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """x: dtype[T, d], with `y` of the same shape added."""
@@ -324,17 +110,10 @@ class Block(nnx.Module):
         return x + (y if self.scale == 1.0 else y * self.scale)
 
 
-class Attention(Block):
+class Attention(ResidualBlock):
     """Grouped-query attention over the paged cache; queries, keys and values in one matrix."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        dtype: Any,
-        forms: WeightForms,
-        layer: int,
-        axis: str | None = None,
-    ):
+    def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, layer: int):
         super().__init__(spec, dtype)
         self.heads, self.kv_heads = spec.num_attention_heads, spec.num_key_value_heads
         self.head_dim, self.sm_scale = spec.head_dim, spec.sm_scale
@@ -342,22 +121,26 @@ class Attention(Block):
         self.rope = rope_kinds(spec).index(rope_kind(spec, layer))
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
         d, inner = spec.hidden_size, self.heads * self.head_dim
-        bias, output_bias = spec.attention_bias, spec.output_bias
-        qkv, out = forms.of_layer(layer, "attention.qkv"), forms.of_layer(layer, "attention.out")
-        self.qkv = Linear(d, rows, dtype, qkv, bias=bias, targets=("q", "k", "v"))
-        self.out = Linear(inner, d, dtype, out, bias=output_bias, targets=("o",), axis=axis)
-        self.norm_all = spec.qk_norm == "all"
+        self.qkv = Linear(
+            matrix(f"layers.{layer}.attention.qkv.weight", rows, d),
+            new_bias(rows, dtype, exists=spec.attention_bias),
+        )
+        self.out = Linear(
+            matrix(f"layers.{layer}.attention.out.weight", d, inner),
+            new_bias(d, dtype, exists=spec.output_bias),
+        )
+        self.norm_all, has = spec.qk_norm == "all", spec.qk_norm is not None
         heads, kv_heads = (self.heads, self.kv_heads) if self.norm_all else (1, 1)
-        has, norm_axis = spec.qk_norm is not None, axis if self.norm_all else None
-        self.q_norm = RMSNorm(heads * self.head_dim, spec, dtype, norm_axis) if has else None
-        self.k_norm = RMSNorm(kv_heads * self.head_dim, spec, dtype, norm_axis) if has else None
+        self.q_norm = RMSNorm(heads * self.head_dim, spec, dtype) if has else None
+        self.k_norm = RMSNorm(kv_heads * self.head_dim, spec, dtype) if has else None
 
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
         """x: dtype[T, d]; kv: one layer's -> (kv, x with the attention added)."""
         H, K, D = self.heads, self.kv_heads, self.head_dim
         with jax.named_scope("qkv"):
-            qkv = self.qkv(x, norm=self.norm, lora=ragged.lora, num_rows=ragged.num_tokens)
-            qkv = self._normed(qkv.reshape(-1, H + 2 * K, D))
+            delta = ragged.delta("q", "k", "v")
+            qkv = self.qkv(x, norm=self.norm, delta=delta, num_rows=ragged.num_tokens)
+            qkv = self._normed(qkv.reshape(-1, H + 2 * K, D), ragged.axis)
         with jax.named_scope("rope_write"):
             q, kv = rotate_and_write(
                 qkv,
@@ -386,9 +169,9 @@ class Attention(Block):
             )
         out = out.reshape(-1, H * D)
         with jax.named_scope("attention_out"):
-            return kv, self.add(x, self.out, out, ragged)
+            return kv, self.add(x, self.out, out, ragged, "o")
 
-    def _normed(self, qkv: jax.Array) -> jax.Array:
+    def _normed(self, qkv: jax.Array, axis: str | None) -> jax.Array:
         """dtype[T, H + 2K, D], with the norms of queries and keys where the model has them."""
         if self.q_norm is None or self.k_norm is None:
             return qkv
@@ -397,63 +180,65 @@ class Attention(Block):
         for norm, part in ((self.q_norm, qkv[:, :H]), (self.k_norm, qkv[:, H : H + K])):
             shape = (len(part), -1) if self.norm_all else part.shape
             with jax.named_scope("norm"):
-                normed.append(norm(part.reshape(shape)).reshape(part.shape))
+                part_axis = axis if self.norm_all else None  # a row has all heads, or one
+                normed.append(norm(part.reshape(shape), part_axis).reshape(part.shape))
         return jnp.concatenate([*normed, qkv[:, H + K :]], axis=1)
 
 
-class MLP(Block):
+class MLP(ResidualBlock):
     """SwiGLU (Shazeer 2020), or the same with another activation; gate and up in one matrix."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        dtype: Any,
-        forms: WeightForms,
-        layer: int,
-        axis: str | None = None,
-    ):
+    def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, layer: int):
         super().__init__(spec, dtype)
         self.activation = spec.activation
-        self.swiglu = spec.activation == "silu" and not spec.mlp_bias and not forms.lora
+        lora = matrix.formats.lora
+        self.swiglu = spec.activation == "silu" and not spec.mlp_bias and not lora
         d, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
-        gate_up, down = forms.of_layer(layer, "mlp.gate_up"), forms.of_layer(layer, "mlp.down")
         self.gate_up = Linear(
-            d, 2 * inner, dtype, gate_up, paired=self.swiglu, bias=bias, targets=("gate", "up")
+            matrix(f"layers.{layer}.mlp.gate_up.weight", 2 * inner, d, paired=self.swiglu),
+            new_bias(2 * inner, dtype, exists=bias),
         )
-        self.down = Linear(inner, d, dtype, down, bias=bias, targets=("down",), axis=axis)
+        self.down = Linear(
+            matrix(f"layers.{layer}.mlp.down.weight", d, inner),
+            new_bias(d, dtype, exists=bias),
+        )
 
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """dtype[T, d] -> x with the MLP added."""
         with jax.named_scope("gate_up"):
-            rows, lora = ragged.num_tokens, ragged.lora
-            inner = self.gate_up(x, norm=self.norm, lora=lora, swiglu=self.swiglu, num_rows=rows)
+            inner = self.gate_up(
+                x,
+                norm=self.norm,
+                delta=ragged.delta("gate", "up"),
+                swiglu=self.swiglu,
+                num_rows=ragged.num_tokens,
+            )
             if not self.swiglu:
                 gate, up = jnp.split(inner, 2, axis=-1)
                 inner = _ACTIVATIONS[self.activation](gate) * up
         with jax.named_scope("down"):
-            return self.add(x, self.down, inner, ragged)
+            return self.add(x, self.down, inner, ragged, "down")
 
 
-class Experts(Block):
+class Experts(ResidualBlock):
     """A mixture of experts in place of the MLP: a router chooses some for each token."""
 
     def __init__(
         self,
         spec: ModelSpec,
         dtype: Any,
-        forms: WeightForms,
+        matrix: MatrixBuilder,
         layer: int,
         experts: ExpertSpec,
-        axis: str | None = None,
     ):
         super().__init__(spec, dtype)
-        self.axis = axis
         d, inner, count = spec.hidden_size, experts.intermediate_size, experts.count
         self.per_token, self.normalised = experts.per_token, experts.normalised
-        self.router = Linear(d, count, dtype, forms.of(f"layers.{layer}.mlp.router.weight", None))
-        gate_up, down = forms.of_experts(layer)
-        self.gate_up = Linear(d, 2 * inner, dtype, gate_up, paired=True, experts=count)
-        self.down = Linear(inner, d, dtype, down, experts=count)
+        mlp = f"layers.{layer}.mlp"
+        self.router = Linear(matrix(f"{mlp}.router.weight", count, d))
+        gate_up = matrix(f"{mlp}.gate_up.weight", 2 * inner, d, paired=True, experts=count)
+        self.gate_up = nnx.Param(gate_up)
+        self.down = nnx.Param(matrix(f"{mlp}.down.weight", d, inner, experts=count))
 
     def __call__(self, x: jax.Array, ragged: Ragged) -> jax.Array:
         """dtype[T, d] -> x with what the experts give added."""
@@ -465,16 +250,15 @@ class Experts(Block):
         with jax.named_scope("experts"):
             y = mix_experts(
                 normed,
-                self.gate_up.matrix,
-                self.down.matrix,
+                self.gate_up.get_value(),
+                self.down.get_value(),
                 chosen,
                 weights,
-                order=self.gate_up.order[...] if self.gate_up.is_ordered else None,
                 num_rows=ragged.num_tokens,
                 implementation="reference" if ragged.implementation == "reference" else "auto",
             )
-            if self.axis is not None:
-                y = add_up(y, self.axis)
+            if ragged.axis is not None:
+                y = add_up(y, ragged.axis)
             return self.add_result(x, y)
 
 
@@ -485,20 +269,13 @@ _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(
-        self,
-        spec: ModelSpec,
-        dtype: Any,
-        forms: WeightForms,
-        layer: int,
-        axis: str | None = None,
-    ):
-        self.attention = Attention(spec, dtype, forms, layer, axis)
+    def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, layer: int):
+        self.attention = Attention(spec, dtype, matrix, layer)
         experts = spec.experts_of(layer)
         self.mlp = (
-            MLP(spec, dtype, forms, layer, axis)
+            MLP(spec, dtype, matrix, layer)
             if experts is None
-            else Experts(spec, dtype, forms, layer, experts, axis)
+            else Experts(spec, dtype, matrix, layer, experts)
         )
 
     def __call__(self, x: jax.Array, kv: LayerKV, ragged: Ragged) -> tuple[LayerKV, jax.Array]:
@@ -512,26 +289,22 @@ class Decoder(nnx.Module):
     With `shards`, one of so many that share the model.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: Any, forms: WeightForms, shards: int = 1):
-        self.axis = axis = AXIS if shards > 1 else None
+    def __init__(self, spec: ModelSpec, dtype: Any, matrix: MatrixBuilder, shards: int = 1):
+        self.axis, self.dtype = AXIS if shards > 1 else None, dtype
         self.vocab_size = spec.vocab_size
         self.vocab_rows = vocab_rows = shard_vocab(spec.vocab_size, shards)
         of_shard = shard_spec(spec, shards)
         self.layers = nnx.List(
-            [DecoderLayer(of_shard, dtype, forms, i, axis) for i in range(spec.num_hidden_layers)]
+            [DecoderLayer(of_shard, dtype, matrix, i) for i in range(spec.num_hidden_layers)]
         )
         self.norm = RMSNorm(spec.hidden_size, spec, dtype)
         self.embedding_scale, self.logit_scale = spec.embedding_scale, spec.logit_scale
         self.logit_soft_cap = spec.logit_soft_cap
         # The head is the embedding too where the model shares them.
-        head = forms.of("head.weight", forms.head)
-        self.head = Linear(spec.hidden_size, vocab_rows, dtype, head)
+        d = spec.hidden_size
+        self.head = Linear(matrix("head.weight", vocab_rows, d))
         self.embedding = (
-            None
-            if spec.tie_word_embeddings
-            else Linear(
-                spec.hidden_size, vocab_rows, dtype, forms.of("embedding.weight", forms.embedding)
-            )
+            None if spec.tie_word_embeddings else Linear(matrix("embedding.weight", vocab_rows, d))
         )
 
     def hidden(
@@ -542,6 +315,7 @@ class Decoder(nnx.Module):
         lora: Callable[[int], LayerLora] | None = None,  # by layer
     ) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
         """(kv, dtype[T, d] after the final norm, the stream before each layer and after all)."""
+        ragged = ragged._replace(axis=self.axis)
         with jax.named_scope("embed"):
             x = self._embed(tokens)
             if self.embedding_scale != 1.0:
@@ -572,13 +346,13 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         """i32[T] -> dtype[T, d]. One shard has a token's row; the others add zeros, exactly."""
-        table = self.embedding or self.head
+        table = (self.embedding or self.head).matrix.get_value()
         if self.axis is None:
-            return embed(table.matrix, tokens, table.dtype)
+            return embed(table, tokens, self.dtype)
         local = tokens - jax.lax.axis_index(self.axis) * self.vocab_rows
         is_own = (local >= 0) & (local < self.vocab_rows)
         own = jnp.clip(local, 0, self.vocab_rows - 1)
-        x = embed(table.matrix, own, table.dtype)
+        x = embed(table, own, self.dtype)
         return add_up(jnp.where(is_own[:, None], x, jnp.zeros((), x.dtype)), self.axis)
 
 
@@ -643,9 +417,7 @@ class Model:
     dtype: np.dtype
     names: tuple[str, ...]  # of the leaves: "layers.0.attention.qkv.weight"
     leaves: tuple[jax.ShapeDtypeStruct, ...]
-    packings: Mapping[str, Packing | BlockPacking]  # of those packed: "layers.0.mlp.down.weight"
-    quantized: Mapping[str, QuantizedForm]  # of those that the checkpoint has quantised
-    blocks: Mapping[str, BlockForm | Pieces]  # the same of a GGUF file
+    matrices: Mapping[str, MatrixSpec]  # by the names of their leaves
     graphdef: Any
     treedef: Any
     shards: int = 1
@@ -653,15 +425,16 @@ class Model:
     @classmethod
     def build(
         cls,
-        decoder: Callable[[ModelSpec, Any, WeightForms, int], nnx.Module],
+        decoder: Callable[[ModelSpec, Any, MatrixBuilder, int], nnx.Module],
         spec: ModelSpec,
         dtype: Any,
-        forms: WeightForms,
+        formats: WeightFormats,
         shards: int = 1,
     ) -> Model:
-        """Traces `decoder(spec, dtype, forms, shards)` abstractly: no weights are allocated."""
+        """Trace `decoder(spec, dtype, matrix, shards)` abstractly: no weights are allocated."""
         dtype = jnp.dtype(dtype)
-        module = nnx.eval_shape(lambda: decoder(spec, dtype, forms, shards))
+        matrix = MatrixBuilder(formats, dtype)
+        module = nnx.eval_shape(lambda: decoder(spec, dtype, matrix, shards))
         graphdef, state = nnx.split(module)
         flat, treedef = jax.tree_util.tree_flatten_with_path(state)
         return cls(
@@ -669,27 +442,43 @@ class Model:
             dtype=dtype,
             names=tuple(_leaf_name(path) for path, _ in flat),
             leaves=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in flat),
-            packings={
-                ".".join(map(str, (*path, "weight"))): node.packing
-                for path, node in nnx.iter_graph(module)
-                if isinstance(node, Linear) and node.packing is not None
-            },
-            quantized=forms.quantized,
-            blocks=forms.blocks,
+            matrices=matrix.matrices,
             graphdef=graphdef,
             treedef=treedef,
             shards=shards,
         )
 
+    @cached_property
+    def pieces(self) -> Mapping[str, MatrixSpec]:
+        """The matrices that are multiplied by themselves, with those of several pieces split."""
+        return split_pieces(self.matrices)
+
+    @cached_property
+    def packings(self) -> Mapping[str, Packing | BlockPacking]:
+        """How the matrices are packed that are: "layers.0.mlp.down.weight" and the like."""
+        found = {leaf: matrix.packing for leaf, matrix in self.pieces.items()}
+        return {leaf: packing for leaf, packing in found.items() if packing is not None}
+
     @property
     def formats(self) -> set[str]:
-        """What the matrices are kept in, where they are not plain: "bf16", "int8", "gptq int4"."""
-        kept = {packing.format for packing in self.packings.values()}
-        kept |= {f"{form.blocks.values} blocks" for form in forms_by_piece(self.blocks).values()}
-        return kept | {
-            f"{'rounded' if form.rounded else form.scheme.layout} {form.scheme.values}"
-            for form in self.quantized.values()
-        }
+        """The formats of the matrices that are not plain: "bf16", "int8", "gptq int4"."""
+        return {name for matrix in self.pieces.values() for name in matrix.names}
+
+    def in_format[F: WeightFormat](self, kind: type[F]) -> dict[str, F]:
+        """The formats of this class, by the leaves of the matrices that have them."""
+        formats = {leaf: matrix.format for leaf, matrix in self.pieces.items()}
+        return {leaf: format for leaf, format in formats.items() if isinstance(format, kind)}
+
+    def weight(self, leaves: Leaves, name: str) -> MatrixWeight:
+        """The weight of a matrix ("layers.0.mlp.down.weight"), or of a piece of one."""
+        format, shape = self.pieces[name]
+        paths, treedef = jax.tree_util.tree_flatten_with_path(format.weight(shape, self.dtype))
+        names = [f"{name.removesuffix('weight')}{_leaf_name(path)}" for path, _ in paths]
+        return jax.tree.unflatten(treedef, [leaves[self.names.index(each)] for each in names])
+
+    def leaf(self, name: str) -> jax.ShapeDtypeStruct:
+        """The shape and type of a leaf."""
+        return self.leaves[self.names.index(name)]
 
     @property
     def param_bytes(self) -> int:
@@ -714,9 +503,9 @@ class Model:
         return_hidden_states: bool = False,
         lora: Lora | None = None,
     ) -> Any:
-        """One step of the decoder over ragged rows: writes their keys and values, then attends.
+        """Run one step over ragged rows: write their keys and values, then attend.
 
-        Decode rows, verify rows and prefill chunks are the same thing with other `cu_q_lens`.
+        Decode rows, verify rows and prefill chunks differ only in `cu_q_lens`.
 
         Args:
           leaves: the weights, in the order of `Model.leaves`.
@@ -732,24 +521,19 @@ class Model:
             less is compiled.
           uniform: compute every row of attention in the same way (the deterministic tier).
           return_hidden_states: also return the residual stream.
-          lora: the adapters, and which of them each token takes; for a model whose forms say so.
+          lora: the adapters, and which of them each token takes; for a model whose formats say so.
 
         Returns:
           (kv, hidden): hidden is dtype[T, d] after the final norm; rows of no sequence may hold
-          anything. With `return_hidden_states`,
-          (kv, hidden, stream): stream is L + 1 arrays dtype[T, d], the embedding and each layer's
-          output.
+          anything. With `return_hidden_states`, (kv, hidden, stream): stream is L + 1 arrays
+          dtype[T, d], the embedding and each layer's output.
 
         Raises:
           NotImplementedError: a gradient is asked of another combination than float32 `kv` and
             implementation="reference".
         """
-        with jax.named_scope("rope_tables"):
-            ropes = tuple(
-                _rope_tables(rope, self.spec.head_dim, positions) for rope in rope_kinds(self.spec)
-            )
         ragged = Ragged(
-            ropes=ropes,
+            ropes=self._ropes(positions),
             slot_mapping=slot_mapping,
             block_tables=block_tables,
             kv_lens=kv_lens,
@@ -761,10 +545,14 @@ class Model:
             max_q_len=max_q_len,
             uniform=uniform,
         )
-        decoder = self._merge(leaves)
         by_layer = None if lora is None else partial(lora.layer, self.spec)
-        kv, hidden, stream = decoder.hidden(tokens, kv, ragged, by_layer)
+        kv, hidden, stream = self.decoder(leaves).hidden(tokens, kv, ragged, by_layer)
         return (kv, hidden, stream) if return_hidden_states else (kv, hidden)
+
+    def _ropes(self, positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
+        with jax.named_scope("rope_tables"):
+            kinds, head_dim = rope_kinds(self.spec), self.spec.head_dim
+            return tuple(_rope_tables(rope, head_dim, positions) for rope in kinds)
 
     def logits(
         self, leaves: Leaves, hidden: jax.Array, num_rows: jax.Array | None = None
@@ -773,16 +561,21 @@ class Model:
 
         `num_rows` (i32[]) is a promise that rows from there on are not needed.
         """
-        return self._merge(leaves).logits(hidden, num_rows)
+        return self.decoder(leaves).logits(hidden, num_rows)
 
     def final_norm(self, leaves: Leaves, stream: jax.Array) -> jax.Array:
         """The final norm on rows of the residual stream, dtype[B, d]: half of a logit lens."""
-        return self._merge(leaves).norm(stream)
+        return self.decoder(leaves).norm(stream)
 
-    def _merge(self, leaves: Leaves) -> Any:
+    def decoder(self, leaves: Leaves) -> Any:
+        """The modules with these weights: an instance of the class that the model was built of."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
 
+# Parts of a path that are none of a leaf's name: how modules hold their weights.
+_UNNAMED = (None, "value", "matrix")
+
+
 def _leaf_name(path: tuple[Any, ...]) -> str:
-    keys = (getattr(entry, "key", getattr(entry, "name", None)) for entry in path)
-    return ".".join(str(key) for key in keys if key is not None and key != "value")
+    keys = [getattr(e, "key", getattr(e, "name", getattr(e, "idx", None))) for e in path]
+    return ".".join(str(key) for key in keys if key not in _UNNAMED)

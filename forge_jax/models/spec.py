@@ -16,7 +16,7 @@ from typing import Any, Literal
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.host.files import short_repr
-from forge_jax.weights.block_types import BlockTypes, read_block_types
+from forge_jax.weights.ggml_types import GGMLTypes, read_ggml_types
 from forge_jax.weights.quantization import QuantSpec, read_quantization
 
 ROPE_TYPES = ("default", "linear", "llama3", "longrope")
@@ -88,7 +88,7 @@ class ModelSpec:
         and on logits.
       experts: in place of the MLP of some or all layers.
       quantization: of the checkpoint's matrices.
-      block_types: of those of a GGUF file, which stay in their blocks.
+      ggml_types: the types of the tensors of a GGUF file that stay in ggml blocks.
     """
 
     architecture: str
@@ -125,7 +125,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     experts: ExpertSpec | None = None
     quantization: QuantSpec | None = None
-    block_types: BlockTypes | None = None
+    ggml_types: GGMLTypes | None = None
 
     @property
     def sm_scale(self) -> float:
@@ -173,12 +173,7 @@ def decoder_spec(
     """
     _refuse_what_changes_layers(config)
     read_layer_types(config)  # checked even where the family does not use it
-    name = config.string(activation_name)
-    if name not in ACTIVATIONS:
-        raise UnsupportedModelError(
-            f"{config.where}: {activation_name} {short_repr(name)} is not supported; "
-            f"supported: {', '.join(ACTIVATIONS)}"
-        )
+    activation = _read_activation(config, activation_name)
     hidden_size = config.integer("hidden_size", high=MAX_WIDTH)
     heads = config.integer("num_attention_heads", high=MAX_HEADS)
     kv_heads = config.integer("num_key_value_heads", heads, high=MAX_HEADS)
@@ -205,12 +200,22 @@ def decoder_spec(
         tie_word_embeddings=config.boolean("tie_word_embeddings"),
         dtype=read_dtype(config),
         quantization=read_quantization(config),
-        block_types=read_block_types(config),
+        ggml_types=read_ggml_types(config),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         eos_token_ids=_end_ids(config, generation, vocab_size),
-        activation=ACTIVATIONS[name],
+        activation=activation,
         **parts,
     )
+
+
+def _read_activation(config: HFConfig, field: str) -> Activation:
+    name = config.string(field)
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"{config.where}: {field} {short_repr(name)} is not supported; "
+            f"supported: {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
 
 
 def _refuse_what_changes_layers(config: HFConfig) -> None:

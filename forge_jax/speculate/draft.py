@@ -17,7 +17,7 @@ import numpy as np
 
 from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.request import Sequence, Status
-from forge_jax.speculate.draft_model import Row, pack_params
+from forge_jax.speculate.draft_step import Row, pack_params
 from forge_jax.speculate.drafter import Draft
 from forge_jax.step.slots import PADDING
 

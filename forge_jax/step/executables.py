@@ -1,7 +1,7 @@
-"""`Executables`: what an engine has compiled, by name, from shapes alone.
+"""Compilation in threads: `Executables` by name, and `BackgroundCompile` for those that come late.
 
-Tracing is Python, so one thread does it for all, in the order in which they are wanted; XLA's part
-runs in as many threads as there are cores. Nothing here knows what the executables compute.
+Tracing is Python, so one thread traces everything, in the order in which it was added. XLA compiles
+in as many threads as there are cores. Nothing here depends on what the executables compute.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -21,9 +22,13 @@ from forge_jax.telemetry.compilations import expected
 
 log = logging.getLogger(__name__)
 
+# If the first executables were in the cache, they are ready within this time. The others then wait
+# until those run, because tracing would only slow them down. Otherwise there is time to trace.
+PATIENCE_S = 1.0
+
 
 class Executables:
-    """Lowers and compiles in the background, first come, first compiled.
+    """Executables that are lowered and compiled in threads, in the order in which they are added.
 
     Args:
       compiler_options: XLA's, for all of them.
@@ -38,46 +43,46 @@ class Executables:
         self._resumed = threading.Event()
 
     def add(self, name: str, function: Callable[..., Any], *args: Any, **jit_options: Any) -> None:
-        """Queues `function` at the shapes `args`; the options are those of `jax.jit`."""
+        """Queue `function` at the shapes `args`; the options are those of `jax.jit`."""
         jitted = jax.jit(function, **jit_options)
         lowered = self._tracing.submit(jitted.lower, *args)
         self._futures[name] = self._compiling.submit(self._compile, lowered)
 
     def call(self, name: str) -> Future[Any]:
-        """What `name`, which takes no arguments, returns: called as soon as it is compiled."""
+        """Call `name`, which takes no arguments, as soon as it is compiled."""
         return self._calling.submit(lambda: self[name]())
 
     def pause(self, seconds: float) -> None:
-        """What is added after this waits so long, or until `resume`."""
+        """Delay everything added after this by `seconds`, or until `resume`."""
         self._tracing.submit(self._resumed.wait, seconds)
 
     def resume(self) -> None:
         self._resumed.set()
 
     def __getitem__(self, name: str) -> jax.stages.Compiled:
-        """Waits for it; raises what its compilation raised."""
+        """Wait for an executable; raise what its compilation raised."""
         return self._futures[name].result()
 
     def __iter__(self) -> Iterable[str]:
         return iter(self._futures)
 
     def wait(self, name: str) -> None:
-        """Until `is_done`."""
+        """Block until `is_done`."""
         self._futures[name].exception()
 
     def is_done(self, name: str) -> bool:
-        """Whether it is there, or never will be."""
+        """True if it has been compiled, or has failed to."""
         return self._futures[name].done()
 
     def on_done(self, name: str, call: Callable[[], None]) -> None:
-        """Has `call` called once `is_done`: by the thread that compiled it, or now."""
+        """Run `call` once `is_done`: in the thread that compiled it, or now."""
         call = supervise.guarded(call, f"adopting {name}", None)
         self._futures[name].add_done_callback(lambda _: call())
 
     def memory_bytes(self, name: str) -> int:
-        """What the device must hold while it runs, its arguments included, by XLA's analysis."""
+        """Return the device memory of a call, arguments included, by XLA's analysis. Waits."""
         memory = self[name].memory_analysis()
-        if memory is None:  # this backend does not tell
+        if memory is None:  # this backend has no such analysis
             return 0
         return (
             memory.argument_size_in_bytes
@@ -88,14 +93,14 @@ class Executables:
         )
 
     def cancel(self) -> None:
-        """Begins no further compilation; what XLA is at cannot be interrupted."""
+        """Begin no further compilation. XLA cannot be interrupted in one that has begun."""
         self._resumed.set()
         self._tracing.shutdown(wait=False, cancel_futures=True)
         self._compiling.shutdown(wait=False, cancel_futures=True)
         self._calling.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
-        """Nothing more will be added: the threads end when they have done what there is."""
+        """Accept no more functions: the threads end when the queue is empty."""
         self._tracing.shutdown(wait=False)
         self._compiling.shutdown(wait=False)
         self._calling.shutdown(wait=False)
@@ -105,63 +110,112 @@ class Executables:
             return lowered.result().compile(compiler_options=self._options or None)
 
 
-class Shape(Protocol):
-    """What an executable is compiled for."""
+@dataclass(frozen=True, kw_only=True)
+class _Pending:
+    """An executable that has not been activated."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    executables: Executables
+    activate: Callable[[], None]
+    memory_limit: int | None
+    remedy: str
+
+    def usable(self) -> bool:
+        """True if it has been compiled and fits into the memory."""
+        try:
+            needed = self.executables.memory_bytes(self.name)
+        except Exception:
+            log.exception("%s could not be compiled: it is left out", self.name)
+            return False
+        if self.memory_limit is None or needed <= self.memory_limit:
+            return True
+        log.warning(
+            "%s needs %.2f GiB, and there is %.2f: it is left out (less %s makes room)",
+            self.name,
+            needed / GIB,
+            self.memory_limit / GIB,
+            self.remedy,
+        )
+        return False
 
 
-class LateShapes[S: Shape]:
-    """Shapes whose executables come while others run already, until they are adopted.
+class BackgroundCompile:
+    """Executables that compile while the engine already runs without them.
 
-    Args:
-      memory_limit: what an executable may need while it runs, in bytes. None: not known.
-      flags: of which less makes room.
+    Their owners `add` them. The thread that ticks calls `activate` between two steps. The other
+    methods are thread-safe.
     """
 
-    def __init__(
-        self, executables: Executables, shapes: Iterable[S], memory_limit: int | None, flags: str
-    ):
-        self.shapes = list(shapes)
-        self._executables = executables
-        self._memory_limit = memory_limit
-        self._flags = flags
+    def __init__(self) -> None:
+        self._sources: list[Executables] = []
+        self._pending: dict[str, _Pending] = {}
+        self._after_activation: list[Callable[[], None]] = []
 
-    def __bool__(self) -> bool:
-        return bool(self.shapes)
+    @property
+    def complete(self) -> bool:
+        """True if nothing is left to activate."""
+        return not self._pending
 
-    def arrived(self) -> Iterator[S]:
-        """Those that have been compiled since; what failed to, or needs too much, is left out."""
-        for shape in [shape for shape in self.shapes if self._executables.is_done(shape.name)]:
-            self.shapes.remove(shape)
-            try:
-                needed = self._executables.memory_bytes(shape.name)
-            except Exception:
-                log.exception("%s could not be compiled: it is left out", shape.name)
-                continue
-            if self._memory_limit is None or needed <= self._memory_limit:
-                yield shape
-                continue
-            log.warning(
-                "%s needs %.2f GiB, and there is %.2f: it is left out (less %s makes room)",
-                shape.name,
-                needed / GIB,
-                self._memory_limit / GIB,
-                self._flags,
+    def add(
+        self,
+        executables: Executables,
+        activations: Mapping[str, Callable[[], None]],
+        *,
+        memory_limit: int | None = None,
+        remedy: str = "",
+    ) -> None:
+        """Add executables, each with the function that makes the engine use it.
+
+        Args:
+          activations: by the executable's name, in the order in which they are to be activated.
+          memory_limit: bytes that one of them may need; None: no limit.
+          remedy: flags to lower if one needs more, for the log.
+        """
+        self._sources.append(executables)
+        for name, activate in activations.items():
+            self._pending[name] = _Pending(
+                name=name,
+                executables=executables,
+                activate=activate,
+                memory_limit=memory_limit,
+                remedy=remedy,
             )
 
+    def after_activation(self, call: Callable[[], None]) -> None:
+        """Run `call` at the end of each `activate`."""
+        self._after_activation.append(call)
+
+    def activate(self) -> bool:
+        """Activate everything compiled since the last call; return `complete`.
+
+        An executable that failed to compile, or needs too much memory, is logged and left out.
+        """
+        pending = list(self._pending.values())
+        for late in [late for late in pending if late.executables.is_done(late.name)]:
+            # `cancel` in another thread may have removed it meanwhile.
+            if self._pending.pop(late.name, None) is not None and late.usable():
+                late.activate()
+        for call in self._after_activation:
+            call()
+        return self.complete
+
     def on_compiled(self, call: Callable[[], None]) -> None:
-        """Has `call` called, in another thread, whenever something arrives."""
-        for shape in self.shapes.copy():
-            self._executables.on_done(shape.name, call)
+        """Run `call`, in any thread, whenever a new executable is ready to be activated."""
+        for late in list(self._pending.values()):
+            late.executables.on_done(late.name, call)
 
     def wait(self) -> None:
-        """Until everything that is left has arrived."""
-        for shape in self.shapes.copy():
-            self._executables.wait(shape.name)
+        """Block until compilation finishes; `activate` then activates everything."""
+        for late in list(self._pending.values()):
+            late.executables.wait(late.name)
+
+    def finish(self) -> None:
+        """Block until everything is compiled, and activate it."""
+        self.wait()
+        self.activate()
 
     def cancel(self) -> None:
-        """Compiles nothing more: what has not been adopted never will be."""
-        self._executables.cancel()
-        self.shapes.clear()
+        """Compile nothing more: executables that are not active never will be."""
+        for executables in self._sources:
+            executables.cancel()
+        self._pending.clear()

@@ -110,7 +110,7 @@ def make_step(
         if verification == "rejection" and shape.max_drafts:
             drafts = _drafts(shape, m, batch.tokens, proposed)
         with jax.named_scope("sample"):
-            slots, out = _sample_rows(shape, slots, m, batch, rows, masks, sampler, drafts)
+            slots, out = _sample_rows(shape, slots, m, rows, masks, batch, sampler, drafts)
         return (kv, slots, out) if pooled is None else (kv, slots, out, pooled)
 
     step.__name__ = shape.name.replace("[", "_").replace("]", "")
@@ -204,9 +204,9 @@ def _sample_rows(
     shape: StepShape,
     slots: Slots,
     m: StepInputs,
-    batch: _Batch,
     logits: jax.Array,  # f32[R, V]
     masks: jax.Array,  # i32[R, mask_width(V)]
+    batch: _Batch,
     sampler: Sampler,
     drafts: sampling.Drafts | None,  # verified by rejection
 ) -> tuple[Slots, StepOut]:

@@ -33,7 +33,7 @@ from forge_jax.telemetry.units import bytes_text
 from forge_jax.text.gguf import gguf_templates
 from forge_jax.text.load import load_text
 from forge_jax.text.tokenizer import Tokenizer
-from forge_jax.weights.block_types import KEY as TYPES_KEY
+from forge_jax.weights.ggml_types import KEY as TYPES_KEY
 from forge_jax.weights.partition import check_shards
 
 COPIED = (
@@ -81,7 +81,7 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
     shards = config.parallel.tensor_parallel
     check_shards(spec, shards)
     kernels = choose_kernels(config, spec, choose_device(config))
-    model = build_model(spec, config.model.dtype, kernels.forms, shards)
+    model = build_model(spec, config.model.dtype, kernels.formats, shards)
     check_weights(model, source)
     load_text(source, None, spec.vocab_size)  # what cannot be served is not written
     arrays = _arrays(model, source, progress)
@@ -90,7 +90,7 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
         folder=partial,
         dtype=model.dtype.name,
         quantization=config.model.quantization,
-        forms=kernels.forms.packed if any(kernels.forms.packed.values()) else {},
+        formats=kernels.formats.packed if any(kernels.formats.packed.values()) else {},
         leaves=dict(zip(model.names, model.leaves, strict=True)),
         shards=shards,
     )
@@ -155,7 +155,7 @@ def _copy_text(source: Path, target: Path) -> None:
 def _write_gguf_text(source: Path, target: Path, spec: ModelSpec) -> None:
     """The same of a GGUF file, in Hugging Face's form."""
     config, generation = config_of(read_gguf(source))
-    if spec.block_types is None:  # decoded
+    if spec.ggml_types is None:  # decoded
         del config[TYPES_KEY]
     _write_json(target / "config.json", config)
     _write_json(target / "generation_config.json", generation)

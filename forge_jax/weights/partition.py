@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 AXIS = "tensor"  # of the mesh
 
-# Leaves beside a matrix, of its form.
+# Leaves beside a matrix, which its format has.
 BESIDE = (
     *("scale", "zero", "input_scale", "order"),
     *("group_scale", "minimum", "group_minimum"),
@@ -160,47 +160,47 @@ def axis_of(name: str, spec: ModelSpec, shards: int) -> int | None:
     return partition.axis
 
 
-def partition_of(name: str, spec: ModelSpec, shards: int) -> Partition | None:  # noqa: PLR0911
+# The axis along which a leaf of a layer is cut, from the last.
+_AXES = {
+    **{"attention.qkv.weight": -2, "attention.qkv.bias": -1, "attention.out.weight": -1},
+    **{"attention.q_norm.weight": -1, "attention.k_norm.weight": -1},
+    **{"mlp.gate_up.weight": -2, "mlp.gate_up.bias": -1, "mlp.down.weight": -1},
+}
+
+
+def partition_of(name: str, spec: ModelSpec, shards: int) -> Partition | None:
     """How the leaf `name` is cut; None: every device has all of it."""
     if shards == 1:
         return None
-    H, K, D = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
-
-    def split(size: int, index: int, start: int = 0) -> Range:
-        return _split(size, shards, index, start)
-
-    def keys(index: int, start: int = 0) -> Range:
-        return _keys(spec, shards, index, start)
-
-    def heads(index: int) -> tuple[Range, ...]:
-        return split(H * D, index), keys(index, H * D), keys(index, (H + K) * D)
-
-    partition, each = _partition, range(shards)
     if name in ("head.weight", "embedding.weight"):
         V, rows = spec.vocab_size, shard_vocab(spec.vocab_size, shards)
-        tokens = tuple(((min(i * rows, V), min((i + 1) * rows, V)),) for i in each)
-        return Partition(-2, tokens, rows)
+        tokens = (((min(i * rows, V), min((i + 1) * rows, V)),) for i in range(shards))
+        return Partition(-2, tuple(tokens), rows)
     if not name.startswith("layers."):
         return None
     _, layer, leaf = name.split(".", 2)
-    inner = _inner_size(spec, int(layer))
-    match leaf:
-        case "attention.qkv.weight":
-            return partition(-2, tuple(heads(i) for i in each))
-        case "attention.qkv.bias":
-            return partition(-1, tuple(heads(i) for i in each))
-        case "attention.out.weight":
-            return partition(-1, tuple((split(H * D, i),) for i in each))
-        case "attention.q_norm.weight" if spec.qk_norm == "all":
-            return partition(-1, tuple((split(H * D, i),) for i in each))
-        case "attention.k_norm.weight" if spec.qk_norm == "all":
-            return partition(-1, tuple((keys(i),) for i in each))
-        case "mlp.gate_up.weight" | "mlp.gate_up.bias":
-            both = tuple((split(inner, i), split(inner, i, inner)) for i in each)
-            return partition(-2 if leaf.endswith("weight") else -1, both)
-        case "mlp.down.weight":
-            return partition(-1, tuple((split(inner, i),) for i in each))
-    return None
+    axis = _AXES.get(leaf)
+    if axis is None or (leaf.endswith("_norm.weight") and spec.qk_norm != "all"):
+        return None
+    matrix, inner = leaf.rpartition(".")[0], _inner_size(spec, int(layer))
+    return _partition(axis, tuple(_ranges(matrix, spec, inner, shards, i) for i in range(shards)))
+
+
+def _ranges(matrix: str, spec: ModelSpec, inner: int, shards: int, index: int) -> tuple[Range, ...]:
+    """The outputs or inputs of a layer's matrix that a shard has; `inner`: size of the MLP."""
+    H, K, D = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    queries, gates = _split(H * D, shards, index), _split(inner, shards, index)
+    match matrix:
+        case "attention.qkv":
+            keys, values = (_keys(spec, shards, index, start * D) for start in (H, H + K))
+            return queries, keys, values
+        case "attention.k_norm":
+            return (_keys(spec, shards, index),)
+        case "mlp.gate_up":
+            return gates, _split(inner, shards, index, inner)
+        case "mlp.down":
+            return (gates,)
+    return (queries,)
 
 
 def adapter_partition(target: str, part: str, spec: ModelSpec, shards: int) -> Partition | None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from forge_jax.errors import UnsupportedModelError
-from forge_jax.weights.forms import ROUTER, QuantizedForm
 from forge_jax.weights.quantization import Scheme, Values
+from forge_jax.weights.quantized import ROUTER, QuantizedFormat
 from forge_jax.weights.tensors import MIDDLE, Matrix
 from forge_kernels.linear.quantized import FP8, FP8_MAX
 from forge_kernels.threads import for_each
@@ -26,13 +26,13 @@ CHUNK = 2**20  # values that a thread rounds at a time
 NOT_ROUNDED = ("embedding.weight", "head.weight")  # too coarse for the vocabulary
 
 
-def rounded_forms(weights: WeightMap, values: Values) -> dict[str, QuantizedForm]:
-    """The leaves that are rounded, those of every layer but routers, and their forms.
+def rounded_formats(weights: WeightMap, values: Values) -> dict[str, QuantizedFormat]:
+    """The leaves that are rounded, those of every layer but routers, and their formats.
 
     Raises:
       UnsupportedModelError: the model has matrices that no group divides.
     """
-    forms = {}
+    formats = {}
     for leaf, parts in weights.items():
         if len(parts[0].shape) < 2 or leaf in NOT_ROUNDED or leaf.endswith(ROUTER):
             continue
@@ -46,8 +46,8 @@ def rounded_forms(weights: WeightMap, values: Values) -> dict[str, QuantizedForm
                     f"{INT4_GROUPS[-1]}; use int8 or fp8"
                 )
         scheme = Scheme(layout="plain", values=values, block=(1, group))
-        forms[leaf] = QuantizedForm(scheme, rounded=True)
-    return forms
+        formats[leaf] = QuantizedFormat(scheme, rounded=True)
+    return formats
 
 
 def round_matrix(stored: StoredMatrix, scheme: Scheme) -> Matrix:

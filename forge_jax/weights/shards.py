@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from forge_jax.weights.forms import QuantizedForm
 from forge_jax.weights.partition import Partition
+from forge_jax.weights.quantized import QuantizedFormat
 from forge_jax.weights.tensors import Matrix
 
 
 def shard_of(
-    matrix: Matrix, form: QuantizedForm, partition: Partition | None, index: int
+    matrix: Matrix, format: QuantizedFormat, partition: Partition | None, index: int
 ) -> Matrix:
     """The part of device `index`; its values and scales are those of the whole matrix.
 
@@ -26,12 +26,12 @@ def shard_of(
         values, scale = partition.shard(matrix.values, index), partition.shard(matrix.scale, index)
         return replace(matrix, values=values, scale=scale, zero=zero)
     [(begin, end)] = partition.parts[index]
-    columns, group = matrix.values.shape[1], form.group(partition.size)
+    columns, group = matrix.values.shape[1], format.group(partition.size)
 
     def of_groups(array: np.ndarray) -> np.ndarray:  # [N, G]
         if array.shape[1] == 1:  # of whole rows
             return array
-        size = form.scheme.block[1]
+        size = format.scheme.block[1]
         assert size is not None and columns <= array.shape[1] * size
         return np.repeat(array, size // group, axis=1)[:, begin // group : end // group]
 

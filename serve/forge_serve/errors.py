@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -27,6 +27,7 @@ from forge_jax.errors import (
     StepError,
 )
 from forge_jax.grammar.spec import PARAM
+from forge_serve.openapi.payload import Payload
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +145,24 @@ class StoppingError(EngineError):
     """The engine gave a request up because the server is shutting down."""
 
 
+class Error(Payload):
+    message: str
+    type: str
+    param: Annotated[str | None, msgspec.Meta(description="the path of the field to change")]
+    code: str | None
+
+
+class ErrorAnswer(Payload):
+    """An error in OpenAI's form."""
+
+    error: Error
+
+
+class ThreadErrorDetails(Payload):
+    error_code: Literal["thread_unsupported_request"]
+    unsupported: list[str]
+
+
 class ErrorReply(msgspec.Struct, frozen=True):
     """An error as the client will see it."""
 
@@ -153,7 +172,7 @@ class ErrorReply(msgspec.Struct, frozen=True):
     param: str | None = None
     code: str | None = None
     retry_after_s: float | None = None
-    details: dict[str, Any] | None = None  # of Anthropic's form alone
+    details: ThreadErrorDetails | None = None  # only in Anthropic's form
 
     @property
     def text(self) -> str:
@@ -171,13 +190,11 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
     def body(self) -> bytes:
         """`{"error": {...}}`, as JSON."""
-        error = {
-            "message": self.text,
-            "type": self.type,
-            "param": self.param,
-            "code": self.code,
-        }
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode(ErrorAnswer(self.error))
+
+    @property
+    def error(self) -> Error:
+        return Error(self.text, self.type, self.param, self.code)
 
 
 class _Rule(NamedTuple):
@@ -238,7 +255,7 @@ def error_reply(error: BaseException) -> ErrorReply:
     retries = isinstance(error, OverloadedError | NotReadyError)
     details = None
     if isinstance(error, UnsupportedThreadError):
-        details = {"error_code": rule.code, "unsupported": ["thread"]}
+        details = ThreadErrorDetails("thread_unsupported_request", ["thread"])
     return ErrorReply(
         rule.status,
         rule.message or str(error),

@@ -33,10 +33,10 @@ from forge_jax.models.spec import ModelSpec, RopeSpec
 from forge_jax.step.inputs import StepShape
 from forge_jax.step.kv_cache import KVShape, kv_shape
 from forge_jax.step.mesh import TensorMesh
-from forge_jax.step.runner import compiler_options
+from forge_jax.step.options import compiler_options
 from forge_jax.step.slots import slots_shape
 from forge_jax.step.step import make_step
-from forge_jax.weights.block_types import BlockTypes
+from forge_jax.weights.ggml_types import GGMLTypes
 from forge_jax.weights.partition import AXIS, shard_spec
 from forge_jax.weights.quantization import read_quantization
 from forge_kernels.attention.mosaic_gpu import PRODUCT_DTYPES, mosaic_attention
@@ -189,7 +189,7 @@ def llama_3_1_8b(layers: int, quantised: str | None = None) -> ModelSpec:
         quantization=read_quantization(
             HFConfig({"quantization_config": QUANTISED.get(quantised or "")})
         ),
-        block_types=gguf_types(layers) if quantised == GGUF else None,
+        ggml_types=gguf_types(layers) if quantised == GGUF else None,
     )
 
 
@@ -207,7 +207,7 @@ def qwen_3_30b_a3b(layers: int, quantised: str) -> ModelSpec:
     return find_architecture("Qwen3MoeForCausalLM").read_spec(HFConfig(config), HFConfig({}))
 
 
-def gguf_types(layers: int) -> BlockTypes:
+def gguf_types(layers: int) -> GGMLTypes:
     """As llama.cpp's Q4_K_M has them: values are of another type than queries and keys."""
     of_layer = {
         **dict.fromkeys(("self_attn.q", "self_attn.k", "self_attn.o"), "Q4_K"),
@@ -219,7 +219,7 @@ def gguf_types(layers: int) -> BlockTypes:
         for name, kind in of_layer.items()
     }
     named |= {"model.embed_tokens.weight": "Q4_K", "lm_head.weight": "Q6_K"}
-    return BlockTypes(tuple(named.items()))
+    return GGMLTypes(tuple(named.items()))
 
 
 def cache(spec: ModelSpec, kv_dtype: str) -> KVShape:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import load
 from benchmarks.floors import FLOORS
-from benchmarks.random_model import SHAPES, write_model
+from benchmarks.random_model import SHAPES, vocabulary, write_model
 from forge_jax.checkpoint.load import check_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.models import build_model
@@ -41,6 +41,17 @@ def test_the_gguf_file_has_what_the_model_needs(tmp_path):
     spec = read_spec(tmp_path / "model.gguf")
     assert spec.dtype == "bfloat16"
     check_weights(build_model(spec), tmp_path / "model.gguf")
+
+
+def test_a_gguf_file_for_peers_has_the_same_vocabulary(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    write_model(tmp_path / "model", SHAPES["tiny"])
+    load.write_gguf(tmp_path / "model", tmp_path / "model.gguf", vocabulary=True)
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    names = vocabulary(SHAPES["tiny"].vocab_size)
+    assert fields["tokenizer.ggml.tokens"].contents() == names
+    assert fields["tokenizer.ggml.bos_token_id"].contents() == names.index("<s>")
+    assert fields["llama.vocab_size"].contents() == len(names)
 
 
 def test_the_median_is_of_each_figure():

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import ablation, throughput
 from benchmarks.ablation import Switch
-from benchmarks.in_process import why_not
+from benchmarks.report import engine_config_error
 from forge_jax import LLM
 from forge_jax.config import EngineConfig
 from forge_jax.engine.fake import assemble_fake
@@ -44,13 +44,13 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_switch_has_a_reason_and_a_known_one_has_none():
-    assert why_not(prefix_cache=False, kv_cache="contiguous") is None
-    assert why_not(no_such_switch=1) == "no such option: no_such_switch"
-    assert "kv_cache must be one of" in str(why_not(kv_cache="folded"))
+    assert engine_config_error(prefix_cache=False, kv_cache="contiguous") is None
+    assert engine_config_error(no_such_switch=1) == "no such option: no_such_switch"
+    assert "kv_cache must be one of" in str(engine_config_error(kv_cache="folded"))
 
 
 def known(options: Any) -> bool:
-    return why_not(**options) is None
+    return engine_config_error(**options) is None
 
 
 @pytest.mark.usefixtures("fake_engines")

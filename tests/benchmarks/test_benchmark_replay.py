@@ -137,7 +137,12 @@ def test_the_engine_core_would_make_the_same_steps(name, policy, itl_target_s):
     budget = TokenBudget(itl_target_s) if itl_target_s else None
     scheduler = Scheduler(limits, pool, clock=clock, rng=random.Random(0), budget=budget)
     core = EngineCore(
-        scheduler=scheduler, device=device, tokenizer=None, vocab_size=1_000_000, clock=clock
+        scheduler=scheduler,
+        device=device,
+        tokenizer=None,
+        vocab_size=1_000_000,
+        clock=clock,
+        unrecoverable=(AssertionError,),
     )
     ends: dict[str, float] = {}
     coming = list(enumerate(requests))

@@ -28,6 +28,8 @@ def test_functions_count_arguments_without_self():
     tree = ast.parse("class C:\n  def f(self, a, /, b, *, c):\n    return 1\n")
     (function,) = structure.functions(tree)
     assert (function.name, function.lines, function.arguments) == ("f", 2, 3)
+    (documented,) = structure.functions(ast.parse('def f():\n  """a\n  b"""\n  return 1\n'))
+    assert documented.lines == 2
     (found,) = structure.classes(ast.parse("class C:\n  def f(self): self.a = self.b = 1\n"))
     assert (found.methods, found.attributes) == (1, 2)
 

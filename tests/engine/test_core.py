@@ -6,7 +6,7 @@ import pytest
 
 from forge_jax.config import EngineConfig
 from forge_jax.engine.fake import assemble_fake
-from forge_jax.errors import ConfigError
+from forge_jax.errors import ConfigError, EngineError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request
 from forge_jax.telemetry.phases import BOUNDS_S, PHASES, PhaseTimes
@@ -37,6 +37,20 @@ def serve(core, num_requests=20) -> tuple[dict[str, list[int]], set[int]]:
 def test_one_step_is_in_flight_after_a_tick():
     _, in_flight = serve(core())
     assert in_flight == {0, 1}  # 0 when all is done
+
+
+@pytest.mark.parametrize("one_step_ahead", [True, False])
+def test_a_tick_raises_unrecoverable_errors_of_the_device(one_step_ahead):
+    def fail(plan):
+        raise AssertionError("a check of the device")
+
+    checked = core(one_step_ahead=one_step_ahead)
+    checked._device.dispatch = fail
+    checked.add(Request(request_id="r", prompt_token_ids=[1], params=SamplingParams()))
+    with pytest.raises(AssertionError, match="a check of the device"):
+        checked.tick()
+    with pytest.raises(EngineError, match="an earlier step failed"):
+        checked.tick()
 
 
 def test_without_one_step_ahead_none_is():

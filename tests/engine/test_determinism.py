@@ -34,7 +34,9 @@ from forge_jax.schedule.request import Request, Sequence, Status
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.step import step as step_file
 from forge_jax.step.kv_cache import kv_shape
-from forge_jax.step.runner import DETERMINISTIC_GPU_OPTIONS, Runner, step_shapes
+from forge_jax.step.options import DETERMINISTIC_GPU_OPTIONS, RunnerOptions
+from forge_jax.step.runner import Runner
+from forge_jax.step.step_shapes import step_shapes
 from forge_jax.testing import not_a_number, random_leaves, tiny_model
 from forge_kernels.attention import api as attention_api
 from forge_kernels.attention import xla as xla_attention_file
@@ -84,11 +86,11 @@ class RecordingRunner(Runner):
     def reset(self) -> None:
         """Forgets the rows, and fills the cache with NaN: what nobody wrote must not matter."""
         self.rows = defaultdict(set)
-        self._kv = jax.tree.map(
+        self.state.kv = jax.tree.map(
             lambda array: jax.device_put(
                 np.full(array.shape, not_a_number(array.dtype), array.dtype)
             ),
-            self._kv,
+            self.state.kv,
         )
 
 
@@ -138,30 +140,31 @@ def make_runner(
     model = tiny_model(max_position_embeddings=MAX_LEN, dtype=dtype, **SIZES[size])
     runner = RecordingRunner(
         model,
-        shapes=step_shapes(
-            max_num_seqs=SLOTS,
-            max_num_batched_tokens=num_tokens,
-            max_rows=num_tokens,
-            block_size=BLOCK,
-            deterministic=one_shape,
+        RunnerOptions(
+            shapes=step_shapes(
+                max_num_seqs=SLOTS,
+                max_num_batched_tokens=num_tokens,
+                max_rows=num_tokens,
+                block_size=BLOCK,
+                deterministic=one_shape,
+            ),
+            kv_shape=kv_shape(
+                model.spec,
+                num_blocks=NUM_BLOCKS,
+                block_size=BLOCK,
+                dtype=element_dtype(kv_dtype, model.dtype),
+                platform="cpu",
+            ),
+            num_slots=SLOTS,
+            max_blocks=MAX_LEN // BLOCK,
+            device=jax.devices()[0],
+            deterministic=uniform,
         ),
-        kv_shape=kv_shape(
-            model.spec,
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK,
-            dtype=element_dtype(kv_dtype, model.dtype),
-            platform="cpu",
-        ),
-        num_slots=SLOTS,
-        max_blocks=MAX_LEN // BLOCK,
-        device=jax.devices()[0],
-        deterministic=uniform,
     )
     with logits_recorded():
         runner.compile()
         runner.start(random_leaves(model, seed=5))
-        runner.wait()
-        runner.adopt()
+        runner.background.finish()
     return runner
 
 
@@ -264,7 +267,13 @@ def run(
         prefill_chunk_size=combination.chunk,
     )
     scheduler = Scheduler(limits, pool, clock=lambda: 0.0, rng=rng)
-    core = EngineCore(scheduler=scheduler, device=runner, tokenizer=None, vocab_size=VOCAB)
+    core = EngineCore(
+        scheduler=scheduler,
+        device=runner,
+        tokenizer=None,
+        vocab_size=VOCAB,
+        unrecoverable=(AssertionError,),
+    )
     request = target(combination, **changes)
 
     if combination.prefix:
@@ -523,7 +532,7 @@ def test_options_for_gpus_are_known_to_this_xla():
 def test_the_bundled_model_keeps_its_promise_and_says_who_it_is(kernels):
     options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 512, "kernels": kernels}
     llm = LLM("forge-tiny", deterministic=True, **options)
-    steps = [name for name in llm._core._device.executables if "[" in name]
+    steps = [name for name in llm._core._device.compiled() if "[" in name]
     assert steps == ["mixed[64]"]
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=1, logprobs=20, ignore_eos=True)
     mine, others = "Once upon a time", [f"Tell me {i} stories. " * (i + 1) for i in range(9)]

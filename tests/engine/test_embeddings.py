@@ -67,9 +67,9 @@ def exact(stories) -> LLM:
 def test_nothing_is_compiled_for_it_before_the_first_call(llm):
     device: Any = llm._core._device
     llm.generate(["a"], SamplingParams(max_tokens=2), progress=False)
-    assert not [name for name in device.executables if name.startswith("pool")]
+    assert not [name for name in device.compiled() if name.startswith("pool")]
     llm.embed(["a"], progress=False)
-    assert [name for name in device.executables if name.startswith("pool")]
+    assert [name for name in device.compiled() if name.startswith("pool")]
     assert llm._parts.compilations() == 0, "it is no compilation that nobody expects"
 
 

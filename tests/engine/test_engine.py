@@ -270,19 +270,19 @@ def test_offline_a_faulty_prompt_does_not_cost_the_others():
 
 async def test_what_breaks_one_request_breaks_no_other(engine, monkeypatch, caplog):
     """Even a panic inside a library, which is no Exception."""
-    from forge_jax.engine.core import _SequenceText
+    from forge_jax.engine.text_output import SequenceText
 
     class Panic(BaseException):
         pass
 
-    original = _SequenceText.push
+    original = SequenceText.push
 
     def push(self, token_ids, num_before):
         if self._min_tokens == 7:
             raise Panic
         return original(self, token_ids, num_before)
 
-    monkeypatch.setattr(_SequenceText, "push", push)
+    monkeypatch.setattr(SequenceText, "push", push)
     good = engine.submit([1, 2], SamplingParams(max_tokens=20, seed=1), request_id="good")
     breaking = SamplingParams(max_tokens=20, min_tokens=7, stop=["never"])
     bad = engine.submit([1, 2], breaking, request_id="bad")

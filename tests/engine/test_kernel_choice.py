@@ -13,7 +13,7 @@ from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.config import EngineConfig, ModelConfig
 from forge_jax.engine.builder import choose_budget, choose_device, choose_kernels
 from forge_jax.errors import ConfigError
-from forge_jax.models.decoder import WeightForms
+from forge_jax.weights.formats import WeightFormats
 from forge_kernels import cpu
 from forge_kernels.cpu import BuildError, library
 
@@ -80,10 +80,10 @@ def same_tokens(a: list[list[int]], b: list[list[int]]) -> int:
 
 def test_the_kernels_are_used_by_default_and_can_be_refused(make_llm):
     by_default, plain = make_llm(), make_llm(kernels="xla")
-    assert by_default._core._device._model.packings
-    assert by_default._core._device._implementation == "cpu"
-    assert not plain._core._device._model.packings
-    assert plain._core._device._implementation == "auto"
+    assert by_default._core._device.model.packings
+    assert by_default._core._device.options.implementation == "cpu"
+    assert not plain._core._device.model.packings
+    assert plain._core._device.options.implementation == "auto"
 
 
 def test_greedy_texts_are_those_of_plain_xla(make_llm):
@@ -97,13 +97,13 @@ def test_greedy_texts_are_those_of_plain_xla(make_llm):
 @pytest.mark.quick_cases(1)
 def test_quantised_models_answer(make_llm, quantization):
     llm = make_llm(quantization=quantization)
-    packings = llm._core._device._model.packings
+    packings = llm._core._device.model.packings
     assert packings["layers.0.mlp.down.weight"].format == quantization
     assert packings["head.weight"].format == "int8"
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     [answer] = llm.chat([chat], SamplingParams(max_tokens=30, temperature=0), progress=False)
     assert "Paris" in answer.text
-    sizes = make_llm()._core._device._model.param_bytes, llm._core._device._model.param_bytes
+    sizes = make_llm()._core._device.model.param_bytes, llm._core._device.model.param_bytes
     assert sizes[1] < {"int8": 0.53, "int4": 0.36}[quantization] * sizes[0]
 
 
@@ -111,7 +111,8 @@ def test_without_kernels_plain_xla_does_it_after_one_warning(no_kernels, caplog)
     with caplog.at_level(logging.WARNING):
         llm = LLM("forge-tiny", **OPTIONS)
         assert choose("forge-tiny").attention == "auto"
-    assert llm._core._device._implementation == "auto" and not llm._core._device._model.packings
+    runner = llm._core._device
+    assert runner.options.implementation == "auto" and not runner.model.packings
     warnings = [
         record.getMessage() for record in caplog.records if "kernels" in record.getMessage()
     ]
@@ -132,9 +133,9 @@ def test_without_kernels_plain_xla_does_it_after_one_warning(no_kernels, caplog)
 @pytest.mark.slow
 def test_where_the_kernels_do_not_round_plain_xla_multiplies_the_rounded(quantization, options):
     llm = LLM("forge-tiny", quantization=quantization, **OPTIONS, **options)
-    model, device = llm._core._device._model, llm._core._device
+    model, device = llm._core._device.model, llm._core._device
     assert {form.scheme.values for form in model.quantized.values()} == {quantization}
-    assert (device._implementation == "cpu") == (not options)
+    assert (device.options.implementation == "cpu") == (not options)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     [answer] = llm.chat([chat], SamplingParams(max_tokens=30, temperature=0), progress=False)
     assert "Paris" in answer.text
@@ -143,7 +144,7 @@ def test_where_the_kernels_do_not_round_plain_xla_multiplies_the_rounded(quantiz
 @pytest.mark.slow
 def test_quantisation_without_a_compiler_is_plain_xlas(no_kernels):
     llm = LLM("forge-tiny", quantization="int8", **OPTIONS)
-    assert llm._core._device._model.quantized and not llm._core._device._model.packings
+    assert llm._core._device.model.quantized and not llm._core._device.model.packings
 
 
 def test_a_wrong_choice_is_named():
@@ -167,7 +168,7 @@ def test_float32_models_run_on_plain_xla(stories, caplog):
     """Nothing to complain about: they were not promised the kernels."""
     with caplog.at_level(logging.WARNING):
         kernels = choose(str(stories))
-    assert not caplog.records and kernels.forms == WeightForms() and kernels.attention == "auto"
+    assert not caplog.records and kernels.formats == WeightFormats() and kernels.attention == "auto"
 
 
 @pytest.mark.slow
@@ -176,16 +177,15 @@ def test_heads_that_attention_is_not_written_for(stories, caplog):
     with caplog.at_level(logging.WARNING):
         llm = LLM(stories, dtype="bfloat16", **OPTIONS)
     assert "attention in plain XLA, without the CPU kernels: a head size of 8" in caplog.text
-    assert llm._core._device._model.packings and llm._core._device._implementation == "auto"
+    assert llm._core._device.model.packings and llm._core._device.options.implementation == "auto"
     [output] = llm.generate("Once upon a time", GREEDY, progress=False)
     assert output.text.startswith(", there was a little girl named Lily.")
 
 
 def budget_of(platform="cpu", packings=None, **options):
     """The token budget of an engine that has sizes 64 and 512."""
-    model, runner = SimpleNamespace(packings=packings), SimpleNamespace(prompt_sizes=[64, 512])
-    config = EngineConfig.from_options(**options)
-    return choose_budget(config, model, runner, SimpleNamespace(platform=platform))  # type: ignore[arg-type]
+    config, sizes = EngineConfig.from_options(**options), None if packings else [64, 512]
+    return choose_budget(config, sizes, SimpleNamespace(platform=platform))  # type: ignore[arg-type]
 
 
 def test_steps_keep_a_latency_target_by_default_on_a_cpu_alone():

@@ -21,11 +21,12 @@ from benchmarks import report as reports
 from forge_jax import LLM, SamplingParams
 from forge_jax.config import EngineConfig
 from forge_jax.engine import builder as assemble
-from forge_jax.engine.builder import _Sizes
+from forge_jax.engine import sizes as sizes_module
+from forge_jax.engine.sizes import Residents, Sizes
 from forge_jax.errors import ConfigError
 from forge_jax.models.kv import element_dtype
 from forge_jax.step.kv_cache import GIB, KVShape, coarse, kv_shape
-from forge_jax.testing import FailingDevice, tiny_model
+from forge_jax.testing import failing_steps, tiny_model
 from forge_kernels import cpu
 from forge_kernels.attention import QuantizedKV
 from forge_kernels.attention import api as attention_api
@@ -98,18 +99,23 @@ def test_a_cache_of_the_cpu_kernels_takes_memory_where_it_is_used():
 
 def test_the_same_memory_holds_nearly_twice_the_blocks(monkeypatch):
     model = tiny_model(dtype="bfloat16", head_dim=64)
-    monkeypatch.setattr(assemble, "available_host_bytes", lambda: 10_000_000 + model.param_bytes)
+    monkeypatch.setattr(
+        sizes_module, "available_host_bytes", lambda: 10_000_000 + model.param_bytes
+    )
     blocks, most = {}, {}
     for kv_dtype in CHOICES:
         config = EngineConfig.from_options(kv_dtype=kv_dtype, max_num_seqs=4096)
-        sizes = _Sizes.choose(config, model, jax.devices()[0])
+        residents = Residents(config=config, model=model, device=jax.devices()[0])
+        sizes = Sizes.choose(residents)
         blocks[kv_dtype] = sizes.kv.num_blocks
         assert blocks[kv_dtype] == coarse(2_500_000 // sizes.kv.block_bytes)
         smaller = sizes.smaller(config, 1_000_000).kv
         assert sizes.kv.total_bytes - smaller.total_bytes >= 1_000_000
         too_many = dataclasses.replace(config.cache, num_blocks=10**9)
         with pytest.raises(ConfigError, match=r"--num-blocks.* at most [0-9]+ blocks fit") as error:
-            _Sizes.choose(dataclasses.replace(config, cache=too_many), model, jax.devices()[0])
+            Sizes.choose(
+                dataclasses.replace(residents, config=dataclasses.replace(config, cache=too_many))
+            )
         most[kv_dtype] = int(str(error.value).split("at most ")[1].split()[0])
     assert most["int8"] == most["fp8"] == pytest.approx(128 / 68 * most["auto"], rel=1e-3)
     assert blocks["int8"] == blocks["fp8"] > 1.7 * blocks["auto"]
@@ -129,9 +135,10 @@ def test_the_default_on_a_cpu_is_1024_tokens_of_each_sequence(seqs, free_gib, gi
     of_token = 2 * model.spec.num_hidden_layers * model.spec.num_key_value_heads * 256 * 2
     assert of_token == 4096
     available = free_gib * GIB + model.param_bytes
-    monkeypatch.setattr(assemble, "available_host_bytes", lambda: available)
+    monkeypatch.setattr(sizes_module, "available_host_bytes", lambda: available)
     config = EngineConfig.from_options(max_num_seqs=seqs)
-    assert _Sizes.choose(config, model, jax.devices()[0]).kv.total_bytes == gib * GIB
+    residents = Residents(config=config, model=model, device=jax.devices()[0])
+    assert Sizes.choose(residents).kv.total_bytes == gib * GIB
 
 
 # ---- the whole engine ----------------------------------------------------------------------------
@@ -149,12 +156,8 @@ def test_company_prefix_hits_and_failures_change_no_bit(make_llm, kv_dtype):
     together = llm.generate(PROMPTS, PARAMS, progress=False)
     assert [output.outputs for output in together] == alone
     assert all(output.num_cached_tokens for output in together)
-    runner = core._device
-    core._device = FailingDevice(runner, lambda plan, where: plan.step % 15 == 0)
-    try:
+    with failing_steps(core, lambda plan, where: plan.step % 15 == 0):
         again = llm.generate(PROMPTS, PARAMS, progress=False)
-    finally:
-        core._device = runner
     assert [output.outputs for output in again] == alone
     assert core.num_recoveries > 2
 
@@ -168,10 +171,10 @@ def test_the_cpu_kernels_attend_over_it(make_llm, kv_dtype, caplog):
     if not cpu.available():
         pytest.skip("no CPU kernels on this machine")
     runner = make_llm(kv_dtype)._core._device
-    assert runner._implementation == "cpu" and runner._sampler == "cpu"
+    assert runner.options.implementation == "cpu" and runner.options.sampler == "cpu"
     config = EngineConfig.from_options(kv_dtype=kv_dtype)
     with caplog.at_level(logging.INFO):
-        kernels = assemble.choose_kernels(config, runner._model.spec, jax.devices()[0])
+        kernels = assemble.choose_kernels(config, runner.model.spec, jax.devices()[0])
     assert kernels.attention == "cpu" and not caplog.messages
 
 
@@ -179,15 +182,15 @@ def test_the_cpu_kernels_attend_over_it(make_llm, kv_dtype, caplog):
 def test_a_step_takes_the_caches_arrays_over(make_llm, kv_dtype):
     """With their scales: none is allocated a second time."""
     runner = make_llm(kv_dtype)._core._device
-    [step] = [runner._compiled[name] for name in runner.executables if "[" in name]
-    assert step.memory_analysis().alias_size_in_bytes >= runner._kv_shape.total_bytes
+    [step] = [each for name, each in runner.compiled().items() if "[" in name]
+    assert step.memory_analysis().alias_size_in_bytes >= runner.options.kv_shape.total_bytes
 
 
 @pytest.mark.slow
 def test_contiguous_blocks_tell_the_story_too(stories):
     options = {"max_num_seqs": 2, "max_model_len": 128, "deterministic": True}
     llm = LLM(stories, kv_dtype="int8", kv_cache="contiguous", **options)
-    assert llm._core._device._kv[0].shape[3] == 128
+    assert llm._core._device.state.kv[0].shape[3] == 128
     greedy = SamplingParams(max_tokens=12, temperature=0)
     [output] = llm.generate("Once upon a time", greedy, progress=False)
     assert output.text.startswith(", there was a little girl")

@@ -23,7 +23,7 @@ from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError, LostAdapterError, ModelError, RequestError
 from forge_jax.schedule.request import LoraRef, Request, cache_name
 from forge_jax.step.runner import Runner
-from forge_jax.testing import FailingDevice
+from forge_jax.testing import failing_steps
 
 PROMPT = "Once upon a time, there was a little"
 LONG = list(range(100, 160))
@@ -95,7 +95,7 @@ def test_nothing_is_compiled_when_adapters_come_and_go(llm, folders):
     llm.unload_lora("b")
     run(llm, [PROMPT])
     assert llm._parts.compilations() == before
-    assert "set_adapter" in llm._core._device.executables
+    assert "set_adapter" in llm._core._device.compiled()
 
 
 def computed(llm) -> dict[str, set[str]]:
@@ -106,7 +106,7 @@ def computed(llm) -> dict[str, set[str]]:
             for path in re.findall(r'op_name="([^"]*)"', executable.as_text())
             for part in path.split("/")
         }
-        for name, executable in llm._core._device._compiled.items()
+        for name, executable in llm._core._device.compiled().items()
     }
 
 
@@ -114,8 +114,9 @@ def computed(llm) -> dict[str, set[str]]:
 def test_an_engine_without_adapters_has_nothing_of_them(stories, llm):
     with LLM(stories, **OPTIONS) as plain:
         runner = plain._core._device
-        assert "set_adapter" not in runner.executables and "lora" not in runner.settings
-        assert runner._slots.lora is None and len(runner._leaves) == len(runner._model.leaves)
+        assert "set_adapter" not in runner.compiled() and "lora" not in runner.settings
+        assert runner.state.slots.lora is None
+        assert len(runner.state.leaves) == len(runner.model.leaves)
         scopes, with_adapters = computed(plain), computed(llm)
         for name in ("decode[4]", "mixed[64]"):
             assert "gate_up" in scopes[name] and "lora" not in scopes[name]
@@ -267,14 +268,11 @@ def test_a_preempted_request_keeps_its_adapter(stories, exact_options, expected)
 def test_a_step_that_raises_takes_no_adapter_away(exact, expected):
     """Nor do device arrays that are lost, and made anew."""
     calls, core, device = itertools.count(1), exact._core, exact._core._device
-    core._device = FailingDevice(device, lambda plan, where: next(calls) % 25 == 0)
     before = core.num_recoveries
-    try:
+    with failing_steps(core, lambda plan, where: next(calls) % 25 == 0):
         assert answers(exact) == expected
-        jax.tree.map(lambda array: array.delete(), device._slots)
+        jax.tree.map(lambda array: array.delete(), device.state.slots)
         assert answers(exact) == expected
-    finally:
-        core._device = device
     assert core.num_recoveries > before + 5
 
 

@@ -35,17 +35,17 @@ class Poisoner:
         self.poisoned = 0
         self._which = which
         core._device = self
-        kv = self.runner._kv
+        kv = self.runner.state.kv
         mask = jax.ShapeDtypeStruct((kv[0].shape[0],), jnp.bool_)
         shapes = jax.tree.map(lambda k: jax.ShapeDtypeStruct(k.shape, k.dtype), kv)
         self._compiled = jax.jit(_poison, donate_argnums=0).lower(shapes, mask).compile()
 
     def dispatch(self, plan: StepPlan) -> Any:
         blocks = self._which(plan)
-        mask = np.zeros(self.runner._kv[0].shape[0], np.bool_)
+        mask = np.zeros(self.runner.state.kv[0].shape[0], np.bool_)
         mask[list(blocks)] = True
         self.poisoned += len(blocks)
-        self.runner._kv = self._compiled(self.runner._kv, jax.device_put(mask))
+        self.runner.state.kv = self._compiled(self.runner.state.kv, jax.device_put(mask))
         return self.runner.dispatch(plan)
 
     def read(self, pending: Any) -> StepResult:

@@ -75,6 +75,7 @@ def serve(core: EngineCore, arriving: list[Request], *, at_once: int = 12) -> Ou
 def failing(parts, fails) -> tuple[EngineCore, FailingDevice]:
     device = FailingDevice(parts.core._device, fails)
     parts.core._device = device
+    parts.core.unrecoverable = (AssertionError,)
     return parts.core, device
 
 

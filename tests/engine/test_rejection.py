@@ -23,12 +23,14 @@ from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.request import Request
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.speculate.draft import ModelDrafter
-from forge_jax.speculate.draft_model import DraftModel, draft_shapes
+from forge_jax.speculate.draft_model import DraftModel, DraftModelOptions
+from forge_jax.speculate.draft_step import draft_shapes
 from forge_jax.speculate.drafter import Draft, Drafter, OneByOne
 from forge_jax.speculate.speculator import Speculator
 from forge_jax.step.draft_probs import DraftProbs, Proposed
 from forge_jax.step.inputs import StepShape
 from forge_jax.step.kv_cache import kv_shape
+from forge_jax.step.options import RunnerOptions
 from forge_jax.step.runner import Runner
 from forge_jax.testing import drafts_always_pay, random_leaves, tiny_model
 
@@ -64,17 +66,19 @@ def make_runner(draft_probs: DraftProbs | None) -> Runner:
     model, leaves = model_and_leaves()
     runner = Runner(
         model,
-        shapes=[
-            StepShape.decode(SLOTS),
-            StepShape.verify(T, SLOTS, BLOCK, DRAFTS),
-            StepShape.mixed(T, SLOTS, T, BLOCK, DRAFTS),
-        ],
-        kv_shape=cache_of(model),
-        num_slots=SLOTS,
-        max_blocks=MAX_LEN // BLOCK,
-        device=DEVICE,
-        verification="rejection",
-        draft_probs=draft_probs,
+        RunnerOptions(
+            shapes=[
+                StepShape.decode(SLOTS),
+                StepShape.verify(T, SLOTS, BLOCK, DRAFTS),
+                StepShape.mixed(T, SLOTS, T, BLOCK, DRAFTS),
+            ],
+            kv_shape=cache_of(model),
+            num_slots=SLOTS,
+            max_blocks=MAX_LEN // BLOCK,
+            device=DEVICE,
+            verification="rejection",
+            draft_probs=draft_probs,
+        ),
     )
     runner.compile()
     runner.start(leaves)
@@ -87,22 +91,23 @@ def make_draft_model() -> tuple[DraftModel, Runner]:
     draft_probs = DraftProbs(num_slots=SLOTS, max_drafts=DRAFTS, vocab_size=V, device=DEVICE)
     draft_model = DraftModel(
         model,
-        shapes=draft_shapes(
-            max_num_seqs=SLOTS // 2,  # so that it takes two calls
-            max_num_batched_tokens=T,
-            max_rows=T,
-            max_blocks=MAX_LEN // BLOCK,
-            proposes=True,
+        DraftModelOptions(
+            shapes=draft_shapes(
+                max_num_seqs=SLOTS // 2,  # so that it takes two calls
+                max_num_batched_tokens=T,
+                max_rows=T,
+                max_blocks=MAX_LEN // BLOCK,
+                proposes=True,
+            ),
+            kv_shape=cache_of(model),
+            max_draft_tokens=DRAFTS,
+            device=DEVICE,
+            draft_probs=draft_probs,
         ),
-        kv_shape=cache_of(model),
-        max_draft_tokens=DRAFTS,
-        device=DEVICE,
-        draft_probs=draft_probs,
     )
     draft_model.compile()
     draft_model.start(leaves)
-    draft_model.wait()
-    draft_model.adopt()
+    draft_model.background.finish()
     return draft_model, make_runner(draft_probs)
 
 
@@ -149,6 +154,7 @@ def make_core(runner: Runner, speculator: Speculator | None) -> EngineCore:
         vocab_size=V,
         one_step_ahead=False,
         speculator=speculator,
+        unrecoverable=(AssertionError,),
     )
 
 
@@ -252,7 +258,7 @@ def test_with_drafts_of_a_model_they_are_the_same(asked):
 
 def test_were_it_told_what_another_draft_was_drawn_from_they_would_be_others(monkeypatch):
     draft_model, runner = make_draft_model()
-    draft, draft_probs = draft_model.draft, draft_model._draft_probs
+    draft, draft_probs = draft_model.draft, draft_model.options.draft_probs
     assert draft_probs is not None
 
     def mixed(rows):

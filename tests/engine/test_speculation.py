@@ -27,13 +27,15 @@ from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.request import Request, Sequence, Status
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.speculate.draft import ModelDrafter
-from forge_jax.speculate.draft_model import DraftModel, draft_shapes
+from forge_jax.speculate.draft_model import DraftModel, DraftModelOptions
+from forge_jax.speculate.draft_step import draft_shapes
 from forge_jax.speculate.drafter import Draft, Drafter, OneByOne
 from forge_jax.speculate.ngram import NgramDrafter
 from forge_jax.speculate.speculator import SpeculationStats, Speculator
 from forge_jax.speculate.suffix import SuffixDrafter
 from forge_jax.step.kv_cache import kv_shape
-from forge_jax.step.runner import step_shapes
+from forge_jax.step.options import RunnerOptions
+from forge_jax.step.step_shapes import step_shapes
 from forge_jax.testing import drafts_always_pay, random_leaves, tiny_model
 
 pytestmark = pytest.mark.full_compile
@@ -79,25 +81,27 @@ def make_runner(dtype: str, *, one_shape: bool = True, nan: bool = False) -> Acc
     )
     runner = AcceptedRows(
         model,
-        shapes=step_shapes(
-            max_num_seqs=SLOTS,
-            max_num_batched_tokens=T,
-            max_rows=T,
-            block_size=BLOCK,
-            max_drafts=MAX_DRAFTS,
+        RunnerOptions(
+            shapes=step_shapes(
+                max_num_seqs=SLOTS,
+                max_num_batched_tokens=T,
+                max_rows=T,
+                block_size=BLOCK,
+                max_drafts=MAX_DRAFTS,
+                deterministic=one_shape,
+            ),
+            kv_shape=kv_shape(
+                model.spec,
+                num_blocks=NUM_BLOCKS,
+                block_size=BLOCK,
+                dtype=model.dtype,
+                platform="cpu",
+            ),
+            num_slots=SLOTS,
+            max_blocks=MAX_LEN // BLOCK,
+            device=jax.devices()[0],
             deterministic=one_shape,
         ),
-        kv_shape=kv_shape(
-            model.spec,
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK,
-            dtype=model.dtype,
-            platform="cpu",
-        ),
-        num_slots=SLOTS,
-        max_blocks=MAX_LEN // BLOCK,
-        device=jax.devices()[0],
-        deterministic=one_shape,
     )
     leaves = list(random_leaves(model, seed=5))
     if nan:
@@ -106,8 +110,7 @@ def make_runner(dtype: str, *, one_shape: bool = True, nan: bool = False) -> Acc
     with logits_recorded():
         runner.compile()
         runner.start(tuple(leaves))
-        runner.wait()
-        runner.adopt()
+        runner.background.finish()
     return runner
 
 
@@ -158,7 +161,7 @@ DRAFT_MODELS = ("itself", "its first layer", "another model")
 
 @cache
 def make_draft_model(runner: AcceptedRows, kind: str) -> DraftModel:
-    target, dtype = runner._model, str(runner._model.dtype)
+    target, dtype = runner.model, str(runner.model.dtype)
     options = {"max_position_embeddings": MAX_LEN, "dtype": dtype, "vocab_size": VOCAB}
     if kind == "another model":
         model = tiny_model(**options)
@@ -166,32 +169,33 @@ def make_draft_model(runner: AcceptedRows, kind: str) -> DraftModel:
     else:
         layers = target.spec.num_hidden_layers if kind == "itself" else 1
         model = tiny_model(num_hidden_layers=layers, hidden_size=64, head_dim=16, **options)
-        named = dict(zip(target.names, runner._leaves, strict=True))
+        named = dict(zip(target.names, runner.state.leaves, strict=True))
         leaves = tuple(named[name] for name in model.names)
     draft_model = Unwritten(
         model,
-        shapes=draft_shapes(
-            max_num_seqs=SLOTS,
-            max_num_batched_tokens=T,
-            max_rows=T,
-            max_blocks=MAX_LEN // BLOCK,
-            deterministic=True,
+        DraftModelOptions(
+            shapes=draft_shapes(
+                max_num_seqs=SLOTS,
+                max_num_batched_tokens=T,
+                max_rows=T,
+                max_blocks=MAX_LEN // BLOCK,
+                deterministic=True,
+            ),
+            kv_shape=kv_shape(
+                model.spec,
+                num_blocks=60,  # not enough for all
+                block_size=BLOCK,
+                dtype=model.dtype,
+                platform="cpu",
+            ),
+            max_draft_tokens=MAX_DRAFTS,
+            device=jax.devices()[0],
+            uniform=True,
         ),
-        kv_shape=kv_shape(
-            model.spec,
-            num_blocks=60,  # not enough for all
-            block_size=BLOCK,
-            dtype=model.dtype,
-            platform="cpu",
-        ),
-        max_draft_tokens=MAX_DRAFTS,
-        device=jax.devices()[0],
-        uniform=True,
     )
     draft_model.compile()
     draft_model.start(leaves)
-    draft_model.wait()
-    draft_model.adopt()
+    draft_model.background.finish()
     return draft_model
 
 
@@ -365,6 +369,7 @@ def run(
         vocab_size=VOCAB,
         speculator=speculator,
         grammars=GRAMMARS,
+        unrecoverable=(AssertionError,),
     )
     request = target(combination)
     if schedule == "after a prefix":

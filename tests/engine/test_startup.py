@@ -23,7 +23,8 @@ from forge_jax.errors import ConfigError
 from forge_jax.step.executables import Executables
 from forge_jax.step.inputs import StepShape
 from forge_jax.step.kv_cache import GIB
-from forge_jax.step.runner import compiler_options, first_shapes, step_limits, step_shapes
+from forge_jax.step.options import compiler_options
+from forge_jax.step.step_shapes import first_shapes, step_limits, step_shapes
 from forge_jax.telemetry import compilations
 from forge_jax.telemetry.startup import StartupTimes
 
@@ -114,7 +115,7 @@ async def test_requests_run_before_everything_is_compiled_and_while_it_arrives(s
     assert "ready" not in stats.startup_seconds
     limits = engine._core.scheduler.config
     assert (limits.max_num_batched_tokens, limits.max_rows) == (64, 64)
-    assert not set(LATE) & set(engine._core._device.executables)
+    assert not set(LATE) & set(engine._core._device.compiled())
 
     before = compilations.total()
     early = await outputs(engine, ODD, "early")
@@ -131,7 +132,7 @@ async def test_requests_run_before_everything_is_compiled_and_while_it_arrives(s
     assert not meanwhile.done(), "they ran while executables were adopted"
     limits = engine._core.scheduler.config
     assert (limits.max_num_batched_tokens, limits.max_rows) == (128, 64)
-    assert set(LATE) < set(engine._core._device.executables)
+    assert set(LATE) < set(engine._core._device.compiled())
     crossed = await meanwhile
 
     assert await outputs(engine, ODD, "late") == early
@@ -173,7 +174,7 @@ async def test_an_engine_that_is_stopped_early_compiles_no_more(stories, held):
     await engine.stop()
     held.released.set()
     assert engine.stats().state == "stopped"
-    assert not set(LATE) & set(engine._core._device.executables)
+    assert not set(LATE) & set(engine._core._device.compiled())
 
 
 @pytest.mark.slow
@@ -241,13 +242,13 @@ def test_a_cache_that_does_not_fit_by_xlas_figures_is_made_smaller_once(
     stories, monkeypatch, caplog
 ):
     needed = needed_bytes(stories)
-    monkeypatch.setattr(assemble, "_free_bytes", lambda device, shards: needed - 1)
+    monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: needed - 1)
     with caplog.at_level(logging.INFO):
         llm = LLM(str(stories), **OPTIONS)
     assert "the KV cache is cut to" in caplog.text
     device = llm._core._device
     assert device.memory_bytes() < needed
-    assert llm._core.scheduler.pool.num_blocks == device._kv[0].shape[0]
+    assert llm._core.scheduler.pool.num_blocks == device.state.kv[0].shape[0]
     [output] = llm.generate([[5] * 20], SamplingParams(max_tokens=3), progress=False)
     assert len(output.outputs[0].token_ids) == 3
 
@@ -258,7 +259,7 @@ def test_a_cache_that_does_not_fit_by_xlas_figures_is_made_smaller_once(
 @pytest.mark.slow
 def test_what_cannot_fit_is_a_clear_error(stories, monkeypatch, options, remedy):
     limit = 1 if not options else needed_bytes(stories) // 4
-    monkeypatch.setattr(assemble, "_free_bytes", lambda device, shards: limit)
+    monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: limit)
     with pytest.raises(ConfigError, match=remedy):
         LLM(str(stories), **OPTIONS, **options)
 
@@ -266,7 +267,7 @@ def test_what_cannot_fit_is_a_clear_error(stories, monkeypatch, options, remedy)
 @pytest.mark.slow
 def test_a_late_executable_that_does_not_fit_is_left_out(stories, monkeypatch, caplog):
     needed = needed_bytes(stories)
-    monkeypatch.setattr(assemble, "_free_bytes", lambda device, shards: needed)
+    monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: needed)
     larger = Executables.memory_bytes
 
     def memory_bytes(self, name):

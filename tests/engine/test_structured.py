@@ -194,7 +194,7 @@ def serve(core, arriving, *, at_once=8, tick=None):
                 entry[2] += delta.logprobs or ()
                 entry[3] = delta.finish_reason
                 entry[4] = delta.error
-    assert core.scheduler.pool.num_used == 0 and not core._constraints
+    assert core.scheduler.pool.num_used == 0 and not core.constraints
     return {key: tuple(entry) for key, entry in found.items()}
 
 
@@ -347,9 +347,9 @@ def test_a_matcher_that_fails_costs_its_request_and_no_other(make_core, monkeypa
         accept = Matcher.accept
 
         def failing(self, token_ids):
-            if core._constraints and any(
+            if core.constraints and any(
                 held.matcher is self and seq.request_id in victims and seq.num_output > 3
-                for seq, held in core._constraints._held.items()
+                for seq, held in core.constraints._held.items()
             ):
                 raise GrammarError("planted")
             accept(self, token_ids)
@@ -406,7 +406,7 @@ def test_samples_of_a_request_are_charged_together(make_core):
     def tokens_until_the_end(n):
         ticks, core = itertools.count(), make_core()
         clock = lambda: 0.02 * next(ticks)  # noqa: E731
-        core._constraints = Constraints(core.vocab_size, (EOS,), clock=clock)
+        core.constraints.clock = clock
         params = SamplingParams(
             n=n, max_tokens=100, structured_outputs=GRAMMARS["open"][0], ignore_eos=True
         )

@@ -188,6 +188,8 @@ def _structs(hint: Any, in_list: bool = False) -> Iterator[tuple[type[msgspec.St
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         yield hint, in_list
     origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        yield from _structs(typing.get_args(hint)[0], in_list)
     if origin in (types.UnionType, typing.Union, list):
         for argument in typing.get_args(hint):
             yield from _structs(argument, origin is list)
@@ -259,7 +261,7 @@ def _several(kind: type[GenerationRequest], rng: random.Random) -> dict[str, Any
     fields = [
         field
         for field in msgspec.structs.fields(kind)
-        if field.name not in kind._REFUSED or rng.random() < 0.05
+        if field.name not in kind.refusals() or rng.random() < 0.05
     ]
     for field in rng.sample(fields, rng.choice((1, 2, 3, 5, 8))):
         odd = rng.random() < 0.05

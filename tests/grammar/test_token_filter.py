@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from forge_jax import SamplingParams
-from forge_jax.engine.core import Limits, check_request
 from forge_jax.engine.fake import fake_tokenizer
+from forge_jax.engine.validation import Limits, check_request
 from forge_jax.errors import GrammarError, RequestError
 from forge_jax.grammar.token_filter import TokenFilter
 from forge_jax.schedule.request import Request

@@ -207,8 +207,8 @@ def test_a_decode_step_has_one_tile_and_one_slice_for_each_sequence_and_head():
 
 FAULTS = {
     "forgets the last tile": (
-        "jnp.minimum(jnp.arange(g.ctas + 1) * per_cta, total)",
-        "jnp.minimum(jnp.arange(g.ctas + 1) * per_cta, total - 1)",
+        "jnp.minimum(jnp.arange(g.ctas + 1) * line.per_cta, line.total)",
+        "jnp.minimum(jnp.arange(g.ctas + 1) * line.per_cta, line.total - 1)",
     ),
     "ignores the offset of a tile": (
         "kv_lens[seq] - q_lens[seq] + offset",
@@ -216,7 +216,7 @@ FAULTS = {
     ),
     "sums one part too few": ("last_cta - first_cta + 1", "last_cta - first_cta"),
     "sums from the wrong slot": ("first_cta * 2 + 1", "first_cta * 2"),
-    "loses a head": ("query_head % G + row[:, None]", "row[:, None]"),
+    "loses a head": ("+ query_head % g.group", ""),
 }
 
 

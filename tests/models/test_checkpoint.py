@@ -20,9 +20,9 @@ from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.errors import CheckpointError
 from forge_jax.models import build_model
-from forge_jax.models.decoder import WeightForms
 from forge_jax.models.families import ARCHITECTURES
 from forge_jax.models.weight_map import Tensor
+from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.stored import StoredTensor
 from forge_kernels import cpu
 from forge_kernels.linear import files, packed
@@ -108,7 +108,7 @@ def test_everything_that_is_wrong_is_named_before_any_data_is_read(folder, tenso
     tensors["model.norm.weight"] = np.ones(63, np.float32)
     tensors["lm_head.weight"] = np.ones((331, 64), np.int8)
     save_file(tensors, folder / "model.safetensors")
-    monkeypatch.setattr(load, "StoredMatrix", None)
+    monkeypatch.setattr(matrix.StoredMatrix, "__init__", None)
     with pytest.raises(CheckpointError) as caught:
         read(folder)
     assert "model.layers.2.self_attn.k_proj.weight is missing" in str(caught.value)
@@ -123,7 +123,7 @@ def test_experts_are_the_same_from_one_tensor_and_from_many(name, form, tmp_path
         pytest.skip("no CPU kernels on this machine")
     source = GOLDENS / name
     spec = read_spec(source)
-    model = build_model(spec, "bfloat16", WeightForms(layers=form))
+    model = build_model(spec, "bfloat16", WeightFormats(layers=form))
     stored = arrays_of(source)
     architecture = ARCHITECTURES[spec.architecture]
     many, fused = architecture.weights(spec), architecture.other_weights(spec)
@@ -155,8 +155,8 @@ def test_experts_are_the_same_from_one_tensor_and_from_many(name, form, tmp_path
 def test_the_bits_do_not_depend_on_how_much_is_read_at_once(name, form, monkeypatch):
     if form != "plain" and not cpu.available():
         pytest.skip("no CPU kernels on this machine")
-    forms = WeightForms() if form == "plain" else WeightForms(layers=form, head=form)
-    model = build_model(read_spec(GOLDENS / name), "bfloat16", forms)
+    formats = WeightFormats() if form == "plain" else WeightFormats(layers=form, head=form)
+    model = build_model(read_spec(GOLDENS / name), "bfloat16", formats)
     expected = load_weights(model, GOLDENS / name, progress=False)
     monkeypatch.setattr(matrix, "CHUNK_BYTES", 7 * 64 * 2)  # seven rows; then two panels
     monkeypatch.setattr(packed, "CHUNK_BYTES", 64 * 64 * 2)
@@ -177,7 +177,7 @@ def test_leaves_read_in_cpp_equal_those_read_in_python(name, stored, form, tmp_p
     spec = read_spec(GOLDENS / name)
     tensors = {key: x.astype(jnp.dtype(stored)) for key, x in arrays_of(GOLDENS / name).items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    model = build_model(spec, "bfloat16", WeightForms(layers=form, head=form))
+    model = build_model(spec, "bfloat16", WeightFormats(layers=form, head=form))
     calls = []
     monkeypatch.setattr(load, "read_files", lambda leaves: calls.append(1) or read_files(leaves))
     in_cpp = load_weights(model, tmp_path, progress=False)
@@ -193,7 +193,7 @@ def test_a_file_cut_off_while_cpp_reads_it_is_an_error(folder, tensors, monkeypa
         pytest.skip("no CPU kernels on this machine")
     tensors = {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
-    model = build_model(read_spec(folder), "bfloat16", WeightForms(layers="bf16"))
+    model = build_model(read_spec(folder), "bfloat16", WeightFormats(layers="bf16"))
     checked = load.check_weights(model, folder)
     (folder / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr(load, "check_weights", lambda *_: checked)
@@ -359,7 +359,7 @@ PEAK = """
 import sys, threading, pathlib
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.models import build_model
-from forge_jax.models.decoder import WeightForms
+from forge_jax.weights.formats import WeightFormats
 from forge_jax.checkpoint.load import load_weights
 from forge_kernels import cpu
 from forge_kernels.linear import files, packed
@@ -374,7 +374,7 @@ folder = pathlib.Path(sys.argv[1])
 form = None if sys.argv[2] == "plain" else sys.argv[2]
 if form is not None:
     cpu.load()
-model = build_model(read_spec(folder), forms=WeightForms(layers=form, head=form))
+model = build_model(read_spec(folder), formats=WeightFormats(layers=form, head=form))
 jnp.zeros(8).block_until_ready()
 pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
 before = status("VmRSS")

@@ -23,8 +23,9 @@ from forge_jax import LLM, SamplingParams
 from forge_jax.checkpoint import load as loading
 from forge_jax.checkpoint import mapped, orbax
 from forge_jax.checkpoint.converted import FILE, WEIGHTS, Record, write_record
-from forge_jax.checkpoint.load import CheckedLeaves, check_weights, load_weights
+from forge_jax.checkpoint.load import check_weights, load_weights
 from forge_jax.checkpoint.model_spec import read_spec
+from forge_jax.checkpoint.readers import ConvertedReader
 from forge_jax.config import EngineConfig
 from forge_jax.engine.builder import choose_device, choose_kernels, may_map, read_converted
 from forge_jax.engine.fingerprint import system_fingerprint
@@ -32,6 +33,7 @@ from forge_jax.errors import CheckpointError, ConfigError, ForgeError, ModelErro
 from forge_jax.models import build_model
 from forge_jax.text.load import load_text
 from forge_jax.tools import convert
+from forge_jax.weights.quantized import QuantizedFormat
 from forge_kernels import cpu
 from forge_kernels.cpu import BuildError, library
 
@@ -49,7 +51,7 @@ def engine_leaves(folder, **options):
     config = EngineConfig.from_options(model=str(folder), **options)
     spec = read_spec(folder)
     kernels = choose_kernels(config, spec, choose_device(config), read_converted(config, folder))
-    model = build_model(spec, config.model.dtype, kernels.forms)
+    model = build_model(spec, config.model.dtype, kernels.formats)
     return model, load_weights(model, folder, progress=False)
 
 
@@ -90,7 +92,8 @@ def test_rounded_values_are_those_of_the_model(options, goldens, tmp_path):
     out = converted(source, tmp_path / "out", **options)
     plain = {key: value for key, value in options.items() if key == "kernels"}
     assert_same_bits(engine_leaves(out, **plain), engine_leaves(source, **options))
-    assert {form.rounded for form in engine_leaves(out, **plain)[0].quantized.values()} == {True}
+    quantized = engine_leaves(out, **plain)[0].in_format(QuantizedFormat)
+    assert {format.rounded for format in quantized.values()} == {True}
     if not plain:
         again = load(out)
         assert again.model.names == engine_leaves(source, **options)[0].names
@@ -172,7 +175,7 @@ def test_the_tokenizer_and_templates_of_a_gguf_file_come_along(stories, tmp_path
 
 
 def test_of_the_bundled_model_all_is_copied_that_is_read(tmp_path):
-    bundled = Path(forge_jax.__file__).parent / "bundled" / "forge-tiny"
+    bundled = Path(forge_jax.__file__).parent / "checkpoint" / "bundled" / "forge-tiny"
     source = shutil.copytree(bundled, tmp_path / "source")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}\r\n")
@@ -518,7 +521,7 @@ def test_pages_of_an_ordinary_array_are_not_counted_as_huge_pages_of_a_file():
 
 def test_a_mapped_file_that_became_shorter_is_an_error(folder, huge_pages):
     checked = check_weights(build_model(read_spec(folder)), folder)
-    assert isinstance(checked, CheckedLeaves)
+    assert isinstance(checked, ConvertedReader)
     os.truncate(folder / WEIGHTS / "head.weight" / "0.0", 100)
     with pytest.raises(CheckpointError, match="shorter than it was"):
         mapped.map_arrays(checked.stored)
@@ -529,7 +532,7 @@ import sys, pathlib
 import jax.numpy as jnp
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.models import build_model
-from forge_jax.checkpoint.load import CheckedLeaves, check_weights, load_weights
+from forge_jax.checkpoint.load import check_weights, load_weights
 
 def status(key):
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
@@ -565,7 +568,7 @@ def test_reading_takes_little_more_memory_than_the_weights(goldens, tmp_path):
     }
     orbax.write_arrays(source / WEIGHTS, leaves)
     named = dict(zip(model.names, model.leaves, strict=True))
-    record = Record(folder=source, dtype="float32", quantization="none", forms={}, leaves=named)
+    record = Record(folder=source, dtype="float32", quantization="none", formats={}, leaves=named)
     write_record(record)
     done = subprocess.run(
         [sys.executable, "-c", PEAK, str(source)], check=True, capture_output=True, text=True

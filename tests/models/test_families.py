@@ -13,9 +13,10 @@ from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.errors import ModelError, UnsupportedModelError
 from forge_jax.models import RopeSpec, build_model
-from forge_jax.models.decoder import WeightForms, rope_kinds
+from forge_jax.models.decoder import rope_kinds
 from forge_jax.models.families import ARCHITECTURES
 from forge_jax.research import LoadedModel
+from forge_jax.weights.formats import WeightFormats
 from forge_kernels import cpu
 from forge_kernels.attention.cpu_ffi import unsupported
 
@@ -200,10 +201,10 @@ def test_packed_matrices_are_as_close_to_float32_as_plain_ones(name, figure):
     ids = np.array(stored["input_ids"].read()).tolist()
     want = np.array(stored["logits"].read())
     spec = read_spec(GOLDENS / name)
-    packed, errors = WeightForms(layers="bf16", head="bf16"), []
+    packed, errors = WeightFormats(layers="bf16", head="bf16"), []
     attention = "xla" if unsupported(spec.head_dim, jnp.dtype("bfloat16"), "cpu") else "cpu"
-    for implementation, forms in (("xla", None), (attention, packed)):
-        model = build_model(spec, "bfloat16", forms)
+    for implementation, formats in (("xla", None), (attention, packed)):
+        model = build_model(spec, "bfloat16", formats)
         loaded = LoadedModel(
             model, load_weights(model, GOLDENS / name, progress=False), GOLDENS / name
         )

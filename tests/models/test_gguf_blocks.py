@@ -28,16 +28,15 @@ from forge_jax.engine.builder import (
 )
 from forge_jax.errors import CheckpointError, ConfigError, ModelError
 from forge_jax.models import build_model
-from forge_jax.models.decoder import WeightForms
 from forge_jax.research import LoadedModel
 from forge_jax.tools import convert
-from forge_jax.weights.block_types import TYPES
-from forge_jax.weights.blocks import BlockForm, Pieces, forms_by_piece
+from forge_jax.weights.formats import MixedFormat, WeightFormats
 from forge_jax.weights.ggml import BY_NAME
+from forge_jax.weights.ggml_formats import GGMLFormat
+from forge_jax.weights.ggml_types import TYPES
+from forge_jax.weights.quantized import QuantizedFormat
 from forge_kernels import cpu
 from forge_kernels.embed import embed
-from forge_kernels.linear import PackedWeight, QuantizedWeight
-from forge_kernels.linear.quantized import ARRAYS
 
 # Bytes of 256 values, with their scales and minima.
 BYTES = {
@@ -69,22 +68,9 @@ def loaded(file, **options) -> LoadedModel:
     """As an engine has it."""
     config = EngineConfig.from_options(model=str(file), **options)
     spec, device = read_model_spec(config, file), choose_device(config)
-    forms = choose_kernels(config, spec, device, read_converted(config, file)).forms
-    model = build_model(spec, config.model.dtype, forms)
+    formats = choose_kernels(config, spec, device, read_converted(config, file)).formats
+    model = build_model(spec, config.model.dtype, formats)
     return LoadedModel(model, load_weights(model, file, progress=False), file)
-
-
-def matrix(of: LoadedModel, leaf: str) -> PackedWeight | QuantizedWeight:
-    prefix = leaf.removesuffix("weight")
-    packing = of.model.packings.get(leaf)
-    if packing is not None:
-        return PackedWeight(of.leaf(leaf), None, packing)
-    form = forms_by_piece(of.model.blocks)[leaf]
-    names = {name: f"{prefix}{name}" for name in ARRAYS}
-    arrays = {n: of.leaf(f) if f in of.model.names else None for n, f in names.items()}
-    weight = of.leaf(leaf)
-    inputs = weight.shape[1] * (2 if form.blocks.values == "int4" else 1)
-    return QuantizedWeight(**arrays, quantization=form.quantization(len(weight), inputs))
 
 
 def needs_kernels():
@@ -113,7 +99,7 @@ def test_blocks_are_unpacked_to_what_the_dequantiser_gives(name, figure):
 def test_every_matrix_takes_the_bytes_of_its_type(zoo):
     """In both arrangements; queries and keys apart from values of another type."""
     spec = read_spec(zoo)
-    assert spec.block_types is not None and len(spec.block_types.types) == 4 * 7 - 1 + 2
+    assert spec.ggml_types is not None and len(spec.ggml_types.types) == 4 * 7 - 1 + 2
     for options in ({}, {"kernels": "xla"}, {"dtype": "float32"}):
         if not options:
             needs_kernels()
@@ -147,11 +133,12 @@ def _total(sizes: dict[str, int], start: str) -> int:
 
 
 def test_matrices_of_one_layer_are_one_where_their_blocks_are_alike(zoo):
-    forms = build_model(read_spec(zoo)).blocks
-    qkv = [forms[f"layers.{layer}.attention.qkv.weight"] for layer in range(4)]
-    assert [len(each.pieces) if isinstance(each, Pieces) else 1 for each in qkv] == [2, 3, 1, 2]
-    gate_up = [forms[f"layers.{layer}.mlp.gate_up.weight"] for layer in range(4)]
-    assert [isinstance(each, BlockForm) for each in gate_up] == [True, True, False, True]
+    matrices = build_model(read_spec(zoo)).matrices
+    qkv = [matrices[f"layers.{layer}.attention.qkv.weight"].format for layer in range(4)]
+    pieces = [len(each.pieces) if isinstance(each, MixedFormat) else 1 for each in qkv]
+    assert pieces == [2, 3, 1, 2]
+    gate_up = [matrices[f"layers.{layer}.mlp.gate_up.weight"].format for layer in range(4)]
+    assert [isinstance(each, GGMLFormat) for each in gate_up] == [True, True, False, True]
 
 
 @pytest.mark.parametrize("kernels", ["xla", "auto"])
@@ -169,18 +156,18 @@ def test_values_in_memory_are_those_of_the_decoded_model(zoo, kernels, monkeypat
     packed = loaded(zoo, kernels=kernels, dtype=dtype)
     plain = loaded(zoo, kernels="xla", dtype=dtype, gguf_weights="decoded")
     checked = 0
-    for leaf in forms_by_piece(packed.model.blocks):
+    for leaf in packed.model.in_format(GGMLFormat):
         packing = packed.model.packings.get(leaf)
         if packing is not None and packing.paired:
             continue
         whole, _, piece = leaf.partition(".pieces.")
         values = np.asarray(plain.leaf(whole if not piece else f"{whole}.weight"))
-        weight = matrix(packed, leaf)
+        weight = packed.model.weight(packed.leaves, leaf)
         outputs = (weight.packing if packing is not None else weight.quantization).outputs
         rows = np.asarray(embed(weight, jnp.arange(outputs), dtype))
         start = 0
         for number in range(int(piece.split(".")[0]) if piece else 0):
-            start += packed.model.blocks[f"{whole}.weight"].pieces[number].rows
+            start += packed.model.matrices[f"{whole}.weight"].format.pieces[number].rows
         np.testing.assert_array_equal(rows, values[start : start + outputs], leaf)
         checked += 1
     assert checked >= 16
@@ -232,7 +219,7 @@ def test_other_families_too(name, kind, goldens, tmp_path):
     needs_kernels()
     file = write_gguf(goldens / name, tmp_path / "model.gguf", kind)
     model = loaded(file, gguf_weights="packed-exact")
-    assert model.model.blocks and model.model.packings
+    assert model.model.in_format(GGMLFormat) and model.model.packings
     decoded = loaded(file, gguf_weights="decoded")
     ids = np.random.default_rng(1).integers(3, 90, (1, 30)).tolist()
     np.testing.assert_array_equal(*(PagedRun(each, 1).step(ids)[0] for each in (model, decoded)))
@@ -285,7 +272,7 @@ def test_the_fingerprint_says_whether_matrices_are_in_blocks(zoo):
 def test_the_fingerprint_says_whether_activations_are_rounded(zoo):
     spec = read_spec(zoo)
     names = [
-        build_model(spec, "bfloat16", WeightForms(layers="bf16", block_rows=rows)).formats
+        build_model(spec, "bfloat16", WeightFormats(layers="bf16", ggml_activations=rows)).formats
         for rows in (None, "int8")
     ]
     assert names[1] - names[0] == {"int4 blocks, int8 rows", "int8 blocks, int8 rows"}
@@ -347,11 +334,11 @@ def test_quantization_rounds_what_the_blocks_decode_to(zoo, quantization, tmp_pa
         progress=False,
     )
     got, out = loaded(zoo, **options), tmp_path / "out"
-    assert not got.model.blocks and got.model.quantized
+    assert not got.model.in_format(GGMLFormat) and got.model.in_format(QuantizedFormat)
     convert.convert(EngineConfig.from_options(model=str(zoo), **options), out, progress=False)
     for ours, theirs in zip(got.leaves, loaded(out, kernels="xla").leaves, strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
-    assert read_spec(plain).block_types is None and read_spec(out).block_types is None
+    assert read_spec(plain).ggml_types is None and read_spec(out).ggml_types is None
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -385,11 +372,11 @@ def test_blocks_that_cannot_be_cut_name_the_numbers_that_go(tmp_path):
 
 def test_types_that_the_file_does_not_have_are_refused(zoo, goldens, tmp_path):
     spec = read_spec(zoo)
-    assert spec.block_types is not None
+    assert spec.ggml_types is not None
     renamed = {"Q4_K": "Q6_K"}
-    types = tuple((name, renamed.get(kind, kind)) for name, kind in spec.block_types.types)
-    other = dataclasses.replace(spec.block_types, types=types)
-    model = build_model(dataclasses.replace(spec, block_types=other))
+    types = tuple((name, renamed.get(kind, kind)) for name, kind in spec.ggml_types.types)
+    other = dataclasses.replace(spec.ggml_types, types=types)
+    model = build_model(dataclasses.replace(spec, ggml_types=other))
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight is not of the type"):
         load_weights(model, zoo, progress=False)
     folder = tmp_path / "model"

@@ -19,9 +19,9 @@ from forge_jax.checkpoint.load import load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.errors import CheckpointError, ModelError, UnsupportedModelError
 from forge_jax.models import build_model
-from forge_jax.models.decoder import WeightForms
 from forge_jax.models.lora import Lora, LoraShape, set_adapter
 from forge_jax.research import new_kv
+from forge_jax.weights.formats import WeightFormats
 from forge_kernels.lora import lora
 
 SHAPE = LoraShape(places=3, rank=8)
@@ -29,8 +29,8 @@ BLOCK, LENGTH = 16, 13
 CLOSE = {"atol": 1e-4, "rtol": 0}
 
 
-def make_model(folder, dtype="float32", **forms):
-    return build_model(read_spec(folder), dtype, WeightForms(lora=True, **forms))
+def make_model(folder, dtype="float32", **formats):
+    return build_model(read_spec(folder), dtype, WeightFormats(lora=True, **formats))
 
 
 def empty_stacks(model, shape=SHAPE):
@@ -99,7 +99,7 @@ def test_a_step_with_several_adapters_gives_what_merged_weights_give(
         merged(tmp_path / "merged 2", base, second, 1.0 / 2),
     ]
     # The model of those who have no adapters: its SwiGLU is a part of the product.
-    plain = build_model(read_spec(base), "float32", WeightForms())
+    plain = build_model(read_spec(base), "float32", WeightFormats())
     run = logits_of(plain)
     wanted = [run(load_weights(plain, folder, progress=False), ids) for folder in folders]
     expected = np.stack([w[i] for i, w in enumerate(wanted)])

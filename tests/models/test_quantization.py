@@ -10,9 +10,9 @@ from forge_jax.checkpoint.hub import resolve
 from forge_jax.checkpoint.load import load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.models import build_model
-from forge_jax.models.decoder import WeightForms
 from forge_jax.research import LoadedModel
 from forge_jax.text import Tokenizer
+from forge_jax.weights.formats import WeightFormats
 from forge_kernels import cpu
 
 ROOT = Path(__file__).parent.parent.parent
@@ -20,9 +20,9 @@ TEXT = ROOT / "training" / "forge_tiny" / "corpus" / "texts" / "general.txt"
 SEQS, STEPS = 2, 4  # of MAX_LEN tokens each: 768 predictions
 
 FORMS = {
-    "bf16": WeightForms(layers="bf16", head="bf16"),
-    "int8": WeightForms(layers="int8", head="int8"),
-    "int4": WeightForms(layers="int4", head="int8"),
+    "bf16": WeightFormats(layers="bf16", head="bf16"),
+    "int8": WeightFormats(layers="int8", head="int8"),
+    "int4": WeightFormats(layers="int4", head="int8"),
 }
 
 
@@ -32,17 +32,17 @@ def _kernels(compilation_cache):
         pytest.skip("no CPU kernels on this machine")
 
 
-def predictions(dtype: str, forms: WeightForms | None = None) -> np.ndarray:
+def predictions(dtype: str, formats: WeightFormats | None = None) -> np.ndarray:
     """Log-probabilities f64[tokens, V] of forge-tiny on the text, computed in one way."""
     folder = resolve("forge-tiny")
-    model = build_model(read_spec(folder), dtype, forms)
+    model = build_model(read_spec(folder), dtype, formats)
     loaded = LoadedModel(model, load_weights(model, folder, progress=False), folder)
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None
     ids = tokenizer.encode(TEXT.read_text())
     scores = []
     for step in range(STEPS):
-        run = PagedRun(loaded, SEQS, implementation="xla" if forms is None else "cpu")
+        run = PagedRun(loaded, SEQS, implementation="xla" if formats is None else "cpu")
         pieces = [ids[(step * SEQS + s) * MAX_LEN :][:MAX_LEN] for s in range(SEQS)]
         scores += run.step(pieces)
     logits = np.concatenate(scores).astype(np.float64)

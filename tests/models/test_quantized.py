@@ -23,8 +23,9 @@ from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
 from forge_jax.models import build_model
-from forge_jax.models.decoder import WeightForms
 from forge_jax.research import LoadedModel
+from forge_jax.weights.formats import WeightFormats
+from forge_jax.weights.quantized import QuantizedFormat
 from forge_jax.weights.tensors import read_matrices
 from forge_kernels import cpu
 from forge_kernels.linear import Quantization, QuantizedWeight, linear
@@ -169,10 +170,10 @@ def write(case: Case, folder, **config) -> dict[str, np.ndarray]:
 MODELS: dict[Any, Any] = {}  # matrices of several files are in the same form: one executable
 
 
-def load(folder, dtype="auto", forms=None) -> LoadedModel:
-    model = build_model(read_spec(folder), dtype, forms)
+def load(folder, dtype="auto", formats=None) -> LoadedModel:
+    model = build_model(read_spec(folder), dtype, formats)
     leaves = load_weights(model, folder, progress=False)
-    return LoadedModel(MODELS.setdefault(model.graphdef, model), leaves, folder)
+    return LoadedModel(MODELS.setdefault((model.graphdef, model.treedef), model), leaves, folder)
 
 
 def logits(loaded) -> np.ndarray:
@@ -276,10 +277,11 @@ def test_products_of_bfloat16_rows_are_those_of_the_definition(name, kernels, tm
     case = CASES[name]
     exact = write(case, tmp_path, torch_dtype="bfloat16")
     form = "bf16" if kernels else None
-    loaded = load(tmp_path, forms=WeightForms(layers=form, head=form))
+    loaded = load(tmp_path, formats=WeightFormats(layers=form, head=form))
     model = loaded.model
-    assert len(model.quantized) == 4
-    packed = {model.packings[leaf].format for leaf in model.quantized if leaf in model.packings}
+    quantized = model.in_format(QuantizedFormat)
+    assert len(quantized) == 4
+    packed = {model.packings[leaf].format for leaf in quantized if leaf in model.packings}
     assert packed == (PACKED.get(name, set()) if kernels else set())
     if kernels and not packed:
         return  # the same as without kernels
@@ -312,7 +314,7 @@ def test_products_of_bfloat16_rows_are_those_of_the_definition(name, kernels, tm
 @cache
 def jitted_products(model):
     def products(leaves, x, wide):
-        layer = model._merge(leaves).layers[0]
+        layer = model.decoder(leaves).layers[0]
         return (
             layer.attention.qkv(x, out_dtype=jnp.float32),
             layer.mlp.gate_up(x, swiglu=True, out_dtype=jnp.float32),
@@ -430,7 +432,7 @@ def write_with_head(folder, scheme, tie: bool):
 def test_a_quantised_head_is_used(tmp_path):
     exact = write_with_head(tmp_path, {"lm_head": True}, tie=False)
     loaded = load(tmp_path)
-    assert "head.weight" in loaded.model.quantized
+    assert "head.weight" in loaded.model.in_format(QuantizedFormat)
     assert error(logits(loaded), writer.llama_logits(exact, IDS)) < 2e-6
 
 
@@ -453,9 +455,6 @@ def test_greedy_continuations_are_the_same_alone_and_in_a_batch(name, dtype, tmp
     """Of the first two the CPU kernels compute; of the last numpy knows the tokens, too."""
     exact = write(CASES[name], tmp_path, torch_dtype=dtype)
     llm = LLM(str(tmp_path), deterministic=True, **ENGINE)
-    if cpu.available() and name in PACKED and dtype == "bfloat16":
-        packings = llm._core._device._model.packings
-        assert {packing.format for packing in packings.values()} == PACKED[name] | {"bf16"}
     prompts = [IDS[:9], OTHER[:17], IDS[20:23], OTHER[5:6]]
     greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
@@ -506,7 +505,7 @@ def test_scales_that_float16_does_not_hold_say_what_to_do(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"qkv.weight: a scale is not a float16.*--kernels xla"
     ):
-        load(tmp_path, forms=WeightForms(layers="bf16"))
+        load(tmp_path, formats=WeightFormats(layers="bf16"))
     load(tmp_path)
 
 

@@ -41,14 +41,15 @@ from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import CheckpointError, UnsupportedModelError
 from forge_jax.models import build_model
-from forge_jax.models.decoder import WeightForms
 from forge_jax.research import LoadedModel
+from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.quantization import read_quantization
+from forge_jax.weights.quantized import QuantizedFormat
 from forge_jax.weights.stored import FLOAT8_E4M3
 from forge_kernels import cpu
 from forge_kernels.experts import mix_experts
 from forge_kernels.experts.xla import CHUNK_BYTES, chunk_of, experts_by_chunks
-from forge_kernels.linear import Quantization, QuantizedWeight
+from forge_kernels.linear import OrderedWeight, Quantization, QuantizedWeight
 
 MOE = "model.layers.0.block_sparse_moe"
 ROUTER = f"{MOE}.gate.weight"
@@ -92,8 +93,8 @@ def rows(count: int, seed: int = 0) -> np.ndarray:
 @cache
 def jitted_block(model):
     def block(leaves, x):
-        step = SimpleNamespace(num_tokens=jnp.int32(len(x)), implementation="auto")
-        return model._merge(leaves).layers[0].mlp(x, step)
+        step = SimpleNamespace(num_tokens=jnp.int32(len(x)), implementation="auto", axis=None)
+        return model.decoder(leaves).layers[0].mlp(x, step)
 
     return jax.jit(block)
 
@@ -172,13 +173,17 @@ def choose(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 def mixed(loaded: LoadedModel, x, experts, weights, by=None) -> np.ndarray:
     """f32[T, d]: what these experts of the layer give."""
-    mlp = loaded.model._merge(loaded.leaves).layers[0].mlp
-    order = mlp.gate_up.order[...] if mlp.gate_up.is_ordered else None
-    matrices = x, mlp.gate_up.matrix, mlp.down.matrix, jnp.asarray(experts), jnp.asarray(weights)
+    gate_up, down = (
+        loaded.model.weight(loaded.leaves, f"layers.0.mlp.{part}.weight")
+        for part in ("gate_up", "down")
+    )
+    rest = jnp.asarray(experts), jnp.asarray(weights)
     if by is None:
-        y = jax.jit(mix_experts)(*matrices, order=order)
+        y = jax.jit(mix_experts)(x, gate_up, down, *rest)
+    elif isinstance(gate_up, OrderedWeight):
+        y = jax.jit(by)(x, gate_up.matrix, down, *rest, None, gate_up.order)
     else:
-        y = jax.jit(by)(*matrices, None, order)
+        y = jax.jit(by)(x, gate_up, down, *rest, None)
     return np.asarray(y, np.float32)
 
 
@@ -202,12 +207,12 @@ def test_experts_that_the_kernels_hold_are_packed(name, tmp_path):
         pytest.skip("no CPU kernels on this machine")
     case = CASES[name]
     exact = write_experts(case, tmp_path, torch_dtype="bfloat16")
-    loaded = load(tmp_path, forms=WeightForms(layers="bf16", head="bf16"))
+    loaded = load(tmp_path, formats=WeightFormats(layers="bf16", head="bf16"))
     packings = loaded.model.packings
     both = {packings[f"layers.0.mlp.{part}.weight"].format for part in ("gate_up", "down")}
     assert both == PACKED[name]
     assert "layers.0.mlp.router.weight" not in packings
-    plain = load(tmp_path, forms=WeightForms())
+    plain = load(tmp_path, formats=WeightFormats())
     x, choice = jnp.asarray(rows(40), jnp.bfloat16), choose(40)
 
     def definition(round_rows):
@@ -300,7 +305,7 @@ def test_a_router_that_is_quantised_is_used(tmp_path):
         tmp_path, weights, quantiser(case), case.config, more, **writer.MIXTRAL
     )
     loaded = load(tmp_path)
-    assert "layers.0.mlp.router.weight" in loaded.model.quantized
+    assert "layers.0.mlp.router.weight" in loaded.model.in_format(QuantizedFormat)
     x = rows(40)
     want = definition(case, exact | {ROUTER: router}, x) - x
     assert error(block(loaded, x) - x, want) < 2e-6
@@ -334,9 +339,9 @@ def test_experts_may_be_quantised_in_part(part, tmp_path):
 
     config = case.config | {"config_groups": {"group_0": group}}
     exact = writer.write_model(tmp_path, weights, quantise, config, **writer.MIXTRAL)
-    forms = WeightForms(layers="bf16") if cpu.available() else None
-    for loaded in (load(tmp_path), load(tmp_path, "bfloat16", forms)):
-        assert set(loaded.model.quantized) == {
+    formats = WeightFormats(layers="bf16") if cpu.available() else None
+    for loaded in (load(tmp_path), load(tmp_path, "bfloat16", formats)):
+        assert set(loaded.model.in_format(QuantizedFormat)) == {
             f"layers.0.mlp.{'down' if part == 'w2' else 'gate_up'}.weight"
         }
         x, choice = jnp.asarray(rows(40), loaded.model.dtype), choose(40)
@@ -405,8 +410,9 @@ def test_schemes_that_experts_do_not_share_are_named(goldens):
     model = build(
         compressed("int-quantized", args(), TOKEN, ignore=["lm_head", "re:.*block_sparse_moe.*"])
     )
-    assert {leaf.split(".")[2] for leaf in model.quantized} == {"attention"}
-    assert "layers.0.mlp.router.weight" not in build(GPTQ | {"group_size": 16}).quantized
+    assert {leaf.split(".")[2] for leaf in model.in_format(QuantizedFormat)} == {"attention"}
+    model = build(GPTQ | {"group_size": 16})
+    assert "layers.0.mlp.router.weight" not in model.in_format(QuantizedFormat)
 
 
 def test_quantised_matrices_of_all_experts_in_one_tensor_are_refused(tmp_path):

@@ -12,13 +12,14 @@ from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.checkpoint.safetensors import read_header
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.models import build_model
-from forge_jax.models.decoder import WeightForms
 from forge_jax.models.registry import find_architecture
 from forge_jax.models.weight_map import Tensor
 from forge_jax.research import LoadedModel
 from forge_jax.weights import rounding
+from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.quantization import Scheme
-from forge_jax.weights.rounding import round_matrix, rounded_forms
+from forge_jax.weights.quantized import QuantizedFormat
+from forge_jax.weights.rounding import round_matrix, rounded_formats
 
 KINDS = ("int8", "fp8", "int4")
 
@@ -63,7 +64,7 @@ def test_values_are_the_nearest_there_are(kind, monkeypatch):
 
 
 def load(folder, kind, dtype="float32"):
-    model = build_model(read_spec(folder), dtype, WeightForms(rounded=kind))
+    model = build_model(read_spec(folder), dtype, WeightFormats(rounded=kind))
     return LoadedModel(model, load_weights(model, folder, progress=False), folder)
 
 
@@ -81,14 +82,15 @@ def test_logits_are_those_of_the_rounded_weights_as_floats(name, kind, goldens):
     leaves = dict(zip(plain.names, load_weights(plain, folder, progress=False), strict=True))
     stored = read_header(folder / "model.safetensors")
     weights = find_architecture(rounded.spec.architecture).weights(rounded.spec)
-    assert set(rounded.model.quantized) == {
+    quantized = rounded.model.in_format(QuantizedFormat)
+    assert set(quantized) == {
         f"layers.{i}.{matrix}.weight"
         for i in range(rounded.spec.num_hidden_layers)
         for matrix in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
     }
-    for leaf, form in rounded.model.quantized.items():
-        matrix = round_matrix(StoredMatrix(weights[leaf], stored), form.scheme)
-        leaves[leaf] = back(matrix, form.scheme).astype(np.float32).reshape(leaves[leaf].shape)
+    for leaf, format in quantized.items():
+        matrix = round_matrix(StoredMatrix(weights[leaf], stored), format.scheme)
+        leaves[leaf] = back(matrix, format.scheme).astype(np.float32).reshape(leaves[leaf].shape)
     exact = LoadedModel(plain, tuple(leaves[name] for name in plain.names), folder)
     ids = np.random.default_rng(1).integers(0, 96, (1, 40)).tolist()
     ours, want = (PagedRun(each, 1).step(ids)[0] for each in (rounded, exact))
@@ -97,9 +99,9 @@ def test_logits_are_those_of_the_rounded_weights_as_floats(name, kind, goldens):
     beside = sum(
         leaf.nbytes
         for leaf_name, leaf in zip(rounded.model.names, rounded.leaves, strict=True)
-        if f"{leaf_name.rsplit('.', 1)[0]}.weight" in rounded.model.quantized
+        if f"{leaf_name.rsplit('.', 1)[0]}.weight" in quantized
     )
-    whole = sum(leaves[leaf].size for leaf in rounded.model.quantized)
+    whole = sum(leaves[leaf].size for leaf in quantized)
     assert beside < whole * {"int8": 1.2, "fp8": 1.2, "int4": 0.8}[kind]
 
 
@@ -109,7 +111,7 @@ def test_experts_that_lie_in_one_tensor_are_rounded_alike(goldens):
     stored = read_header(folder / "model.safetensors")
     for leaf, name in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
         source = stored[f"model.layers.0.mlp.experts.{name}"]
-        scheme = model.model.quantized[f"layers.0.mlp.{leaf}.weight"].scheme
+        scheme = model.model.in_format(QuantizedFormat)[f"layers.0.mlp.{leaf}.weight"].scheme
         matrix = round_matrix(StoredMatrix((Tensor(source.name, source.shape),), stored), scheme)
         values = model.leaf(f"layers.0.mlp.{leaf}.weight")
         assert values.shape == source.shape and values.dtype == np.int8
@@ -121,5 +123,5 @@ def test_experts_that_lie_in_one_tensor_are_rounded_alike(goldens):
 def test_what_cannot_be_rounded_is_named():
     odd = {"layers.0.mlp.down.weight": (Tensor("down", (64, 40)),)}
     with pytest.raises(UnsupportedModelError, match=r"down has 40 columns, .* multiple of 16"):
-        rounded_forms(odd, "int4")
-    assert rounded_forms(odd, "int8")["layers.0.mlp.down.weight"].rounded
+        rounded_formats(odd, "int4")
+    assert rounded_formats(odd, "int8")["layers.0.mlp.down.weight"].rounded

@@ -24,11 +24,11 @@ from forge_jax.checkpoint.load import load_weights
 from forge_jax.checkpoint.model_spec import read_spec
 from forge_jax.grammar import GrammarSpec
 from forge_jax.models import build_model
-from forge_jax.models.decoder import WeightForms
 from forge_jax.models.kv import element_dtype
 from forge_jax.step.kv_cache import kv_shape
 from forge_jax.step.mesh import TensorMesh
-from forge_jax.testing import FailingDevice, drafts_always_pay
+from forge_jax.testing import drafts_always_pay, failing_steps
+from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.partition import shard_spec
 from forge_kernels import cpu
 
@@ -63,12 +63,12 @@ def collectives(executable):
     return found
 
 
-def run(name, shards, *, layers=None, forms=None, dtype="auto", kv_dtype="auto"):
+def run(name, shards, *, layers=None, formats=None, dtype="auto", kv_dtype="auto"):
     """(f32[T, V] of a prompt in two chunks, the collectives of a step)."""
     folder = GOLDENS / name  # a golden's name, or any folder
     spec, mesh = read_spec(folder), mesh_of(shards)
     spec = replace(spec, num_hidden_layers=layers or LAYERS.get(name, 1))
-    model = build_model(spec, dtype, forms, shards)
+    model = build_model(spec, dtype, formats, shards)
     leaves = load_weights(model, folder, mesh=mesh, progress=False)
     shape = kv_shape(
         shard_spec(spec, shards),
@@ -129,15 +129,17 @@ def packed():
     if not cpu.available():
         return None
     cpu.load()
-    forms = {
-        ("qwen3_moe", "bf16"): WeightForms(layers="bf16", head="bf16"),
-        ("qwen2", "int8"): WeightForms(layers="int8", head="int8"),
-        ("llama31", "int4"): WeightForms(layers="int4", head="int8", embedding="int8"),
+    formats = {
+        ("qwen3_moe", "bf16"): WeightFormats(layers="bf16", head="bf16"),
+        ("qwen2", "int8"): WeightFormats(layers="int8", head="int8"),
+        ("llama31", "int4"): WeightFormats(layers="int4", head="int8", embedding="int8"),
     }
     found = {}
-    for (name, form), weight_forms in forms.items():
+    for (name, form), weight_formats in formats.items():
         exact, _ = run(name, 1)
-        far = [run(name, n, forms=weight_forms, dtype="bfloat16")[0] - exact for n in (1, SHARDS)]
+        far = [
+            run(name, n, formats=weight_formats, dtype="bfloat16")[0] - exact for n in (1, SHARDS)
+        ]
         found[form] = [float(np.sqrt((each**2).mean())) for each in (*far, exact)]
     return found
 
@@ -210,10 +212,10 @@ def engine_on(shards, adapter):
     assert tokens(PROMPTS[2], REQUESTS["greedy"]) == found["greedy"][2:], "company changes a text"
     cached = outputs[0].num_cached_tokens
     runner = core._device
-    core._device = FailingDevice(runner, lambda plan, where: plan.step % 10 == 0)
-    assert tokens(PROMPTS, REQUESTS["greedy"]) == found["greedy"], "a step that raised changes it"
-    core._device = runner
-    steps = {name: each for name, each in runner._compiled.items() if "[" in name}
+    with failing_steps(core, lambda plan, where: plan.step % 10 == 0):
+        answers = tokens(PROMPTS, REQUESTS["greedy"])
+    assert answers == found["greedy"], "a step that raised changes it"
+    steps = {name: each for name, each in runner.compiled().items() if "[" in name}
     assert steps
     pooled = None if shards == 2 else llm.embed(PROMPTS[:2], pooling="mean").tolist()
     result = {
@@ -223,7 +225,7 @@ def engine_on(shards, adapter):
         "recoveries": core.num_recoveries,
         "collectives": {name: collectives(step) for name, step in steps.items()},
         "drafting": draft_collectives(core.speculator),
-        "layers": runner._model.spec.num_hidden_layers,
+        "layers": runner.model.spec.num_hidden_layers,
         "settings": runner.settings.get("shards"),
         "fingerprint": llm.system_fingerprint,
         "pooled": pooled,
@@ -237,8 +239,8 @@ def draft_collectives(speculator):
     if speculator is None:
         return None
     model = speculator._drafter._model
-    assert model.complete and model.can_draft
-    return {name.split("[")[0]: collectives(each) for name, each in model._compiled.items()}
+    assert model.background.complete and model.can_draft
+    return {name.split("[")[0]: collectives(each) for name, each in model.compiled().items()}
 
 
 def peak():

@@ -31,11 +31,12 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine.builder import choose_device, choose_kernels, read_converted
 from forge_jax.errors import ForgeError
 from forge_jax.models import build_model
-from forge_jax.models.decoder import WeightForms
 from forge_jax.step.mesh import leaf_spec
 from forge_jax.testing import drafts_always_pay
 from forge_jax.tools.convert import convert
+from forge_jax.weights.formats import WeightFormats
 from forge_kernels import cpu
+from forge_kernels.linear import QuantizedWeight
 
 CASES = quantised.CASES | {
     # Blocks of rows that no cut meets, and of columns that each does.
@@ -63,20 +64,25 @@ def write(name, *, experts=False):
 def without_the_others(decoder):
     """The fault: devices do not ask each other how large a row is."""
     for _, node in nnx.iter_graph(decoder):
-        quantization = getattr(node, "quantization", None)
-        if quantization is not None:
-            node.quantization = dataclasses.replace(quantization, axis=None)
+        weight = node.get_value() if isinstance(node, nnx.Param) else None
+        if isinstance(weight, QuantizedWeight):
+            alone = dataclasses.replace(weight.quantization, axis=None)
+            node.set_value(dataclasses.replace(weight, quantization=alone))
+
+
+def no_adapters(*targets):
+    return None
 
 
 def mlps(shards, sources, dtype="float32"):
     """(f32[T, d] of the first MLP of each, the collectives of each, what is refused).
 
-    `sources`: by name the folder, and the forms of the matrices.
+    `sources`: by name the folder, and the formats of the matrices.
     """
     mesh, models, weights, refused = mesh_of(shards), {}, {}, {}
-    for name, (folder, forms) in sources.items():
+    for name, (folder, formats) in sources.items():
         try:
-            models[name] = model = build_model(read_spec(folder), dtype, forms, shards)
+            models[name] = model = build_model(read_spec(folder), dtype, formats, shards)
         except ForgeError as error:
             refused[name] = str(error)
         else:
@@ -85,11 +91,13 @@ def mlps(shards, sources, dtype="float32"):
     def all_of(weights, x):
         ys = []
         for number, (name, model) in enumerate(models.items()):
-            decoder = nnx.merge(model.graphdef, jax.tree.unflatten(model.treedef, weights[name]))
+            decoder = model.decoder(weights[name])
             if name == FAULT:
                 without_the_others(decoder)
             with jax.named_scope(f"model_{number}"):
-                step = SimpleNamespace(num_tokens=None, lora=None, implementation="auto")
+                step = SimpleNamespace(
+                    num_tokens=None, implementation="auto", axis=decoder.axis, delta=no_adapters
+                )
                 ys.append(decoder.layers[0].mlp(x, step))
             # One after the other, or XLA would make one sum of those of all.
             x, ys[-1] = jax.lax.optimization_barrier((x, ys[-1]))
@@ -112,16 +120,16 @@ def mlps(shards, sources, dtype="float32"):
 
 
 def products():
-    sources = {name: (write(name), WeightForms()) for name in CASES}
+    sources = {name: (write(name), WeightFormats()) for name in CASES}
     for values in ("int8", "fp8", "int4"):
-        sources[f"rounded {values}"] = GOLDENS / "llama31", WeightForms(rounded=values)
+        sources[f"rounded {values}"] = GOLDENS / "llama31", WeightFormats(rounded=values)
     sources[FAULT] = sources["int8_rows"]
     return compared(sources, (2, SHARDS))
 
 
 def experts():
-    sources = {name: (write(name, experts=True), WeightForms()) for name in EXPERTS}
-    sources["rounded fp8"] = GOLDENS / "mixtral", WeightForms(rounded="fp8")
+    sources = {name: (write(name, experts=True), WeightFormats()) for name in EXPERTS}
+    sources["rounded fp8"] = GOLDENS / "mixtral", WeightFormats(rounded="fp8")
     sources[FAULT] = sources["int8_rows"]
     found = compared(sources, (SHARDS,))[SHARDS]
     file = write_zoo(Path(tempfile.mkdtemp()) / "zoo.gguf", LAYERS[:1], experts=3)
@@ -154,10 +162,10 @@ def kernels():
         return None
     cpu.load()
     folder = write("w4a16")
-    sources = {"packed": (folder, WeightForms(layers="bf16", head="bf16"))}
+    sources = {"packed": (folder, WeightFormats(layers="bf16", head="bf16"))}
     model = build_model(read_spec(folder), "bfloat16", sources["packed"][1], 2)
     assert model.packings["layers.0.mlp.down.weight"].format == "int4"
-    exact = mlps(1, {"packed": (folder, WeightForms())})[0]["packed"]
+    exact = mlps(1, {"packed": (folder, WeightFormats())})[0]["packed"]
     far = [mlps(n, sources, "bfloat16")[0]["packed"] - exact for n in (1, 2)]
     return [float(np.sqrt((each**2).mean())) for each in (*far, exact)]
 
@@ -182,11 +190,11 @@ def blocks():
     found["bytes"] = [whole.param_bytes, cut.param_bytes]
     if cpu.available():
         cpu.load()
-        forms = WeightForms(layers="bf16", head="bf16")
-        assert {each.format for each in build_model(read_spec(file), forms=forms).packings.values()
-                } >= {"int4 blocks", "int8 blocks"}  # fmt: skip
+        formats = WeightFormats(layers="bf16", head="bf16")
+        packings = build_model(read_spec(file), formats=formats).packings.values()
+        assert {each.format for each in packings} >= {"int4 blocks", "int8 blocks"}
         exact, _ = run(file, 1, **options)
-        options |= {"forms": forms, "dtype": "bfloat16"}
+        options |= {"formats": formats, "dtype": "bfloat16"}
         far = [run(file, n, **options)[0] - exact for n in (1, 2, SHARDS)]
         found["packed"] = [float(np.sqrt((each**2).mean())) for each in (*far, exact)]
     return found
@@ -197,7 +205,7 @@ def as_served(folder, shards, **options):
     config = EngineConfig.from_options(model=str(folder), **options)
     spec = read_spec(folder)
     chosen = choose_kernels(config, spec, choose_device(config), read_converted(config, folder))
-    model = build_model(spec, config.model.dtype, chosen.forms, shards)
+    model = build_model(spec, config.model.dtype, chosen.formats, shards)
     return model, load_weights(model, folder, mesh=mesh_of(shards), progress=False)
 
 

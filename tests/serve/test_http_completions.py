@@ -16,7 +16,7 @@ from forge_jax.engine.thread import Engine
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.text import Tokenizer
-from forge_serve.generation.generation import Usage
+from forge_serve.generation.generation import CompletionTokensDetails, PromptTokensDetails, Usage
 from forge_serve.generation.prompts import THREAD_FROM_CHARS, Prompt
 from forge_serve.limits import Limits
 from forge_serve.openai.requests import CompletionRequest
@@ -349,10 +349,8 @@ def _echoed(tokenizer: Tokenizer, prompt: Prompt, output: Sequence[int]) -> dict
             finish_reason="length",
         ),
     )
-    num_prompt, num_output = len(prompt.token_ids), len(output)
-    answer = json.loads(
-        serializer.body(Usage(num_prompt, num_output, num_prompt + num_output, {}, {}))
-    )
+    details = PromptTokensDetails(0), CompletionTokensDetails(0, 0, 0)
+    answer = json.loads(serializer.body(Usage(1, 2, 3, *details)))
     return answer["choices"][0]
 
 

@@ -148,7 +148,7 @@ async def test_statistics_have_the_names_of_others_too(start):
 def test_the_number_of_devices_is_told():
     parts = assemble_fake(EngineConfig(), step_time_s=0.0, max_model_len=64, check=False)
     parts.shards = 2
-    assert info.server_info(Engine(parts), "m", "ready")["tp_size"] == 2
+    assert info.server_info(Engine(parts), "m", "ready").tp_size == 2
 
 
 async def test_the_root_of_an_adapter_is_its_path(server, monkeypatch, tmp_path):

@@ -372,7 +372,7 @@ class _Compiling:
         if self.error is not None:
             raise self.error
 
-    def adopt_pooling(self) -> None:
+    def activate_pooling(self) -> None:
         self.can_pool = True
 
 

@@ -23,7 +23,7 @@ from tests.serve.conftest import Server
 
 KEY_A, KEY_B = "sk-alpha-0123456789", "sk-beta-0123456789"
 SECRET = "the dog sleeps under a green table"
-STATIC = Path(forge_serve.__file__).parent / "static"
+STATIC = Path(forge_serve.__file__).parent / "server" / "static"
 
 
 # ---- the page ----------------------------------------------------------------------------------

@@ -15,15 +15,23 @@ import pytest
 
 from forge_jax.engine.thread import Engine
 from forge_jax.text import ChatTemplate
+from forge_serve.anthropic.response_types import CountAnswer
 from forge_serve.config import ServerConfig
 from forge_serve.http.auth import OPEN_PATHS
 from forge_serve.limits import Limits
-from forge_serve.openapi.document import OPERATIONS, routes
+from forge_serve.openapi.document import routes
+from forge_serve.openapi.operation import Operation
+from forge_serve.openapi.payload import Payload
 from forge_serve.server.app import make_app
+from forge_serve.server.openapi import OPERATIONS
 from forge_serve.server.service import Service
 from tests.serve import families
 from tests.serve.conftest import Server, scripted_engine
 
+HANDLED = {
+    (path, method): OPERATIONS[name]
+    for path, method, name in routes(make_app(Service(ServerConfig())).router)
+}
 ROOT = Path(__file__).parent.parent.parent
 USER = {"role": "user", "content": "the dog"}
 TAKES_TOOLS = "{{ messages[0].content }}{% if tools %}<tool_call>{% endif %}"
@@ -174,6 +182,19 @@ ANSWERED = [  # what is asked, and of which kind all of its answers are
 ]  # fmt: skip
 
 
+def check_bytes(kind: Any, data: str) -> None:
+    """Fails unless `data` is what msgspec encodes of the struct that the schema was made of."""
+    decoded = msgspec.json.decode(data, type=kind)
+    assert msgspec.json.encode(decoded).decode() == data
+
+
+def test_the_check_of_bytes_sees_another_order_and_another_field():
+    for wrong in ('{"num": 1}', '{"input_tokens":1,"a":2}', '{"input_tokens": 1}'):
+        with pytest.raises((AssertionError, msgspec.ValidationError)):
+            check_bytes(CountAnswer, wrong)
+    check_bytes(CountAnswer, '{"input_tokens":1}')
+
+
 async def test_answers_and_events_are_as_the_document_says(start):
     engine = Engine.fake(max_model_len=128)
     engine.chat_template = ChatTemplate(TAKES_TOOLS)
@@ -181,12 +202,14 @@ async def test_answers_and_events_are_as_the_document_says(start):
     document = await served(server)
     validator = judge(document)
     for path, body in ANSWERED:
-        post = document["paths"][path]["post"]
+        post, operation = document["paths"][path]["post"], HANDLED[path, "POST"]
         content = post["responses"]["200"]["content"]
         validator(post["requestBody"]["content"]["application/json"]["schema"]).validate(body)
-        status, answer = await server.post(path, body)
-        assert status == 200, answer
-        validator(content["application/json"]["schema"]).validate(answer)
+        async with server.http.post(server.url + path, json=body) as response:
+            text = await response.text()
+        assert response.status == 200, text
+        validator(content["application/json"]["schema"]).validate(json.loads(text))
+        check_bytes(operation.answer, text)
         if "text/event-stream" not in content or "prompt_logprobs" in body:
             continue
         options = {"include_usage": True, "continuous_usage_stats": True}
@@ -195,7 +218,7 @@ async def test_answers_and_events_are_as_the_document_says(start):
             events = data_of(await response.text())
         if not path.startswith(("/v1/messages", "/v1/responses")):
             assert events.pop() == "[DONE]"
-        check_events(validator, content, events)
+        check_events(validator, content, events, operation)
 
 
 async def test_the_documents_examples_are_served(server):
@@ -223,11 +246,14 @@ def data_of(text: str) -> list[str]:
     return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
 
 
-def check_events(validator: Any, content: dict[str, Any], events: list[str]) -> None:
+def check_events(
+    validator: Any, content: dict[str, Any], events: list[str], operation: Operation
+) -> None:
     of = validator(content["text/event-stream"]["x-event-schema"])
     assert events
     for event in events:
         of.validate(json.loads(event))
+        check_bytes(operation.events, event)
 
 
 class Documented:
@@ -248,7 +274,7 @@ class Documented:
             content = operation["responses"][str(response.status)]["content"]
             if response.content_type == "text/event-stream":
                 events = data_of(await response.text())
-                check_events(self._judge, content, events)
+                check_events(self._judge, content, events, HANDLED[path, method])
                 return [json.loads(event) for event in events]
             answer = await response.json()
             self._judge(content["application/json"]["schema"]).validate(answer)
@@ -303,7 +329,7 @@ async def test_what_is_read_is_as_the_document_says(server):
     for path, item in document["paths"].items():
         if "get" not in item or "{id}" in path:
             continue
-        path = path.replace("{name}", server.model)
+        named, path = path, path.replace("{name}", server.model)
         async with server.http.get(server.url + path) as response:
             content = item["get"]["responses"][str(response.status)].get("content")
             if content is None:
@@ -311,8 +337,11 @@ async def test_what_is_read_is_as_the_document_says(server):
                 continue
             assert list(content) == [response.content_type]
             if response.content_type == "application/json":
-                schema = content[response.content_type]["schema"]
-                validator(schema).validate(await response.json())
+                schema, text = content[response.content_type]["schema"], await response.text()
+                validator(schema).validate(json.loads(text))
+                kind = HANDLED[named, "GET"].answer
+                if isinstance(kind, type) and issubclass(kind, Payload):
+                    check_bytes(kind, text)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])

@@ -14,8 +14,9 @@ from forge_jax.engine.thread import Engine
 from forge_serve.config import ServerConfig
 from forge_serve.http.auth import OPEN_PATHS
 from forge_serve.limits import Limits
-from forge_serve.openapi.document import OPERATIONS, routes
+from forge_serve.openapi.document import routes
 from forge_serve.server.app import make_app
+from forge_serve.server.openapi import OPERATIONS
 from forge_serve.server.routes import ROUTES
 from forge_serve.server.service import Service
 

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine.fake import assemble_fake
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError, ModelError
+from forge_jax.step.executables import BackgroundCompile, Executables
 from forge_serve.config import ServerConfig
 from forge_serve.openai import operations
 from forge_serve.server import process as server
@@ -55,36 +56,29 @@ async def test_health_answers_while_the_engine_loads(capsys):
             await http.get(url + "/health")
 
 
-class Late:
-    """Executables that arrive when the test says so, and never if they are cancelled."""
+class LateExecutables:
+    """Two executables that compile when the test says so."""
 
     def __init__(self) -> None:
-        self.complete = False
-        self.cancelled = False
-        self.compiled: Callable[[], None] | None = None
+        self.background = BackgroundCompile()
+        self.active: list[str] = []
+        self._arrived = {name: threading.Event() for name in ("first", "second")}
+        executables = Executables()
+        for name, arrived in self._arrived.items():
+            executables.add(name, lambda arrived=arrived: arrived.wait(60) and 0)
+        executables.close()
+        self.background.add(
+            executables, {name: partial(self.active.append, name) for name in self._arrived}
+        )
 
-    def adopt(self) -> bool:
-        return self.complete
-
-    def on_compiled(self, call: Callable[[], None]) -> None:
-        self.compiled = call
-
-    def arrive(self) -> None:
-        assert self.compiled is not None
-        self.complete = True
-        self.compiled()
-
-    def wait(self) -> None:
-        raise AssertionError("a server does not wait")
-
-    def cancel(self) -> None:
-        self.cancelled = True
+    def arrive(self, name: str) -> None:
+        self._arrived[name].set()
 
 
-def serving_with(late: Late) -> tuple[str, asyncio.Task[bool]]:
+def serving_with(late: LateExecutables) -> tuple[str, asyncio.Task[bool]]:
     """A server on an engine that is serving and not ready."""
     parts = assemble_fake(EngineConfig(), step_time_s=0.0, max_model_len=1024, check=True)
-    parts.late = late
+    parts.late = late.background
     sock = server.bind("127.0.0.1", 0)
     config = ServerConfig(drain_timeout_s=0.0)
     task = asyncio.create_task(server._serve(sock, config, lambda: Engine(parts)))
@@ -92,7 +86,7 @@ def serving_with(late: Late) -> tuple[str, asyncio.Task[bool]]:
 
 
 async def test_requests_are_served_before_the_last_executable_is_there():
-    late = Late()
+    late = LateExecutables()
     url, serving = serving_with(late)
     body = {"prompt": "a", "max_tokens": 5, "ignore_eos": True}
     async with aiohttp.ClientSession() as http:
@@ -106,9 +100,12 @@ async def test_requests_are_served_before_the_last_executable_is_there():
             status, answer = await get(path)
             assert (status, answer["status"]) == (200, "serving")
         assert set((await get("/stats"))[1]["startup_seconds"]) == {"serving"}
-        late.compiled()  # one of several
+        late.arrive("first")
+        async with asyncio.timeout(60):
+            while late.active != ["first"]:
+                await asyncio.sleep(0.001)
         assert await get("/health") == (200, {"status": "serving"})
-        late.arrive()
+        late.arrive("second")
         async with asyncio.timeout(60):
             while await get("/health") != (200, {"status": "ready"}):
                 await asyncio.sleep(0.001)
@@ -124,13 +121,14 @@ async def test_requests_are_served_before_the_last_executable_is_there():
 
 
 async def test_a_server_that_is_stopped_before_it_is_ready_waits_for_no_compiler():
-    late = Late()
+    late = LateExecutables()
     url, serving = serving_with(late)
     async with aiohttp.ClientSession() as http:
         await _until_ready(http, url, {"prompt": "a", "max_tokens": 1})
     os.kill(os.getpid(), signal.SIGTERM)
     assert await serving is False, "threads still compile: the process must not wait for them"
-    assert late.cancelled
+    late.arrive("first")  # its trace ends; nothing waits for it
+    assert late.background.complete and not late.active
 
 
 async def test_a_signal_while_the_engine_loads_does_not_wait_for_it():

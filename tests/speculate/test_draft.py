@@ -22,13 +22,14 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine import builder as assemble
 from forge_jax.engine.core import EngineCore
 from forge_jax.engine.fake import assemble_fake
+from forge_jax.engine.sizes import Residents, Sizes
 from forge_jax.errors import ConfigError
 from forge_jax.schedule.request import Request, Sequence, Status
 from forge_jax.speculate.draft import ModelDrafter
-from forge_jax.speculate.draft_model import DraftModel, Row, draft_shapes, pack_params
-from forge_jax.step.executables import LateShapes
+from forge_jax.speculate.draft_model import DraftModel, DraftModelOptions
+from forge_jax.speculate.draft_step import Row, draft_shapes, pack_params
 from forge_jax.step.kv_cache import KVShape
-from forge_jax.testing import FailingDevice, drafts_always_pay, random_leaves, tiny_model
+from forge_jax.testing import drafts_always_pay, failing_steps, random_leaves, tiny_model
 
 BLOCK, K, VOCAB, MAX_LEN = 8, 4, 64, 128
 
@@ -285,25 +286,26 @@ def made() -> tuple[DraftModel, tuple[jax.Array, ...]]:
     spec = model.spec
     draft_model = DraftModel(
         model,
-        shapes=draft_shapes(
-            max_num_seqs=6, max_num_batched_tokens=32, max_rows=64, max_blocks=MAX_LEN // BLOCK
+        DraftModelOptions(
+            shapes=draft_shapes(
+                max_num_seqs=6, max_num_batched_tokens=32, max_rows=64, max_blocks=MAX_LEN // BLOCK
+            ),
+            kv_shape=KVShape(
+                num_layers=spec.num_hidden_layers,
+                num_blocks=2048,
+                num_kv_heads=spec.num_key_value_heads,
+                block_size=BLOCK,
+                head_dim=spec.head_dim,
+                storage=np.dtype("float32"),
+            ),
+            max_draft_tokens=K,
+            device=jax.devices()[0],
         ),
-        kv_shape=KVShape(
-            num_layers=spec.num_hidden_layers,
-            num_blocks=2048,
-            num_kv_heads=spec.num_key_value_heads,
-            block_size=BLOCK,
-            head_dim=spec.head_dim,
-            storage=np.dtype("float32"),
-        ),
-        max_draft_tokens=K,
-        device=jax.devices()[0],
     )
     leaves = random_leaves(model, seed=3)
     draft_model.compile()
     draft_model.start(leaves)
-    draft_model.wait()
-    draft_model.adopt()
+    draft_model.background.finish()
     return draft_model, leaves
 
 
@@ -318,7 +320,7 @@ def blocks_of(place: int) -> list[int]:
 
 def naive_drafts(model: DraftModel, leaves, seqs: list[list[int]]) -> list[list[int]]:
     """Greedy, each token by computing everything anew."""
-    size, layer, plain = 32, model.kv_shape.layer, model._model
+    size, layer, plain = 32, model.kv_shape.layer, model.model
 
     @jax.jit
     def next_token(tokens, count):
@@ -415,34 +417,22 @@ def test_other_noise_gives_other_drafts_and_the_filters_hold(made):
 def test_the_cache_is_updated_in_place_by_every_executable(made):
     model, _ = made
     kv_bytes = model.kv_shape.total_bytes
-    for name in model._compiled:
-        memory = model._executables[name].memory_analysis()
+    for executable in model.compiled().values():
+        memory = executable.memory_analysis()
         assert memory.alias_size_in_bytes == kv_bytes
         assert memory.temp_size_in_bytes < kv_bytes / 8
 
 
 def test_an_executable_that_cannot_run_is_left_out(made, monkeypatch, caplog):
-    model, _ = made
-    whole = [*model._ready]
-    only, *others = [shape for shape in whole if shape.name.startswith("extend")]
-    assert not others
-    monkeypatch.setattr(model, "_ready", [shape for shape in whole if shape is not only])
-    late = LateShapes(model._executables, [only], None, "--num-blocks")
-    monkeypatch.setattr(model, "_late", late)
-    assert not model.can_draft and not model.complete
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "_call", lambda *_: 1 / 0)
-        model.adopt()
-    assert model.complete and not model.can_draft
+    model, leaves = made
+    broken = DraftModel(model.model, model.options)
+    broken.compile()
+    monkeypatch.setattr(broken, "_call", lambda *_: 1 / 0)
+    broken.start(leaves)
+    broken.background.finish()
+    assert broken.background.complete and not broken.can_draft
     assert "extend[32] cannot run: it is left out" in caplog.text
-    late.shapes.append(only)
-    late._memory_limit = 1000
-    model.adopt()
-    assert "and there is 0.00: it is left out" in caplog.text and not model.can_draft
-    late._memory_limit = None
-    late.shapes.append(only)
-    model.adopt()
-    assert model.can_draft and sorted(map(str, model._ready)) == sorted(map(str, whole))
+    assert "the draft model cannot run: no drafts" in caplog.text
 
 
 def test_the_deterministic_tier_has_one_shape_for_every_pass():
@@ -494,10 +484,10 @@ def test_the_first_layers_of_the_model_draft_with_its_own_weights(llm, stories):
     stats = core.speculator.stats()
     assert 0.05 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
     drafter = core.speculator._drafter
-    target = dict(zip(core._device._model.names, core._device._leaves, strict=True))
+    target = dict(zip(core._device.model.names, core._device.state.leaves, strict=True))
     model = drafter._model
     assert all(
-        leaf is target[name] for name, leaf in zip(model._model.names, model._leaves, strict=True)
+        leaf is target[name] for name, leaf in zip(model.model.names, model._leaves, strict=True)
     )
     assert (
         drafter._pool.num_used == 0 and drafter._pool.num_blocks == core.scheduler.pool.num_blocks
@@ -538,16 +528,14 @@ def test_an_exception_in_the_drafter_ends_drafting_and_no_request(llm, monkeypat
 
 def test_steps_that_raise_make_the_draft_model_begin_anew(llm):
     expected, core = outputs(llm), llm._core
-    device, before = core._device, core.num_recoveries
-    count = iter(range(10**6))
-    core._device = FailingDevice(device, lambda *_: next(count) % 19 == 18)
+    before, count = core.num_recoveries, iter(range(10**6))
     drafter = core.speculator._drafter
     resets, reset = [], drafter._model.reset
     drafter._model.reset = lambda: resets.append(reset())
     try:
-        assert outputs(llm) == expected
+        with failing_steps(core, lambda *_: next(count) % 19 == 18):
+            assert outputs(llm) == expected
     finally:
-        core._device = device
         del drafter._model.reset
     assert len(resets) == core.num_recoveries - before > 2
     assert not core.speculator.has_failed and drafter._pool.num_used == 0
@@ -558,20 +546,17 @@ def test_by_rejection_it_drafts_on_through_failures_and_ends_alone(stories, monk
     options = OPTIONS | {"deterministic": False, "draft_verification": "rejection"}
     llm = LLM(str(stories), **options, draft_model=str(stories))
     core = llm._core
-    if llm._parts.late is not None:
-        llm._parts.late.wait()
-        llm._parts.late.adopt()
+    llm._parts.finish_compiling()
     always_verify(core)
     assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
     stats = core.speculator.stats()
     # It is the target, but for what is beyond the likeliest tokens.
     assert 0.8 * stats.num_draft_tokens < stats.num_accepted_tokens
     assert stats.num_draft_tokens > 30 and llm._parts.compilations() == 0
-    device, count = core._device, iter(range(10**6))
-    core._device = FailingDevice(device, lambda *_: next(count) % 11 == 10)
-    assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
+    count = iter(range(10**6))
+    with failing_steps(core, lambda *_: next(count) % 11 == 10):
+        assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
     assert core.num_recoveries > 1 and not core.speculator.has_failed
-    core._device = device
     monkeypatch.setattr(DraftModel, "draft", lambda *_: 1 / 0)
     assert [len(tokens) for tokens in outputs(llm)] == [40, 40]
     assert core.speculator.has_failed
@@ -582,21 +567,22 @@ def test_what_the_draft_model_takes_counts_in_the_memory(llm, stories, monkeypat
     needed = device.memory_bytes() + draft_model.kv_shape.total_bytes
     num_blocks = llm._core.scheduler.pool.num_blocks
     options = SELF | {"num_blocks": num_blocks}
-    monkeypatch.setattr(assemble, "_free_bytes", lambda device, shards: needed)
+    monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: needed)
     assert LLM(str(stories), **options)._core.scheduler.pool.num_blocks == num_blocks
-    monkeypatch.setattr(assemble, "_free_bytes", lambda device, shards: needed - 1)
+    monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: needed - 1)
     with pytest.raises(ConfigError, match=r"at most [0-9]+ fit"):
         LLM(str(stories), **options)
 
 
 def test_both_caches_are_cut_together():
     target, draft = (tiny_model(num_hidden_layers=layers) for layers in (4, 1))
-    sizes = assemble._Sizes.choose(
-        EngineConfig(),
-        target,
-        jax.devices()[0],
-        assemble._Draft(model=draft, folder=Path(), implementation="auto"),
+    residents = Residents(
+        config=EngineConfig(),
+        model=target,
+        device=jax.devices()[0],
+        draft=assemble.Draft(model=draft, folder=Path(), implementation="auto"),
     )
+    sizes = Sizes.choose(residents)
     smaller = sizes.smaller(EngineConfig(), 1 << 20)
     assert sizes.draft_bytes == draft.param_bytes + sizes.draft_kv.total_bytes
     assert smaller.draft_bytes == draft.param_bytes + smaller.draft_kv.total_bytes

@@ -10,7 +10,9 @@ import pytest
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import FED_BACK, Admission, ScheduledSequence, StepPlan
 from forge_jax.step.kv_cache import KVShape
-from forge_jax.step.runner import Runner, step_shapes
+from forge_jax.step.options import RunnerOptions
+from forge_jax.step.runner import Runner
+from forge_jax.step.step_shapes import step_shapes
 from forge_jax.testing import random_leaves, tiny_model
 
 V, BLOCK, MAX_BLOCKS, BLOCKS, SLOTS = 64, 8, 4, 40, 10
@@ -36,24 +38,26 @@ def compiled(model, leaves):
     spec = model.spec
     runner = Runner(
         model,
-        shapes=step_shapes(
-            max_num_seqs=SLOTS,
-            max_num_batched_tokens=48,
-            max_rows=32,
-            block_size=BLOCK,
-            max_drafts=4,
+        RunnerOptions(
+            shapes=step_shapes(
+                max_num_seqs=SLOTS,
+                max_num_batched_tokens=48,
+                max_rows=32,
+                block_size=BLOCK,
+                max_drafts=4,
+            ),
+            kv_shape=KVShape(
+                num_layers=spec.num_hidden_layers,
+                num_blocks=BLOCKS,
+                num_kv_heads=spec.num_key_value_heads,
+                block_size=BLOCK,
+                head_dim=spec.head_dim,
+                storage=model.dtype,
+            ),
+            num_slots=SLOTS,
+            max_blocks=MAX_BLOCKS,
+            device=jax.devices()[0],
         ),
-        kv_shape=KVShape(
-            num_layers=spec.num_hidden_layers,
-            num_blocks=BLOCKS,
-            num_kv_heads=spec.num_key_value_heads,
-            block_size=BLOCK,
-            head_dim=spec.head_dim,
-            storage=model.dtype,
-        ),
-        num_slots=SLOTS,
-        max_blocks=MAX_BLOCKS,
-        device=jax.devices()[0],
     )
     runner.compile()
     runner.start(leaves)
@@ -63,7 +67,7 @@ def compiled(model, leaves):
 @pytest.fixture
 def runner(compiled):
     """The runner with its free blocks full of NaN: nothing may read what nobody wrote."""
-    compiled._kv = tuple(jnp.full_like(layer, jnp.nan) for layer in compiled._kv)
+    compiled.state.kv = tuple(jnp.full_like(layer, jnp.nan) for layer in compiled.state.kv)
     return compiled
 
 
@@ -149,18 +153,18 @@ def test_tokens_are_fed_back_on_the_device(runner, dense_logits):
 @contextlib.contextmanager
 def uploads_of(runner, name):
     """What comes from the host with each call of an executable; anything else that does, raises."""
-    step, uploads = runner._compiled[name], []
+    step, uploads = runner.state.compiled[name], []
 
     def upload_and_call(*args):
         uploads.extend(arg for arg in args if isinstance(arg, np.ndarray))
         return step(*[jax.device_put(a) if isinstance(a, np.ndarray) else a for a in args])
 
-    runner._compiled[name] = upload_and_call
+    runner.state.compiled[name] = upload_and_call
     try:
         with jax.transfer_guard_host_to_device("disallow"):  # refuses what is uploaded unasked
             yield uploads
     finally:
-        runner._compiled[name] = step
+        runner.state.compiled[name] = step
 
 
 def test_a_decode_step_uploads_one_array_and_nothing_else(runner, dense_logits):

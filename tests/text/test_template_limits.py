@@ -144,6 +144,16 @@ def test_a_client_cannot_make_a_good_template_explode():
             render(source, tools=wide, x=10**9)
 
 
+def test_a_template_that_is_cheap_for_other_conversations_is_stopped(monkeypatch):
+    """A trial when the template is loaded would find nothing."""
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.1)
+    template = ChatTemplate("{% if messages|length > 1 %}" + FOREVER + "{% endif %}ok", {})
+    assert template.render(HELLO) == "ok"
+    with pytest.raises(RequestError):
+        template.render(HELLO * 3)
+    assert template.render(HELLO) == "ok"
+
+
 # Sizes: what takes memory
 
 HUGE = {

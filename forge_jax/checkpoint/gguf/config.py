@@ -22,7 +22,7 @@ from forge_jax.checkpoint.gguf.weights import (
 )
 from forge_jax.errors import CheckpointError
 from forge_jax.host.files import short_repr
-from forge_jax.weights.block_types import KEY, of_all_experts
+from forge_jax.weights.ggml_types import KEY, of_all_experts
 
 MAX_LAYERS = 1024
 ARCHITECTURES = {

@@ -1,4 +1,4 @@
-"""What a family of models has to say of itself."""
+"""The description of a family of models: its config, its tensors and its decoder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flax import nnx
+
 from forge_jax.config.hf_config import HFConfig
+from forge_jax.models.decoder import Decoder, MatrixBuilder
 from forge_jax.models.spec import ModelSpec
 from forge_jax.models.weight_map import WeightMap, decoder_weights
 
@@ -21,14 +24,19 @@ class Architecture:
         class. None: the value follows from others.
       nullable: fields with a default whose null has a meaning of its own in transformers. Of all
         others it is refused, as there.
+      weights: the tensors of each leaf.
+      other_weights: the same of checkpoints in another layout, which is taken if more of its
+        tensors are there.
+      decoder: the class that `Model.build` calls with (spec, dtype, matrix builder, shards). One
+        with other mathematics has the methods `hidden` and `logits` of `Decoder`, and `norm`.
     """
 
     read_spec: Callable[[HFConfig, HFConfig], ModelSpec]
     defaults: Mapping[str, Any]
     nullable: frozenset[str] = frozenset()
     weights: Callable[[ModelSpec], WeightMap] = decoder_weights
-    # Of another form that its checkpoints come in: taken where more of these tensors are there.
     other_weights: Callable[[ModelSpec], WeightMap] | None = None
+    decoder: Callable[[ModelSpec, Any, MatrixBuilder, int], nnx.Module] = Decoder
 
     def read(self, config: HFConfig, generation: HFConfig) -> ModelSpec:
         """The spec of a model from the two files as they are.

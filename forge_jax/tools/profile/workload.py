@@ -11,7 +11,7 @@ import jax
 
 from forge_jax.config import EngineConfig, flags_of
 from forge_jax.engine.builder import assemble
-from forge_jax.engine.core import EngineParts, Steps
+from forge_jax.engine.parts import EngineParts, Steps
 from forge_jax.errors import ConfigError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request
@@ -31,9 +31,7 @@ def record(config: EngineConfig, workload: Workload, folder: Path) -> list[Path]
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     try:
         parts = assemble(config)
-        if parts.late is not None:
-            parts.late.wait()
-            parts.late.adopt()
+        parts.finish_compiling()
         sections = [getattr(config, section.name) for section in dataclasses.fields(config)]
         ran = shlex.join([config.model.model, *flags_of(*sections, workload)])
         return record_engine(parts, workload, folder, ran)

@@ -1,16 +1,29 @@
 """The embedding lookup."""
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from forge_kernels.linear import PackedWeight, QuantizedWeight, Weight
+from forge_kernels.linear import (
+    MatrixWeight,
+    MixedMatrix,
+    OrderedWeight,
+    PackedWeight,
+    PlainWeight,
+    QuantizedWeight,
+)
 from forge_kernels.linear.cpu_ffi import packed_embed
 from forge_kernels.linear.quantized import quantized_rows
 
 
-def embed(table: Weight, tokens: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+def embed(
+    table: jax.Array | MatrixWeight,
+    tokens: jax.Array,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
     """Rows of an embedding table.
 
     16-bit floats are gathered as their bits: XLA:CPU would convert the whole table to float32 to
@@ -29,7 +42,13 @@ def embed(table: Weight, tokens: jax.Array, dtype: DTypeLike | None = None) -> j
         if table.quantization.blocks is None or dtype is None:
             raise TypeError("rows of a quantised matrix that is not in blocks")
         return quantized_rows(table, tokens, dtype)
-    return packed_embed(table, tokens) if isinstance(table, PackedWeight) else _rows(table, tokens)
+    if isinstance(table, PackedWeight):
+        return packed_embed(table, tokens)
+    if isinstance(table, PlainWeight):
+        table = table.weight
+    if isinstance(table, OrderedWeight | MixedMatrix):
+        raise TypeError(f"rows of a {type(table).__name__}")
+    return _rows(cast(jax.Array, table), tokens)
 
 
 @jax.custom_jvp

@@ -13,7 +13,13 @@ from jax import lax
 from forge_kernels.experts.cpu_ffi import packed_experts
 from forge_kernels.experts.reference import reference_experts
 from forge_kernels.experts.xla import all_experts, experts_by_chunks, tiled_experts
-from forge_kernels.linear import PackedWeight, QuantizedWeight, Weight
+from forge_kernels.linear import (
+    MatrixWeight,
+    OrderedWeight,
+    PackedWeight,
+    PlainWeight,
+    QuantizedWeight,
+)
 
 IN_BLOCKS = {"int8 blocks", "int4 blocks"}  # formats of which the kernels take any two
 Implementation = Literal["auto", "reference"]
@@ -40,8 +46,8 @@ def choose_experts(
 
 def mix_experts(
     x: jax.Array,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: jax.Array | MatrixWeight,
+    down: jax.Array | MatrixWeight,
     experts: jax.Array,
     weights: jax.Array,
     *,
@@ -62,7 +68,8 @@ def mix_experts(
       down: float[E, d, I], or packed, or quantised.
       experts: i32[T, k], in [0, E), different ones in a row.
       weights: f32[T, k].
-      order: i32[E, d], the columns of x that those of each expert's quantised gate_up multiply.
+      order: i32[E, d], the columns of x that those of each expert's quantised gate_up multiply; an
+        `OrderedWeight` has its own.
       num_rows: i32[], a promise that rows from there on are not needed: they may hold anything.
       implementation: "reference" is differentiable.
 
@@ -72,6 +79,9 @@ def mix_experts(
     Raises:
       TypeError, ValueError: types or shapes that do not go together.
     """
+    if isinstance(gate_up, OrderedWeight):
+        gate_up, order = gate_up.matrix, gate_up.order
+    gate_up, down = _of_experts(gate_up), _of_experts(down)
     _check(x, gate_up, down, experts, weights)
     if order is not None and not isinstance(gate_up, QuantizedWeight | PackedWeight):
         raise TypeError("an order of the columns of experts that are not quantised")
@@ -92,8 +102,19 @@ def mix_experts(
     return lax.platform_dependent(*arrays, cpu=tiled_experts, default=default)
 
 
+Matrices = jax.Array | PackedWeight | QuantizedWeight  # of all experts
+
+
+def _of_experts(w: jax.Array | MatrixWeight) -> Matrices:
+    if isinstance(w, PlainWeight):
+        return w.weight
+    if isinstance(w, Matrices):
+        return w
+    raise TypeError(f"matrices of experts as a {type(w).__name__}")
+
+
 def _check(
-    x: jax.Array, gate_up: Weight, down: Weight, experts: jax.Array, weights: jax.Array
+    x: jax.Array, gate_up: Matrices, down: Matrices, experts: jax.Array, weights: jax.Array
 ) -> None:
     if isinstance(gate_up, PackedWeight) != isinstance(down, PackedWeight):
         raise TypeError("experts with one packed matrix and one that is not")

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forge_kernels.linear.cpu_ffi import format_attributes
-from forge_kernels.linear.packed import PackedWeight
+from forge_kernels.linear.cpu_ffi import PackedWeight, format_attributes
 
 
 def packed_experts(

@@ -2,15 +2,18 @@
 
 from forge_kernels.linear.api import Weight, linear
 from forge_kernels.linear.blocks import BlockPacking, pack_blocks
+from forge_kernels.linear.composed import MixedMatrix, OrderedWeight
+from forge_kernels.linear.cpu_ffi import PackedWeight
+from forge_kernels.linear.operands import MatmulOptions, MatrixWeight
 from forge_kernels.linear.packed import (
     FORMATS,
     Format,
-    PackedWeight,
     Packing,
     pack,
     pack_experts,
     pack_values,
 )
+from forge_kernels.linear.plain import PlainWeight
 from forge_kernels.linear.quantized import (
     Quantization,
     QuantizedWeight,
@@ -23,8 +26,13 @@ __all__ = [
     "FORMATS",
     "BlockPacking",
     "Format",
+    "MatmulOptions",
+    "MatrixWeight",
+    "MixedMatrix",
+    "OrderedWeight",
     "PackedWeight",
     "Packing",
+    "PlainWeight",
     "Quantization",
     "QuantizedWeight",
     "Weight",

@@ -1,45 +1,66 @@
-"""The linear layer and the embedding on packed weights, by the C++ kernels."""
+"""Packed weights: the linear layer and the embedding by the C++ kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from forge_kernels.linear.blocks import BlockPacking
-from forge_kernels.linear.packed import FORMATS, PackedWeight, Packing
+from forge_kernels.linear.operands import MatmulOptions, Operands, check
+from forge_kernels.linear.packed import FORMATS, Packing
 
 _STORE, _RESIDUAL, _SWIGLU = range(3)
 
 
-def packed_linear(
-    x: jax.Array,  # bf16[T, K_in]
-    w: PackedWeight,
-    *,
-    norm: tuple[jax.Array, float] | None,
-    residual: jax.Array | None,  # bf16[T, N_out]
-    swiglu: bool,
-    num_rows: jax.Array | None,  # i32[]
-    out_dtype: DTypeLike,
-) -> jax.Array:  # out_dtype[T, N_out, or N_out / 2 with swiglu]
-    packing = w.packing
-    nothing = jnp.zeros(0, jnp.bfloat16)
-    columns = packing.outputs // 2 if swiglu else packing.outputs
-    weight, eps = (nothing, 0.0) if norm is None else norm
-    call = jax.ffi.ffi_call(
-        "forge_linear", jax.ShapeDtypeStruct((x.shape[0], columns), jnp.dtype(out_dtype))
-    )
-    return call(
-        x,
-        weight,
-        w.weight,
-        jnp.zeros(0) if w.scale is None else w.scale,
-        nothing if residual is None else residual,
-        _rows(x, num_rows),
-        epilogue=np.int64(_SWIGLU if swiglu else _STORE if residual is None else _RESIDUAL),
-        columns=np.int64(packing.outputs),
-        eps=np.float32(eps),
-        **format_attributes(packing, rounds_rows=True),
-    )
+@dataclass(frozen=True)
+class PackedWeight:
+    """A matrix as the kernels want it; a pytree whose leaves are `weight` and `scale`."""
+
+    weight: jax.Array  # see Packing.weight
+    scale: jax.Array | None  # see Packing.scale
+    packing: Packing | BlockPacking
+
+    @classmethod
+    def abstract(cls, packing: Packing | BlockPacking) -> PackedWeight:
+        """The weight with shapes and types in place of arrays."""
+        return cls(cast(Any, packing.weight), cast(Any, packing.scale), packing)
+
+    def matmul(self, x: jax.Array, **options: Unpack[MatmulOptions]) -> jax.Array:
+        """x (bfloat16) times the transpose of the matrix: see `linear`. One pass over it."""
+        packing, given = self.packing, Operands(**options)
+        norm, residual, swiglu = given.norm, given.residual, given.swiglu
+        dtype = jnp.dtype(given.out_dtype or x.dtype)
+        shape = packing.outputs, packing.inputs
+        check(x, given, kind=f"packed ({packing.format})", dtype=jnp.bfloat16, shape=shape)
+        if dtype not in (jnp.bfloat16, jnp.float32):
+            raise TypeError(f"linear with a packed weight gives bfloat16 or float32, not {dtype}")
+        if swiglu != packing.paired:
+            raise ValueError("swiglu needs a weight that was packed as paired, and only it does")
+        nothing = jnp.zeros(0, jnp.bfloat16)
+        columns = packing.outputs // 2 if swiglu else packing.outputs
+        weight, eps = (nothing, 0.0) if norm is None else norm
+        call = jax.ffi.ffi_call("forge_linear", jax.ShapeDtypeStruct((x.shape[0], columns), dtype))
+        return call(
+            x,
+            weight,
+            self.weight,
+            jnp.zeros(0) if self.scale is None else self.scale,
+            nothing if residual is None else residual,
+            _rows(x, given.num_rows),
+            epilogue=np.int64(_SWIGLU if swiglu else _STORE if residual is None else _RESIDUAL),
+            columns=np.int64(packing.outputs),
+            eps=np.float32(eps),
+            **format_attributes(packing, rounds_rows=True),
+        )
+
+
+jax.tree_util.register_dataclass(
+    PackedWeight, data_fields=["weight", "scale"], meta_fields=["packing"]
+)
 
 
 def packed_embed(w: PackedWeight, tokens: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,6 @@ import numpy as np
 from forge_kernels.cpu.library import library
 from forge_kernels.linear.panels import PANEL, aligned_empty, rows_of_panels
 from forge_kernels.threads import for_each
-
-if TYPE_CHECKING:
-    from forge_kernels.linear.blocks import BlockPacking
 
 Format = Literal["bf16", "int8", "int4"]
 FORMATS: tuple[str, ...] = get_args(Format)
@@ -73,20 +70,6 @@ class Packing:
     def _shape(self, one: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         experts = () if self.experts is None else (self.experts,)
         return jax.ShapeDtypeStruct((*experts, *one), dtype)
-
-
-@dataclass(frozen=True)
-class PackedWeight:
-    """A matrix as the kernels want it; a pytree whose leaves are `weight` and `scale`."""
-
-    weight: jax.Array  # see Packing.weight
-    scale: jax.Array | None  # see Packing.scale
-    packing: Packing | BlockPacking
-
-
-jax.tree_util.register_dataclass(
-    PackedWeight, data_fields=["weight", "scale"], meta_fields=["packing"]
-)
 
 
 class Rows(Protocol):

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from forge_kernels.blocks import Blocks
 from forge_kernels.linear.blocks import MIDDLE, Read
+from forge_kernels.linear.operands import MatmulOptions, Operands, around, check
 from forge_kernels.linear.panels import aligned_empty
 from forge_kernels.threads import for_each
 
@@ -150,6 +151,23 @@ class QuantizedWeight:
     group_scale: jax.Array | None = None
     minimum: jax.Array | None = None
     group_minimum: jax.Array | None = None
+
+    @classmethod
+    def abstract(cls, quantization: Quantization) -> QuantizedWeight:
+        """The weight with shapes and types in place of arrays."""
+        shapes: dict[str, Any] = {name: getattr(quantization, name) for name in ARRAYS}
+        return cls(**shapes, quantization=quantization)
+
+    def matmul(self, x: jax.Array, **options: Unpack[MatmulOptions]) -> jax.Array:
+        """x times the transpose of the matrix: see `linear`. XLA computes all rows."""
+        kept, given = self.quantization, Operands(**options)
+        dtype = jnp.dtype(given.out_dtype or x.dtype)
+        check(x, given, kind=kept.values, dtype=x.dtype, shape=(kept.outputs, kept.inputs))
+
+        def product(x: jax.Array) -> jax.Array:
+            return quantized_product(x, self, dtype)
+
+        return around(x, product, given)
 
 
 ARRAYS = ("weight", "scale", "zero", "input_scale", "group_scale", "minimum", "group_minimum")

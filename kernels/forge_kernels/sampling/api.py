@@ -141,16 +141,9 @@ def sample(  # noqa: PLR0913
 
     def by_kernel() -> jax.Array:
         count = jnp.full((), logits.shape[0], jnp.int32) if num_rows is None else num_rows
-        return cpu_sample(
-            logits,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            position=position,
-            num_rows=count,
-        )
+        filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        noise = {"seed": seed, "position": position}
+        return cpu_sample(logits, temperature=temperature, num_rows=count, **filters, **noise)
 
     @jax.named_scope("random")
     def draw() -> jax.Array:

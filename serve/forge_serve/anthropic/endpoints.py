@@ -7,14 +7,16 @@ from typing import ClassVar
 from aiohttp import web
 
 from forge_serve.anthropic.requests import PATH, MessagesRequest
+from forge_serve.anthropic.response_types import CountAnswer
 from forge_serve.anthropic.serializer import MessagesSerializer
 from forge_serve.anthropic.translation import chat_request
 from forge_serve.http.auth import TENANT
+from forge_serve.http.replies import encoded_response
 from forge_serve.http.routes import Route, post
 from forge_serve.openai import operations
 from forge_serve.openai.handler import GenerationHandler
 from forge_serve.openai.requests import ChatRequest
-from forge_serve.openai.validation import check
+from forge_serve.openai.validation import check_converted
 
 
 class MessagesEndpoints:
@@ -40,14 +42,14 @@ class MessagesEndpoints:
         chat = await self._chat(http, request)
         tenant = http.get(TENANT, "")
         number = await operations.count_prompt_tokens(self._service, chat, tenant)
-        return web.json_response({"input_tokens": number})
+        return encoded_response(CountAnswer(number))
 
     async def _chat(self, http: web.Request, request: MessagesRequest) -> ChatRequest:
         limits = self._service.config.limits
 
         def translate() -> ChatRequest:
             chat = chat_request(request)
-            check(chat, limits)
+            check_converted(chat, limits)
             return chat
 
         return await self._handler.bodies.parse(http, translate)

@@ -5,17 +5,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 
 from forge_jax.errors import RequestError
 from forge_serve.errors import UnsupportedThreadError
-from forge_serve.openai.requests import ContentPart, GenerationRequest
-from forge_serve.openai.structured import asks_for_something
+from forge_serve.openai.requests import (
+    CHOICE_RULE,
+    MESSAGES_RULE,
+    TOOLS_RULE,
+    ContentPart,
+    GenerationRequest,
+    NoPromptLogprobs,
+    OneSample,
+    TemplateKwargs,
+    stop_strings,
+)
+from forge_serve.openai.structured import FORMAT_SCHEMA, asks_for_something
+from forge_serve.openai.tools import NAME_SCHEMA
+from forge_serve.openapi.schema import (
+    NOTHING,
+    TEXT_OR_PARTS,
+    About,
+    Schema,
+    nullable,
+    refused,
+    rule,
+    tagged,
+)
 
 PATH = "/v1/messages"
+
+_NO_THREADS = "this server keeps no conversations: send all messages, system and tools"
 
 
 class Block(msgspec.Struct):
@@ -34,20 +56,54 @@ class Block(msgspec.Struct):
 TurnRole = Literal["user", "assistant", "system"]
 
 
+def _tool_result() -> Schema:
+    block = tagged("tool_result", "tool_use_id")
+    block["properties"]["content"] = TEXT_OR_PARTS
+    return block
+
+
+# The blocks that a role may have.
+_BLOCKS = {
+    "user": [tagged("text", "text"), _tool_result()],
+    "assistant": [
+        tagged("text", "text"),
+        tagged("thinking"),
+        tagged("redacted_thinking"),
+        tagged("tool_use", "name"),
+    ],
+    "system": [tagged("text", "text")],
+}
+
+
 class Turn(msgspec.Struct):
     role: TurnRole
     content: str | list[Block]
     clear_at: Literal["never", "next_user_message"] | None = None  # of a system message
-    output_config: dict[str, Any] | None = None  # refused unless empty
+    output_config: Annotated[
+        dict[str, Any] | None,
+        rule(schema=nullable({"type": "object", "additionalProperties": NOTHING})),
+    ] = None
+
+    @classmethod
+    def narrow_schema(cls, schema: Schema, about: About) -> None:
+        def turn(role: str, blocks: list[Schema]) -> Schema:
+            content = {"anyOf": [{"type": "string"}, {"items": {"anyOf": blocks}}]}
+            return {"properties": {"role": {"const": role}, "content": content}}
+
+        schema["anyOf"] = [turn(role, blocks) for role, blocks in _BLOCKS.items()]
 
 
 class Tool(msgspec.Struct):
-    name: str
-    type: str | None = None
+    name: Annotated[str, rule(**NAME_SCHEMA)]
+    type: Annotated[str | None, rule(schema={"enum": ["custom", None]})] = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     input_examples: list[dict[str, Any]] | None = None
-    allowed_callers: list[str] | None = None
+    allowed_callers: Annotated[
+        Annotated[list[str], rule(anyOf=[{"contains": {"const": "direct"}}, {"maxItems": 0}])]
+        | None,
+        rule(),
+    ] = None
     strict: bool | None = None
 
 
@@ -56,6 +112,13 @@ class Choice(msgspec.Struct):
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
+    @classmethod
+    def narrow_schema(cls, schema: Schema, about: About) -> None:
+        schema["anyOf"] = [
+            {"properties": {"type": {"enum": ["auto", "any", "none"]}}},
+            {"required": ["name"], "properties": {"name": {"type": "string"}}},
+        ]
+
 
 class Thinking(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive"]
@@ -63,41 +126,52 @@ class Thinking(msgspec.Struct):
 
 
 class OutputConfig(msgspec.Struct):
-    format: dict[str, Any] | None = None
+    format: Annotated[dict[str, Any] | None, rule(schema=FORMAT_SCHEMA)] = None
     effort: str | None = None
-    task_budget: Any = None
+    task_budget: Annotated[Any, rule(**NOTHING)] = None
+
+
+def _stop_sequences(about: About) -> Schema:
+    return nullable(stop_strings(about))
 
 
 class MessagesRequest(GenerationRequest, kw_only=True):
     """POST /v1/messages, and /v1/messages/count_tokens."""
 
-    messages: list[Turn]
-    system: str | list[ContentPart] | None = None
-    stop_sequences: list[str] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Choice | None = None
+    messages: Annotated[
+        list[Turn],
+        rule(MESSAGES_RULE, most=("messages", "messages"), minItems=1),
+    ]
+    n: OneSample = None
+    best_of: OneSample = None
+    prompt_logprobs: NoPromptLogprobs = None
+    system: Annotated[str | list[ContentPart] | None, rule(schema=TEXT_OR_PARTS)] = None
+    stop_sequences: Annotated[list[str] | None, rule(schema=_stop_sequences)] = None
+    tools: Annotated[
+        list[Tool] | None,
+        rule(TOOLS_RULE, most=("tools", "entries")),
+    ] = None
+    tool_choice: Annotated[Choice | None, rule(CHOICE_RULE)] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: dict[str, Any] | None = None  # the older name of output_config.format
-    chat_template_kwargs: dict[str, Any] | None = None
+    # The older name of output_config.format.
+    output_format: Annotated[dict[str, Any] | None, rule(schema=FORMAT_SCHEMA)] = None
+    chat_template_kwargs: TemplateKwargs = None
 
-    thread: Any = None
-    container: Any = None
-    mcp_servers: Any = None
-    compaction: Any = None
+    thread: Annotated[Any, refused(_NO_THREADS)] = None
+    container: Annotated[Any, refused("this server runs no code and loads no skills")] = None
+    mcp_servers: Annotated[
+        Any, refused("this server calls no other servers: run the tools in the client")
+    ] = None
+    compaction: Annotated[
+        Any, refused("this server summarizes no conversations: ask for a summary in a message")
+    ] = None
 
     ROLES: ClassVar[tuple[str, ...]] = get_args(TurnRole)
-    _REFUSED: ClassVar[Mapping[str, str]] = {
-        **GenerationRequest._REFUSED,
-        "thread": "this server keeps no conversations: send all messages, system and tools",
-        "container": "this server runs no code and loads no skills",
-        "mcp_servers": "this server calls no other servers: run the tools in the client",
-        "compaction": "this server summarizes no conversations: ask for a summary in a message",
-    }
 
     def check(self) -> None:
         if asks_for_something(self.thread):  # first: clients answer it by sending another request
-            raise UnsupportedThreadError(f"thread: {self._REFUSED['thread']}", param="thread")
+            raise UnsupportedThreadError(f"thread: {_NO_THREADS}", param="thread")
         GenerationRequest.check(self)
         if self.num_samples != 1:
             raise RequestError("n must be 1 here: ask for a chat completion", param="n")

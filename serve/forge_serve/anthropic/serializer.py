@@ -4,10 +4,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from forge_serve.anthropic.response_types import (
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    BlockUpdate,
+    InputDelta,
+    MessageDelta,
+    MessagesAnswer,
+    MessagesBegun,
+    MessagesError,
+    MessagesErrorAnswer,
+    MessagesEvent,
+    MessageStart,
+    MessageStop,
+    MessagesUsage,
+    OutputTokens,
+    SignatureDelta,
+    StopDelta,
+    StopReason,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ThinkingStart,
+    ToolUseBlock,
+)
 from forge_serve.anthropic.translation import TOOL_ID_PREFIX
 from forge_serve.errors import ErrorReply
 from forge_serve.generation.generation import Usage
@@ -19,7 +45,11 @@ if TYPE_CHECKING:
 
 _json = msgspec.json.Encoder().encode
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS: dict[str, StopReason] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+}
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -49,9 +79,9 @@ class MessagesSerializer(ChatSerializer):
         return b"".join(self._events(delta))
 
     def end(self, usage: Usage) -> bytes:
-        stop = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
-        tokens = {"output_tokens": usage.completion_tokens}
-        return _event("message_delta", delta=stop, usage=tokens) + _event("message_stop")
+        stop = StopDelta(self._stop_reason(), self._stop_sequence())
+        delta = MessageDelta(stop, OutputTokens(usage.completion_tokens))
+        return _event(delta) + _event(MessageStop())
 
     def error_event(self, reply: ErrorReply) -> bytes:
         return b"event: error\ndata: " + error_body(reply) + b"\n\n"
@@ -59,53 +89,32 @@ class MessagesSerializer(ChatSerializer):
     def body(self, usage: Usage) -> bytes:
         [state] = self._choices
         parts = self._all_parts(state)
-        blocks: list[dict[str, Any]] = []
+        blocks: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
         if self.with_reasoning and parts.reasoning:
-            thinking = "".join(parts.reasoning)
-            blocks.append({"type": "thinking", "thinking": thinking, "signature": ""})
+            blocks.append(ThinkingBlock("".join(parts.reasoning)))
         text = "".join(parts.content)
         if text:
-            blocks.append({"type": "text", "text": text})
+            blocks.append(TextBlock(text))
         for call in parts.calls:
             arguments = complete_values("".join(call.arguments))
             blocks.append(_tool_use(call, msgspec.Raw(arguments.encode())))
-        cached = usage.prompt_tokens_details["cached_tokens"]
-        return _json(
-            {
-                **self._message(blocks),
-                "stop_reason": self._stop_reason(),
-                "stop_sequence": self._stop_sequence(),
-                "usage": {
-                    "input_tokens": usage.prompt_tokens - cached,
-                    "cache_creation_input_tokens": 0,
-                    "cache_read_input_tokens": cached,
-                    "output_tokens": usage.completion_tokens,
-                },
-            }
+        cached = usage.prompt_tokens_details.cached_tokens
+        answer = MessagesAnswer(
+            id=self.id,
+            model=self.model,
+            content=blocks,
+            stop_reason=self._stop_reason(),
+            stop_sequence=self._stop_sequence(),
+            usage=_usage(usage.prompt_tokens, cached, usage.completion_tokens),
         )
-
-    def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._common["model"],
-            "content": blocks,
-        }
+        return _json(answer)
 
     def _events(self, delta: Delta) -> Iterator[bytes]:
         [state] = self._choices
         if not state.started:
             state.started = True
-            prompt_tokens, cached = len(state.of.prompt.token_ids), delta.num_cached_tokens
-            usage = {
-                "input_tokens": prompt_tokens - cached,
-                "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": cached,
-                "output_tokens": 0,
-            }
-            message = {**self._message([]), "stop_reason": None, "stop_sequence": None}
-            yield _event("message_start", message={**message, "usage": usage})
+            usage = _usage(len(state.of.prompt.token_ids), delta.num_cached_tokens, 0)
+            yield _event(MessageStart(MessagesBegun(id=self.id, model=self.model, usage=usage)))
         parts = self._read(state, delta)
         state.finish_reason, state.stop_reason = delta.finish_reason, delta.stop_reason
         open_call = self._open if isinstance(self._open, int) else None
@@ -113,42 +122,43 @@ class MessagesSerializer(ChatSerializer):
             match piece:
                 case "reasoning", text:
                     if self.with_reasoning:
-                        yield from self._say("thinking", text)
+                        yield from self._say("thinking", ThinkingStart(), ThinkingDelta(text))
                 case "content", text:
-                    yield from self._say("text", text)
+                    yield from self._say("text", TextBlock(""), TextDelta(text))
                 case CallPiece():
                     if piece.index != self._open:
                         yield from self._begin(piece.index, _tool_use(piece, {}))
-                    yield self._input(piece)
+                    yield self._update(InputDelta("".join(piece.arguments)))
         if delta.finish_reason is not None:
             yield from self._close()
 
-    def _say(self, kind: str, text: str) -> Iterator[bytes]:
+    def _say(
+        self, kind: str, block: TextBlock | ThinkingStart, update: BlockUpdate
+    ) -> Iterator[bytes]:
         if self._open != kind:
-            yield from self._begin(kind, {"type": kind, kind: ""})
-        updates = {"type": f"{kind}_delta", kind: text}
-        yield _event("content_block_delta", index=self._num_blocks - 1, delta=updates)
+            yield from self._begin(kind, block)
+        yield self._update(update)
 
-    def _input(self, piece: CallPiece) -> bytes:
-        updates = {"type": "input_json_delta", "partial_json": "".join(piece.arguments)}
-        return _event("content_block_delta", index=self._num_blocks - 1, delta=updates)
+    def _update(self, update: BlockUpdate) -> bytes:
+        """The event of the block that is open."""
+        return _event(BlockDelta(self._num_blocks - 1, update))
 
-    def _begin(self, what: str | int, block: dict[str, Any]) -> Iterator[bytes]:
+    def _begin(
+        self, what: str | int, block: TextBlock | ThinkingStart | ToolUseBlock
+    ) -> Iterator[bytes]:
         yield from self._close()
         self._open = what
-        yield _event("content_block_start", index=self._num_blocks, content_block=block)
+        yield _event(BlockStart(self._num_blocks, block))
         self._num_blocks += 1
 
     def _close(self) -> Iterator[bytes]:
-        index = self._num_blocks - 1
         if self._open == "thinking":  # nothing vouches for it
-            updates = {"type": "signature_delta", "signature": ""}
-            yield _event("content_block_delta", index=index, delta=updates)
+            yield self._update(SignatureDelta())
         if self._open is not None:
-            yield _event("content_block_stop", index=index)
+            yield _event(BlockStop(self._num_blocks - 1))
         self._open = None
 
-    def _stop_reason(self) -> str:
+    def _stop_reason(self) -> StopReason:
         [state] = self._choices
         reason = state.finish_reason or "stop"
         if reason == "stop" and state.parser is not None and state.parser.called:
@@ -165,17 +175,33 @@ def error_body(reply: ErrorReply) -> bytes:
     kind = _ERROR_TYPES.get(
         reply.status, "invalid_request_error" if reply.status < 500 else "api_error"
     )
-    details = {} if reply.details is None else {"details": reply.details}
-    return _json({"type": "error", "error": {"type": kind, "message": reply.text, **details}})
+    error = MessagesError(kind, reply.text)
+    if reply.details is not None:
+        error.details = reply.details
+    return _json(MessagesErrorAnswer(error))
 
 
-def _event(name: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), _json({"type": name, **fields}))
+_HEADS = {
+    kind: f"event: {kind.__struct_config__.tag}\ndata: ".encode()
+    for kind in get_args(MessagesEvent)
+}
 
 
-def _tool_use(call: CallPiece, arguments: Any) -> dict[str, Any]:
+def _event(event: MessagesEvent) -> bytes:
+    return b"%b%b\n\n" % (_HEADS[type(event)], _json(event))
+
+
+def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> MessagesUsage:
+    return MessagesUsage(
+        input_tokens=prompt_tokens - cached_tokens,
+        cache_read_input_tokens=cached_tokens,
+        output_tokens=output_tokens,
+    )
+
+
+def _tool_use(call: CallPiece, arguments: Any) -> ToolUseBlock:
     id = f"{TOOL_ID_PREFIX}{(call.id or '').removeprefix('call_')}"
-    return {"type": "tool_use", "id": id, "name": call.name, "input": arguments}
+    return ToolUseBlock(id, call.name or "", arguments)
 
 
 _JSON_TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+)')

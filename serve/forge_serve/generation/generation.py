@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from forge_jax.errors import EngineError
 from forge_jax.host import supervise
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.errors import DeadlineError, StoppingError
 from forge_serve.generation.progress import PromptProgress
 from forge_serve.generation.prompts import Prompt
+from forge_serve.openapi.payload import Payload
 from forge_serve.parsers.reasoning import ReasoningTokens
 from forge_serve.telemetry.metrics import Metrics
 
@@ -32,14 +31,24 @@ if TYPE_CHECKING:
 _serials = itertools.count()
 
 
-class Usage(msgspec.Struct):
-    """Tokens of a request, in OpenAI's words."""
+class PromptTokensDetails(Payload):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Payload):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    reasoning_tokens: int
+
+
+class Usage(Payload):
+    """Tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: dict[str, int]
-    completion_tokens_details: dict[str, int]
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,12 +194,12 @@ class Generation:
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=self.num_output_tokens,
             total_tokens=self.num_prompt_tokens + self.num_output_tokens,
-            prompt_tokens_details={"cached_tokens": self.num_cached_tokens},
-            completion_tokens_details={
-                "accepted_prediction_tokens": self.num_accepted,
-                "rejected_prediction_tokens": self.num_drafted - self.num_accepted,
-                "reasoning_tokens": sum(counter.number for counter in self._reasoning),
-            },
+            prompt_tokens_details=PromptTokensDetails(self.num_cached_tokens),
+            completion_tokens_details=CompletionTokensDetails(
+                accepted_prediction_tokens=self.num_accepted,
+                rejected_prediction_tokens=self.num_drafted - self.num_accepted,
+                reasoning_tokens=sum(counter.number for counter in self._reasoning),
+            ),
         )
 
     def begin(self, receive: Callable[[Updates], None]) -> None:

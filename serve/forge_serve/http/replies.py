@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
@@ -35,14 +35,14 @@ class Stream(Protocol):
         ...
 
 
-def json_response(body: bytes) -> web.Response:
+def json_response(body: bytes, status: int = 200) -> web.Response:
     """Return a response with a body that is JSON already."""
-    return web.Response(body=body, content_type="application/json")
+    return web.Response(body=body, status=status, content_type="application/json")
 
 
-def encoded_response(value: Any) -> web.Response:
-    """Return a value as JSON. For long ones: ten times as fast as `web.json_response`."""
-    return json_response(msgspec.json.encode(value))
+def encoded_response(answer: object, status: int = 200) -> web.Response:
+    """Return a value as JSON."""
+    return json_response(msgspec.json.encode(answer), status)
 
 
 async def send(http: web.Request, stream: Stream, *, stall_s: float) -> web.StreamResponse:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
 
 import msgspec
 import numpy as np
@@ -22,7 +22,28 @@ from forge_jax.schedule.pooled import normalized, stacked
 from forge_serve.generation.generation import Generation, Updates
 from forge_serve.generation.prompts import Prompt, encode_texts
 from forge_serve.openai.prompts import kept_tokens
-from forge_serve.openai.requests import MAX_COUNT, GenerationRequest, prompts_of
+from forge_serve.openai.requests import GenerationRequest, prompts_of
+from forge_serve.openai.response_types import (
+    EmbeddingAnswer,
+    EmbeddingData,
+    PooledAnswer,
+    PooledUsage,
+    RankedDocument,
+    RankedResult,
+    RerankAnswer,
+    ScoreAnswer,
+    ScoreData,
+)
+from forge_serve.openapi.schema import (
+    MAX_COUNT,
+    About,
+    Schema,
+    prompts,
+    refused,
+    refused_fields,
+    rule,
+    texts,
+)
 
 if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine
@@ -44,6 +65,26 @@ FORMS = {  # of a vector in the answer
 }
 
 
+def _form(field: str) -> msgspec.Meta:
+    return rule(schema={"enum": [*FORMS[field], None]})
+
+
+def _documents(about: About) -> Schema:
+    return texts(about.limits.prompts - 1)
+
+
+def _text_or_texts(text: str | None = None) -> msgspec.Meta:
+    return rule(
+        text,
+        schema=lambda about: {"anyOf": [{"type": ["string", "null"]}, _documents(about)]},
+    )
+
+
+Texts = str | list[str] | None
+TEXTS_RULE = "the texts of a request are limited"
+_OTHER_RULE = "one text, or as many as the other field has; the texts of both are limited"
+
+
 class Input(msgspec.Struct, frozen=True):
     """A text, or token ids, and what the client calls it: `input[3]`, say."""
 
@@ -54,10 +95,19 @@ class Input(msgspec.Struct, frozen=True):
 class PoolingRequest(GenerationRequest, kw_only=True):
     """The fields that all these endpoints share. Those that only an output has do nothing."""
 
-    pooling: str | None = None
+    pooling: Annotated[str | None, rule(schema={"enum": [*get_args(Pooling), None]})] = None
 
-    _REFUSED: ClassVar[Mapping[str, str]] = {}
     ID_PREFIX: ClassVar[str]
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, tuple[str, float | None]]:
+        without = GenerationRequest.refusals()  # what only an output has
+        return {name: why for name, why in refused_fields(cls).items() if name not in without}
+
+    @classmethod
+    def narrow_schema(cls, schema: Schema, about: About) -> None:
+        for name in GenerationRequest.refusals():
+            schema["properties"][name] = {"description": "no effect"}
 
     @property
     def inputs(self) -> list[Input]:
@@ -74,27 +124,27 @@ class PoolingRequest(GenerationRequest, kw_only=True):
         one_of("pooling", self.pooling, get_args(Pooling))
         _ = self.inputs  # which raises where there are none
 
-    async def answer(self, vectors: np.ndarray, usage: dict[str, Any]) -> dict[str, Any]:
-        """What follows from the pooled f32[P, d] of the `inputs`, with msgspec.Raw in it."""
+    async def answer(self, vectors: np.ndarray, **common: Any) -> PooledAnswer:
+        """The answer, from the pooled f32[P, d] of the `inputs` and the fields of all answers."""
         raise NotImplementedError
 
 
 class EmbeddingRequest(PoolingRequest, kw_only=True):
     """POST /v1/embeddings."""
 
-    input: str | list[str | int | list[int]]
-    encoding_format: str | None = None
+    input: Annotated[
+        str | list[str | int | list[int]], rule("it has to fit the context", schema=prompts)
+    ]
+    encoding_format: Annotated[str | None, _form("encoding_format")] = None
     use_activation: bool | None = None  # to a length of one
     normalize: bool | None = None  # its older name
-    embed_dtype: str | None = None
-    endianness: str | None = None
-    dimensions: Any = None
-    messages: Any = None
+    embed_dtype: Annotated[str | None, _form("embed_dtype")] = None
+    endianness: Annotated[str | None, _form("endianness")] = None
+    dimensions: Annotated[
+        Any, refused("the model was not trained for shorter embeddings: leave it out")
+    ] = None
+    messages: Annotated[Any, refused("not supported: send input")] = None
 
-    _REFUSED: ClassVar[Mapping[str, str]] = {
-        "dimensions": "the model was not trained for shorter embeddings: leave it out",
-        "messages": "not supported: send input",
-    }
     ID_PREFIX: ClassVar[str] = "embd"
 
     @property
@@ -113,7 +163,7 @@ class EmbeddingRequest(PoolingRequest, kw_only=True):
         for name, values in FORMS.items():
             one_of(name, getattr(self, name), values)
 
-    async def answer(self, vectors: np.ndarray, usage: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, vectors: np.ndarray, **common: Any) -> PooledAnswer:
         asked = self.normalize if self.use_activation is None else self.use_activation
         if asked is not False:
             vectors = normalized(vectors)
@@ -123,23 +173,43 @@ class EmbeddingRequest(PoolingRequest, kw_only=True):
                 value: Any = base64.b64encode(vector.astype("<f4").tobytes()).decode()
             else:
                 value = msgspec.Raw(msgspec.json.encode(vector.tolist()))
-            data.append({"object": "embedding", "index": i, "embedding": value})
+            data.append(EmbeddingData(index=i, embedding=value))
             await asyncio.sleep(0)  # a thousand of them take long: others get their turn
-        return {"object": "list", "data": data, "usage": usage}
+        return EmbeddingAnswer(**common, data=data)
 
 
 class ScoreRequest(PoolingRequest, kw_only=True):
     """POST /score: each text of one side with that of the other, or one with all."""
 
-    text_1: str | list[str] | None = None
-    text_2: str | list[str] | None = None
-    queries: str | list[str] | None = None
-    documents: str | list[str] | None = None
-    items: str | list[str] | None = None
-    data_1: str | list[str] | None = None
-    data_2: str | list[str] | None = None
+    text_1: Annotated[
+        Texts, _text_or_texts("one text, or as many as text_2; the texts of both are limited")
+    ] = None
+    text_2: Annotated[Texts, _text_or_texts()] = None
+    queries: Annotated[
+        Texts,
+        _text_or_texts(_OTHER_RULE),
+    ] = None
+    documents: Annotated[Texts, _text_or_texts(TEXTS_RULE)] = None
+    items: Annotated[Texts, _text_or_texts()] = None
+    data_1: Annotated[
+        Texts, _text_or_texts("one text, or as many as data_2; the texts of both are limited")
+    ] = None
+    data_2: Annotated[Texts, _text_or_texts()] = None
 
     ID_PREFIX: ClassVar[str] = "score"
+
+    @classmethod
+    def narrow_schema(cls, schema: Schema, about: About) -> None:
+        PoolingRequest.narrow_schema(schema, about)
+        names = sorted({name for pair in SCORE_PAIRS for name in pair})
+        given, null = {"not": {"type": "null"}}, {"type": "null"}
+        schema["oneOf"] = [
+            {
+                "required": list(pair),
+                "properties": {name: given if name in pair else null for name in names},
+            }
+            for pair in SCORE_PAIRS
+        ]
 
     @property
     def _names(self) -> tuple[str, str]:
@@ -177,29 +247,24 @@ class ScoreRequest(PoolingRequest, kw_only=True):
                 param=name,
             )
 
-    async def answer(self, vectors: np.ndarray, usage: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, vectors: np.ndarray, **common: Any) -> PooledAnswer:
         num_first = len(self._sides[0])
         scores = _similarity(vectors[:num_first], vectors[num_first:])
-        data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
-        return {"object": "list", "data": data, "usage": usage}
+        data = [ScoreData(index=i, score=score) for i, score in enumerate(scores)]
+        return ScoreAnswer(**common, data=data)
 
 
 class RerankRequest(PoolingRequest, kw_only=True):
     """POST /rerank: documents by their similarity to a query."""
 
     query: str
-    documents: list[str]
-    top_n: int | None = None  # null or 0: all
+    documents: Annotated[list[str], rule(TEXTS_RULE, schema=_documents)]
+    top_n: Annotated[int | None, rule(minimum=0, maximum=MAX_COUNT)] = None  # null or 0: all
     return_documents: bool | None = None
-    max_tokens_per_doc: Any = None
-    max_chunks_per_doc: Any = None
-    instruction: Any = None
+    max_tokens_per_doc: Annotated[Any, refused("not supported: use truncate_prompt_tokens")] = None
+    max_chunks_per_doc: Annotated[Any, refused("not supported: use truncate_prompt_tokens")] = None
+    instruction: Annotated[Any, refused("not supported: write it into the query")] = None
 
-    _REFUSED: ClassVar[Mapping[str, str]] = {
-        "max_tokens_per_doc": "not supported: use truncate_prompt_tokens",
-        "max_chunks_per_doc": "not supported: use truncate_prompt_tokens",
-        "instruction": "not supported: write it into the query",
-    }
     ID_PREFIX: ClassVar[str] = "rerank"
 
     @property
@@ -217,16 +282,16 @@ class RerankRequest(PoolingRequest, kw_only=True):
                 f"top_n must be between 0, which means all, and {MAX_COUNT}", param="top_n"
             )
 
-    async def answer(self, vectors: np.ndarray, usage: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, vectors: np.ndarray, **common: Any) -> PooledAnswer:
         scores = _similarity(vectors[:1], vectors[1:])
         order = sorted(range(len(scores)), key=lambda i: -scores[i])  # equals stay in their order
         results = []
         for i in order[: self.top_n or None]:
-            result: dict[str, Any] = {"index": i, "relevance_score": scores[i]}
+            result = RankedResult(i, scores[i])
             if self.return_documents is not False:
-                result["document"] = {"text": self.documents[i]}
+                result.document = RankedDocument(self.documents[i])
             results.append(result)
-        return {"results": results, "usage": usage}
+        return RerankAnswer(**common, results=results)
 
 
 def one_of(param: str, value: str | None, values: Sequence[str]) -> None:
@@ -294,12 +359,11 @@ async def pooled(generation: Generation) -> np.ndarray:
     return stacked([vectors[i] for i in range(len(vectors))])
 
 
-def usage_of(generation: Generation) -> dict[str, Any]:
+def usage_of(generation: Generation) -> PooledUsage:
     """Tokens of a request that has no output."""
     usage = generation.usage
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": 0,
-        "total_tokens": usage.prompt_tokens,
-        "prompt_tokens_details": usage.prompt_tokens_details,
-    }
+    return PooledUsage(
+        prompt_tokens=usage.prompt_tokens,
+        total_tokens=usage.prompt_tokens,
+        prompt_tokens_details=usage.prompt_tokens_details,
+    )

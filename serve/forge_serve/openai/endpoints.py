@@ -24,9 +24,9 @@ from forge_serve.openai.embeddings import (
     ScoreRequest,
 )
 from forge_serve.openai.handler import GenerationHandler
-from forge_serve.openai.invocations import INVOKED
 from forge_serve.openai.loras import LoadLoraRequest, UnloadLoraRequest
 from forge_serve.openai.models import model_cards
+from forge_serve.openai.openapi import INVOKED
 from forge_serve.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -34,6 +34,7 @@ from forge_serve.openai.requests import (
     GenerateRequest,
     TokenizeRequest,
 )
+from forge_serve.openai.response_types import Models
 from forge_serve.openai.serializers import (
     ChatSerializer,
     CompletionSerializer,
@@ -115,13 +116,13 @@ class OpenAIEndpoints:
 
     async def models(self, http: web.Request) -> web.StreamResponse:
         cards = list(model_cards(self._service).values())
-        return web.json_response({"object": "list", "data": cards})
+        return encoded_response(Models(data=cards))
 
     async def model(self, http: web.Request) -> web.StreamResponse:
         name, cards = http.match_info["name"], model_cards(self._service)
         if name not in cards:
             raise UnknownModelError.listing(list(cards), name)
-        return web.json_response(cards[name])
+        return encoded_response(cards[name])
 
     async def load_lora_adapter(self, http: web.Request) -> web.StreamResponse:
         service = self._service
@@ -147,7 +148,7 @@ class OpenAIEndpoints:
         return encoded_response(await tokens.detokenize(engine, request, self._text_work(http)))
 
     async def tokenizer_info(self, http: web.Request) -> web.StreamResponse:
-        return web.json_response(tokens.tokenizer_info(self._service.ready_engine()))
+        return encoded_response(tokens.tokenizer_info(self._service.ready_engine()))
 
     async def _pool(self, http: web.Request, kind: type[PoolingRequest]) -> web.StreamResponse:
         request = await self._handler.read(http, kind)

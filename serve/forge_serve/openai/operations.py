@@ -259,8 +259,11 @@ async def pooled_response(
       ForgeError: the generation failed.
     """
     vectors = await embeddings.pooled(generation)
-    answer = await request.answer(vectors, embeddings.usage_of(generation))
-    answer["id"] = generation.request_id
-    answer["created"] = int(time.time())
-    answer["model"] = service.lora_of(request.model) or service.model_name
+    answer = await request.answer(
+        vectors,
+        id=generation.request_id,
+        created=int(time.time()),
+        model=service.lora_of(request.model) or service.model_name,
+        usage=embeddings.usage_of(generation),
+    )
     return msgspec.json.encode(answer)

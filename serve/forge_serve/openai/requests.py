@@ -17,12 +17,26 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from forge_jax.errors import RequestError
-from forge_jax.sampling_params import RANGES, SamplingParams
-from forge_serve.openai.structured import asks_for_something, demand
-from forge_serve.openai.tools import ToolChoice, tool_choice
+from forge_jax.sampling_params import BIAS, RANGES, TOKEN_ID, SamplingParams
+from forge_serve.openai.structured import FIELD_SCHEMAS, asks_for_something, demand
+from forge_serve.openai.tools import CHOICE_SCHEMA, TOOL_SCHEMA, ToolChoice, tool_choice
+from forge_serve.openapi.schema import (
+    MAX_COUNT,
+    TEXT_OR_PARTS,
+    About,
+    Schema,
+    nullable,
+    number,
+    one_prompt,
+    prompts,
+    ranged,
+    refused,
+    refused_fields,
+    rule,
+    up_to,
+)
 
 MAX_TOKEN_ID = 2**31 - 1
-MAX_COUNT = 2**31 - 1  # of anything that the model's context or an answer limits anyway
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}", re.ASCII)
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, by OpenAI's reference
 
@@ -46,16 +60,6 @@ _SAMPLING_FIELDS = (
     "skip_special_tokens",
 )
 
-# The values of fields that are refused, at which they change nothing; so do null, false and empty.
-NEUTRAL: dict[str, float] = {
-    "length_penalty": 1.0,
-    "typical_p": 1.0,
-    "xtc_probability": 0.0,
-    "dry_multiplier": 0.0,
-    "dynatemp_range": 0.0,
-    "mirostat": 0.0,
-}
-
 _LIMITS_OF_OUTPUT = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens")
 
 # OpenAI's, and any other that the model's chat template takes.
@@ -70,99 +74,212 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
+def _up_to(most: int) -> str:
+    """A pattern of the whole numbers from 0 to `most`, which has several digits."""
+    digits = str(most)
+    found = ["0", f"[1-9][0-9]{{0,{len(digits) - 2}}}", digits]
+    for i, digit in enumerate(digits):
+        low = 1 if i == 0 else 0
+        if int(digit) > low:
+            rest = len(digits) - i - 1
+            found.append(f"{digits[:i]}[{low}-{int(digit) - 1}][0-9]{{{rest}}}")
+    return "|".join(found)
+
+
+def _logit_bias(about: About) -> Schema:
+    ids = {"pattern": f"^({_up_to(int(TOKEN_ID.high))})$"}
+    bias = {"type": "number", **number(BIAS)}
+    most = about.limits.logit_bias
+    entries = {"propertyNames": ids, "additionalProperties": bias, "maxProperties": most}
+    return nullable({"type": "object", **entries})
+
+
+def stop_strings(about: About) -> Schema:
+    """A list of stop strings."""
+    limits = about.limits
+    text = {"type": "string", "minLength": 1, "maxLength": limits.stop_string_bytes}
+    return {"type": "array", "items": text, "maxItems": limits.stop_strings}
+
+
+def _stop(about: About) -> Schema:
+    several = stop_strings(about)
+    return nullable({"anyOf": [several["items"], several]})
+
+
+def _bad_words(about: About) -> Schema:
+    limits = about.limits
+    word = {"type": "string", "minLength": 1, "maxLength": limits.bad_word_bytes}
+    return nullable({"type": "array", "items": word, "maxItems": limits.bad_words})
+
+
+def _model(about: About) -> Schema:
+    if about.loras or about.any_model:
+        return nullable({"type": "string"})
+    return {"enum": [about.model, None]}
+
+
+def _output_room(about: About) -> Schema:
+    return {"maximum": min(about.max_model_len, about.max_new_tokens)}
+
+
+def _samples(about: About) -> Schema:
+    return {"minimum": 1, "maximum": min(about.limits.n, about.limits.choices)}
+
+
+def _form(field: str) -> msgspec.Meta:
+    text = "one field at most may demand a form, and it has to compile"
+    if field != "response_format":
+        text = "as response_format: one of them at most"
+    return rule(text, **FIELD_SCHEMAS[field])
+
+
+_NOT_ZERO: Schema = {"not": {"const": 0}}
+TokenId = Annotated[int, rule(**number(TOKEN_ID))]
+MaxTokens = Annotated[
+    int | None, ranged("max_tokens", "prompt and output have to fit the context and the KV cache")
+]
+OneSample = Annotated[int | None, rule(minimum=1, maximum=1)]
+NoPromptLogprobs = Annotated[
+    int | None, rule("refused: not supported here", schema={"type": "null"})
+]
+TruncationOfText = Annotated[int | None, rule(minimum=-1, maximum=MAX_COUNT, **_NOT_ZERO)]
+LOGPROBS_RULE = "choices times tokens times alternatives are limited"
+TemplateKwargs = Annotated[
+    dict[str, Any] | None,
+    rule(
+        "limited in size; the template may refuse them",
+        propertyNames={"not": {"enum": sorted(TEMPLATE_VARIABLES)}},
+    ),
+]
+TOOLS_RULE = (
+    "the model's chat template needs a place for them, and their schemas are limited in size and "
+    "depth"
+)
+CHOICE_RULE = "names one of the tools; demands none of an output in another form"
+MESSAGES_RULE = (
+    "in the model's chat template they have to fit the context, and the template may refuse them"
+)
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """The fields that all generating endpoints share."""
 
-    model: str | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    model: Annotated[str | None, rule(schema=_model)] = None
+    max_tokens: MaxTokens = None
+    n: Annotated[int | None, rule("prompts times n are limited", limits=_samples)] = None
+    best_of: Annotated[int | None, rule("equals n", limits=_samples)] = None
+    min_tokens: Annotated[int | None, ranged("min_tokens", "at most max_tokens")] = None
+    temperature: Annotated[float | None, ranged("temperature")] = None
+    top_k: Annotated[int | None, ranged("top_k")] = None
+    top_p: Annotated[float | None, ranged("top_p")] = None
+    min_p: Annotated[float | None, ranged("min_p")] = None
+    seed: Annotated[int | None, ranged("seed")] = None
+    presence_penalty: Annotated[float | None, ranged("presence_penalty")] = None
+    frequency_penalty: Annotated[float | None, ranged("frequency_penalty")] = None
+    repetition_penalty: Annotated[float | None, ranged("repetition_penalty")] = None
+    logit_bias: Annotated[
+        dict[int, float] | None,
+        rule(
+            "ids that the model has logits for", schema=_logit_bias, most=("logit_bias", "entries")
+        ),
+    ] = None
+    stop: Annotated[
+        str | list[str] | None,
+        rule("a string may have 256 bytes, in UTF-8; it excludes stop_sequences", schema=_stop),
+    ] = None
+    stop_token_ids: Annotated[list[TokenId] | None, rule(most=("stop_token_ids", "ids"))] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None  # only these may be sampled
-    bad_words: list[str] | None = None
-    truncate_prompt_tokens: int | None = None  # how many to keep; -1: what there is room for
-    truncation_side: Literal["left", "right"] | None = None  # which end is cut off
-    prompt_logprobs: int | None = None
+    # Only these may be sampled.
+    allowed_token_ids: Annotated[
+        list[TokenId] | None,
+        rule(
+            "ids that the model has logits for; something has to be left to come",
+            most=("allowed_token_ids", "ids"),
+            minItems=1,
+        ),
+    ] = None
+    bad_words: Annotated[
+        list[str] | None,
+        rule(
+            "a string may have 256 bytes, in UTF-8; something has to be left to come",
+            schema=_bad_words,
+            most=("bad_words", "strings"),
+        ),
+    ] = None
+    # How many tokens to keep. -1: as many as there is room for.
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        rule(
+            limits=lambda about: {"maximum": about.max_model_len},
+            minimum=-1,
+            **_NOT_ZERO,
+        ),
+    ] = None
+    truncation_side: Literal["left", "right"] | None = None  # the end that is cut off
+    prompt_logprobs: Annotated[
+        int | None, rule("excludes stream: true", limits=up_to("logprobs"))
+    ] = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in the logprobs
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    priority: int | None = None  # lower is served first
-    timeout: float | None = None  # seconds for the whole answer
-    cache_salt: str | None = None
-    request_id: str | None = None  # if the header has none
+    stream_options: Annotated[StreamOptions | None, rule("only with stream: true")] = None
+    # Lower is served first.
+    priority: Annotated[int | None, rule(minimum=-(2**31), maximum=2**31 - 1)] = None
+    timeout: Annotated[float | None, rule(exclusiveMinimum=0)] = None  # seconds
+    cache_salt: Annotated[
+        str | None,
+        rule(limits=lambda about: {"maxLength": about.limits.cache_salt_chars}, minLength=1),
+    ] = None
+    # If the header has none.
+    request_id: Annotated[str | None, rule(pattern=f"^{REQUEST_ID.pattern}$")] = None
     user: str | None = None
 
     # One of these may demand a form of the output; see `structured`.
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    grammar: Any = None
+    response_format: Annotated[Any, _form("response_format")] = None
+    structured_outputs: Annotated[Any, _form("structured_outputs")] = None
+    guided_json: Annotated[Any, _form("guided_json")] = None
+    guided_regex: Annotated[Any, _form("guided_regex")] = None
+    guided_choice: Annotated[Any, _form("guided_choice")] = None
+    guided_grammar: Annotated[Any, _form("guided_grammar")] = None
+    json_schema: Annotated[Any, _form("json_schema")] = None
+    regex: Annotated[Any, _form("regex")] = None
+    ebnf: Annotated[Any, _form("ebnf")] = None
+    grammar: Annotated[Any, _form("grammar")] = None
 
-    # Refused unless null, false or empty, or as `NEUTRAL` says; another 0 asks for something.
-    stop_regex: Any = None
-    no_stop_trim: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    logprob_token_ids: Any = None
-    thinking_token_budget: Any = None
-    repetition_detection: Any = None
-    watermarking: Any = None
-    guided_whitespace_pattern: Any = None
-    typical_p: Any = None
-    xtc_probability: Any = None
-    dry_multiplier: Any = None
-    dynatemp_range: Any = None
-    mirostat: Any = None
-    logits_processors: Any = None
-    custom_logit_processor: Any = None
-    lora_path: Any = None
-    kv_transfer_params: Any = None
-    return_hidden_states: Any = None
+    stop_regex: Annotated[Any, refused("not supported: use stop")] = None
+    no_stop_trim: Annotated[Any, refused("not supported: use include_stop_str_in_output")] = None
+    use_beam_search: Annotated[Any, refused("beam search is not supported")] = None
+    length_penalty: Annotated[Any, refused("beam search is not supported", neutral=1.0)] = None
+    logprob_token_ids: Annotated[
+        Any, refused("not supported: ask for the likeliest with logprobs")
+    ] = None
+    thinking_token_budget: Annotated[Any, refused("not supported: use max_tokens")] = None
+    repetition_detection: Annotated[Any, refused("not supported: use frequency_penalty")] = None
+    watermarking: Annotated[Any, refused("not supported")] = None
+    guided_whitespace_pattern: Annotated[
+        Any, refused("not supported: use structured_outputs.whitespace_pattern")
+    ] = None
+    typical_p: Annotated[Any, refused("not supported: use top_p or min_p", neutral=1.0)] = None
+    xtc_probability: Annotated[
+        Any, refused("not supported: use temperature or top_p", neutral=0.0)
+    ] = None
+    dry_multiplier: Annotated[Any, refused("not supported: use frequency_penalty", neutral=0.0)] = (
+        None
+    )
+    dynatemp_range: Annotated[Any, refused("not supported: use temperature", neutral=0.0)] = None
+    mirostat: Annotated[Any, refused("not supported: use temperature and top_p", neutral=0.0)] = (
+        None
+    )
+    logits_processors: Annotated[Any, refused("not accepted from clients")] = None
+    custom_logit_processor: Annotated[Any, refused("not accepted from clients")] = None
+    lora_path: Annotated[Any, refused("not accepted: name a loaded adapter as the model")] = None
+    kv_transfer_params: Annotated[Any, refused("this server takes no KV caches of others")] = None
+    return_hidden_states: Annotated[Any, refused("not supported")] = None
 
     ROLES: ClassVar[tuple[str, ...]] = ROLES  # of messages
-    _REFUSED: ClassVar[Mapping[str, str]] = {
-        "stop_regex": "not supported: use stop",
-        "no_stop_trim": "not supported: use include_stop_str_in_output",
-        "use_beam_search": "beam search is not supported",
-        "length_penalty": "beam search is not supported",
-        "logprob_token_ids": "not supported: ask for the likeliest with logprobs",
-        "thinking_token_budget": "not supported: use max_tokens",
-        "repetition_detection": "not supported: use frequency_penalty",
-        "watermarking": "not supported",
-        "guided_whitespace_pattern": "not supported: use structured_outputs.whitespace_pattern",
-        "typical_p": "not supported: use top_p or min_p",
-        "xtc_probability": "not supported: use temperature or top_p",
-        "dry_multiplier": "not supported: use frequency_penalty",
-        "dynatemp_range": "not supported: use temperature",
-        "mirostat": "not supported: use temperature and top_p",
-        "logits_processors": "not accepted from clients",
-        "custom_logit_processor": "not accepted from clients",
-        "lora_path": "not accepted: name a loaded adapter as the model",
-        "kv_transfer_params": "this server takes no KV caches of others",
-        "return_hidden_states": "not supported",
-    }
 
     @property
     def num_samples(self) -> int:
@@ -193,11 +310,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         Raises:
           RequestError: with `param` named.
         """
-        for name, reason in self._REFUSED.items():
-            value = getattr(self, name)
-            neutral = not isinstance(value, bool) and value == NEUTRAL.get(name)
-            if asks_for_something(value) and not neutral:
-                raise RequestError(f"{name}: {reason}", param=name)
+        self._check_refused()
         demand(self)
         if self.stream_options is not None and not self.streams:
             raise RequestError(
@@ -229,6 +342,18 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             raise RequestError("timeout must be a positive number of seconds", param="timeout")
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             raise RequestError("priority must fit 32 bits", param="priority")
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, tuple[str, float | None]]:
+        """The fields that are not implemented: the reason, and a number that is accepted."""
+        return refused_fields(cls)
+
+    def _check_refused(self) -> None:
+        for name, (reason, neutral) in self.refusals().items():
+            value = getattr(self, name)
+            same = neutral is not None and not isinstance(value, bool) and value == neutral
+            if asks_for_something(value) and not same:
+                raise RequestError(f"{name}: {reason}", param=name)
 
     def _check_prompt_logprobs(self) -> None:
         if self.streams:
@@ -282,17 +407,18 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 class CompletionRequest(GenerationRequest, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
+    prompt: Annotated[
+        str | list[str | int | list[int]],
+        rule("it has at least one token, and has to fit the context", schema=prompts),
+    ]
+    max_tokens: Annotated[
+        MaxTokens,
+        rule(limits=_output_room),
+    ] = None
+    logprobs: Annotated[int | None, rule(LOGPROBS_RULE, limits=up_to("logprobs"))] = None
     echo: bool | None = None
-    suffix: Any = None
-    prompt_embeds: Any = None
-
-    _REFUSED: ClassVar[Mapping[str, str]] = {
-        **GenerationRequest._REFUSED,
-        "suffix": "insertion is not supported",
-        "prompt_embeds": "embeddings as a prompt are not supported",
-    }
+    suffix: Annotated[Any, refused("insertion is not supported")] = None
+    prompt_embeds: Annotated[Any, refused("embeddings as a prompt are not supported")] = None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or a list of token ids.
@@ -316,8 +442,17 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 class GenerateRequest(GenerationRequest, kw_only=True):
     """POST /generate and /v1/generate: one prompt, one sample."""
 
-    prompt: str | list[int]
-    max_new_tokens: int | None = None
+    prompt: Annotated[
+        str | list[int],
+        rule(
+            "it has at least one token, and has to fit the context",
+            schema=one_prompt,
+        ),
+    ]
+    max_new_tokens: Annotated[int | None, ranged("max_tokens")] = None
+    n: OneSample = None
+    best_of: OneSample = None
+    prompt_logprobs: NoPromptLogprobs = None
 
     def check(self) -> None:
         GenerationRequest.check(self)
@@ -352,69 +487,78 @@ class FunctionCall(msgspec.Struct, omit_defaults=True):
 
 class ToolCall(msgspec.Struct, omit_defaults=True, kw_only=True):
     id: str | None = None
-    type: str | None = None
+    type: Annotated[str | None, rule(schema={"enum": ["function", None]})] = None
     function: FunctionCall
 
 
 class Message(msgspec.Struct, omit_defaults=True):
     role: Role
-    content: str | list[ContentPart] | None = None
+    content: Annotated[str | list[ContentPart] | None, rule(schema=TEXT_OR_PARTS)] = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall] | None, rule(most=("tools", "calls"))] = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name for it
     refusal: str | None = None
-    function_call: Any = None
-    audio: Any = None
+    function_call: Annotated[Any, refused("not supported: use tool_calls")] = None
+    audio: Annotated[Any, refused("audio is not supported")] = None
 
-
-REFUSED_OF_MESSAGES = {
-    "function_call": "not supported: use tool_calls",
-    "audio": "audio is not supported",
-}
+    @classmethod
+    def narrow_schema(cls, schema: Schema, about: About) -> None:
+        said = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
+        schema["anyOf"] = [{"properties": {"role": {"const": "assistant"}}}, said]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    messages: Annotated[
+        list[Message], rule(MESSAGES_RULE, most=("messages", "messages"), minItems=1)
+    ]
+    max_completion_tokens: Annotated[int | None, ranged("max_tokens")] = None
+    logprobs: Annotated[bool | None, rule(LOGPROBS_RULE)] = None
+    top_logprobs: Annotated[int | None, rule("needs logprobs: true", limits=up_to("logprobs"))] = (
+        None
+    )
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    continue_final_message: Annotated[
+        bool | None,
+        rule(
+            "needs an assistant's message at the end, and excludes add_generation_prompt: true",
+        ),
+    ] = None
+    chat_template_kwargs: TemplateKwargs = None
+    tools: Annotated[
+        list[Annotated[dict[str, Any], rule(**TOOL_SCHEMA)]] | None,
+        rule(TOOLS_RULE, most=("tools", "entries")),
+    ] = None
+    tool_choice: Annotated[str | dict[str, Any] | None, rule(CHOICE_RULE, schema=CHOICE_SCHEMA)] = (
+        None
+    )
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
-    modalities: list[str] | None = None
-    chat_template: Any = None
-    functions: Any = None
-    function_call: Any = None
-    documents: Any = None
-    audio: Any = None
-    echo: Any = None
-    web_search_options: Any = None
-    moderation: Any = None
-
-    _REFUSED: ClassVar[Mapping[str, str]] = {
-        **GenerationRequest._REFUSED,
-        "chat_template": "not accepted from clients; the server's --chat-template sets it",
-        "functions": "not supported: use tools",
-        "function_call": "not supported: use tool_choice",
-        "documents": "documents are not supported yet",
-        "audio": "audio is not supported",
-        "echo": "not supported: ask for a completion",
-        "web_search_options": "this server searches nothing",
-        "moderation": "not supported: leave it out",
-    }
+    modalities: Annotated[list[str] | None, rule(schema={"enum": [None, [], ["text"]]})] = None
+    chat_template: Annotated[
+        Any, refused("not accepted from clients; the server's --chat-template sets it")
+    ] = None
+    functions: Annotated[
+        Any, refused("not supported: use tools"), rule(most=("tools", "entries"))
+    ] = None
+    function_call: Annotated[Any, refused("not supported: use tool_choice")] = None
+    documents: Annotated[Any, refused("documents are not supported yet")] = None
+    audio: Annotated[Any, refused("audio is not supported")] = None
+    echo: Annotated[Any, refused("not supported: ask for a completion")] = None
+    web_search_options: Annotated[Any, refused("this server searches nothing")] = None
+    moderation: Annotated[Any, refused("not supported: leave it out")] = None
 
     def check(self) -> None:
         GenerationRequest.check(self)
+        self.check_chat()
+
+    def check_chat(self) -> None:
+        """Check the fields that only a chat has."""
         self.chosen_tools()
         if self.modalities not in (None, [], ["text"]):
             raise RequestError("modalities: only text is supported", param="modalities")
@@ -495,9 +639,26 @@ def thinking_variables(thinks: bool) -> dict[str, Any]:
 class TokenizeRequest(ChatRequest, kw_only=True):
     """POST /tokenize: a text, several, or a chat as it would reach the model."""
 
-    messages: list[Message] = msgspec.field(default_factory=list)
-    prompt: str | list[str] | None = None
+    messages: Annotated[list[Message], rule(MESSAGES_RULE, most=("messages", "messages"))] = (
+        msgspec.field(default_factory=list)
+    )
+    prompt: Annotated[
+        str | Annotated[list[str], rule(minItems=1)] | None,
+        rule("it has at least one token, and has to fit the context", most=("prompts", "texts")),
+    ] = None
     return_token_strs: bool | None = None
+    truncate_prompt_tokens: TruncationOfText = None
+
+    @classmethod
+    def narrow_schema(cls, schema: Schema, about: About) -> None:
+        given, some, none = {"not": {"type": "null"}}, {"minItems": 1}, {"maxItems": 0}
+        schema["oneOf"] = [
+            {"required": ["prompt"], "properties": {"prompt": given, "messages": none}},
+            {
+                "required": ["messages"],
+                "properties": {"prompt": {"type": "null"}, "messages": some},
+            },
+        ]
 
     def check(self) -> None:
         if (self.prompt is None) == (not self.messages):
@@ -516,10 +677,17 @@ class TokenizeRequest(ChatRequest, kw_only=True):
         return CompletionRequest(prompt=prompt, add_special_tokens=self.add_special_tokens)
 
 
+def _token_lists(about: About) -> Schema:
+    token = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
+    ids = {"type": "array", "items": token}
+    return {"anyOf": [ids, {"type": "array", "items": ids, "maxItems": about.limits.prompts}]}
+
+
 class DetokenizeRequest(GenerationRequest, kw_only=True):
     """POST /detokenize: the tokens of a text, or of several."""
 
-    tokens: list[int | list[int]]
+    tokens: Annotated[list[int | list[int]], rule(schema=_token_lists)]
+    truncate_prompt_tokens: TruncationOfText = None
 
     def check(self) -> None:
         GenerationRequest.check(self)
@@ -578,12 +746,12 @@ def _template_message(i: int, message: Message) -> dict[str, Any]:
         raise RequestError(
             f"messages[{i}].content is required for this role", param=f"messages[{i}].content"
         )
-    for name, reason in REFUSED_OF_MESSAGES.items():
+    for name, (reason, _) in refused_fields(Message).items():
         if asks_for_something(getattr(message, name)):
             path = f"messages[{i}].{name}"
             raise RequestError(f"{path}: {reason}", param=path)
     plain = msgspec.to_builtins(message)
-    for name in REFUSED_OF_MESSAGES:
+    for name in refused_fields(Message):
         plain.pop(name, None)
     refusal = plain.pop("refusal", None)  # instead of content, in OpenAI's answers
     plain["content"] = content or refusal or ""

@@ -13,6 +13,7 @@ from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import RequestError
 from forge_jax.grammar import GrammarSpec
 from forge_jax.grammar.spec import PARAM
+from forge_serve.openapi.schema import NOTHING
 
 if TYPE_CHECKING:
     from forge_serve.openai.requests import GenerationRequest
@@ -30,7 +31,6 @@ _FIELDS: dict[str, Callable[[Any], GrammarSpec]] = {
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 # The same as JSON schemas, for whoever asks what may be sent.
-NOTHING: dict[str, Any] = {"enum": [None, False, "", [], {}]}  # asks for no form
 _TEXT = {"type": "string", "minLength": 1}
 _TEXTS = {"type": "array", "minItems": 1, "items": _TEXT}
 _JSON_SCHEMA = {"anyOf": [{"type": "object"}, {"const": True}, _TEXT]}
@@ -108,6 +108,11 @@ FIELD_SCHEMAS: dict[str, dict[str, Any]] = {
     **{field: {"anyOf": [NOTHING, _KIND_SCHEMAS[read]]} for field, read in _FIELDS.items()},
 }
 
+
+# `response_format` as a field whose type is an object.
+FORMAT_SCHEMA = {
+    "anyOf": [*FIELD_SCHEMAS["response_format"]["anyOf"][1:], {"enum": [None, {}]}],
+}
 
 _TYPES = ("text", "json_object", "json_schema", "structural_tag")  # of response_format
 # Of structured_outputs, beside the kinds.

@@ -10,22 +10,36 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from forge_jax.errors import RequestError
 from forge_serve.generation.prompts import BYTES_PER_ID, THREAD_FROM_IDS
 from forge_serve.generation.workers import in_pieces
 from forge_serve.openai.prompts import encode_prompts
 from forge_serve.openai.requests import DetokenizeRequest, TokenizeRequest
+from forge_serve.openai.response_types import DetokenizeAnswer, TokenizeAnswer
 
 if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine
     from forge_jax.text import Tokenizer
     from forge_serve.generation.workers import TextWork
 
-_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """Special tokens are further fields, by their names in the tokenizer."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    chat_template: str | None
 
 
-async def tokenize(engine: AsyncEngine, request: TokenizeRequest, work: TextWork) -> dict[str, Any]:
-    """The answer to a `TokenizeRequest`, as JSON.
+async def tokenize(engine: AsyncEngine, request: TokenizeRequest, work: TextWork) -> TokenizeAnswer:
+    """The answer to a `TokenizeRequest`.
 
     Raises:
       ContextLengthError: a text is so long that no tokenisation of it could fit.
@@ -40,18 +54,18 @@ async def tokenize(engine: AsyncEngine, request: TokenizeRequest, work: TextWork
     if request.return_token_strs:
         strings = await _at_length(tokens, _names(_tokenizer(engine)), work)
     counts = [len(ids) for ids in tokens]
-    return {
-        "count": counts if several else counts[0],
-        "max_model_len": engine.max_model_len,
-        "tokens": tokens if several else tokens[0],
-        "token_strs": strings if several or strings is None else strings[0],
-    }
+    return TokenizeAnswer(
+        count=counts if several else counts[0],
+        max_model_len=engine.max_model_len,
+        tokens=tokens if several else tokens[0],
+        token_strs=strings if several or strings is None else strings[0],
+    )
 
 
 async def detokenize(
     engine: AsyncEngine, request: DetokenizeRequest, work: TextWork
-) -> dict[str, Any]:
-    """The answer to a `DetokenizeRequest`, as JSON: special tokens are written out by default.
+) -> DetokenizeAnswer:
+    """The answer to a `DetokenizeRequest`: special tokens are written out by default.
 
     Raises:
       RequestError: the model lacks a tokenizer.
@@ -61,7 +75,7 @@ async def detokenize(
     decode = partial(tokenizer.decode, skip_special_tokens=skip)
     texts = await _at_length(given, decode, work)
     text = texts if given is request.tokens else texts[0]
-    return {"prompt": text, "text": text}
+    return DetokenizeAnswer(text, text)
 
 
 def tokenizer_info(engine: AsyncEngine) -> dict[str, Any]:
@@ -72,14 +86,13 @@ def tokenizer_info(engine: AsyncEngine) -> dict[str, Any]:
     """
     tokenizer, template = _tokenizer(engine), engine.chat_template
     sources = {} if template is None else template.sources
-    return {
-        "tokenizer_class": type(tokenizer.backend.model).__name__,
-        "vocab_size": tokenizer.vocab_size,
-        "model_max_length": engine.max_model_len,
-        **{name: tokenizer.special_tokens.get(name) for name in _SPECIAL},
-        **tokenizer.special_tokens,
-        "chat_template": sources.get("default"),
-    }
+    info = TokenizerInfo(
+        tokenizer_class=type(tokenizer.backend.model).__name__,
+        vocab_size=tokenizer.vocab_size,
+        model_max_length=engine.max_model_len,
+        chat_template=sources.get("default"),
+    )
+    return {**msgspec.structs.asdict(info), **tokenizer.special_tokens}
 
 
 async def _at_length[T](

@@ -12,7 +12,7 @@ from forge_jax.errors import RequestError
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}", re.ASCII)
 
 # The same as JSON schemas, for whoever asks what may be sent.
-NAME_SCHEMA = {"type": "string", "pattern": f"^{_NAME.pattern}$"}
+NAME_SCHEMA: dict[str, Any] = {"type": "string", "pattern": f"^{_NAME.pattern}$"}
 TOOL_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["type", "function"],

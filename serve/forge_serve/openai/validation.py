@@ -1,8 +1,22 @@
-"""Whether a body may become a request: its JSON, its form, and `Limits`, in this order.
+"""Validation of request bodies: JSON, structure, limits and fields, in this order.
 
-Nothing of a client's reaches the engine before it has been here. Every refusal is a `RequestError`
-that names the field as far as there is one, and repeats nothing of the body: what a client sent
-may be a secret, and what reads logs and error messages may not be ready for it.
+No request reaches the engine unchecked. Each kind of check has one place:
+
+- JSON, its size and depth, duplicate keys: `decode_form`, on the bytes.
+- Types, required fields, enum values: the request's struct, as msgspec decodes it.
+- Counts and lengths in `Limits`: `_check_limits`.
+- Fields that are not implemented, and fields that contradict each other: `check` of the request.
+- Output forms and tools: `structured.demand` and `tools.tool_choice`, which `check` calls.
+- Ranges of sampling parameters: `SamplingParams`, which the library checks too.
+- A request of another protocol is checked as such. The chat made of it is checked only for what
+  the conversion adds (`check_converted`).
+- Context, KV cache and queue: the engine, once the prompt is tokenized
+  (`schedule.request.output_room`).
+
+The schema in `/openapi.json` says the same, at each field.
+
+Every refusal is a `RequestError` that names the field as far as there is one. It repeats nothing of
+the body, because a body may hold secrets, and readers of logs may not expect control characters.
 
 The work is linear in the body's size, and done without a Python loop over the JSON's values. The
 parser holds the interpreter's lock, also in a thread: so what makes it slow is counted before.
@@ -32,8 +46,9 @@ from forge_serve.openai.requests import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
-    TokenizeRequest,
 )
+from forge_serve.openai.structured import demand
+from forge_serve.openapi.schema import counted_fields
 
 _MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
 _PATH = re.compile(r"^(?P<message>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
@@ -44,20 +59,6 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 COMPARED_KEYS = 64  # of a body, with the name of a missing field
 SMALL_BODY_BYTES = 64 * KIB  # in which a key that stands twice is looked for by name
 
-# How many of what a field may have: the row of `Limits` for it.
-COUNTS: dict[type[GenerationRequest], dict[str, tuple[str, str]]] = {
-    GenerationRequest: {
-        "stop_token_ids": ("ids", "stop_token_ids"),
-        "logit_bias": ("entries", "logit_bias"),
-        "allowed_token_ids": ("ids", "allowed_token_ids"),
-        "bad_words": ("strings", "bad_words"),
-    },
-    ChatRequest: {
-        "messages": ("messages", "messages"),
-        "tools": ("entries", "tools"),
-        "functions": ("entries", "tools"),
-    },
-}
 _ignored = IgnoredFields()  # of this process
 
 
@@ -140,6 +141,17 @@ def check(request: GenerationRequest, limits: Limits) -> None:
     request.check()
 
 
+def check_converted(chat: ChatRequest, limits: Limits) -> None:
+    """Check a chat that was made of another protocol's request, which has passed `check`.
+
+    Raises:
+      RequestError: with `param`.
+    """
+    _check_limits(chat, limits)
+    demand(chat)
+    chat.check_chat()
+
+
 def _not_json(error: msgspec.DecodeError | UnicodeDecodeError) -> RequestError:
     detail = str(error) if isinstance(error, msgspec.DecodeError) else "it is not UTF-8"
     return RequestError(f"the body is not valid JSON: {detail}")
@@ -183,7 +195,7 @@ def check_logprob_values(
         )
 
 
-def _check_limits(request: GenerationRequest, limits: Limits) -> None:  # noqa: C901
+def _check_limits(request: GenerationRequest, limits: Limits) -> None:
     if not 1 <= request.num_samples <= limits.n:
         raise RequestError(f"n must be between 1 and {limits.n}", param="n")
     if isinstance(request, CompletionRequest):
@@ -191,19 +203,15 @@ def _check_limits(request: GenerationRequest, limits: Limits) -> None:  # noqa: 
         _between("logprobs", request.logprobs, limits.logprobs)
     if isinstance(request, ChatRequest):
         _check_chat(request, limits)
-    if isinstance(request, TokenizeRequest) and isinstance(request.prompt, list):
-        _count("prompt", request.prompt, "texts", limits.prompts)
     if isinstance(request, DetokenizeRequest):
         _count("tokens", request.texts(), "texts", limits.prompts)
     if isinstance(request, PoolingRequest):
         _count(request.list_name, request.inputs, "texts", limits.prompts)
     _check_stops(request, limits)
-    for kind, counts in COUNTS.items():
-        if isinstance(request, kind):
-            for name, (what, row) in counts.items():
-                value = getattr(request, name)
-                if isinstance(value, list | dict):
-                    _count(name, value, what, getattr(limits, row))
+    for name, (row, what) in counted_fields(type(request)).items():
+        value = getattr(request, name)
+        if isinstance(value, list | dict):
+            _count(name, value, what, getattr(limits, row))
     for word in request.bad_words or ():
         if len(word.encode()) > limits.bad_word_bytes:
             raise RequestError(
@@ -216,6 +224,11 @@ def _check_limits(request: GenerationRequest, limits: Limits) -> None:  # noqa: 
         raise RequestError(
             f"cache_salt must have 1 to {limits.cache_salt_chars} characters", param="cache_salt"
         )
+    _check_forms(request, limits)
+
+
+def _check_forms(request: GenerationRequest, limits: Limits) -> None:
+    """Check the sizes of schemas, grammars, regular expressions and choices."""
     for param, schema in _schemas(request):
         _check_schema(param, schema, limits)
     for param, grammar in _grammars(request):

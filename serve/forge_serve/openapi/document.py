@@ -1,47 +1,20 @@
-"""`/openapi.json`: what this server accepts and answers, as OpenAPI 3.1.
+"""The OpenAPI 3.1 document of an application: its routes, and the operations of their handlers.
 
-The paths and methods are the application's own routes. A route's handler is one line of
-`OPERATIONS`, which says what the router does not know; a handler without a line, or the other way
-around, is a test that fails. Bodies are `request_schemas`, answers are `answers`.
+The structs that bodies are decoded to and answers are encoded from are its schemas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from aiohttp import hdrs, web
 
 from forge_jax import __version__
-from forge_serve.anthropic import requests as messages
-from forge_serve.anthropic.requests import MessagesRequest
-from forge_serve.http.auth import API_KEY_HEADER, OPEN_PATHS
 from forge_serve.limits import rows
-from forge_serve.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
-from forge_serve.openai.invocations import INVOKED
-from forge_serve.openai.loras import LoadLoraRequest, UnloadLoraRequest
-from forge_serve.openai.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    TokenizeRequest,
-)
-from forge_serve.openapi import response_schemas as answers
-from forge_serve.openapi.request_schemas import REF, About, Schema, components
-from forge_serve.responses_api.compaction import CompactRequest
-from forge_serve.responses_api.endpoints import DEFAULT_PAGE, MAX_PAGE
-from forge_serve.responses_api.requests import ResponseCreate, ResponsesRequest
-from forge_serve.telemetry.metrics import CONTENT_TYPE as METRICS_TYPE
-
-JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
-
-DEFECT = (500,)
-NOT_READY = (503, *DEFECT)
-READS = (400, 404, 408, 413, 415, *NOT_READY)  # a body
-GENERATES = (*READS, 504)
+from forge_serve.openapi.operation import EVENTS, JSON, Operation, Parameter
+from forge_serve.openapi.schema import REF, About, Schema, components
 
 STATUSES = {
     400: "The body is not what its schema says, or asks for more than the server allows.",
@@ -68,302 +41,35 @@ HEADERS = {  # by status; 0: all
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """Of the path or the query; those of a path are required."""
-
-    name: str
-    place: Literal["path", "query"]
-    schema: Schema | None  # None: the model's name
-    description: str = ""
-
-
-MODEL_NAME = Parameter("name", "path", None)
-RESPONSE_ID = Parameter("id", "path", {"type": "string", "pattern": "^resp_[0-9a-f]{48}$"})
-_WHOLE: Schema = {"type": "integer", "minimum": 0, "maximum": 10**9 - 1}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """What a handler does, beside its paths and methods.
-
-    Attributes:
-      request: the struct of its body; None: it reads none.
-      message: the struct of a message of the WebSocket that it opens; None: it opens none.
-      message_example: such a message.
-      or_requests: the structs of other bodies that it takes.
-      chosen_by: the fields that choose among these structs, the first that has one; None: any may
-        be meant.
-      example: such a body; a model in it stands for the one that is served.
-      answer: the type of its JSON; None: it answers with `content_type`; None as well: nothing.
-      events: the type of an event of its stream, if it has one.
-      errors: the statuses of its errors, beside 401 and 403.
-      also: other statuses that come with `answer`.
-      parameters: of its path and query.
-    """
-
-    summary: str
-    request: type | None = None
-    message: type | None = None
-    message_example: dict[str, Any] | None = None
-    or_requests: tuple[type, ...] = ()
-    chosen_by: Mapping[type, frozenset[str]] | None = None
-    example: dict[str, Any] | None = None
-    answer: Any = None
-    events: Any = None
-    content_type: str | None = JSON
-    errors: tuple[int, ...] = DEFECT
-    also: tuple[int, ...] = ()
-    parameters: tuple[Parameter, ...] = ()
-
-
-_USER = {"role": "user", "content": "Tell me a story."}
-OPERATIONS = {
-    "completions": Operation(
-        summary="Continue a prompt",
-        request=CompletionRequest,
-        example={"prompt": "Once upon a time", "max_tokens": 8},
-        answer=answers.CompletionAnswer,
-        events=answers.CompletionEvent,
-        errors=GENERATES,
-    ),
-    "chat_completions": Operation(
-        summary="Continue a conversation",
-        request=ChatRequest,
-        example={"messages": [_USER], "max_tokens": 8},
-        answer=answers.ChatAnswer,
-        events=answers.ChatEvent,
-        errors=GENERATES,
-    ),
-    "messages": Operation(
-        summary="Continue a conversation, in Anthropic's protocol",
-        request=MessagesRequest,
-        example={"messages": [_USER], "max_tokens": 8},
-        answer=answers.MessagesAnswer,
-        events=answers.MessagesEvent,
-        errors=GENERATES,
-    ),
-    "count_tokens": Operation(
-        summary="Count the tokens of a prompt, in Anthropic's protocol",
-        request=MessagesRequest,
-        example={"messages": [_USER], "max_tokens": 8},
-        answer=answers.CountAnswer,
-        errors=READS,
-    ),
-    "responses": Operation(
-        summary="Continue a conversation, in OpenAI's newer protocol",
-        request=ResponsesRequest,
-        example={"input": "Tell me a story.", "max_output_tokens": 8},
-        answer=answers.ResponseAnswer,
-        events=answers.ResponseEvent,
-        errors=GENERATES,
-    ),
-    "responses_socket": Operation(
-        summary="Continue conversations over a WebSocket, in OpenAI's newer protocol",
-        content_type=None,
-        message=ResponseCreate,
-        message_example={
-            "type": "response.create",
-            "input": "Tell me a story.",
-            "max_output_tokens": 8,
-        },
-        events=answers.ResponseEvent,
-        errors=(426, *NOT_READY),
-    ),
-    "compact_response": Operation(
-        summary="Summarize a conversation as one item",
-        request=CompactRequest,
-        example={"model": "", "input": "Tell me a story.", "max_output_tokens": 64},
-        answer=answers.CompactedResponse,
-        errors=GENERATES,
-    ),
-    "count_input_tokens": Operation(
-        summary="Count the tokens of a response's prompt",
-        request=ResponsesRequest,
-        example={"input": "Tell me a story.", "max_output_tokens": 8},
-        answer=answers.InputTokens,
-        errors=READS,
-    ),
-    "response": Operation(
-        summary="A response that is kept, or its events",
-        answer=answers.ResponseAnswer,
-        events=answers.ResponseEvent,
-        errors=(400, 404, *DEFECT),
-        parameters=(
-            RESPONSE_ID,
-            Parameter(
-                "stream",
-                "query",
-                {"type": "string"},
-                "true or 1: the events of a response made with background and stream",
-            ),
-            Parameter("starting_after", "query", _WHOLE, "the events after that number"),
-        ),
-    ),
-    "delete_response": Operation(
-        summary="Forget a response",
-        answer=answers.DeletedResponse,
-        errors=(404, *DEFECT),
-        parameters=(RESPONSE_ID,),
-    ),
-    "cancel_response": Operation(
-        summary="End a response in the background",
-        answer=answers.ResponseAnswer,
-        errors=(400, 404, *DEFECT),
-        parameters=(RESPONSE_ID,),
-    ),
-    "input_items": Operation(
-        summary="The items that a response was made from",
-        answer=answers.InputItems,
-        errors=(400, 404, *DEFECT),
-        parameters=(
-            RESPONSE_ID,
-            Parameter("order", "query", {"enum": ["asc", "desc"], "default": "desc"}),
-            Parameter(
-                "limit",
-                "query",
-                {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": DEFAULT_PAGE},
-            ),
-            Parameter("after", "query", {"type": "string"}, "the id of one of the items"),
-        ),
-    ),
-    "embeddings": Operation(
-        summary="Texts as vectors",
-        request=EmbeddingRequest,
-        example={"input": ["a dog", "a cat"]},
-        answer=answers.EmbeddingAnswer,
-        errors=GENERATES,
-    ),
-    "score": Operation(
-        summary="How similar texts are",
-        request=ScoreRequest,
-        example={"text_1": "a dog", "text_2": ["a cat", "a stone"]},
-        answer=answers.ScoreAnswer,
-        errors=GENERATES,
-    ),
-    "rerank": Operation(
-        summary="Documents by their similarity to a query",
-        request=RerankRequest,
-        example={"query": "a dog", "documents": ["a stone", "a cat"]},
-        answer=answers.RerankAnswer,
-        errors=GENERATES,
-    ),
-    "generate": Operation(
-        summary="Continue one prompt",
-        request=GenerateRequest,
-        example={"prompt": "Once upon a time", "max_new_tokens": 8},
-        answer=answers.GenerateAnswer,
-        events=answers.GenerateEvent,
-        errors=GENERATES,
-    ),
-    "tokenize": Operation(
-        summary="The tokens of a text or a chat",
-        request=TokenizeRequest,
-        example={"prompt": "Once upon a time"},
-        answer=answers.TokenizeAnswer,
-        errors=READS,
-    ),
-    "detokenize": Operation(
-        summary="The text of tokens",
-        request=DetokenizeRequest,
-        example={"tokens": [5, 6, 7]},
-        answer=answers.DetokenizeAnswer,
-        errors=READS,
-    ),
-    "tokenizer_info": Operation(
-        summary="Special tokens and the chat template",
-        answer=answers.TokenizerInfo,
-        errors=(400, *NOT_READY),
-    ),
-    "models": Operation(summary="The models", answer=answers.Models, errors=NOT_READY),
-    "model": Operation(
-        summary="One model",
-        answer=answers.ModelCard,
-        errors=(404, *NOT_READY),
-        parameters=(MODEL_NAME,),
-    ),
-    "load_lora_adapter": Operation(
-        summary="Load a LoRA adapter, from the folder that --lora-folder names",
-        request=LoadLoraRequest,
-        example={"lora_name": "my-adapter", "lora_path": "my-adapter"},
-        content_type=TEXT,
-        errors=READS,
-    ),
-    "unload_lora_adapter": Operation(
-        summary="Unload a LoRA adapter that no request takes",
-        request=UnloadLoraRequest,
-        example={"lora_name": "my-adapter"},
-        content_type=TEXT,
-        errors=READS,
-    ),
-    "version": Operation(summary="The version of forge-jax", answer=answers.Version),
-    "server_info": Operation(
-        summary="What the server can hold and does", answer=answers.ServerInfo, errors=NOT_READY
-    ),
-    "model_info": Operation(
-        summary="What the model is", answer=answers.ModelInfo, errors=NOT_READY
-    ),
-    "loads": Operation(summary="How much there is to do", answer=answers.Loads, errors=NOT_READY),
-    "invocations": Operation(
-        summary="A chat, completion, embedding, ranking or score, whichever the body is",
-        request=ChatRequest,
-        or_requests=tuple(INVOKED)[1:],  # in the order in which they are looked for
-        chosen_by=INVOKED,
-        example={"messages": [_USER], "max_tokens": 8},
-        answer=dict[str, Any],
-        events=dict[str, Any],
-        errors=GENERATES,
-    ),
-    "ollama_tags": Operation(
-        summary="The models, in Ollama's words", answer=answers.OllamaTags, errors=NOT_READY
-    ),
-    "ollama_version": Operation(summary="The version of forge-jax", answer=answers.Version),
-    "ping": Operation(summary="Whether requests are served", content_type=None, also=(503,)),
-    "load": Operation(
-        summary="How many samples run or wait", answer=answers.Load, errors=NOT_READY
-    ),
-    "health": Operation(summary="Whether requests are served", answer=answers.Health, also=(503,)),
-    "detailed_health": Operation(
-        summary="The same with the size of the queue", answer=answers.DetailedHealth, also=(503,)
-    ),
-    "stats": Operation(summary="The engine's counters", answer="EngineStats", errors=NOT_READY),
-    "engine_state": Operation(
-        summary="The sequences, the KV blocks and the last steps of the engine",
-        answer=answers.EngineStateAnswer,
-        errors=(400, *NOT_READY),
-        parameters=(Parameter("after_step", "query", _WHOLE, "only the steps after that one"),),
-    ),
-    "metrics": Operation(summary="Prometheus metrics", content_type=METRICS_TYPE),
-    "start_profile": Operation(
-        summary="Begin a profile", answer=answers.Profile, errors=(400, 404, *NOT_READY)
-    ),
-    "stop_profile": Operation(
-        summary="End the profile and write it",
-        answer=answers.Profile,
-        errors=(400, 404, *NOT_READY),
-    ),
-    "page": Operation(summary="The page: a chat and the live engine", content_type="text/html"),
-    "page_style": Operation(summary="A style sheet of the page", content_type="text/css"),
-    "page_script": Operation(summary="A script of the page", content_type="text/javascript"),
-    "page_icon": Operation(summary="The page's icon", content_type="image/svg+xml"),
-    "openapi": Operation(summary="This document", answer=dict[str, Any], errors=NOT_READY),
-}
-
-
-def document(router: web.UrlDispatcher, about: About) -> dict[str, Any]:
+def make_document(
+    router: web.UrlDispatcher,
+    operations: Mapping[str, Operation],
+    about: About,
+    *,
+    error: type,
+    open_paths: Collection[str],
+    key_header: str,
+) -> dict[str, Any]:
     """The document of an application with these routes.
 
+    Args:
+      operations: by the name of the handler.
+      error: the struct of errors, where an operation has no other.
+      open_paths: the paths that need no API key.
+      key_header: the header for API keys, beside `Authorization`.
+
     Raises:
-      KeyError: a route's handler has no line in `OPERATIONS`.
+      KeyError: a route's handler has no operation.
     """
-    answer_schemas, schemas = _schemas(about)
+    described = _Operations(operations, about, error, open_paths)
     paths: dict[str, dict[str, Any]] = {}
     for path, method, name in routes(router):
-        operation = OPERATIONS[name]
-        described = _described(path, method, operation, answer_schemas, about)
-        paths.setdefault(path, {})[method.lower()] = described
-    security = {"security": [{"bearer": []}, {"key": []}]} if about.api_keys else {}
-    schemes = _SCHEMES if about.api_keys else {}
+        paths.setdefault(path, {})[method.lower()] = described.operation(path, method, name)
+    schemes = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "key": {"type": "apiKey", "in": "header", "name": key_header},
+    }
+    keys = about.api_keys
     return {
         "openapi": "3.1.0",
         "info": {
@@ -377,9 +83,12 @@ def document(router: web.UrlDispatcher, about: About) -> dict[str, Any]:
                 for row in rows()
             },
         },
-        **security,
+        **({"security": [{name: []} for name in schemes]} if keys else {}),
         "paths": paths,
-        "components": {"schemas": schemas, **({"securitySchemes": schemes} if schemes else {})},
+        "components": {
+            "schemas": described.components,
+            **({"securitySchemes": schemes} if keys else {}),
+        },
     }
 
 
@@ -387,10 +96,6 @@ _DESCRIPTION = """\
 Fields that a schema does not name are ignored. Numbers and booleans may also be written as texts, \
 and booleans as 0 and 1. No key may stand twice in an object. A field whose schema has a \
 description may also be refused for what that says."""
-_SCHEMES = {
-    "bearer": {"type": "http", "scheme": "bearer"},
-    "key": {"type": "apiKey", "in": "header", "name": API_KEY_HEADER},
-}
 
 
 def routes(router: web.UrlDispatcher) -> Iterable[tuple[str, str, str]]:
@@ -400,101 +105,121 @@ def routes(router: web.UrlDispatcher) -> Iterable[tuple[str, str, str]]:
         yield route.resource.canonical, route.method, route.handler.__name__
 
 
-def _schemas(about: About) -> tuple[dict[str, Schema], dict[str, Schema]]:
-    """The schema of each operation's answers and events, by name, and all that they refer to."""
-    types: dict[str, Any] = {
-        "error": answers.ErrorAnswer,
-        "m-error": answers.MessagesErrorAnswer,
-        "socket error": answers.SocketError,
-    }
-    for name, operation in OPERATIONS.items():
-        if operation.answer is not None:
-            types[name] = _stats_answer() if operation.answer == "EngineStats" else operation.answer
-        if operation.events is not None:
-            types[f"{name} events"] = operation.events
-    found, schemas = msgspec.json.schema_components(list(types.values()), ref_template=REF)
+def answer_schemas(types: Sequence[Any]) -> tuple[dict[Any, Schema], dict[str, Schema]]:
+    """The schemas of types that are encoded: of each type, and of the structs in them by name."""
+    found, schemas = msgspec.json.schema_components(types, ref_template=REF)
     for schema in schemas.values():
         schema.pop("title", None)
-        for of in schema.get("properties", {}).values():
-            of.pop("default", None)
         schema["description"] = schema.get("description", "").partition("\n")[0]
-    kinds = {kind for o in OPERATIONS.values() for kind in (o.request, o.message) if kind}
-    bodies = components(sorted(kinds, key=lambda kind: kind.__name__), about)
-    twice = schemas.keys() & bodies.keys()
-    assert not twice, f"schemas of bodies and answers have the same name: {twice}"
-    return dict(zip(types, found, strict=True)), {**bodies, **schemas}
+        fields = schema.get("properties", {})
+        defaults = [name for name, field in fields.items() if "default" in field]
+        for name in defaults:
+            del fields[name]["default"]
+        # Only fields that are UNSET are not encoded. Those have no default in the schema.
+        schema["required"] = [*schema["required"], *defaults]
+    return dict(zip(types, found, strict=True)), schemas
 
 
-def _stats_answer() -> type:
-    """The engine's counters, with what `/stats` adds."""
-    from forge_jax.engine.async_engine import EngineStats  # which imports more than a --help needs
+class _Operations:
+    """Describes operations.
 
-    @dataclass(frozen=True, kw_only=True)
-    class StatsAnswer(EngineStats):
-        """The engine's counters; some of them also under the names of other servers."""
+    Attributes:
+      components: the schemas of all structs in them, by name.
+    """
 
-        model: str
-        running: int
-        page_size: int
-        average_batch_size: float  # sequences in a step
-        max_batch_size: int
+    def __init__(
+        self,
+        operations: Mapping[str, Operation],
+        about: About,
+        error: type,
+        open_paths: Collection[str],
+    ):
+        self._operations, self._about = operations, about
+        self._error, self._open_paths = error, open_paths
+        answers = {error: None}  # in a fixed order
+        bodies: set[type] = set()
+        for each in operations.values():
+            sent = (_answer(each), each.events, each.error, each.message_error)
+            answers |= dict.fromkeys(kind for kind in sent if kind is not None)
+            bodies |= {kind for kind in (each.request, each.message) if kind is not None}
+        self._schemas, schemas = answer_schemas(list(answers))
+        body_schemas = components(sorted(bodies, key=lambda kind: kind.__name__), about)
+        twice = schemas.keys() & body_schemas.keys()
+        assert not twice, f"schemas of bodies and answers have the same name: {twice}"
+        self.components = {**body_schemas, **schemas}
 
-    return StatsAnswer
-
-
-def _described(
-    path: str, method: str, operation: Operation, schemas: Mapping[str, Schema], about: About
-) -> dict[str, Any]:
-    name = next(name for name, known in OPERATIONS.items() if known is operation)
-    content = {}
-    if operation.answer is not None:
-        content[JSON] = {"schema": schemas[name]}
-    elif operation.content_type is not None:
-        content[operation.content_type.partition(";")[0]] = {"schema": {"type": "string"}}
-    error = schemas["m-error" if path.startswith(messages.PATH) else "error"]
-    both, said = dict(content), "What was asked for."
-    if operation.message is None and operation.events is not None:
-        both[EVENTS] = {"x-event-schema": {"anyOf": [schemas[f"{name} events"], error]}}
-        said += " The data of each event of a stream is of x-event-schema, but for a last [DONE]."
-    if operation.message is None:
-        answered = {200: _response(200, said, both, method)}
-    else:
-        answered = {101: _response(101, "The WebSocket is open.", {}, method)}
-    for status in operation.also:
-        answered[status] = _response(status, STATUSES[status], content, method)
-    closed = about.api_keys and path not in OPEN_PATHS
-    refusals = (401,) if closed else () if about.api_keys else (403,)
-    for status in sorted({*operation.errors, *refusals}):
-        content = {JSON: {"schema": error}}
-        answered[status] = _response(status, STATUSES[status], content, method)
-    described: dict[str, Any] = {
-        "operationId": f"{method.lower()}{path.replace('/', '_').replace('.', '_')}".replace(
-            "{", ""
-        ).replace("}", ""),
-        "summary": operation.summary,
-        "responses": {str(status): response for status, response in answered.items()},
-    }
-    if operation.request is not None:
-        kinds = (operation.request, *operation.or_requests)
-        refs: list[Schema] = [{"$ref": REF.format(name=kind.__name__)} for kind in kinds]
-        if operation.chosen_by is not None:
-            refs = _apart(refs, [operation.chosen_by[kind] for kind in kinds])
-        schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
-        body = {"schema": schema, "examples": _examples(operation, about)}
-        described["requestBody"] = {"required": True, "content": {JSON: body}}
-    if operation.message is not None:
-        described["x-websocket"] = {
-            "messages": {"$ref": REF.format(name=operation.message.__name__)},
-            "example": operation.message_example,
-            "events": {"anyOf": [schemas[f"{name} events"], schemas["socket error"]]},
+    def operation(self, path: str, method: str, name: str) -> dict[str, Any]:
+        operation, about = self._operations[name], self._about
+        path_name = path.replace("/", "_").replace(".", "_").replace("{", "").replace("}", "")
+        described: dict[str, Any] = {
+            "operationId": f"{method.lower()}{path_name}",
+            "summary": operation.summary,
+            "responses": self._responses(path, method, operation),
         }
-    if operation.parameters:
-        described["parameters"] = [
-            _parameter(parameter, about) for parameter in operation.parameters
-        ]
-    if about.api_keys and path in OPEN_PATHS:
-        described["security"] = []
-    return described
+        if operation.request is not None:
+            body = {"schema": _body(operation), "examples": _examples(operation, about)}
+            described["requestBody"] = {"required": True, "content": {JSON: body}}
+        if operation.message is not None:
+            refused = self._schemas[operation.message_error]
+            described["x-websocket"] = {
+                "messages": _ref(operation.message),
+                "example": operation.message_example,
+                "events": {"anyOf": [self._schemas[operation.events], refused]},
+            }
+        if operation.parameters:
+            described["parameters"] = [_parameter(each, about) for each in operation.parameters]
+        if about.api_keys and path in self._open_paths:
+            described["security"] = []
+        return described
+
+    def _responses(self, path: str, method: str, operation: Operation) -> dict[str, Any]:
+        """By status."""
+        content: dict[str, Any] = {}
+        answer = _answer(operation)
+        if answer is not None:
+            content[JSON] = {"schema": self._schemas[answer]}
+        elif operation.content_type is not None:
+            content[operation.content_type.partition(";")[0]] = {"schema": {"type": "string"}}
+        error = self._schemas[operation.error or self._error]
+        if operation.message is not None:
+            responses = {101: _response(101, "The WebSocket is open.", {}, method)}
+        elif operation.events is None:
+            responses = {200: _response(200, "What was asked for.", content, method)}
+        else:
+            data = {"anyOf": [self._schemas[operation.events], error]}
+            said = (
+                "What was asked for. The data of each event of a stream is of x-event-schema, but "
+                "for a last [DONE]."
+            )
+            both = {**content, EVENTS: {"x-event-schema": data}}
+            responses = {200: _response(200, said, both, method)}
+        for status in operation.also:
+            responses[status] = _response(status, STATUSES[status], content, method)
+        keys = self._about.api_keys
+        refusals = (401,) if keys and path not in self._open_paths else () if keys else (403,)
+        for status in sorted({*operation.errors, *refusals}):
+            responses[status] = _response(
+                status, STATUSES[status], {JSON: {"schema": error}}, method
+            )
+        return {str(status): response for status, response in responses.items()}
+
+
+def _answer(operation: Operation) -> Any:
+    late = operation.late_answer
+    return operation.answer if late is None else late()
+
+
+def _ref(kind: type) -> Schema:
+    return {"$ref": REF.format(name=kind.__name__)}
+
+
+def _body(operation: Operation) -> Schema:
+    assert operation.request is not None
+    kinds = (operation.request, *operation.or_requests)
+    refs = [_ref(kind) for kind in kinds]
+    if operation.chosen_by is not None:
+        refs = _apart(refs, [operation.chosen_by[kind] for kind in kinds])
+    return refs[0] if len(refs) == 1 else {"anyOf": refs}
 
 
 def _apart(refs: Sequence[Schema], fields: Sequence[Iterable[str]]) -> list[Schema]:

@@ -7,15 +7,19 @@ Nothing is encrypted, whatever the field is called: the summary is the client's 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from forge_jax.errors import RequestError
 from forge_serve.generation.generation import Usage
 from forge_serve.openai.requests import Message
-from forge_serve.responses_api.events import ResponsesSerializer, usage_fields
+from forge_serve.openapi.schema import About, Schema, rule
+from forge_serve.responses_api.events import ResponsesSerializer, usage_of
 from forge_serve.responses_api.items import compaction
 from forge_serve.responses_api.output import MessageItem
 from forge_serve.responses_api.requests import ResponsesChat, ResponsesRequest
+from forge_serve.responses_api.response_types import CompactedResponse
 from forge_serve.responses_api.store import Turn
 
 ASKS_FOR_SUMMARY = (
@@ -27,6 +31,16 @@ ASKS_FOR_SUMMARY = (
 
 class CompactRequest(ResponsesRequest, kw_only=True):
     """POST /v1/responses/compact."""
+
+    stream: Annotated[bool | None, rule(schema={"enum": [False, None]})] = None
+    background: Annotated[bool | None, rule(schema={"enum": [False, None]})] = None
+
+    @classmethod
+    def narrow_schema(cls, schema: Schema, about: About) -> None:
+        ResponsesRequest.narrow_schema(schema, about)
+        named = {"type": "string"} if about.any_model else about.model_names
+        schema["properties"]["model"] = named
+        schema["required"] = [*schema.get("required", ()), "model"]
 
     def check(self) -> None:
         if self.model is None:
@@ -60,12 +74,10 @@ class CompactSerializer(ResponsesSerializer):
                 "input: the model wrote no summary of it: send it again, or send fewer items",
                 param="input",
             )
-        return msgspec.json.encode(
-            {
-                "id": self.id,
-                "object": "response.compaction",
-                "created_at": self._common["created"],
-                "output": [compaction(summary, self.unique_id)],
-                "usage": usage_fields(usage),
-            }
+        answer = CompactedResponse(
+            id=self.id,
+            created_at=self.created_s,
+            output=[compaction(summary, self.unique_id)],
+            usage=usage_of(usage),
         )
+        return msgspec.json.encode(answer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import msgspec
 from aiohttp import web
@@ -14,12 +14,12 @@ from forge_serve.generation.generation import Generation
 from forge_serve.http.auth import TENANT
 from forge_serve.http.exchange import EXCHANGE, Exchange
 from forge_serve.http.query import is_true, whole_number
-from forge_serve.http.replies import json_response, send
+from forge_serve.http.replies import encoded_response, json_response, send
 from forge_serve.http.request_logs import CLIENT_CLOSED, RequestLogs
 from forge_serve.http.routes import Route, delete, get, post
 from forge_serve.openai import operations
 from forge_serve.openai.handler import GenerationHandler
-from forge_serve.openai.validation import check, glance
+from forge_serve.openai.validation import check_converted, glance
 from forge_serve.responses_api.compaction import CompactRequest, CompactSerializer
 from forge_serve.responses_api.events import ResponsesSerializer
 from forge_serve.responses_api.items import Item
@@ -31,6 +31,12 @@ from forge_serve.responses_api.requests import (
     ResponseCreate,
     ResponsesChat,
     ResponsesRequest,
+)
+from forge_serve.responses_api.response_types import (
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    Listed,
 )
 from forge_serve.responses_api.store import LocalResponses, StoredResponse
 from forge_serve.responses_api.websocket import (
@@ -46,7 +52,6 @@ MAX_PAGE, DEFAULT_PAGE = 100, 20  # input items in one response
 SOCKET_METHOD = "WEBSOCKET"  # the method of a WebSocket message in logs and metrics
 LOCAL = web.RequestKey("local", LocalResponses)  # of the WebSocket that a message came from
 
-_json = msgspec.json.Encoder().encode
 _item = msgspec.json.Decoder(Item).decode
 
 
@@ -98,7 +103,7 @@ class ResponsesEndpoints:
         request = await self._handler.decode(http, ResponsesRequest)
         chat = await self._chat(http, request)
         number = await operations.count_prompt_tokens(self._service, chat, _tenant(http))
-        return web.json_response({"object": "response.input_tokens", "input_tokens": number})
+        return encoded_response(InputTokens(input_tokens=number))
 
     async def _begin[Serializer: ResponsesSerializer](
         self,
@@ -117,7 +122,7 @@ class ResponsesEndpoints:
         def checked() -> ResponsesChat:
             chat = translate()
             try:
-                check(chat, limits)
+                check_converted(chat, limits)
             except RequestError as error:
                 raise chat.translate_params(error) from error
             return chat
@@ -177,8 +182,7 @@ class ResponsesEndpoints:
         if response.cancel is not None:
             response.cancel()
         self._store.delete(response)
-        gone = {"id": response.id, "object": "response", "deleted": True}
-        return json_response(_json(gone))
+        return encoded_response(DeletedResponse(id=response.id))
 
     async def input_items(self, http: web.Request) -> web.Response:
         """A page of the items that the response was made from."""
@@ -199,14 +203,13 @@ class ResponsesEndpoints:
             begin = ids.index(after) + 1
         page = slice(begin, begin + limit)
         shown = ids[page]
-        answer = {
-            "object": "list",
-            "data": [msgspec.Raw(item) for item in items[page]],
-            "first_id": shown[0] if shown else None,
-            "last_id": shown[-1] if shown else None,
-            "has_more": begin + limit < len(items),
-        }
-        return json_response(_json(answer))
+        answer = InputItems(
+            data=cast(list[Listed], [msgspec.Raw(item) for item in items[page]]),
+            first_id=shown[0] if shown else None,
+            last_id=shown[-1] if shown else None,
+            has_more=begin + limit < len(items),
+        )
+        return encoded_response(answer)
 
     def _find(self, http: web.Request) -> StoredResponse:
         """Return the response of the path.

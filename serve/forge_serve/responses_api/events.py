@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_serve.errors import ErrorReply
@@ -15,8 +16,30 @@ from forge_serve.generation.generation import Usage
 from forge_serve.generation.prompts import Prompt
 from forge_serve.openai.serializers import ChatSerializer
 from forge_serve.parsers.parts import CallPiece, Parts
-from forge_serve.responses_api.output import DELTA, Event, Logprobs, MessageItem, Output
+from forge_serve.responses_api.output import Logprobs, MessageItem, Output
 from forge_serve.responses_api.requests import ResponsesChat
+from forge_serve.responses_api.response_types import (
+    DoneStatus,
+    Event,
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseAnswer,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseErrorEvent,
+    ResponseEvent,
+    ResponseFailed,
+    ResponseFailure,
+    ResponseHead,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponseQueued,
+    ResponseReasoning,
+    ResponseStatus,
+    ResponseText,
+    ResponseUsage,
+)
 from forge_serve.responses_api.store import joined
 
 if TYPE_CHECKING:
@@ -24,6 +47,18 @@ if TYPE_CHECKING:
     from forge_jax.text import Tokenizer
 
 _json = msgspec.json.Encoder().encode
+_NAMES: dict[type, str] = {
+    kind: str(kind.__struct_config__.tag) for kind in get_args(ResponseEvent)
+}
+
+type _OfResponse = (
+    ResponseCreated
+    | ResponseQueued
+    | ResponseInProgress
+    | ResponseCompleted
+    | ResponseIncomplete
+    | ResponseFailed
+)
 # Fields of a tool that Open Responses requires in a response. Tools are not strict by default here.
 _TOOL_DEFAULTS = {"description": None, "parameters": None, "strict": False}
 
@@ -59,19 +94,19 @@ class ResponsesSerializer(ChatSerializer):
         self._num_events = 0
         self._num_tokens = 0  # whose logprobs have been seen
         self._waiting: list[TokenLogprobs] = []  # for the text of their tokens
-        self._plain_delta = b""  # its JSON up to its number, while a plain delta may come
-        self._of_each: dict[str, Any] = {}  # what each event has besides its own fields
+        self._plain_parts: tuple[bytes, ...] = ()  # of a plain delta: around its number and text
+        self._stream_id: str | UnsetType = UNSET
 
     def beginning(self) -> bytes:
         return b"".join(self.beginning_events())
 
     def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
-        if self._plain_delta and delta.finish_reason is None:
+        if self._plain_parts and delta.finish_reason is None:
             return self._plain(delta.text)
         return b"".join(self.delta_events(delta))
 
     def add(self, choice: int, delta: Delta) -> None:
-        if self._plain_delta and delta.finish_reason is None:
+        if self._plain_parts and delta.finish_reason is None:
             self._plain(delta.text)
             return
         for _ in self._delta_events(delta):
@@ -90,8 +125,8 @@ class ResponsesSerializer(ChatSerializer):
 
     def beginning_events(self) -> list[bytes]:
         now = self.snapshot()
-        waits = "queued" if self.background else "in_progress"
-        return self._encoded([self._told("created", now), self._told(waits, now)])
+        waits = ResponseQueued if self.background else ResponseInProgress
+        return self._encoded([self._told(ResponseCreated, now), self._told(waits, now)])
 
     def delta_events(self, delta: Delta) -> list[bytes]:
         """The events of one delta: none if it has nothing to show yet."""
@@ -100,25 +135,26 @@ class ResponsesSerializer(ChatSerializer):
     def end_events(self, usage: Usage) -> list[bytes]:
         """The last events of a stream that went well."""
         status = self._status()
-        return self._encoded([self._told(status, self._conclude(status, usage))])
+        kind = ResponseCompleted if status == "completed" else ResponseIncomplete
+        return self._encoded([self._told(kind, self._conclude(status, usage))])
 
     def error_events(self, reply: ErrorReply) -> list[bytes]:
         """The last events of a stream that failed."""
         updates: list[Event] = [*self._items.close("incomplete"), *self._error(reply)]
-        updates.append(self._told("failed", self._conclude("failed", error=reply)))
+        updates.append(self._told(ResponseFailed, self._conclude("failed", error=reply)))
         return self._encoded(updates)
 
     def cancel_events(self, usage: Usage) -> list[bytes]:
         """The last events of a stream that was cancelled: no event is named after that."""
         updates: list[Event] = [*self._items.close("incomplete")]
-        updates.append(self._told("incomplete", self._conclude("cancelled", usage)))
+        updates.append(self._told(ResponseIncomplete, self._conclude("cancelled", usage)))
         return self._encoded(updates)
 
     def snapshot(self) -> bytes:
         """The response as it is now; its output as far as there have been events."""
         waits = self.background and not self._choices[0].started
         status = "queued" if waits else "in_progress"
-        return joined(_json(self._head_fields(status)), _json(self._items.json()))
+        return joined(_json(self._head(status)), _json(self._items.shown()))
 
     # ---- events --------------------------------------------------------------------------------
 
@@ -127,17 +163,17 @@ class ResponsesSerializer(ChatSerializer):
         if not state.started:
             state.started = True
             if self.background:
-                yield self._told("in_progress", self.snapshot())
+                yield self._told(ResponseInProgress, self.snapshot())
         parts = self._read(state, delta)
         if state.parser is not None and state.parser.over:
             state.parser = None
         state.finish_reason = delta.finish_reason
         yield from self._take(parts, delta.logprobs or ())
         if delta.finish_reason is not None:
-            self._plain_delta = b""
+            self._plain_parts = ()
             yield from self._items.close(self._status())
         elif state.parser is None and not self.with_logprobs and parts.content:
-            self._plain_delta = self._plain_start_of(self._items.open)
+            self._plain_parts = self._plain_template(self._items.open)
 
     def _take(self, parts: Parts, logprobs: Sequence[TokenLogprobs]) -> Iterator[Event]:
         """Adds what has come to the items."""
@@ -166,13 +202,18 @@ class ResponsesSerializer(ChatSerializer):
     def _logprobs_of_text(self) -> Logprobs:
         entries, self._waiting = self._waiting, []
         found = self._logprobs(entries)
-        return [] if found is None else found["content"]
+        return [] if found is None else found.content
 
-    def _plain_start_of(self, item: Any) -> bytes:
+    def _plain_template(self, item: Any) -> tuple[bytes, ...]:
+        """A plain delta in three parts: its number is between the first two, its text between the
+        last two. Empty if the item has none.
+        """
         if not isinstance(item, MessageItem):
-            return b""
-        fields = _json({"type": DELTA, **self._of_each, **item.place, "logprobs": []})
-        return b'%b,"sequence_number":' % fields[:-1]
+            return ()
+        number = 2**53  # far above that of any event
+        data = _json(self._numbered(item.delta(""), number))
+        head, _, rest = data.partition(b"%d" % number)
+        return head, *rest.split(b'""', 1)
 
     def _plain(self, text: str) -> bytes:
         if not text:
@@ -180,25 +221,33 @@ class ResponsesSerializer(ChatSerializer):
         item = self._items.open
         assert item is not None
         item.pieces.append(text)
+        head, middle, tail = self._plain_parts
         number, self._num_events = self._num_events, self._num_events + 1
-        return self._framed(DELTA, b'%b%d,"delta":%b}' % (self._plain_delta, number, _json(text)))
+        data = b"%b%d%b%b%b" % (head, number, middle, _json(text), tail)
+        return self._framed("response.output_text.delta", data)
 
     def _error(self, reply: ErrorReply) -> list[Event]:
         """The event before the last one of a stream that failed."""
-        error = {"code": reply.code, "message": reply.text, "param": reply.param}
-        # OpenAI's event has the fields at its top, Open Responses' in an object.
-        return [("error", {**error, "error": {"type": reply.type, **error}})]
+        error = reply.error
+        event = ResponseErrorEvent(
+            code=error.code, message=error.message, param=error.param, error=error
+        )
+        return [event]
 
-    def _told(self, what: str, response: bytes) -> Event:
-        return f"response.{what}", {"response": msgspec.Raw(response)}
+    def _told(self, kind: type[_OfResponse], response: bytes) -> Event:
+        """An event with a response that is JSON already."""
+        return kind(response=cast(ResponseAnswer, msgspec.Raw(response)))
 
-    def _encoded(self, updates: Iterable[Event]) -> list[bytes]:
-        return [self._event(name, fields) for name, fields in updates]
+    def _encoded(self, events: Iterable[Event]) -> list[bytes]:
+        return [self._event_bytes(event) for event in events]
 
-    def _event(self, name: str, fields: dict[str, Any]) -> bytes:
+    def _event_bytes(self, event: Event) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
-        data = _json({"type": name, "sequence_number": number, **self._of_each, **fields})
-        return self._framed(name, data)
+        return self._framed(_NAMES[type(event)], _json(self._numbered(event, number)))
+
+    def _numbered(self, event: Event, number: int) -> Event:
+        event.sequence_number, event.stream_id = number, self._stream_id
+        return event
 
     def _framed(self, name: str, data: bytes) -> bytes:
         """The bytes that carry an event over the connection."""
@@ -206,79 +255,68 @@ class ResponsesSerializer(ChatSerializer):
 
     # ---- the object ----------------------------------------------------------------------------
 
-    def _status(self) -> str:
+    def _status(self) -> DoneStatus:
         return "incomplete" if self._choices[0].finish_reason == "length" else "completed"
 
     def _conclude(
-        self, status: str, usage: Usage | None = None, error: ErrorReply | None = None
+        self, status: ResponseStatus, usage: Usage | None = None, error: ErrorReply | None = None
     ) -> bytes:
         """The response as it will stay, as JSON."""
-        fields = self._head_fields(status)
+        head = self._head(status)
         if usage is not None:
-            fields["usage"] = usage_fields(usage)
+            head.usage = usage_of(usage)
         if status == "completed":
-            fields["completed_at"] = int(time.time())
+            head.completed_at = int(time.time())
         if status == "incomplete":
-            fields["incomplete_details"] = {"reason": "max_output_tokens"}
+            head.incomplete_details = IncompleteDetails()
         if error is not None:
-            fields["error"] = {"code": "server_error", "message": error.text, "type": error.type}
+            head.error = ResponseFailure(message=error.text, type=error.type)
         self.concluded = True
-        self.head, self.output = _json(fields), _json(self._items.json())
+        self.head, self.output = _json(head), _json(self._items.shown())
         tell, self.when_concluded = self.when_concluded, None
         if tell is not None:
             tell()
         return joined(self.head, self.output)
 
-    def _head_fields(self, status: str) -> dict[str, Any]:
-        """The response without its output."""
+    def _head(self, status: ResponseStatus) -> ResponseHead:
         asked = self.asked
-        text: dict[str, Any] = {"format": asked.format or {"type": "text"}}
+        text = ResponseText(asked.format or {"type": "text"})
         if asked.text is not None and asked.text.verbosity is not None:
-            text["verbosity"] = asked.text.verbosity
-        return {
-            "id": self.id,
-            "object": "response",
-            "created_at": self._common["created"],
-            "status": status,
-            "background": self.background,
-            "completed_at": None,
-            "error": None,
-            "incomplete_details": None,
-            "frequency_penalty": asked.frequency_penalty or 0.0,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "max_tool_calls": asked.max_tool_calls,
-            "metadata": asked.metadata or {},
-            "model": self._common["model"],
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "presence_penalty": asked.presence_penalty or 0.0,
-            "previous_response_id": asked.previous_response_id,
-            "prompt_cache_key": asked.prompt_cache_key,
-            "reasoning": {"effort": asked.effort, "summary": None},
-            "safety_identifier": asked.safety_identifier,
-            "service_tier": "default",  # there is one
-            "store": self.kept,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            "text": text,
-            "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
-            "tools": [{**_TOOL_DEFAULTS, **tool} for tool in asked.tools or ()],
-            "top_logprobs": asked.top_logprobs or 0,
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
-            "truncation": "disabled",
-            "usage": None,
-            "user": asked.user,
-        }
+            text.verbosity = asked.text.verbosity
+        return ResponseHead(
+            id=self.id,
+            created_at=self.created_s,
+            status=status,
+            background=self.background,
+            frequency_penalty=asked.frequency_penalty or 0.0,
+            instructions=asked.instructions,
+            max_output_tokens=asked.max_output_tokens,
+            max_tool_calls=asked.max_tool_calls,
+            metadata=asked.metadata or {},
+            model=self.model,
+            parallel_tool_calls=asked.parallel_tool_calls is not False,
+            presence_penalty=asked.presence_penalty or 0.0,
+            previous_response_id=asked.previous_response_id,
+            prompt_cache_key=asked.prompt_cache_key,
+            reasoning=ResponseReasoning(asked.effort),
+            safety_identifier=asked.safety_identifier,
+            store=self.kept,
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            text=text,
+            tool_choice="auto" if asked.tool_choice is None else asked.tool_choice,
+            tools=[{**_TOOL_DEFAULTS, **tool} for tool in asked.tools or ()],
+            top_logprobs=asked.top_logprobs or 0,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            user=asked.user,
+        )
 
 
-def usage_fields(usage: Usage) -> dict[str, Any]:
-    """The tokens of a response, in its words."""
-    cached = usage.prompt_tokens_details["cached_tokens"]
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {
-            "reasoning_tokens": usage.completion_tokens_details["reasoning_tokens"]
-        },
-        "total_tokens": usage.total_tokens,
-    }
+def usage_of(usage: Usage) -> ResponseUsage:
+    """The tokens of a response."""
+    return ResponseUsage(
+        usage.prompt_tokens,
+        InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+        usage.completion_tokens,
+        OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
+        usage.total_tokens,
+    )

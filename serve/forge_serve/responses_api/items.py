@@ -14,6 +14,20 @@ import msgspec
 
 from forge_jax.errors import RequestError
 from forge_serve.openai.requests import FunctionCall, Message, Role, ToolCall
+from forge_serve.openapi.schema import About, Schema, nullable, tagged
+from forge_serve.responses_api.response_types import (
+    Compaction,
+    InputText,
+    Listed,
+    ListedCallOutput,
+    ListedMessage,
+    ListedReasoning,
+    OutputCall,
+    OutputText,
+    ReasoningText,
+    RefusalText,
+    SummaryText,
+)
 
 TEXTS = ("input_text", "output_text", "text")
 ROLES: dict[str, Role] = {
@@ -55,9 +69,47 @@ class Item(msgspec.Struct):
     encrypted_content: str | None = None  # read of a compaction alone
     summary: list[Part] | None = None
 
+    @classmethod
+    def narrow_schema(cls, schema: Schema, about: About) -> None:
+        message = {"type": {"enum": ["message", None]}, "role": {"enum": list(ROLES)}}
+        compacted = {"type": "string", "pattern": "^forge-jax-1\\."}
+        compacted["description"] = "as /v1/responses/compact of this server made it"
+        call = tagged("function_call", "call_id", "name", "arguments")
+        result = tagged("function_call_output", "call_id", "output")
+        result["properties"]["output"] = _parts_schema(*TEXTS)
+        summarized = tagged("compaction", "encrypted_content")
+        summarized["properties"]["encrypted_content"] = compacted
+        thought = tagged("reasoning")
+        thought["properties"] |= {
+            "content": nullable(_parts_schema("reasoning_text", *TEXTS)),
+            "summary": nullable({"type": "array", "items": _part_schema("summary_text")}),
+        }
+        schema["anyOf"] = [
+            {
+                "required": ["role", "content"],
+                "properties": {**message, "content": _parts_schema(*TEXTS, "refusal")},
+            },
+            call,
+            result,
+            summarized,
+            thought,
+        ]
+
     @property
     def kind(self) -> str | None:
         return "message" if self.type is None and self.role is not None else self.type
+
+
+def _parts_schema(*types: str) -> Schema:
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": _part_schema(*types)}]}
+
+
+def _part_schema(*types: str) -> Schema:
+    """A part of one of the types, with the text that it needs."""
+    names = [name for name in types if name != "refusal"]
+    text = tagged("", "text")
+    text["properties"]["type"] = {"enum": names}
+    return {"anyOf": [text, tagged("refusal", "refusal")]} if len(names) < len(types) else text
 
 
 def check_item(path: str, item: Item) -> None:
@@ -197,7 +249,7 @@ def _text(parts: str | Sequence[Part] | None) -> str:
     return "".join(part.text or part.refusal or "" for part in parts)
 
 
-def input_items(asked: str | Sequence[Item], unique_id: str) -> Iterator[dict[str, Any]]:
+def input_items(asked: str | Sequence[Item], unique_id: str) -> Iterator[Listed]:
     """A request's checked input as it is kept and listed: every item with a type and an id.
 
     Args:
@@ -207,32 +259,33 @@ def input_items(asked: str | Sequence[Item], unique_id: str) -> Iterator[dict[st
     for i, item in enumerate(items):
         kind = item.kind
         assert kind is not None
-        about = {"id": item.id or f"{_ID_PREFIXES[kind]}_{unique_id}i{i}", "type": kind}
-        match kind:
-            case "message":
-                content = [_message_part(item, part) for part in _parts(item.content)]
-                yield {**about, "role": item.role, "status": "completed", "content": content}
-            case "function_call":
-                call = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
-                yield {**about, **call, "status": "completed"}
-            case "function_call_output":
-                output = _text(item.output)
-                yield {**about, "call_id": item.call_id, "output": output, "status": "completed"}
-            case "compaction":
-                yield {**about, "encrypted_content": item.encrypted_content}
-            case "reasoning":
-                thought = [
-                    {"type": "reasoning_text", "text": part.text} for part in _parts(item.content)
-                ]
-                summary = [{"type": part.type, "text": part.text} for part in item.summary or ()]
-                yield {**about, "summary": summary, "content": thought}
+        item_id = item.id or f"{_ID_PREFIXES[kind]}_{unique_id}i{i}"
+        yield _listed(item, item_id)
 
 
-def compaction(summary: str, unique_id: str) -> dict[str, Any]:
+def _listed(item: Item, item_id: str) -> Listed:
+    match item.kind:
+        case "message":
+            role: Any = item.role
+            content = [_message_part(item, part) for part in _parts(item.content)]
+            return ListedMessage(id=item_id, role=role, content=content)
+        case "function_call":
+            call = (item.call_id or "", item.name or "", item.arguments or "")
+            return OutputCall(item_id, *call, status="completed")
+        case "function_call_output":
+            return ListedCallOutput(item_id, item.call_id or "", _text(item.output))
+        case "compaction":
+            return Compaction(item_id, item.encrypted_content or "")
+        case _:
+            thought = [ReasoningText(part.text or "") for part in _parts(item.content)]
+            summary = [SummaryText(part.text or "") for part in item.summary or ()]
+            return ListedReasoning(item_id, summary, thought)
+
+
+def compaction(summary: str, unique_id: str) -> Compaction:
     """The item that stands for a conversation."""
     content = _COMPACTED + base64.urlsafe_b64encode(summary.encode()).decode()
-    item_id = f"{_ID_PREFIXES['compaction']}_{unique_id}"
-    return {"id": item_id, "type": "compaction", "encrypted_content": content}
+    return Compaction(f"{_ID_PREFIXES['compaction']}_{unique_id}", content)
 
 
 def _summary(item: Item) -> str | None:
@@ -251,9 +304,9 @@ def _parts(content: str | list[Part] | None) -> list[Part]:
     return [Part("text", content)] if isinstance(content, str) else content or []
 
 
-def _message_part(item: Item, part: Part) -> dict[str, Any]:
+def _message_part(item: Item, part: Part) -> InputText | OutputText | RefusalText:
     if part.type == "refusal":
-        return {"type": "refusal", "refusal": part.refusal}
+        return RefusalText(part.refusal or "")
     if item.role == "assistant":
-        return {"type": "output_text", "text": part.text, "annotations": []}
-    return {"type": "input_text", "text": part.text}
+        return OutputText(part.text or "")
+    return InputText(part.text or "")

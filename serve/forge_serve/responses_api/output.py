@@ -1,22 +1,41 @@
 """The items of an answer, and the events that tell of each.
 
-An item is begun, added to, and ended; each of these yields events as pairs of a name and fields.
-Only one item is open at a time, and an ended one never changes.
+An item is begun, added to, and ended. Each of these yields events. Only one item is open at a time,
+and an ended one never changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
+from forge_serve.openai.response_types import TokenLogprob
 from forge_serve.parsers.parts import CallPiece
+from forge_serve.responses_api.response_types import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    DoneStatus,
+    Event,
+    ItemAdded,
+    ItemDone,
+    ItemStatus,
+    OutputCall,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    OutputTextDelta,
+    OutputTextDone,
+    PartAdded,
+    PartDone,
+    ReasoningText,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+)
+from forge_serve.responses_api.response_types import Output as AnyItem
 
-type Event = tuple[str, dict[str, Any]]
-type Logprobs = Sequence[dict[str, Any]]
-
-DELTA = "response.output_text.delta"
+type Logprobs = Sequence[TokenLogprob]
 
 
 class OutputItem:
@@ -27,112 +46,99 @@ class OutputItem:
     def __init__(self, unique_id: str, index: int):
         self.id = f"{self.prefix}_{unique_id}o{index}"
         self.index = index
-        self.status = "in_progress"
+        self.status: ItemStatus = "in_progress"
         self.pieces: list[str] = []
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
-    @property
-    def place(self) -> dict[str, Any]:
-        return {"item_id": self.id, "output_index": self.index}
-
-    def json(self) -> dict[str, Any]:
+    def shown(self) -> AnyItem:
+        """The item as clients get it."""
         raise NotImplementedError
 
     def begin(self) -> Iterator[Event]:
-        yield "response.output_item.added", {"output_index": self.index, "item": self.json()}
+        yield ItemAdded(output_index=self.index, item=self.shown())
 
-    def end(self, status: str) -> Iterator[Event]:
-        """`status` is "completed" or "incomplete"."""
+    def end(self, status: DoneStatus) -> Iterator[Event]:
         self.status = status
         yield from self._ending()
-        yield "response.output_item.done", {"output_index": self.index, "item": self.json()}
+        yield ItemDone(output_index=self.index, item=self.shown())
 
     def _ending(self) -> Iterator[Event]:
         raise NotImplementedError
 
 
-class _TextItem(OutputItem):
+class _TextItem[Part: OutputText | ReasoningText](OutputItem):
     """An item whose content is one part, a text."""
-
-    events: ClassVar[str]  # the beginning of their names
 
     def begin(self) -> Iterator[Event]:
         yield from super().begin()
-        yield "response.content_part.added", {**self.place, "part": self.part()}
+        yield PartAdded(item_id=self.id, output_index=self.index, part=self.part())
 
-    @property
-    def place(self) -> dict[str, Any]:
-        return {**super().place, "content_index": 0}
-
-    def part(self) -> dict[str, Any]:
+    def part(self) -> Part:
         raise NotImplementedError
 
-    def content(self) -> list[dict[str, Any]]:
+    def content(self) -> list[Part]:
         """Nothing while the item is open: its events tell of the part."""
         return [] if self.status == "in_progress" else [self.part()]
 
     def _ending(self) -> Iterator[Event]:
-        yield f"{self.events}.done", {**self.place, "text": self.text, **self.logprobs_field()}
-        yield "response.content_part.done", {**self.place, "part": self.part()}
+        yield self.done()
+        yield PartDone(item_id=self.id, output_index=self.index, part=self.part())
 
-    def logprobs_field(self) -> dict[str, Any]:
-        return {}
+    def done(self) -> Event:
+        """The event of the whole text."""
+        raise NotImplementedError
 
 
-class ReasoningItem(_TextItem):
+class ReasoningItem(_TextItem[ReasoningText]):
     """Reasoning in full; there is no summary of it."""
 
     prefix = "rs"
-    events = "response.reasoning_text"
 
-    def json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "reasoning",
-            "summary": [],
-            "content": self.content(),
-            "status": self.status,
-        }
+    def shown(self) -> AnyItem:
+        return OutputReasoning(id=self.id, content=self.content(), status=self.status)
 
-    def part(self) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": self.text}
+    def part(self) -> ReasoningText:
+        return ReasoningText(self.text)
 
     def add(self, text: str) -> Event:
         self.pieces.append(text)
-        return f"{self.events}.delta", {**self.place, "delta": text}
+        return ReasoningTextDelta(item_id=self.id, output_index=self.index, delta=text)
+
+    def done(self) -> Event:
+        return ReasoningTextDone(item_id=self.id, output_index=self.index, text=self.text)
 
 
-class MessageItem(_TextItem):
+class MessageItem(_TextItem[OutputText]):
     prefix = "msg"
-    events = "response.output_text"
 
     def __init__(self, unique_id: str, index: int):
         super().__init__(unique_id, index)
-        self.logprobs: list[dict[str, Any]] = []
+        self.logprobs: list[TokenLogprob] = []
 
-    def json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "status": self.status,
-            "content": self.content(),
-        }
+    def shown(self) -> AnyItem:
+        return OutputMessage(id=self.id, status=self.status, content=self.content())
 
-    def part(self) -> dict[str, Any]:
-        about = {"type": "output_text", "text": self.text, "annotations": []}
-        return {**about, **self.logprobs_field()}
-
-    def logprobs_field(self) -> dict[str, Any]:
-        return {"logprobs": self.logprobs}
+    def part(self) -> OutputText:
+        return OutputText(self.text, logprobs=self.logprobs)
 
     def add(self, text: str, logprobs: Logprobs = ()) -> Event:
         self.pieces.append(text)
         self.logprobs += logprobs
-        return DELTA, {**self.place, "delta": text, "logprobs": logprobs}
+        return self.delta(text, logprobs)
+
+    def delta(self, text: str, logprobs: Logprobs = ()) -> Event:
+        """The event of a piece of the text."""
+        return OutputTextDelta(
+            item_id=self.id, output_index=self.index, delta=text, logprobs=list(logprobs)
+        )
+
+    def done(self) -> Event:
+        return OutputTextDone(
+            item_id=self.id, output_index=self.index, text=self.text, logprobs=self.logprobs
+        )
 
 
 class CallItem(OutputItem):
@@ -145,27 +151,23 @@ class CallItem(OutputItem):
         self.number = call.index
         self._call_id, self._name = call.id, call.name
 
-    def json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "function_call",
-            "call_id": self._call_id,
-            "name": self._name,
-            "arguments": self.text,
-            "status": self.status,
-        }
+    def shown(self) -> AnyItem:
+        return OutputCall(
+            self.id, self._call_id or "", self._name or "", self.text, status=self.status
+        )
 
     def add(self, piece: CallPiece) -> Event:
         arguments = "".join(piece.arguments)
         self.pieces.append(arguments)
-        return "response.function_call_arguments.delta", {**self.place, "delta": arguments}
+        return ArgumentsDelta(item_id=self.id, output_index=self.index, delta=arguments)
 
-    def end(self, status: str) -> Iterator[Event]:
+    def end(self, status: DoneStatus) -> Iterator[Event]:
         return super().end(status if self._is_whole() else "incomplete")
 
     def _ending(self) -> Iterator[Event]:
-        done = {**self.place, "name": self._name, "arguments": self.text}
-        yield "response.function_call_arguments.done", done
+        yield ArgumentsDone(
+            item_id=self.id, output_index=self.index, name=self._name or "", arguments=self.text
+        )
 
     def _is_whole(self) -> bool:
         """Whether the arguments are JSON: the model may have broken the call off."""
@@ -209,14 +211,14 @@ class Output:
             yield from self._begin(item)
         yield item.add(piece)
 
-    def close(self, status: str = "completed") -> Iterator[Event]:
+    def close(self, status: DoneStatus = "completed") -> Iterator[Event]:
         """Ends the item that is open, if there is one."""
         item, self.open = self.open, None
         if item is not None:
             yield from item.end(status)
 
-    def json(self) -> list[dict[str, Any]]:
-        return [item.json() for item in self.items]
+    def shown(self) -> list[AnyItem]:
+        return [item.shown() for item in self.items]
 
     def _begin(self, item: OutputItem) -> Iterator[Event]:
         yield from self.close()

@@ -7,8 +7,8 @@ later requests is in `responses_store`, the form of the answer in `responses_eve
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
 
@@ -16,13 +16,29 @@ from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import RequestError
 from forge_serve.errors import StreamIdError
 from forge_serve.openai.requests import (
-    MAX_COUNT,
+    CHOICE_RULE,
+    TOOLS_RULE,
     ChatRequest,
     GenerationRequest,
     Message,
+    NoPromptLogprobs,
+    OneSample,
+    TemplateKwargs,
     thinking_variables,
 )
+from forge_serve.openai.structured import FORMAT_SCHEMA
+from forge_serve.openai.tools import CHOICE_SCHEMA, TOOL_SCHEMA
 from forge_serve.openai.tools import tool_choice as chosen
+from forge_serve.openapi.schema import (
+    MAX_COUNT,
+    About,
+    Schema,
+    nullable,
+    ranged,
+    refused,
+    rule,
+    up_to,
+)
 from forge_serve.responses_api.items import Item, check_item, check_outputs, messages
 from forge_serve.responses_api.store import Turn
 
@@ -52,51 +68,107 @@ _NESTED = re.compile(r"(tools\[\d+\])\.function\b")
 class Format(msgspec.Struct):
     """The `text` field."""
 
-    format: dict[str, Any] | None = None
+    format: Annotated[dict[str, Any] | None, rule(schema=FORMAT_SCHEMA)] = None
     verbosity: str | None = None
 
 
 class Reasoning(msgspec.Struct):
     effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None  # its older name
+    summary: Annotated[str | None, rule(schema={"enum": ["auto", None]})] = None
+    # Its older name.
+    generate_summary: Annotated[str | None, rule(schema={"enum": ["auto", None]})] = None
+
+
+def _flat(schema: Schema) -> Schema:
+    """The schema of a function in a chat, with the fields of `function` beside `type`."""
+    function = schema["properties"]["function"]
+    return {
+        "type": "object",
+        "required": ["type", *function["required"]],
+        "properties": {"type": schema["properties"]["type"], **function["properties"]},
+    }
+
+
+_MODES, _CHAT_FUNCTION = CHOICE_SCHEMA["anyOf"]
+_FUNCTION_NAME = _flat(_CHAT_FUNCTION)
+_ALLOWED_TOOLS = {
+    "type": "object",
+    "required": ["type", "mode", "tools"],
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "mode": {"enum": ["auto", "required"]},
+        "tools": {"type": "array", "items": _FUNCTION_NAME},
+    },
+}
+_METADATA = {
+    "type": "object",
+    "maxProperties": MAX_METADATA,
+    "propertyNames": {"maxLength": MAX_METADATA_KEY},
+    "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE},
+}
+_INCLUDE = {"type": "array", "items": {"enum": sorted(INCLUDABLE)}}
 
 
 class ResponsesRequest(GenerationRequest, kw_only=True):
     """POST /v1/responses, and /v1/responses/input_tokens."""
 
-    input: str | list[Item] | None = None
+    input: Annotated[
+        str | list[Item] | None,
+        rule(
+            "it has to fit the context; where the model is to answer, something has to be said; a "
+            "function_call_output needs its function_call, there or in a response before it"
+        ),
+    ] = None
+    n: OneSample = None
+    best_of: OneSample = None
+    prompt_logprobs: NoPromptLogprobs = None
     instructions: str | None = None
-    previous_response_id: str | None = None
-    store: bool | None = None
-    background: bool | None = None
-    max_output_tokens: int | None = None
-    max_tool_calls: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    previous_response_id: Annotated[
+        str | None, rule("a response that is kept here, and has finished")
+    ] = None
+    store: Annotated[bool | None, rule("true only where responses are kept")] = None
+    background: Annotated[
+        bool | None, rule("excludes store: false; only where responses are kept")
+    ] = None
+    max_output_tokens: Annotated[int | None, ranged("max_tokens")] = None
+    max_tool_calls: Annotated[int | None, rule(minimum=0, maximum=MAX_COUNT)] = None
+    tools: Annotated[
+        list[Annotated[dict[str, Any], rule(**_flat(TOOL_SCHEMA))]] | None,
+        rule(TOOLS_RULE, most=("tools", "entries")),
+    ] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        rule(CHOICE_RULE, schema={"anyOf": [_MODES, _FUNCTION_NAME, _ALLOWED_TOOLS]}),
+    ] = None
     parallel_tool_calls: bool | None = None
-    text: Format | None = None
+    text: Annotated[Format | None, rule("as response_format, which its format excludes")] = None
     reasoning: Reasoning | None = None
-    include: list[str] | None = None
-    top_logprobs: int | None = None
-    truncation: str | None = None
-    metadata: dict[str, str] | None = None
+    include: Annotated[list[str] | None, rule(schema=nullable(_INCLUDE))] = None
+    top_logprobs: Annotated[
+        int | None,
+        rule(limits=up_to("logprobs")),
+    ] = None
+    truncation: Annotated[str | None, rule(schema={"enum": ["disabled", None]})] = None
+    metadata: Annotated[dict[str, str] | None, rule(schema=nullable(_METADATA))] = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs = None
 
-    conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
-    moderation: Any = None
+    conversation: Annotated[Any, refused("not supported: use previous_response_id")] = None
+    prompt: Annotated[
+        Any, refused("templates of prompts are not supported: use instructions and input")
+    ] = None
+    context_management: Annotated[Any, refused("not supported: send fewer items")] = None
+    moderation: Annotated[Any, refused("not supported: leave it out")] = None
 
-    _REFUSED: ClassVar[Mapping[str, str]] = {
-        **GenerationRequest._REFUSED,
-        "conversation": "not supported: use previous_response_id",
-        "prompt": "templates of prompts are not supported: use instructions and input",
-        "context_management": "not supported: send fewer items",
-        "moderation": "not supported: leave it out",
-    }
+    @classmethod
+    def narrow_schema(cls, schema: Schema, about: About) -> None:
+        something = {"not": {"enum": [None, []]}}
+        previous = {"previous_response_id": {"type": "string"}}
+        schema["anyOf"] = [
+            {"required": ["input"], "properties": {"input": something}},
+            {"required": ["previous_response_id"], "properties": previous},
+        ]
 
     @property
     def format(self) -> dict[str, Any] | None:
@@ -239,9 +311,20 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
 class ResponseCreate(ResponsesRequest, kw_only=True):
     """A message of a WebSocket: a body of POST /v1/responses with its type."""
 
-    type: str | None = None
+    type: Annotated[str | None, rule(schema={"const": MESSAGE_TYPE})] = None
+    stream: Annotated[bool | None, rule(schema={"enum": [True, None]})] = None
+    background: Annotated[bool | None, rule(schema={"enum": [False, None]})] = None
     generate: bool | None = None  # false: only prepare the prompt
-    stream_id: str | None = None  # repeated in the events
+    # Repeated in the events.
+    stream_id: Annotated[
+        str | None,
+        rule(schema=nullable({"type": "string", "pattern": f"^{_STREAM_ID.pattern}$"})),
+    ] = None
+
+    @classmethod
+    def narrow_schema(cls, schema: Schema, about: About) -> None:
+        ResponsesRequest.narrow_schema(schema, about)
+        schema["required"] = [*schema.get("required", ()), "type"]
 
     def __post_init__(self) -> None:
         if self.stream is None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, hdrs, web
+from msgspec import UNSET
 
 from forge_jax.errors import RequestError
 from forge_jax.host import supervise
@@ -33,8 +34,13 @@ from forge_serve.generation.generation import Generation
 from forge_serve.http.connections import Connection
 from forge_serve.http.sse import EventStream
 from forge_serve.responses_api.events import ResponsesSerializer
-from forge_serve.responses_api.output import Event
 from forge_serve.responses_api.requests import ResponsesChat
+from forge_serve.responses_api.response_types import (
+    DoneStatus,
+    Event,
+    SocketError,
+    SocketErrorDetails,
+)
 from forge_serve.responses_api.store import LocalResponses
 
 MAX_WAITING = 16  # messages, while one is answered
@@ -64,16 +70,10 @@ def text_frame(payload: bytes) -> bytes:
 
 def error_event(reply: ErrorReply, stream_id: str | None = None) -> bytes:
     """The JSON of the event that answers a message without a response."""
-    error: dict[str, Any] = {
-        "type": reply.type,
-        "code": reply.name,
-        "message": reply.text,
-        "param": reply.param,
-    }
-    if reply.retry_after_s is not None:
-        error["headers"] = {hdrs.RETRY_AFTER: reply.retry_after}
-    event = {"type": "error", "status": reply.status, "error": error}
-    return _json(event if stream_id is None else {**event, "stream_id": stream_id})
+    error = SocketErrorDetails(reply.type, reply.name, reply.text, reply.param)
+    if reply.retry_after is not None:
+        error.headers = {hdrs.RETRY_AFTER: reply.retry_after}
+    return _json(SocketError(reply.status, error, UNSET if stream_id is None else stream_id))
 
 
 class SocketSerializer(ResponsesSerializer):
@@ -87,7 +87,7 @@ class SocketSerializer(ResponsesSerializer):
         super().__init__(request, *args, **kwargs)
         stream_id = getattr(request.asked, "stream_id", None)
         if stream_id is not None:
-            self._of_each = {"stream_id": stream_id}
+            self._stream_id = stream_id
         self._only_prepares = getattr(request.asked, "generate", None) is False
 
     def _framed(self, name: str, data: bytes) -> bytes:
@@ -96,7 +96,7 @@ class SocketSerializer(ResponsesSerializer):
     def _error(self, reply: ErrorReply) -> list[Event]:
         return []
 
-    def _status(self) -> str:
+    def _status(self) -> DoneStatus:
         return "completed" if self._only_prepares else super()._status()
 
 

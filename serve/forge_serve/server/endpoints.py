@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 from aiohttp import hdrs, web
 
-from forge_jax import __version__
 from forge_serve.http.auth import TENANT
 from forge_serve.http.query import whole_number
 from forge_serve.http.replies import encoded_response, json_response
 from forge_serve.http.routes import Route, get, post
-from forge_serve.openapi import document as openapi
-from forge_serve.openapi.request_schemas import About
+from forge_serve.openapi.schema import About
+from forge_serve.server import openapi
 from forge_serve.server.service import SERVING_STATES, Service
 from forge_serve.telemetry import info
 from forge_serve.telemetry.engine_view import EngineView
@@ -56,56 +55,49 @@ class ServerEndpoints:
     async def server_info(self, http: web.Request) -> web.StreamResponse:
         service = self._service
         engine = service.ready_engine()
-        return web.json_response(info.server_info(engine, service.model_name, service.state))
+        return encoded_response(info.server_info(engine, service.model_name, service.state))
 
     async def model_info(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
-        return web.json_response(info.model_info(engine, self._service.model_name))
+        return encoded_response(info.model_info(engine, self._service.model_name))
 
     async def loads(self, http: web.Request) -> web.StreamResponse:
-        return web.json_response(info.loads(self._service.ready_engine()))
+        return encoded_response(info.loads(self._service.ready_engine()))
 
     async def ollama_tags(self, http: web.Request) -> web.StreamResponse:
         engine, service = self._service.ready_engine(), self._service
         names = [service.model_name, *(adapter.name for adapter in engine.loras)]
-        return web.json_response(info.ollama_tags(engine, names, service.created_s))
+        return encoded_response(info.ollama_tags(engine, names, service.created_s))
 
     async def ollama_version(self, http: web.Request) -> web.StreamResponse:
         return await self.version(http)
 
     async def version(self, http: web.Request) -> web.StreamResponse:
-        return web.json_response({"version": __version__})
+        return encoded_response(info.Version())
 
     async def ping(self, http: web.Request) -> web.StreamResponse:
         return web.Response(status=200 if self._service.serving else 503)
 
     async def load(self, http: web.Request) -> web.StreamResponse:
         stats = self._service.ready_engine().stats()
-        return web.json_response({"server_load": stats.num_running + stats.num_waiting})
+        return encoded_response(info.Load(stats.num_running + stats.num_waiting))
 
     async def health(self, http: web.Request) -> web.StreamResponse:
-        return self._health({"status": self._service.state})
+        return _health(info.Health(self._service.state))
 
     async def detailed_health(self, http: web.Request) -> web.StreamResponse:
-        state, engine = self._service.state, self._service.engine
-        answer: dict[str, Any] = {"status": state, "model": self._service.model_name or None}
+        engine = self._service.engine
+        answer = info.DetailedHealth(self._service.state, self._service.model_name or None)
         if engine is not None:
             stats = engine.stats()
-            answer |= {
-                "max_model_len": engine.max_model_len,
-                "num_running": stats.num_running,
-                "num_waiting": stats.num_waiting,
-                "steps": stats.steps,
-            }
-        return self._health(answer)
-
-    def _health(self, answer: dict[str, Any]) -> web.Response:
-        status = 200 if answer["status"] in SERVING_STATES else 503
-        return web.json_response(answer, status=status)
+            answer.max_model_len = engine.max_model_len
+            answer.num_running, answer.num_waiting = stats.num_running, stats.num_waiting
+            answer.steps = stats.steps
+        return _health(answer)
 
     async def stats(self, http: web.Request) -> web.StreamResponse:
         engine = self._service.ready_engine()
-        return web.json_response(info.stats(engine, self._service.model_name))
+        return encoded_response(info.stats(engine, self._service.model_name))
 
     async def engine_state(self, http: web.Request) -> web.StreamResponse:
         engine, after_step = self._service.ready_engine(), whole_number(http, "after_step", -1)
@@ -128,8 +120,12 @@ class ServerEndpoints:
 
     async def start_profile(self, http: web.Request) -> web.StreamResponse:
         name = await self._service.profiles.start(self._service.ready_engine())
-        return web.json_response({"profile": name})
+        return encoded_response(info.Profile(name))
 
     async def stop_profile(self, http: web.Request) -> web.StreamResponse:
         name = await self._service.profiles.stop(self._service.ready_engine())
-        return web.json_response({"profile": name})
+        return encoded_response(info.Profile(name))
+
+
+def _health(answer: info.Health | info.DetailedHealth) -> web.Response:
+    return encoded_response(answer, 200 if answer.status in SERVING_STATES else 503)

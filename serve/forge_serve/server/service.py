@@ -16,6 +16,7 @@ from forge_serve.http.memory import MemoryGuard
 from forge_serve.http.timeouts import Timeouts
 from forge_serve.responses_api.store import ResponseStore
 from forge_serve.server.profiles import Profiles
+from forge_serve.telemetry import info
 from forge_serve.telemetry.metrics import Metrics
 from forge_serve.telemetry.tracing import Tracing
 
@@ -60,7 +61,7 @@ class Service:
         return "" if self.engine is None else self.engine.name
 
     @property
-    def state(self) -> str:
+    def state(self) -> info.ServerState:
         """The state in one word. Requests are served in `SERVING_STATES`."""
         if self.stopping:
             return "stopping"

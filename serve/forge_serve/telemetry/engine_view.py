@@ -8,13 +8,15 @@ have, and of which requests not.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from forge_jax.errors import ForgeError
 from forge_jax.host import supervise
 from forge_serve.errors import NotReadyError
+from forge_serve.openapi.payload import Payload
 
 if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine
@@ -26,14 +28,87 @@ LONGEST_S = 5.0  # for a look to wait until a step ends
 SECRET_ID, SHOWN_CHARS = "resp_", 13  # whoever knows a response's id may read it: its beginning
 
 
+class SequenceAnswer(Payload, kw_only=True):
+    """A sample that runs or waits. `request_id` is null where it is another tenant's."""
+
+    request_id: str | None
+    prompt: int
+    sample: int
+    status: Literal["running", "waiting"]
+    prompt_tokens: int
+    output_tokens: int
+    computed_tokens: int
+    cached_tokens: int
+    blocks: int
+    shared_blocks: int
+    preemptions: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
+class BlocksAnswer(Payload):
+    """The KV blocks: how many there are of each kind, and runs of cells that show where.
+
+    A run is the number of its cells and what they are: a number is a place in `sequences`.
+    """
+
+    block_size: int
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    num_shared: int
+    num_owned: int
+    blocks_per_cell: int
+    runs: list[tuple[int, int | Literal["free", "cached", "shared", "other"]]]
+
+
+class StepAnswer(Payload):
+    """A step whose result has been read."""
+
+    step: int
+    end_s: float
+    seconds: float
+    sequences: int
+    tokens: int
+    rows: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
+class SpeculationAnswer(Payload):
+    """Drafts since the start."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    accepted_per_position: list[int]
+
+
+class EngineStateAnswer(Payload, kw_only=True):
+    """What the engine holds and does. Times are of a clock without a date."""
+
+    time_s: float
+    num_running: int
+    num_waiting: int
+    num_slots: int
+    prompt_tokens: int
+    generation_tokens: int
+    preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    speculation: SpeculationAnswer | None
+    sequences: list[SequenceAnswer]
+    blocks: BlocksAnswer
+    steps: list[StepAnswer]
+
+
 class EngineView:
-    """Looks at an engine; its answers are what `answers.EngineStateAnswer` says."""
+    """Looks at an engine."""
 
     def __init__(self) -> None:
         self._look: asyncio.Task[EngineState] | None = None  # that is under way, or the last
         self._next_s = 0.0  # from when on the last is too old
 
-    async def answer(self, engine: AsyncEngine, tenant: str, after_step: int) -> dict[str, Any]:
+    async def answer(self, engine: AsyncEngine, tenant: str, after_step: int) -> EngineStateAnswer:
         """The state for a tenant ("" where there are no keys), with the steps behind that number.
 
         Raises:
@@ -42,21 +117,21 @@ class EngineView:
         """
         state, stats = await self._state(engine), engine.stats()
         speculation = stats.speculation
-        return {
-            "time_s": state.time_s,
-            "num_running": state.num_running,
-            "num_waiting": state.num_waiting,
-            "num_slots": stats.num_slots,
-            "prompt_tokens": stats.prompt_tokens,
-            "generation_tokens": stats.generation_tokens,
-            "preemptions": stats.preemptions,
-            "prefix_cache_queries": stats.prefix_cache_queries,
-            "prefix_cache_hits": stats.prefix_cache_hits,
-            "speculation": None if speculation is None else dataclasses.asdict(speculation),
-            "sequences": [_sequence(seq, tenant) for seq in state.sequences],
-            "blocks": vars(state.blocks),
-            "steps": [record for record in state.steps if record.step > after_step],
-        }
+        return EngineStateAnswer(
+            time_s=state.time_s,
+            num_running=state.num_running,
+            num_waiting=state.num_waiting,
+            num_slots=stats.num_slots,
+            prompt_tokens=stats.prompt_tokens,
+            generation_tokens=stats.generation_tokens,
+            preemptions=stats.preemptions,
+            prefix_cache_queries=stats.prefix_cache_queries,
+            prefix_cache_hits=stats.prefix_cache_hits,
+            speculation=None if speculation is None else _as(SpeculationAnswer, speculation),
+            sequences=[_sequence(seq, tenant) for seq in state.sequences],
+            blocks=_as(BlocksAnswer, state.blocks),
+            steps=[_as(StepAnswer, record) for record in state.steps if record.step > after_step],
+        )
 
     async def _state(self, engine: AsyncEngine) -> EngineState:
         look = self._look
@@ -80,25 +155,30 @@ class EngineView:
             self._next_s = time.monotonic() + max(LEAST_S, cost_s / PART)
 
 
-def _sequence(seq: SequenceState, tenant: str) -> dict[str, Any]:
+def _as[Answer: Payload](kind: type[Answer], state: object) -> Answer:
+    """An object of the engine as clients get it: both have the same fields."""
+    return msgspec.convert(state, kind, from_attributes=True)
+
+
+def _sequence(seq: SequenceState, tenant: str) -> SequenceAnswer:
     request_id, prompt = answer_id(seq.request_id)
     if request_id.startswith(SECRET_ID):
         request_id = request_id[:SHOWN_CHARS]
-    return {
-        "request_id": request_id if seq.cache_salt.startswith(tenant) else None,
-        "prompt": prompt,
-        "sample": seq.index,
-        "status": seq.status,
-        "prompt_tokens": seq.prompt_tokens,
-        "output_tokens": seq.output_tokens,
-        "computed_tokens": seq.computed_tokens,
-        "cached_tokens": seq.cached_tokens,
-        "blocks": seq.blocks,
-        "shared_blocks": seq.shared_blocks,
-        "preemptions": seq.preemptions,
-        "draft_tokens": seq.draft_tokens,
-        "accepted_tokens": seq.accepted_tokens,
-    }
+    return SequenceAnswer(
+        request_id=request_id if seq.cache_salt.startswith(tenant) else None,
+        prompt=prompt,
+        sample=seq.index,
+        status=seq.status,
+        prompt_tokens=seq.prompt_tokens,
+        output_tokens=seq.output_tokens,
+        computed_tokens=seq.computed_tokens,
+        cached_tokens=seq.cached_tokens,
+        blocks=seq.blocks,
+        shared_blocks=seq.shared_blocks,
+        preemptions=seq.preemptions,
+        draft_tokens=seq.draft_tokens,
+        accepted_tokens=seq.accepted_tokens,
+    )
 
 
 def answer_id(engine_id: str) -> tuple[str, int]:

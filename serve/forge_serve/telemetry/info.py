@@ -1,7 +1,8 @@
-"""What routers ask of a worker: /server_info, /model_info and /v1/loads, in SGLang's words.
+"""What the server says of itself and its model: to routers, in SGLang's and Ollama's fields, and to
+its operator.
 
-The fields are chosen one by one: none of them is a secret, a path of a file or its content, but for
-the name of the model as the server was given it, which /v1/models tells as well.
+The fields are chosen one by one. None of them is a secret, or a path or content of a file. The
+exception is the name of the model as the server was given it, which /v1/models also has.
 """
 
 from __future__ import annotations
@@ -10,92 +11,228 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import UNSET, UnsetType
 
 from forge_jax import __version__
+from forge_serve.openapi.payload import Payload
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import AsyncEngine
+    from forge_jax.engine.async_engine import AsyncEngine, EngineStats
 
 
-def model_info(engine: AsyncEngine, name: str) -> dict[str, Any]:
+class Version(Payload):
+    version: str = __version__
+
+
+class ModelInfo(Payload, kw_only=True):
+    """The model, in SGLang's words."""
+
+    model_path: str
+    tokenizer_path: str | None
+    served_model_name: str
+    is_generation: bool = True
+    architectures: list[str] | None
+    max_model_len: int
+    vocab_size: int
+    has_image_understanding: bool = False
+    has_audio_understanding: bool = False
+    preferred_sampling_params: None = None
+    weight_version: str = "default"
+
+
+class WorkerLoad(Payload):
+    """How much there is to do."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    token_usage: float
+    cache_hit_rate: float
+    max_running_requests: int
+    utilization: float
+
+
+class ReplicaLoad(WorkerLoad, kw_only=True):
+    """The same of one replica."""
+
+    dp_rank: int = 0
+    timestamp: float
+
+
+class Loads(Payload, kw_only=True):
+    """How much there is to do, for each replica."""
+
+    timestamp: str
+    version: str = __version__
+    loads: list[ReplicaLoad]
+
+
+class ServerInfo(Payload, kw_only=True):
+    """What the server can hold, and what it does now, in SGLang's words."""
+
+    model_id: str
+    model_path: str
+    served_model_name: str
+    status: str
+    version: str = __version__
+    max_model_len: int
+    context_length: int
+    max_req_input_len: int
+    max_total_num_tokens: int
+    max_total_tokens: int
+    max_running_requests: int
+    max_num_reqs: int
+    tp_size: int
+    dp_size: int = 1
+    disaggregation_mode: str = "null"
+    system_fingerprint: str | None
+    internal_states: list[WorkerLoad]
+
+
+class OllamaDetails(Payload):
+    """What a model is made of; empty where it is not known."""
+
+    family: str
+    families: list[str]
+    parent_model: str = ""
+    format: str = ""
+    parameter_size: str = ""
+    quantization_level: str = ""
+
+
+class OllamaModel(Payload, kw_only=True):
+    name: str
+    model: str
+    modified_at: str
+    size: int = 0
+    digest: str = ""
+    details: OllamaDetails
+
+
+class OllamaTags(Payload):
+    """The models, in Ollama's words."""
+
+    models: list[OllamaModel]
+
+
+class Load(Payload):
+    """The samples that run or wait."""
+
+    server_load: int
+
+
+class Profile(Payload):
+    """The name of a profile's folder."""
+
+    profile: str
+
+
+ServerState = Literal[
+    "starting", "serving", "ready", "recovering", "stopping", "stopped", "failed", "stalled"
+]
+
+
+class Health(Payload):
+    """Requests are served when the status is serving or ready."""
+
+    status: ServerState
+
+
+class DetailedHealth(Health):
+    """The same with the model and the size of the queue, once there is an engine."""
+
+    model: str | None
+    max_model_len: int | UnsetType = UNSET
+    num_running: int | UnsetType = UNSET
+    num_waiting: int | UnsetType = UNSET
+    steps: int | UnsetType = UNSET
+
+
+def model_info(engine: AsyncEngine, name: str) -> ModelInfo:
     """The model, which is served as `name`."""
-    return {
-        "model_path": engine.name,
-        "tokenizer_path": None if engine.tokenizer is None else engine.name,
-        "served_model_name": name,
-        "is_generation": True,
-        "architectures": [engine.architecture] if engine.architecture else None,
-        "max_model_len": engine.max_model_len,
-        "vocab_size": engine.vocab_size,
-        "has_image_understanding": False,
-        "has_audio_understanding": False,
-        "preferred_sampling_params": None,
-        "weight_version": "default",
-    }
+    return ModelInfo(
+        model_path=engine.name,
+        tokenizer_path=None if engine.tokenizer is None else engine.name,
+        served_model_name=name,
+        architectures=[engine.architecture] if engine.architecture else None,
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+    )
 
 
-def server_info(engine: AsyncEngine, name: str, state: str) -> dict[str, Any]:
+def server_info(engine: AsyncEngine, name: str, state: str) -> ServerInfo:
     """What the server can hold, and what it does now."""
     stats = engine.stats()
     most = engine.max_model_len
-    return {
-        "model_id": name,
-        "model_path": engine.name,
-        "served_model_name": name,
-        "status": state,
-        "version": __version__,
-        "max_model_len": most,
-        "context_length": most,
-        "max_req_input_len": most - 1,
-        "max_total_num_tokens": engine.limits.kv_tokens,
-        "max_total_tokens": engine.limits.kv_tokens,
-        "max_running_requests": stats.num_slots,
-        "max_num_reqs": stats.num_slots,
-        "tp_size": stats.tensor_parallel,
-        "dp_size": 1,
-        "disaggregation_mode": "null",
-        "system_fingerprint": engine.system_fingerprint,
-        "internal_states": [_load(engine)],
-    }
+    return ServerInfo(
+        model_id=name,
+        model_path=engine.name,
+        served_model_name=name,
+        status=state,
+        max_model_len=most,
+        context_length=most,
+        max_req_input_len=most - 1,
+        max_total_num_tokens=engine.limits.kv_tokens,
+        max_total_tokens=engine.limits.kv_tokens,
+        max_running_requests=stats.num_slots,
+        max_num_reqs=stats.num_slots,
+        tp_size=stats.tensor_parallel,
+        system_fingerprint=engine.system_fingerprint,
+        internal_states=[WorkerLoad(**_load(engine))],
+    )
 
 
-def stats(engine: AsyncEngine, name: str) -> dict[str, Any]:
+@cache
+def stats_type() -> type[EngineStats]:
+    """The type of `stats`. It is made late: its base imports more than `--help` needs."""
+    from forge_jax.engine.async_engine import EngineStats
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class StatsAnswer(EngineStats):
+        """The engine's counters; some of them also under the names of other servers."""
+
+        model: str
+        running: int
+        page_size: int
+        average_batch_size: float  # sequences in a step
+        max_batch_size: int
+
+    return StatsAnswer
+
+
+def stats(engine: AsyncEngine, name: str) -> EngineStats:
     """The engine's counters, and what other servers call some of them."""
     found = engine.stats()
-    return {
-        **dataclasses.asdict(found),
-        "model": name,
-        "running": found.num_running,
-        "page_size": found.block_size,
-        "average_batch_size": found.step_sequences / found.steps if found.steps else 0.0,
-        "max_batch_size": found.max_step_sequences,
-    }
+    kind: Any = stats_type()
+    return kind(
+        **vars(found),
+        model=name,
+        running=found.num_running,
+        page_size=found.block_size,
+        average_batch_size=found.step_sequences / found.steps if found.steps else 0.0,
+        max_batch_size=found.max_step_sequences,
+    )
 
 
-def loads(engine: AsyncEngine) -> dict[str, Any]:
+def loads(engine: AsyncEngine) -> Loads:
     """How much there is to do, for each replica: this server has one."""
-    now = datetime.now(UTC)
-    load = {"dp_rank": 0, "timestamp": time.time(), **_load(engine)}
-    return {"timestamp": now.isoformat(), "version": __version__, "loads": [load]}
+    load = ReplicaLoad(timestamp=time.time(), **_load(engine))
+    return Loads(timestamp=datetime.now(UTC).isoformat(), loads=[load])
 
 
-def ollama_tags(
-    engine: AsyncEngine, names: Sequence[str], created_s: int
-) -> dict[str, list[dict[str, Any]]]:
+def ollama_tags(engine: AsyncEngine, names: Sequence[str], created_s: int) -> OllamaTags:
     """The models in Ollama's words, as llama.cpp's server says them: unknown fields are empty."""
     family = engine.architecture or ""
-    details = {
-        "parent_model": "",
-        "format": "",
-        "family": family,
-        "families": [family] if family else [],
-        "parameter_size": "",
-        "quantization_level": "",
-    }
+    details = OllamaDetails(family, [family] if family else [])
     created = datetime.fromtimestamp(created_s, UTC).isoformat()
-    about = {"modified_at": created, "size": 0, "digest": "", "details": details}
-    return {"models": [{"name": name, "model": name, **about} for name in names]}
+    return OllamaTags(
+        [OllamaModel(name=name, model=name, modified_at=created, details=details) for name in names]
+    )
 
 
 def _load(engine: AsyncEngine) -> dict[str, Any]:

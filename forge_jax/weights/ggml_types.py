@@ -1,7 +1,7 @@
-"""Which tensors of a model are in the blocks of GGUF's types.
+"""Which tensors of a model are in ggml blocks, and of which type.
 
-What a `config.json` says of them is a key that is no one else's, `gguf_types`; of a GGUF file it
-is made from the table of tensors (`checkpoint/gguf/config.py`), and `forge-jax convert` keeps it.
+`config.json` lists them under a key of this project's own, `gguf_types`. Of a GGUF file that key is
+made from the table of tensors (`checkpoint/gguf/config.py`), and `forge-jax convert` keeps it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def of_all_experts(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class BlockTypes:
+class GGMLTypes:
     """The types ("Q4_K") of the tensors that are in blocks, by Hugging Face's names."""
 
     types: tuple[tuple[str, str], ...]
@@ -40,7 +40,7 @@ class BlockTypes:
         return None if found is None else TYPES[found]
 
 
-def read_block_types(config: HFConfig) -> BlockTypes | None:
+def read_ggml_types(config: HFConfig) -> GGMLTypes | None:
     """What the key says; None without it, or where it is empty."""
     section = config.section(KEY)
     if section is None or not section.values:
@@ -50,4 +50,4 @@ def read_block_types(config: HFConfig) -> BlockTypes | None:
     for name, found in section.values.items():
         if found not in TYPES:
             raise section.error(name, f"one of {', '.join(TYPES)}")
-    return BlockTypes(tuple(sorted(section.values.items())))
+    return GGMLTypes(tuple(sorted(section.values.items())))

@@ -1,0 +1,166 @@
+"""Reads converted folders, which have the leaves of a model as it holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from forge_jax.checkpoint import orbax
+from forge_jax.checkpoint.converted import FILE, WEIGHTS, Record
+from forge_jax.checkpoint.matrix import StoredMatrix
+from forge_jax.checkpoint.readers.floats import float_shards
+from forge_jax.checkpoint.readers.leaf import Shard
+from forge_jax.checkpoint.readers.quantized import quantized_format, quantized_shards
+from forge_jax.errors import CheckpointError
+from forge_jax.host.files import short_repr
+from forge_jax.models.decoder import Model
+from forge_jax.models.registry import build_model
+from forge_jax.models.weight_map import Tensor
+from forge_jax.weights.formats import WeightFormats
+from forge_jax.weights.ggml_formats import GGMLFormat
+from forge_jax.weights.partition import axis_of, matrix_of, partition_of
+from forge_jax.weights.quantized import QuantizedFormat
+from forge_jax.weights.stored import StoredTensor
+from forge_jax.weights.tensors import Matrix
+from forge_kernels.linear import unpack_int4
+from forge_kernels.linear.files import PlainInFiles
+
+
+@dataclass(frozen=True, eq=False)
+class ConvertedReader:
+    """The leaves of a converted folder.
+
+    Attributes:
+      model: the model to read.
+      stored: the arrays, by the names of their leaves.
+      held: the model that the folder has: `model`, or the same for one device, to be cut.
+    """
+
+    model: Model
+    stored: Mapping[str, StoredTensor]
+    held: Model
+
+    @classmethod
+    def open(cls, model: Model, folder: Path, record: Record) -> ConvertedReader:
+        """Check the record and the headers of all arrays.
+
+        Raises:
+          CheckpointError: they do not fit the model; all that is wrong is listed.
+        """
+        held = _held_model(model, folder, record)
+        expected = dict(zip(held.names, held.leaves, strict=True))
+        leaves = {
+            name: (_described(record.leaves.get(name)), _described(expected.get(name)))
+            for name in sorted(expected.keys() | record.leaves.keys())
+        }
+        faults = [
+            f"leaf {short_repr(name)} is {found}, not {wanted}"
+            for name, (found, wanted) in leaves.items()
+            if found != wanted
+        ]
+        if faults:
+            more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
+            raise CheckpointError(
+                f"{folder / FILE} does not fit its config.json: " + "; ".join(faults[:5]) + more
+            )
+        stored = {
+            name: jax.ShapeDtypeStruct(stored_shape(held, name), leaf.dtype)
+            for name, leaf in expected.items()
+        }
+        return cls(model, orbax.open_arrays(folder / WEIGHTS, stored), held)
+
+    def in_files(self, name: str) -> PlainInFiles | None:
+        """Where a leaf lies, if C++ can read it."""
+        leaf = self.model.leaf(name)
+        stored = StoredMatrix((Tensor(name, self.stored[name].shape),), self.stored)
+        stretches = stored.stretches(np.dtype(leaf.dtype))
+        return None if stretches is None else PlainInFiles(leaf.shape, leaf.dtype, stretches)
+
+    def read(self, name: str) -> np.ndarray:
+        """An array as it is stored."""
+        return _read(name, self.stored[name])
+
+    def shards(self, indices: Sequence[int]) -> Iterator[Shard]:
+        """The parts of all leaves that the devices `indices` have."""
+        if self.held is self.model:
+            for name in self.stored:
+                yield from self._stored_shards(name, indices)
+            return
+        quantized = self.model.in_format(QuantizedFormat)
+        for name in self.stored:
+            partition = partition_of(name, self.model.spec, self.model.shards)
+            if name in quantized:
+                matrices = self._matrices(name)
+                yield from quantized_shards(self.model, name, matrices, partition, indices)
+            elif matrix_of(name) not in quantized:
+                yield from float_shards(self.model, name, self.read(name), partition, indices)
+
+    def _stored_shards(self, name: str, indices: Sequence[int]) -> Iterator[Shard]:
+        """The parts of a leaf of a folder for as many devices, each read for itself."""
+        leaf, stored = self.model.leaf(name), self.stored[name]
+        if len(stored.shape) == leaf.ndim:  # every device has all of it
+            whole = self.read(name)
+            yield from (Shard(name, index, whole) for index in indices)
+            return
+        for index in indices:
+            offset = stored.offset + index * leaf.size * leaf.dtype.itemsize
+            yield Shard(name, index, _read(name, replace(stored, shape=leaf.shape, offset=offset)))
+
+    def _matrices(self, name: str) -> list[Matrix]:
+        """The matrices of a leaf as they were read from their checkpoint."""
+        prefix, format = name.removesuffix("weight"), quantized_format(self.held, name)
+        experts = self.held.pieces[name].shape.experts
+        arrays = {
+            part: self.read(f"{prefix}{part}")
+            for part in ("weight", "scale", "zero", "order", "input_scale")
+            if f"{prefix}{part}" in self.stored
+        }
+        if experts is None:
+            return [_matrix(format, arrays)]
+        each = ({part: array[i] for part, array in arrays.items()} for i in range(experts))
+        return [_matrix(format, own) for own in each]
+
+
+def _matrix(format: QuantizedFormat, arrays: Mapping[str, np.ndarray]) -> Matrix:
+    values, scale = arrays["weight"], arrays["scale"]
+    if format.scheme.values == "int4":
+        values = unpack_int4(values, 2 * values.shape[1] // scale.shape[1])
+    input_scale = arrays["input_scale"][0] if "input_scale" in arrays else None
+    return Matrix(values, scale, arrays.get("zero"), arrays.get("order"), input_scale)
+
+
+def _held_model(model: Model, folder: Path, record: Record) -> Model:
+    """The model that the folder has.
+
+    Raises:
+      CheckpointError: it cannot be cut for the devices of `model`.
+    """
+    record.check_shards(model.shards)
+    if record.shards == model.shards:
+        return model
+    if model.in_format(GGMLFormat):
+        raise CheckpointError(
+            f"--tensor-parallel {model.shards}: {folder} has matrices in blocks, for one device: "
+            f"convert the original model again with --tensor-parallel {model.shards}"
+        )
+    return build_model(model.spec, str(model.dtype), WeightFormats(rounded=record.rounded))
+
+
+def stored_shape(model: Model, name: str) -> tuple[int, ...]:
+    """Of a leaf's array in a converted folder: shards lie one after the other."""
+    shape = model.leaf(name).shape
+    return shape if axis_of(name, model.spec, model.shards) is None else (model.shards, *shape)
+
+
+def _read(name: str, stored: StoredTensor) -> np.ndarray:
+    return StoredMatrix((Tensor(name, stored.shape),), {name: stored}).read(
+        stored.shape, stored.dtype
+    )
+
+
+def _described(leaf: jax.ShapeDtypeStruct | None) -> str:
+    return "missing" if leaf is None else f"{leaf.dtype.name}{list(leaf.shape)}"

@@ -1,0 +1,121 @@
+"""Reads floats: vectors, plain matrices, and matrices that are packed for the CPU kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from forge_jax.checkpoint.readers.leaf import LeafReader, Shard, beside
+from forge_jax.models.decoder import Model
+from forge_jax.models.weight_map import Tensor
+from forge_jax.weights.partition import Partition
+from forge_jax.weights.quantized import module_of
+from forge_jax.weights.stored import FLOATS, TensorSource
+from forge_kernels.linear import Packing, pack, pack_experts
+from forge_kernels.linear.files import PackedInFiles, PlainInFiles
+
+# Tensors that only quantised modules have.
+QUANTIZED_TENSORS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+
+
+class FloatReader(LeafReader):
+    """A leaf of floats, cast to the model's type, or packed as it is read."""
+
+    def faults(self) -> list[str]:
+        return [fault for part in self.parts for fault in float_faults(part, self.tensors.stored)]
+
+    def in_files(self) -> PackedInFiles | PlainInFiles | None:
+        """Where the leaf lies, if C++ can read it: as it is, or packed; None if not."""
+        packing = float_packing(self.model, self.name)
+        if packing is None:
+            leaf = self.model.leaf(self.name)
+            stretches = self.stored_matrix().stretches(np.dtype(leaf.dtype))
+            return None if stretches is None else PlainInFiles(leaf.shape, leaf.dtype, stretches)
+        experts = [None] if packing.experts is None else range(packing.experts)
+        found = [self.stored_matrix(expert).stretches() for expert in experts]
+        matrices = [stretches for stretches in found if stretches is not None]
+        return PackedInFiles(packing, matrices) if len(matrices) == len(found) else None
+
+    def whole(self) -> Iterator[tuple[str, np.ndarray]]:
+        packing = float_packing(self.model, self.name)
+        if packing is None:
+            leaf = self.model.leaf(self.name)
+            yield self.name, self.stored_matrix().read(leaf.shape, leaf.dtype)
+            return
+        if packing.experts is None:
+            weight, scale = pack(self.stored_matrix(), packing)
+        else:
+            experts = [self.stored_matrix(expert) for expert in range(packing.experts)]
+            weight, scale = pack_experts(experts, packing)
+        yield from packed_leaves(self.name, weight, scale)
+
+    def shards(self, indices: Sequence[int]) -> Iterator[Shard]:
+        stored, experts = self.stored_matrix(), self.experts
+        shape = stored.shape
+        if experts is not None:
+            shape = (experts, shape[0] // experts, *shape[1:])
+        whole = stored.read(shape, self.model.dtype)
+        yield from float_shards(self.model, self.name, whole, self.partition, indices)
+
+
+def float_shards(
+    model: Model,
+    name: str,
+    whole: np.ndarray,
+    partition: Partition | None,
+    indices: Sequence[int],
+) -> Iterator[Shard]:
+    """The parts of a leaf of floats, packed if the model has it so."""
+    packing = float_packing(model, name)
+    for index in indices:
+        part = whole if partition is None else partition.shard(whole, index)
+        if packing is None:
+            yield Shard(name, index, part)
+            continue
+        weight, scale = (pack if packing.experts is None else pack_experts)(part, packing)
+        for leaf, array in packed_leaves(name, weight, scale):
+            yield Shard(leaf, index, array)
+
+
+def float_packing(model: Model, name: str) -> Packing | None:
+    """How the CPU kernels have a leaf of floats; None: it is plain."""
+    packing = model.packings.get(name)
+    assert packing is None or isinstance(packing, Packing), name
+    return packing
+
+
+def packed_leaves(
+    name: str, weight: np.ndarray, scale: np.ndarray | None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The leaves of a packed matrix."""
+    yield name, weight
+    if scale is not None:
+        yield beside(name, "scale"), scale
+
+
+def float_faults(part: Tensor, stored: Mapping[str, TensorSource]) -> list[str]:
+    """What is wrong with a tensor that must be of floats, by its header."""
+    undescribed = undescribed_module(module_of(part.name), stored)
+    if undescribed:
+        return undescribed
+    found = stored.get(part.name)
+    if found is None:
+        return [f"tensor {part.name} is missing"]
+    faults = []
+    if found.shape != part.shape:
+        faults.append(f"tensor {part.name} has shape {found.shape}, not {part.shape}")
+    if found.dtype not in FLOATS:
+        faults.append(f"tensor {part.name} is {found.dtype}, which is not supported")
+    return faults
+
+
+def undescribed_module(module: str, stored: Mapping[str, TensorSource]) -> list[str]:
+    """The fault of a module that its tensors, but not the config, say is quantised."""
+    for name in QUANTIZED_TENSORS:
+        if f"{module}.{name}" in stored:
+            return [
+                f"{module} is quantised (there is a tensor {module}.{name}), but "
+                "quantization_config does not say how"
+            ]
+    return []

@@ -1,0 +1,137 @@
+"""Reads matrices that a checkpoint has quantised, or that are rounded as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from forge_jax.checkpoint.matrix import StoredMatrix
+from forge_jax.checkpoint.readers.floats import float_faults
+from forge_jax.checkpoint.readers.leaf import (
+    LeafReader,
+    Shard,
+    beside,
+    empty_leaves,
+    expert_parts,
+)
+from forge_jax.errors import CheckpointError
+from forge_jax.models.decoder import Model
+from forge_jax.models.weight_map import Tensor
+from forge_jax.weights.partition import Partition
+from forge_jax.weights.quantized import QuantizedFormat, module_of
+from forge_jax.weights.rounding import round_matrix
+from forge_jax.weights.shards import shard_of
+from forge_jax.weights.stored import TensorSource
+from forge_jax.weights.tensors import Matrix, check_matrix, read_matrices, read_order
+from forge_kernels.threads import for_each
+
+
+class QuantizedReader(LeafReader):
+    """A matrix whose values stay those of the checkpoint, or of its floats as they are rounded."""
+
+    def faults(self) -> list[str]:
+        stored, format = self.tensors.stored, quantized_format(self.model, self.name)
+        if format.rounded:
+            return [fault for part in self.parts for fault in float_faults(part, stored)]
+        return [fault for part in self.parts for fault in _faults(part, format, stored)]
+
+    def whole(self) -> Iterator[tuple[str, np.ndarray]]:
+        return quantized_leaves(self.model, self.name, self.matrix)
+
+    def shards(self, indices: Sequence[int]) -> Iterator[Shard]:
+        matrices = [self.matrix(expert) for expert in range(self.experts or 1)]
+        return quantized_shards(self.model, self.name, matrices, self.partition, indices)
+
+    def matrix(self, expert: int) -> Matrix:
+        """The values of the whole matrix, or of one expert's."""
+        format, stored = quantized_format(self.model, self.name), self.tensors.stored
+        parts = self.parts if self.experts is None else self.expert_parts(expert)
+        if format.rounded:
+            return round_matrix(StoredMatrix(parts, stored, expert), format.scheme)
+        modules = {module_of(part.name): (part.shape[0], part.shape[1]) for part in parts}
+        matrix = read_matrices(format.scheme, modules, stored)
+        if beside(self.name, "bias") not in self.model.names:
+            _check_no_bias(modules, stored)
+        order = self._order_of_rows(expert)
+        if order is None:
+            return matrix
+        return matrix.rows(np.concatenate([order, order + len(order)]))
+
+    def _order_of_rows(self, expert: int) -> np.ndarray | None:
+        """The order of an expert's gates, and ups: that of the columns multiplied after them."""
+        down = self.name.replace(".gate_up.", ".down.")
+        following = self.model.pieces[down].format
+        if self.experts is None or down == self.name:
+            return None
+        if not isinstance(following, QuantizedFormat) or not following.follows:
+            return None
+        (part,) = expert_parts(self.tensors.parts[down], self.experts, expert)
+        shape = part.shape[0], part.shape[1]
+        return read_order(following.scheme, module_of(part.name), shape, self.tensors.stored)
+
+
+def quantized_format(model: Model, name: str) -> QuantizedFormat:
+    """The format of a leaf that is known to be quantised."""
+    format = model.pieces[name].format
+    assert isinstance(format, QuantizedFormat), name
+    return format
+
+
+def quantized_leaves(
+    model: Model, name: str, read: Callable[[int], Matrix]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The leaf `name` and those beside it, of one matrix (`read(0)`) or of those of experts."""
+    format, shape = quantized_format(model, name), model.pieces[name].shape
+    if shape.experts is None:
+        for part, array in format.arrays(read(0), shape, name).items():
+            yield beside(name, part), array
+        return
+    arrays = empty_leaves(model, name)
+
+    def place(expert: int) -> None:
+        for part, array in format.arrays(read(expert), shape, name).items():
+            arrays[beside(name, part)][expert] = array
+
+    if format.rounded:  # with threads of its own
+        for expert in range(shape.experts):
+            place(expert)
+    else:
+        for_each(place, range(shape.experts))
+    yield from arrays.items()
+
+
+def quantized_shards(
+    model: Model,
+    name: str,
+    matrices: Sequence[Matrix],
+    partition: Partition | None,
+    indices: Sequence[int],
+) -> Iterator[Shard]:
+    """The parts of whole matrices: of one, or of those of all experts."""
+    format = quantized_format(model, name)
+    for index in indices:
+        parts = [shard_of(matrix, format, partition, index) for matrix in matrices]
+        for leaf, array in quantized_leaves(model, name, parts.__getitem__):
+            yield Shard(leaf, index, array)
+
+
+def _faults(part: Tensor, format: QuantizedFormat, stored: Mapping[str, TensorSource]) -> list[str]:
+    if len(part.shape) != 2:
+        return [
+            f"{part.name} has the quantised matrices of all experts of a layer, which is "
+            "supported where each has tensors of its own"
+        ]
+    shape = part.shape[0], part.shape[1]
+    return check_matrix(format.scheme, module_of(part.name), shape, stored)
+
+
+def _check_no_bias(modules: Iterable[str], stored: Mapping[str, TensorSource]) -> None:
+    """Some writers give each matrix a bias of zeros; others would be left out."""
+    for name in (f"{module}.bias" for module in modules):
+        found = stored.get(name)
+        if found is None:
+            continue
+        values = StoredMatrix((Tensor(name, found.shape),), stored).read(found.shape, np.float32)
+        if values.any():
+            raise CheckpointError(f"tensor {name} is not 0, but the model has no bias there")

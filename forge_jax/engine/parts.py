@@ -1,0 +1,83 @@
+"""`EngineParts`: an engine that has been put together, for `LLM` and `Engine` to run."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forge_jax.config import Pooling
+from forge_jax.engine.core import EngineCore
+from forge_jax.telemetry.startup import StartupTimes
+
+if TYPE_CHECKING:
+    import jax
+
+    from forge_jax.engine.adapters import Adapters
+    from forge_jax.step.executables import BackgroundCompile
+    from forge_jax.text import ChatTemplate, Tokenizer
+
+
+class Steps(Protocol):
+    """The device's steps, as a profile sees them."""
+
+    def compiled(self) -> Mapping[str, jax.stages.Compiled]:
+        """Return the active executables by name. Thread-safe."""
+        ...
+
+    def settle(self) -> None:
+        """Block until the device has finished everything that was dispatched."""
+        ...
+
+
+class Pooler(Protocol):
+    """Executables that pool hidden states, compiled for the first request that needs them."""
+
+    @property
+    def can_pool(self) -> bool:
+        """True once compiled and active."""
+        ...
+
+    def compile_pooling(self) -> None:
+        """Compile them, in any thread but the one that ticks; a further call only waits.
+
+        Raises:
+          EngineError: there is no room for them.
+        """
+        ...
+
+    def activate_pooling(self) -> None:
+        """Activate the compiled executables: between two ticks, in the thread that ticks."""
+        ...
+
+
+@dataclass(kw_only=True)
+class EngineParts:
+    """An engine that can run."""
+
+    name: str
+    core: EngineCore
+    max_model_len: int
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    rng: random.Random
+    guard: Callable[[], AbstractContextManager[Any]] = nullcontext  # `tick` runs under it
+    compilations: Callable[[], int] = lambda: 0  # since ready
+    clock: Callable[[], float] = time.monotonic
+    system_fingerprint: str | None = None  # in the deterministic tier
+    architecture: str | None = None  # as in the model's config.json
+    shards: int = 1  # devices that share the model
+    pooling: Pooling = "last"  # default of requests
+    adapters: Adapters | None = None  # None: LoRA is off
+    pooler: Pooler | None = None  # None: the device can pool from its start on
+    steps: Steps | None = None  # None: there is no real device
+    late: BackgroundCompile | None = None  # None: everything is compiled and active
+    startup: StartupTimes = field(default_factory=StartupTimes)
+
+    def finish_compiling(self) -> None:
+        """Block until every executable is compiled, and activate them all."""
+        if self.late is not None:
+            self.late.finish()

@@ -1,0 +1,286 @@
+"""The sizes that the configuration leaves to the model and the machine: context, blocks, tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+
+from forge_jax.config import EngineConfig
+from forge_jax.engine.core import max_rows
+from forge_jax.errors import ConfigError
+from forge_jax.models.kv import element_dtype
+from forge_jax.models.lora import LoraShape
+from forge_jax.step.kv_cache import (
+    CPU_SEQUENCE_TOKENS,
+    GIB,
+    KVShape,
+    coarse,
+    cpu_kv_bytes,
+    fit_num_blocks,
+    kv_shape,
+)
+from forge_jax.telemetry.memory import available_host_bytes, device_bytes
+from forge_jax.weights.partition import shard_spec
+
+if TYPE_CHECKING:
+    from forge_jax.engine.builder import Draft
+    from forge_jax.models.decoder import Model
+    from forge_jax.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residents:
+    """The owners of a device's memory: the model, a draft model and LoRA adapters."""
+
+    config: EngineConfig
+    model: Model
+    device: jax.Device
+    draft: Draft | None = None
+    lora: LoraShape | None = None
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.platform == "cpu"
+
+    @property
+    def models(self) -> list[Model]:
+        return [self.model] if self.draft is None else [self.model, self.draft.model]
+
+    def kv_shape(self, model: Model, num_blocks: int, block_size: int) -> KVShape:
+        """Return the KV cache of one of the models, of one shard."""
+        # A draft model's cache is small, and in the model's own type.
+        kv_dtype = self.config.cache.kv_dtype if model is self.model else "auto"
+        return kv_shape(
+            shard_spec(model.spec, model.shards),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=element_dtype(kv_dtype, model.dtype),
+            platform=self.device.platform,
+        )
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes of one block in the KV caches of all models."""
+        return sum(self.kv_shape(each, 1, block_size).block_bytes for each in self.models)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights and adapters, of one shard."""
+        total = self.model.param_bytes + (0 if self.draft is None else self.draft.param_bytes)
+        if self.lora is not None:
+            of_shard = shard_spec(self.model.spec, self.model.shards)
+            total += self.lora.num_bytes(of_shard, self.model.dtype)
+        return total
+
+    def activation_bytes(self, max_tokens: int) -> int:
+        """Return an upper bound on what one step holds besides weights and KV cache."""
+        num_rows = max_rows(self.config.batch.max_num_seqs)
+        specs = [shard_spec(each.spec, each.shards) for each in self.models]
+        bound = max(activation_bytes(spec, max_tokens, num_rows) for spec in specs)
+        if self.lora is None:
+            return bound
+        # Between the two matrices of each adapter, and their sum.
+        width = self.lora.places * self.lora.rank + 2 * specs[0].intermediate_size
+        return bound + 4 * max_tokens * width
+
+    def kv_bytes(self, max_tokens: int, wanted: int) -> int:
+        """Return the bytes for the KV caches, after weights and a bound on activations.
+
+        Args:
+          wanted: bytes that they should have on a CPU.
+        """
+        memory = device_bytes(self.device)
+        shards, weights = self.model.shards, self.weight_bytes
+        if memory is None:
+            available = available_host_bytes() - shards * weights
+            return cpu_kv_bytes(shards * wanted, available) // shards
+        limit, in_use = memory
+        share = int(limit * self.config.cache.memory_fraction)
+        return share - in_use - weights - self.activation_bytes(max_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes that the configuration leaves to the model and the machine."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    kv: KVShape
+    draft_kv: KVShape | None  # of the draft model: as many blocks
+    draft_bytes: int  # of the draft model: its own weights, and `draft_kv`
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        return -(-self.max_model_len // self.kv.block_size)
+
+    @classmethod
+    def choose(cls, residents: Residents) -> Sizes:
+        """Choose the sizes that fit into the device's memory.
+
+        Raises:
+          ConfigError: the sizes that are set do not fit the model or the memory.
+        """
+        config, spec = residents.config, residents.model.spec
+        asked = config.model.max_model_len
+        if asked is not None and asked > spec.max_position_embeddings:
+            raise ConfigError(
+                f"--max-model-len {asked} is more than the model's own limit of "
+                f"{spec.max_position_embeddings}"
+            )
+        context = asked or spec.max_position_embeddings
+        max_tokens = config.batch.max_num_batched_tokens or _step_tokens(config, residents.on_cpu)
+        block_size = config.cache.block_size or (16 if residents.on_cpu else 64)
+        if config.cache.kv_cache == "contiguous":
+            block_size = -(-context // 8) * 8
+        if config.cache.num_blocks is None:
+            num_blocks, context = _fitting_blocks(residents, block_size, context, max_tokens)
+        else:
+            num_blocks = config.cache.num_blocks
+            context = _fit_context(asked, context, num_blocks * block_size)
+            _check_blocks(residents, num_blocks, block_size)
+        draft, draft_kv, draft_bytes = residents.draft, None, 0
+        if draft is not None:
+            draft_kv = residents.kv_shape(draft.model, num_blocks, block_size)
+            draft_bytes = draft.param_bytes + draft_kv.total_bytes
+        return cls(
+            max_model_len=context,
+            max_num_batched_tokens=max_tokens,
+            kv=residents.kv_shape(residents.model, num_blocks, block_size),
+            draft_kv=draft_kv,
+            draft_bytes=draft_bytes,
+        )
+
+    def smaller(self, config: EngineConfig, excess: int) -> Sizes:
+        """Return sizes with a KV cache that is smaller by at least `excess` bytes.
+
+        Raises:
+          ConfigError: there is no room for one, or `--num-blocks` asked for this many.
+        """
+        draft_block_bytes = 0 if self.draft_kv is None else self.draft_kv.block_bytes
+        block_bytes = self.kv.block_bytes + draft_block_bytes
+        blocks = coarse((self.kv.num_blocks * block_bytes - excess) // block_bytes)
+        room = blocks * self.kv.block_size
+        what = f"the steps need {excess / GIB:.2f} GiB more than the device has"
+        if config.cache.num_blocks is not None:
+            raise ConfigError(
+                f"--num-blocks {config.cache.num_blocks}: {what}: at most {max(blocks, 0)} fit"
+            )
+        least = 1 if config.model.max_model_len is None else self.blocks_per_sequence
+        if blocks < least or config.cache.kv_cache == "contiguous":
+            raise ConfigError(
+                f"{what}: lower --max-model-len, --max-num-seqs or --max-num-batched-tokens"
+            )
+        log.warning("%s: the KV cache is cut to %d blocks", what, blocks)
+        return dataclasses.replace(
+            self,
+            max_model_len=_fit_context(config.model.max_model_len, self.max_model_len, room),
+            kv=dataclasses.replace(self.kv, num_blocks=blocks),
+            draft_kv=self.draft_kv and dataclasses.replace(self.draft_kv, num_blocks=blocks),
+            draft_bytes=self.draft_bytes - (self.kv.num_blocks - blocks) * draft_block_bytes,
+        )
+
+
+def _check_blocks(residents: Residents, num_blocks: int, block_size: int) -> None:
+    block_bytes = residents.block_bytes(block_size)
+    needed, free = num_blocks * block_bytes, _memory_bytes(residents.device, residents.model.shards)
+    if needed > free:
+        raise ConfigError(
+            f"--num-blocks {num_blocks} needs {needed / GIB:,.1f} GiB, and the device has "
+            f"{free / GIB:,.1f}: at most {free // block_bytes} blocks fit"
+        )
+
+
+def _fitting_blocks(
+    residents: Residents, block_size: int, context: int, max_tokens: int
+) -> tuple[int, int]:
+    """Return the number of blocks that fit, and the context, cut to them unless it is set."""
+    config = residents.config
+    block_bytes, max_num_seqs = residents.block_bytes(block_size), config.batch.max_num_seqs
+    wanted = max_num_seqs * CPU_SEQUENCE_TOKENS // block_size
+    free = residents.kv_bytes(max_tokens, wanted * block_bytes)
+    room = coarse(free // block_bytes) * block_size
+    if config.model.max_model_len is None and config.cache.kv_cache == "paged" and room:
+        context = _fit_context(None, context, room)
+    num_blocks = fit_num_blocks(
+        block_bytes=block_bytes,
+        free_bytes=free,
+        blocks_per_sequence=-(-context // block_size),
+        max_num_seqs=max_num_seqs,
+    )
+    return num_blocks, context
+
+
+def log_if_small(config: EngineConfig, sizes: Sizes) -> None:
+    """Log if sequences will wait for blocks long before `--max-num-seqs` of them run."""
+    seqs = config.batch.max_num_seqs
+    room = sizes.kv.num_blocks * sizes.kv.block_size
+    if config.cache.num_blocks is None and room < seqs * min(512, sizes.max_model_len):
+        log.info(
+            "the KV cache has room for %d tokens, %d for each of %d sequences: more of them wait "
+            "(--num-blocks gives it more memory, --kv-dtype int8 takes half of it)",
+            room,
+            room // seqs,
+            seqs,
+        )
+
+
+def _step_tokens(config: EngineConfig, on_cpu: bool) -> int:
+    """Return the tokens of a step. In the deterministic tier XLA computes unused rows as well."""
+    if config.model.deterministic:
+        return 64 if on_cpu else 256
+    return 512 if on_cpu else 2048
+
+
+def _fit_context(asked: int | None, max_model_len: int, room: int) -> int:
+    """Return the context, cut to the room of the KV cache unless it was set."""
+    if room >= max_model_len:
+        return max_model_len
+    if asked is not None:
+        raise ConfigError(
+            f"--max-model-len {asked} does not fit into the KV cache, which has room for {room} "
+            "tokens: raise --num-blocks or lower --max-model-len"
+        )
+    log.warning(
+        "the KV cache has room for %d tokens: the context is cut from %d to that "
+        "(--num-blocks gives it more)",
+        room,
+        max_model_len,
+    )
+    return room
+
+
+def _memory_bytes(device: jax.Device, shards: int) -> int:
+    """Return the bytes of the device that could be used."""
+    memory = device_bytes(device)
+    return _host_bytes(shards) if memory is None else memory[0]
+
+
+def free_bytes(device: jax.Device, shards: int) -> int:
+    """Return the bytes of the device that are not in use."""
+    memory = device_bytes(device)
+    return _host_bytes(shards) if memory is None else memory[0] - memory[1]
+
+
+def _host_bytes(shards: int) -> int:
+    """Return the memory of a device that is a part of the host."""
+    return available_host_bytes() // shards
+
+
+def activation_bytes(spec: ModelSpec, max_tokens: int, num_rows: int) -> int:
+    """Return a bound on what one step holds besides weights and KV: float32, four live copies."""
+    width = max(
+        2 * spec.intermediate_size,
+        (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim,
+        spec.hidden_size,
+    )
+    bound = 4 * 4 * (max_tokens * (width + 2 * spec.hidden_size) + num_rows * spec.vocab_size)
+    if spec.experts is None:
+        return bound
+    # On a GPU each expert computes each token: gates and ups, their products, and what comes out.
+    of_expert = 3 * spec.experts.intermediate_size + spec.hidden_size
+    return bound + 4 * max_tokens * spec.experts.count * of_expert

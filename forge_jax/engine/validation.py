@@ -1,0 +1,117 @@
+"""What an engine refuses before it queues a request: limits, token ids, salts, stop strings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, get_args
+
+from forge_jax.config import Pooling
+from forge_jax.errors import RequestError
+from forge_jax.grammar.spec import refused
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.request import Request, TokenIds, output_room
+
+if TYPE_CHECKING:
+    from forge_jax.grammar.token_filter import TokenFilter
+    from forge_jax.text import Tokenizer
+
+
+class Limits(NamedTuple):
+    """Limits of every request, in tokens and ids."""
+
+    vocab_size: int  # the model's output width
+    context: int  # prompt and output of a sequence
+    kv_tokens: int  # the KV cache of the engine
+
+
+def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None) -> None:
+    """Refuse a request that an engine of these limits can never serve.
+
+    Raises:
+      RequestError: with `param` named.
+    """
+    check_token_ids(request, limits.vocab_size)
+    check_salt(request.cache_salt)
+    _check_pooling(request)
+    if request.params.constrained and tokenizer is None:
+        raise refused("the model has no tokenizer")
+    if request.params.stop and tokenizer is None:
+        raise RequestError(
+            "stop strings need a tokenizer, which this model does not have: use stop_token_ids",
+            param="stop",
+        )
+    token_filter(request.params, tokenizer, limits.vocab_size)
+    output_room(request, limits.context, limits.kv_tokens)
+
+
+def token_filter(
+    params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int
+) -> TokenFilter | None:
+    """Return the filter of `allowed_token_ids` and `bad_words`; None if they exclude nothing.
+
+    Raises:
+      RequestError: they leave nothing, or a word has no tokens.
+    """
+    if params.allowed_token_ids is None and not params.bad_words:
+        return None
+    from forge_jax.grammar.token_filter import TokenFilter
+
+    return TokenFilter.of(params, tokenizer, vocab_size)
+
+
+def _check_pooling(request: Request) -> None:
+    params = request.params
+    if request.pooling is None:
+        return
+    if request.pooling not in get_args(Pooling):
+        raise RequestError("pooling must be last or mean", param="pooling")
+    if params.max_tokens != 0 or params.n != 1 or params.constrained:
+        raise RequestError(
+            "with pooling there is no output: max_tokens must be 0 and n 1", param="max_tokens"
+        )
+
+
+def check_salt(salt: str) -> None:
+    """Refuse a salt that cannot be hashed.
+
+    Raises:
+      RequestError: naming the field.
+    """
+    try:
+        salt.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise RequestError("cache_salt must be valid text", param="cache_salt") from error
+
+
+def without_unknown_stops(request: Request, vocab_size: int) -> Request:
+    """Return the request without stop token ids beyond the vocabulary: no token matches them."""
+    stops = request.params.stop_token_ids
+    if not stops or max(stops) < vocab_size:
+        return request
+    kept = tuple(token for token in stops if token < vocab_size)
+    return replace(request, params=replace(request.params, stop_token_ids=kept))
+
+
+def check_token_ids(request: Request, vocab_size: int) -> None:
+    """Refuse token ids outside the model's output width (`vocab_size`).
+
+    Raises:
+      RequestError: naming the field.
+    """
+    ids = TokenIds.of(request.prompt_token_ids)
+    if not ids:
+        raise RequestError("the prompt is empty", param="prompt")
+    if ids.low < 0 or ids.high >= vocab_size:
+        raise RequestError(
+            f"the prompt has a token id outside the model's vocabulary (0..{vocab_size - 1})",
+            param="prompt",
+        )
+    for name, given in (
+        ("logit_bias", request.params.logit_bias),
+        ("allowed_token_ids", request.params.allowed_token_ids),
+    ):
+        if given and (token := max(given)) >= vocab_size:
+            raise RequestError(
+                f"{name}: token id {token} is outside the model's vocabulary (0..{vocab_size - 1})",
+                param=name,
+            )

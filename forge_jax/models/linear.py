@@ -1,0 +1,136 @@
+"""Linear layers and norms of a decoder as Flax NNX modules.
+
+A linear layer multiplies with a weight of any type (`forge_kernels.linear`), which `MatrixBuilder`
+chose when the model was built. Adapters and tensor parallelism are arguments of the call.
+
+Letters: T tokens in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from forge_jax.models.spec import ModelSpec
+from forge_jax.weights.formats import MatrixShape, MatrixSpec, WeightFormats
+from forge_kernels.linear import MatmulOptions, MatrixWeight, OrderedWeight
+from forge_kernels.norm import rms_norm
+
+
+class MatrixBuilder:
+    """Allocates the matrices of a model, each in its format, and lists them in `matrices`."""
+
+    def __init__(self, formats: WeightFormats, dtype: Any):
+        self.formats, self.dtype = formats, dtype
+        self.matrices: dict[str, MatrixSpec] = {}
+
+    def __call__(
+        self,
+        leaf: str,
+        outputs: int,
+        inputs: int,
+        *,
+        paired: bool = False,
+        experts: int | None = None,
+    ) -> MatrixWeight:
+        """The weight of `leaf` ("layers.0.mlp.down.weight"), of zeros.
+
+        `paired`: its halves are gates and ups, and SwiGLU is a part of the product.
+        """
+        matrix = MatrixSpec(self.formats.of(leaf), MatrixShape(outputs, inputs, paired, experts))
+        self.matrices[leaf] = matrix
+        abstract = matrix.format.weight(matrix.shape, self.dtype)
+        return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), abstract)
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, size: int, spec: ModelSpec, dtype: Any):
+        self.weight = nnx.Param(jnp.zeros(size, dtype))
+        self.eps = spec.rms_norm_eps
+        self.offset, self.in_float32 = spec.norm_offset, spec.norm_in_float32
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it is as in Llama, so that `forge_kernels.linear` can compute it."""
+        return not self.offset and not self.in_float32
+
+    def __call__(self, x: jax.Array, axis: str | None = None) -> jax.Array:
+        """float[..., size] -> the same. `axis`: each device of the mesh has a part of every row."""
+        return rms_norm(
+            x,
+            self.weight[...],
+            self.eps,
+            offset=self.offset,
+            in_float32=self.in_float32,
+            axis_name=axis,
+        )
+
+
+Delta = Callable[[jax.Array], jax.Array]  # dtype[T, K_in] -> what is added to the product with it
+
+
+class Linear(nnx.Module):
+    """A weight, whatever its type, with a bias if the model has one."""
+
+    def __init__(self, matrix: MatrixWeight, bias: jax.Array | None = None):
+        self.matrix = nnx.Param(matrix)
+        self.bias = None if bias is None else nnx.Param(bias)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        norm: RMSNorm | None = None,
+        residual: jax.Array | None = None,
+        delta: Delta | None = None,
+        axis: str | None = None,
+        swiglu: bool = False,
+        num_rows: jax.Array | None = None,
+        out_dtype: DTypeLike | None = None,
+    ) -> jax.Array:
+        """`residual + (norm(x) W^T + delta(norm(x)) + bias)`: see `forge_kernels.linear.linear`.
+
+        Args:
+          delta: what adapters add, in plain XLA, whatever the weight. Not together with `swiglu`.
+          axis: each device of this mesh axis has some of the inputs, and products are summed.
+        """
+        assert delta is None or not swiglu, "a model that was not built for adapters"
+        options: MatmulOptions = {"swiglu": swiglu, "num_rows": num_rows, "out_dtype": out_dtype}
+        weight = self.matrix.get_value()
+        ordered = isinstance(weight, OrderedWeight)
+        if norm is not None and norm.is_plain and delta is None and not ordered:
+            options["norm"] = (norm.weight[...], norm.eps)
+        elif norm is not None:
+            with jax.named_scope("norm"):
+                x = norm(x)
+        inputs = x
+        if ordered and axis is not None:
+            with jax.named_scope("gather"):
+                inputs = lax.all_gather(x, axis, axis=1, tiled=True)
+        if delta is None and axis is None and self.bias is None:
+            options["residual"] = residual
+            return weight.matmul(inputs, **options)
+        y = weight.matmul(inputs, **options)
+        if delta is not None:
+            y = y + delta(x)
+        if axis is not None:
+            y = add_up(y, axis)
+        if self.bias is not None:
+            y = y + self.bias[...]
+        return y if residual is None else residual + y
+
+
+def add_up(x: jax.Array, axis: str) -> jax.Array:
+    """The sum over the devices of a mesh's axis, on each of them."""
+    with jax.named_scope("add_up"):
+        return jax.lax.psum(x, axis)
+
+
+def new_bias(size: int, dtype: Any, *, exists: bool) -> jax.Array | None:
+    return jnp.zeros(size, dtype) if exists else None

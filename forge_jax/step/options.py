@@ -1,0 +1,107 @@
+"""`RunnerOptions`: the sizes and choices that decide a runner's executables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import jax
+
+from forge_jax.config import Verification
+from forge_jax.step.placement import Placement
+from forge_jax.step.step import Sampler
+from forge_kernels.attention import Implementation
+
+if TYPE_CHECKING:
+    from forge_jax.models.lora import LoraShape
+    from forge_jax.step.draft_probs import DraftProbs
+    from forge_jax.step.inputs import StepShape
+    from forge_jax.step.kv_cache import KVShape
+    from forge_jax.step.mesh import TensorMesh
+
+type CompilerOptions = dict[str, str | bool | int]
+
+# https://openxla.org/xla/determinism: some operations have fast forms without a fixed order of
+# summation, and autotuning picks kernels by measured time, so two starts may pick different ones.
+DETERMINISTIC_GPU_OPTIONS: CompilerOptions = {
+    "xla_gpu_exclude_nondeterministic_ops": True,
+    "xla_gpu_autotune_level": 0,
+}
+
+
+def compiler_options(
+    platform: str, *, command_buffers: bool, deterministic: bool
+) -> CompilerOptions:
+    """Return XLA's options for the steps."""
+    options: CompilerOptions = {}
+    if platform != "cpu" and not command_buffers:
+        options["xla_gpu_enable_command_buffer"] = ""  # the list of what goes into them: nothing
+    if platform != "cpu" and deterministic:
+        options |= DETERMINISTIC_GPU_OPTIONS
+    return options
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerOptions:
+    """The sizes and choices that decide a runner's executables.
+
+    Args:
+      shapes: of all executables, smallest first; the last takes any plan.
+      first: shapes that `Runner.start` waits for; one of them takes prompts. Default: all.
+      kv_shape: of one shard, if a mesh divides the model.
+      max_blocks: of one sequence.
+      mesh: the devices that share the model, of which `device` is one; None: `device` is alone.
+      implementation: of attention.
+      sampler: of sampling.
+      verification: of drafts.
+      draft_probs: by rejection, the probabilities that a draft model drew from; None: drafts come
+        from texts.
+      deterministic: compute every row in the same way. With one shape, the logits of a token then
+        do not depend on batch composition.
+      command_buffers: whether XLA:GPU may use command buffers (CUDA graphs).
+      lora: the adapters that there may be beside the model's weights; None: LoRA is off.
+      memory_limit: bytes of the device that all of this may take; None: no limit.
+    """
+
+    shapes: Sequence[StepShape]
+    first: Sequence[StepShape] | None = None
+    kv_shape: KVShape
+    num_slots: int
+    max_blocks: int
+    device: jax.Device
+    mesh: TensorMesh | None = None
+    implementation: Implementation = "auto"
+    sampler: Sampler = "xla"
+    verification: Verification = "coupled"
+    draft_probs: DraftProbs | None = None
+    deterministic: bool = False
+    command_buffers: bool = True
+    lora: LoraShape | None = None
+    memory_limit: int | None = None
+
+    @property
+    def first_shapes(self) -> list[StepShape]:
+        return list(self.shapes if self.first is None else self.first)
+
+    @property
+    def late_shapes(self) -> list[StepShape]:
+        return [shape for shape in self.shapes if shape not in self.first_shapes]
+
+    @property
+    def prompt_sizes(self) -> list[int]:
+        """Tokens of the executables that take prompts, and compute unused rows as well."""
+        return [shape.num_tokens for shape in self.shapes if shape.prompts]
+
+    @cached_property
+    def placement(self) -> Placement:
+        return Placement(self.device, self.mesh)
+
+    @property
+    def compiler_options(self) -> CompilerOptions:
+        return compiler_options(
+            self.device.platform,
+            command_buffers=self.command_buffers,
+            deterministic=self.deterministic,
+        )

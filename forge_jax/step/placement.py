@@ -1,0 +1,67 @@
+"""Where the arrays of one model lie: on one device, or on the devices of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from forge_jax.models.kv import KV
+
+if TYPE_CHECKING:
+    from forge_jax.models.decoder import Model
+    from forge_jax.step.kv_cache import KVShape
+    from forge_jax.step.mesh import TensorMesh
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The device of a model, or the mesh that shares it, of which `device` is one."""
+
+    device: jax.Device
+    mesh: TensorMesh | None = None
+
+    @cached_property
+    def sharding(self) -> jax.sharding.Sharding:
+        """Of every array but weights and KV cache, which a mesh divides."""
+        if self.mesh is None:
+            return jax.sharding.SingleDeviceSharding(self.device)
+        return self.mesh.whole
+
+    def i32(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.sharding)
+
+    def put(self, tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+        """Return shapes like those of `tree`, placed here."""
+        sharding = sharding or self.sharding
+        return jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree
+        )
+
+    def leaves(self, model: Model) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the shapes of a model's weights, of all shards together."""
+        return self.put(model.leaves) if self.mesh is None else self.mesh.leaves(model)
+
+    def whole_kv(self, model: Model, shard: KVShape) -> KVShape:
+        """Return the KV cache of all shards of a model."""
+        if self.mesh is None or model.shards == 1:
+            return shard
+        return self.mesh.kv_shape(shard)
+
+    def kv_sharding(self, model: Model) -> jax.sharding.Sharding:
+        return self.sharding if self.mesh is None else self.mesh.kv(model)
+
+    def kv(self, model: Model, shard: KVShape) -> KV:
+        """Return the shapes of the KV cache, of all shards together, one for each layer."""
+        layer = self.put(self.whole_kv(model, shard).layer, self.kv_sharding(model))
+        return (layer,) * shard.num_layers
+
+    def shard_step(
+        self, model: Model, step: Callable[..., Any], *, lora: bool = False
+    ) -> Callable[..., Any]:
+        """Return `step` as each device computes it on its shards; see `TensorMesh.shard_step`."""
+        return step if self.mesh is None else self.mesh.shard_step(model, step, lora=lora)

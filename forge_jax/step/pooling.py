@@ -1,0 +1,59 @@
+"""`Pooling`: the steps that pool hidden states, compiled for the first request that needs them."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from forge_jax.errors import EngineError
+from forge_jax.step.executables import Executables
+from forge_jax.step.kv_cache import GIB
+from forge_jax.step.step_shapes import pool_shapes
+
+if TYPE_CHECKING:
+    from forge_jax.step.inputs import StepShape
+    from forge_jax.step.options import RunnerOptions
+    from forge_jax.step.state import StepState
+    from forge_jax.step.step_builder import StepBuilder
+
+
+class Pooling:
+    """Compiles the steps in any thread, and activates them in the thread that dispatches."""
+
+    def __init__(self, options: RunnerOptions):
+        self.ready: list[StepShape] = []  # active, smallest first
+        self._shapes = pool_shapes(list(options.shapes))
+        self._compiler_options = options.compiler_options
+        self._memory_limit = options.memory_limit
+        self._executables: Executables | None = None
+        self._lock = threading.Lock()
+
+    def compile(self, builder: StepBuilder) -> None:
+        """Compile the steps; a further call only waits. Thread-safe.
+
+        Raises:
+          EngineError: there is no room for them.
+        """
+        with self._lock:
+            if self._executables is None:
+                self._executables = Executables(self._compiler_options)
+                for shape in self._shapes:
+                    builder.add_step(self._executables, shape)
+                self._executables.close()
+        for shape in self._shapes:
+            needed = self._executables.memory_bytes(shape.name)
+            if self._memory_limit is not None and needed > self._memory_limit:
+                raise EngineError(
+                    f"embeddings need {needed / GIB:.2f} GiB, and there is "
+                    f"{self._memory_limit / GIB:.2f}: less --num-blocks makes room"
+                )
+
+    def activate(self, state: StepState) -> None:
+        """Run each compiled step once. Between steps only."""
+        if self.ready:
+            return
+        assert self._executables is not None
+        state.new_sums()
+        for shape in self._shapes:
+            state.activate(shape, self._executables[shape.name])
+        self.ready = self._shapes

@@ -1,0 +1,108 @@
+"""The result of a step on its way to the host: what was dispatched, and how it is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from forge_jax.schedule.plan import (
+    ScheduledSequence,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+
+if TYPE_CHECKING:
+    from forge_jax.sampling_params import SamplingParams
+    from forge_jax.step.inputs import StepShape
+    from forge_jax.step.step import Pooled, StepOut
+
+
+class Pending(NamedTuple):
+    """A step that has been dispatched. The copy of `out.packed` to the host has begun."""
+
+    plan: StepPlan
+    shape: StepShape
+    out: StepOut
+    params: tuple[SamplingParams, ...] | None  # of plan.sequences, if logprobs are asked for
+    pooled: Pooled | None = None
+
+
+def read_result(pending: Pending) -> StepResult:
+    """Wait for a step and return its result."""
+    plan, shape, out, all_params, pooled = pending
+    packed = np.asarray(out.packed)
+    num_rows = shape.num_rows
+    tokens = packed[:num_rows].tolist()
+    faults = packed[num_rows : 2 * num_rows]
+    any_fault = bool(faults.any())
+    accepted = packed[2 * num_rows :].tolist()
+    logprobs = None
+    if all_params is not None:
+        scores = (out.logprob, out.rank, out.top_ids, out.top_logprobs)
+        logprobs = _RowLogprobs(*map(np.asarray, scores))
+    results: list[SequenceResult] = []
+    sequences = plan.sequences if any_fault or logprobs is not None else plan.chunks
+    if sequences is plan.chunks:  # the decodes have nothing but their tokens, a row each
+        results = [SequenceResult((token,)) for token in tokens[: len(plan.decodes)]]
+    first = len(results)
+    for index, s in enumerate(sequences, start=first):
+        end = first + s.num_rows
+        if any_fault and faults[first:end].any():
+            results.append(SequenceResult(fault=True))
+        else:
+            params = None if all_params is None else all_params[index]
+            results.append(_result(s, params, tokens, first, accepted[index], logprobs))
+            if pooled is not None and s.pooling is not None and s.num_rows:
+                _take_pooled(results[-1], s, pooled, end - 1)
+        first = end
+    return StepResult(plan.step, tuple(results))
+
+
+class _RowLogprobs(NamedTuple):
+    chosen: np.ndarray  # f32[R]
+    rank: np.ndarray  # i32[R]
+    top_ids: np.ndarray  # i32[R, 20]
+    top: np.ndarray  # f32[R, 20]
+
+    def at(self, row: int, token_id: int, count: int) -> TokenLogprobs:
+        top = zip(self.top_ids[row, :count].tolist(), self.top[row, :count].tolist(), strict=True)
+        return TokenLogprobs(token_id, float(self.chosen[row]), tuple(top), int(self.rank[row]))
+
+
+def _take_pooled(result: SequenceResult, s: ScheduledSequence, pooled: Pooled, row: int) -> None:
+    """Put the vector of a prompt whose last token has row `row` into its result."""
+    if s.pooling == "mean":
+        vector = np.asarray(pooled.row_sums)[row] / np.float32(s.start + s.num_tokens)
+    else:
+        vector = np.asarray(pooled.rows)[row]
+    result.fault = not np.isfinite(vector).all()
+    result.pooled = None if result.fault else vector.tobytes()
+
+
+def _result(
+    s: ScheduledSequence,
+    params: SamplingParams | None,  # None without logprobs
+    tokens: list[int],
+    first: int,
+    accepted: int,
+    logprobs: _RowLogprobs | None,
+) -> SequenceResult:
+    prompt_count = own_count = None
+    if logprobs is not None and params is not None:
+        prompt_count, own_count = params.prompt_logprobs, params.logprobs
+    prompt_logprobs = None
+    if s.scoring and logprobs is not None and prompt_count is not None:
+        prompt_logprobs = tuple(
+            logprobs.at(first + i, target, prompt_count) for i, target in enumerate(s.targets)
+        )
+    if not s.samples:
+        return SequenceResult(prompt_logprobs=prompt_logprobs)
+    last = first + s.num_rows - 1
+    rows = range(last, last + 1) if s.scoring else range(first, first + accepted + 1)
+    own = None
+    if logprobs is not None and own_count is not None:
+        own = tuple(logprobs.at(row, tokens[row], own_count) for row in rows)
+    return SequenceResult(tuple(tokens[row] for row in rows), False, own, prompt_logprobs)

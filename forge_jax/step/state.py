@@ -1,0 +1,92 @@
+"""`StepState`: the arrays of a runner on the device, and the executables that run on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from forge_jax.models.kv import KV
+from forge_jax.step.inputs import StepShape
+from forge_jax.step.step import Pooled, StepOut
+from forge_jax.step.uploads import pad_masks
+
+if TYPE_CHECKING:
+    from forge_jax.step.options import RunnerOptions
+    from forge_jax.step.step_builder import StepBuilder
+
+
+class StepState:
+    """Weights, LoRA adapters, KV cache and slots, and the active executables.
+
+    A step donates KV cache and slots, and replaces them with its results.
+    """
+
+    def __init__(self, builder: StepBuilder, options: RunnerOptions):
+        self.compiled: dict[str, jax.stages.Compiled] = {}  # active, by name
+        self.leaves: tuple[jax.Array, ...] = ()  # weights, and behind them the adapters
+        self.kv: KV = ()
+        self.slots: Any = None
+        self._num_weights = 0
+        self._sums: Any = None  # f32[num_slots, d]; None until a step pools
+        self._no_masks: dict[str, jax.Array] = {}  # for steps without any: never read
+        self._builder = builder
+        self._draft_probs = options.draft_probs
+        self._sharding = options.placement.sharding
+
+    def set_weights(self, leaves: tuple[jax.Array, ...]) -> None:
+        """Take the weights. Every LoRA adapter is zero."""
+        stacks = tuple(
+            jax.device_put(np.zeros(stack.shape, stack.dtype), stack.sharding)
+            for stack in self._builder.stacks
+        )
+        self._num_weights = len(leaves)
+        self.leaves = (*leaves, *stacks)
+
+    def set_adapter(self, place: int, adapter: tuple[Any, ...]) -> None:
+        """Put a LoRA adapter at a place. If it raises, the adapters are as before."""
+        weights, stacks = self.leaves[: self._num_weights], self.leaves[self._num_weights :]
+        new = self.compiled["set_adapter"](stacks, np.int32(place), adapter)
+        self.leaves = (*weights, *jax.block_until_ready(new))
+
+    def new_sums(self) -> None:
+        """Make the sums of pooled hidden states anew."""
+        zeros = np.zeros(self._builder.sums.shape, np.float32)
+        self._sums = jax.device_put(zeros, self._sharding)
+
+    def renew(self, new_state: jax.stages.Compiled) -> None:
+        """Make KV cache and slots anew, after a step has raised: what it was given is lost."""
+        self.kv, self.slots = (), None  # first, or there would be no room for the new
+        self.kv, self.slots = jax.block_until_ready(new_state())
+        if self._sums is not None:
+            self.new_sums()
+
+    def activate(self, shape: StepShape, step: jax.stages.Compiled) -> None:
+        """Run the real step on no sequences: it writes nothing, for every index is padding."""
+        self.compiled[shape.name] = step
+        num_rows, width = self._builder.masks_shape(shape)
+        no_masks = pad_masks(np.empty((0, width), np.int32), num_rows)
+        self._no_masks[shape.name] = jax.device_put(no_masks, self._sharding)
+        self.run(shape, self._builder.pack_empty(shape), None)[0].packed.block_until_ready()
+
+    def update_slots(self, name: str, packed: np.ndarray) -> None:
+        """Run `admit` or `set_history`."""
+        self.slots = self.compiled[name](self.slots, packed)
+
+    def run(
+        self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None
+    ) -> tuple[StepOut, Pooled | None]:
+        """Dispatch the step of a shape."""
+        # The call uploads: a `device_put` before it would take half as long again.
+        inputs = (packed, self._no_masks[shape.name] if masks is None else masks)
+        step, proposed = self.compiled[shape.name], ()
+        if self._draft_probs is not None and shape.max_drafts:
+            proposed = (self._draft_probs.latest,)
+        if not shape.pools:
+            self.kv, self.slots, out = step(self.leaves, self.kv, self.slots, *inputs, *proposed)
+            return out, None
+        inputs = (*inputs, *(proposed or (None,)), self._sums)
+        self.kv, self.slots, out, pooled = step(self.leaves, self.kv, self.slots, *inputs)
+        self._sums = pooled.sums
+        return out, pooled

@@ -1,0 +1,75 @@
+"""The executables of an engine: their sizes, the first ones, and the limits of plans."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from forge_jax.step.inputs import StepShape
+
+
+class StepLimits(NamedTuple):
+    """Limits that a plan must keep to, so that an executable fits it."""
+
+    max_num_batched_tokens: int
+    max_rows: int
+
+
+def step_shapes(
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_rows: int,
+    block_size: int,
+    max_drafts: int = 0,
+    deterministic: bool = False,
+) -> list[StepShape]:
+    """Return the shapes of an engine, smallest first: a few decode sizes, a few mixed sizes.
+
+    With drafts (at most `max_drafts` of a sequence), there are also a few sizes for drafts alone.
+    The deterministic tier has one shape for every step, because another may round differently.
+    """
+
+    def mixed(num_tokens: int) -> StepShape:
+        return StepShape.mixed(num_tokens, max_num_seqs, max_rows, block_size, max_drafts)
+
+    if deterministic:
+        return [mixed(max_num_batched_tokens)]
+    largest = min(max_num_seqs, max_num_batched_tokens)
+    decode = [b for b in (4, 16, 64) if b < largest] + [largest]
+    shapes = [StepShape.decode(b) for b in decode]
+    if max_drafts:
+        most = min(max_num_batched_tokens, max_num_seqs * (1 + max_drafts))
+        shapes += [
+            StepShape.verify(t, max_num_seqs, block_size, max_drafts)
+            for t in (8, 32, 128)
+            if t <= most
+        ]
+    several = [t for t in (64, 256, 1024) if t < max_num_batched_tokens] + [max_num_batched_tokens]
+    return shapes + [mixed(t) for t in several]
+
+
+def step_limits(shapes: Iterable[StepShape]) -> StepLimits:
+    """Return the limits of plans that these can run: those of the largest that takes prompts."""
+    largest = max((s for s in shapes if s.prompts), key=lambda shape: shape.num_tokens)
+    return StepLimits(largest.num_tokens, largest.num_rows)
+
+
+def first_shapes(shapes: Iterable[StepShape], platform: str) -> list[StepShape]:
+    """Return the shapes that serving begins with: one mixed shape, which takes decodes too.
+
+    On a CPU, where a step costs what its tokens cost, this is the smallest. Elsewhere it is the
+    largest: it needs the most memory, so the memory is known to suffice before serving begins.
+    """
+    mixed = [shape for shape in shapes if shape.prompts]
+    return mixed[:1] if platform == "cpu" else mixed[-1:]
+
+
+def pool_shapes(shapes: list[StepShape]) -> list[StepShape]:
+    """Return the shapes that pool hidden states: the smallest and the largest that take chunks."""
+    mixed = [shape for shape in shapes if shape.prompts]
+    chosen = list(dict.fromkeys([*mixed[:1], shapes[-1]]))
+    return [
+        dataclasses.replace(shape, name=f"pool[{shape.num_tokens}]", pools=True) for shape in chosen
+    ]

@@ -1,0 +1,202 @@
+"""Matrices of GGUF files, which stay in ggml blocks: their format, and which leaves have it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from forge_jax.errors import ConfigError, UnsupportedModelError
+from forge_jax.weights.formats import (
+    GGMLActivations,
+    MatrixShape,
+    MixedFormat,
+    Piece,
+    WeightFormat,
+    float_format,
+)
+from forge_jax.weights.ggml_types import KEY, GGMLTypes
+from forge_jax.weights.partition import Partition, partition_of, possible_shards
+from forge_jax.weights.quantized import expert_leaves, num_experts
+from forge_kernels.blocks import Blocks
+from forge_kernels.linear import (
+    BlockPacking,
+    Format,
+    MatrixWeight,
+    PackedWeight,
+    Quantization,
+    QuantizedWeight,
+)
+
+if TYPE_CHECKING:
+    from forge_jax.models.spec import ModelSpec
+    from forge_jax.models.weight_map import Tensor, WeightMap
+
+
+@dataclass(frozen=True)
+class GGMLFormat:
+    """A matrix in ggml blocks.
+
+    Attributes:
+      blocks: how the values of a row are kept.
+      packed: True for the CPU kernels, which hold all of them.
+      activations: packed, rows of x are rounded to that type; those of experts are not.
+    """
+
+    blocks: Blocks
+    packed: bool
+    activations: GGMLActivations | None = None
+
+    def weight(self, shape: MatrixShape, dtype: Any) -> MatrixWeight:
+        packing = self.packing(shape)
+        if packing is None:
+            return QuantizedWeight.abstract(self.quantization(shape))
+        return PackedWeight.abstract(packing)
+
+    def packing(self, shape: MatrixShape) -> BlockPacking | None:
+        if not self.packed:
+            return None
+        rows = self.activations if shape.experts is None else None
+        return BlockPacking(
+            self.blocks, shape.outputs, shape.inputs, shape.paired, shape.experts, rows
+        )
+
+    def quantization(self, shape: MatrixShape) -> Quantization:
+        """How XLA has the values."""
+        return Quantization.of_blocks(self.blocks, shape.outputs, shape.inputs, shape.experts)
+
+    def names(self, shape: MatrixShape) -> set[str]:
+        packing, own = self.packing(shape), f"{self.blocks.values} blocks"
+        return {own} if packing is None else {own, packing.format}
+
+
+def ggml_formats(
+    spec: ModelSpec,
+    weights: WeightMap,
+    plain: Format | None,
+    shards: int = 1,
+    activations: GGMLActivations | None = None,
+) -> dict[str, WeightFormat]:
+    """The leaves that have tensors in blocks, and their formats on each of `shards` devices.
+
+    Args:
+      plain: how matrices of floats are packed; None if the CPU kernels are not used.
+      activations: what these round activations to. None: they round none.
+
+    Raises:
+      UnsupportedModelError: gates and ups of experts in different types.
+      ConfigError: blocks that cannot be cut so, with each number of devices that works.
+    """
+    if spec.ggml_types is None:
+        return {}
+    formats = _whole_formats(spec, spec.ggml_types, weights, plain, activations)
+    if shards == 1:
+        return formats
+    cut_all: dict[str, WeightFormat] = {}
+    for leaf, format in formats.items():
+        of_shard = _of_shard(format, partition_of(leaf, spec, shards))
+        if of_shard is None:
+            fit = [
+                str(count)
+                for count in possible_shards(spec)
+                if all(_of_shard(f, partition_of(n, spec, count)) for n, f in formats.items())
+            ]
+            raise ConfigError(
+                f"--tensor-parallel {shards} cuts the groups of {weights[leaf][0].name}, of which "
+                f"16 values must stay together: use --tensor-parallel {' or '.join(fit)}, or "
+                "--gguf-weights decoded"
+            )
+        cut_all[leaf] = of_shard
+    return cut_all
+
+
+def _of_shard(format: WeightFormat, partition: Partition | None) -> WeightFormat | None:
+    """The format of a device's part of a matrix; None: it cannot be cut so."""
+    if partition is None:
+        return format
+    if isinstance(format, MixedFormat):
+        assert partition.axis == -2, "a matrix of several tensors that is cut by its inputs"
+        ends = list(itertools.accumulate(piece.rows for piece in format.pieces))
+        return MixedFormat(
+            tuple(
+                replace(piece, rows=partition.within(end - piece.rows, end).size)
+                for piece, end in zip(format.pieces, ends, strict=True)
+            )
+        )
+    if partition.axis == -2:
+        return format
+    assert isinstance(format, GGMLFormat)
+    blocks = format.blocks.cut(partition.size)
+    return None if blocks is None else replace(format, blocks=blocks)
+
+
+def _whole_formats(
+    spec: ModelSpec,
+    types: GGMLTypes,
+    weights: WeightMap,
+    plain: Format | None,
+    activations: GGMLActivations | None,
+) -> dict[str, WeightFormat]:
+    """The formats of a model on one device."""
+    formats: dict[str, WeightFormat] = {}
+    for leaf, parts in weights.items():
+        blocks = [types.blocks_of(part.name) for part in parts]
+        if not any(blocks):
+            continue
+        if len(parts[0].shape) != 2:
+            raise UnsupportedModelError(
+                f"{KEY}: {parts[0].name} is no matrix that can stay in blocks"
+            )
+        if num_experts(leaf, spec) is None:
+            formats[leaf] = _joined_format(blocks, parts, plain, activations)
+        else:
+            formats[leaf] = _expert_format(blocks, parts, packed=plain is not None)
+    for both in expert_leaves(spec):  # packed are both or none
+        if sum(leaf in formats for leaf in both) == 1:
+            formats |= {
+                leaf: replace(format, packed=False)
+                for leaf in both
+                if isinstance(format := formats.get(leaf), GGMLFormat)
+            }
+    return formats
+
+
+def _joined_format(
+    blocks: Sequence[Blocks | None],
+    parts: Sequence[Tensor],
+    plain: Format | None,
+    activations: GGMLActivations | None,
+) -> WeightFormat:
+    """The format of tensors below each other: a mixed one, if they differ."""
+    pieces: list[Piece] = []
+    pairs = zip(blocks, parts, strict=True)
+    for found, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
+        same = [part for _, part in group]
+        format = (
+            float_format(plain)
+            if found is None
+            else GGMLFormat(found, plain is not None, activations)
+        )
+        pieces.append(Piece(format, sum(part.shape[0] for part in same), len(same)))
+    return pieces[0].format if len(pieces) == 1 else MixedFormat(tuple(pieces))
+
+
+def _expert_format(
+    blocks: Sequence[Blocks | None], parts: Sequence[Tensor], *, packed: bool
+) -> GGMLFormat:
+    """The one format of the matrices of experts.
+
+    Raises:
+      UnsupportedModelError: the tensors have different types.
+    """
+    first, *others = dict.fromkeys(blocks)
+    if others:
+        firsts = {found: part.name for found, part in reversed([*zip(blocks, parts, strict=True)])}
+        raise UnsupportedModelError(
+            f"{KEY}: {' and '.join(sorted(firsts.values()))} have different types, but "
+            "are computed together, which is not supported of experts: use --gguf-weights "
+            "decoded"
+        )
+    assert first is not None
+    return GGMLFormat(first, packed)

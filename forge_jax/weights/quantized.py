@@ -1,0 +1,315 @@
+"""Matrices whose values are quantised: their format, and which leaves of a model have it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from forge_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
+from forge_jax.weights.formats import MatrixShape
+from forge_jax.weights.partition import AXIS, partition_of, possible_shards
+from forge_jax.weights.quantization import QuantSpec, Scheme
+from forge_jax.weights.tensors import MIDDLE, Matrix
+from forge_kernels.linear import (
+    Format,
+    MatrixWeight,
+    OrderedWeight,
+    PackedWeight,
+    Packing,
+    Quantization,
+    QuantizedWeight,
+    pack_int4,
+    pack_values,
+)
+
+if TYPE_CHECKING:
+    from forge_jax.models.spec import ModelSpec
+    from forge_jax.models.weight_map import Tensor, WeightMap
+
+GROUP = 32  # columns of a scale of the kernels' int4: larger groups are several with one scale
+ROUTER = ".router.weight"
+LEAST_GROUP = 8  # columns of a group that is cut: a scale for less outweighs the values
+
+
+@dataclass(frozen=True)
+class QuantizedFormat:
+    """A matrix whose values are quantised, by the checkpoint or as they are read.
+
+    Attributes:
+      scheme: the values, and the groups of them that share a scale.
+      packed: how the CPU kernels hold the values, which they do exactly for some schemes. None: XLA
+        multiplies with them as they are stored.
+      rounded: the checkpoint has floats, which are rounded as they are read.
+      parts: number of devices that share the inputs. All sizes are then those of one part.
+      follows: the inputs are the outputs of experts' gates and ups, whose rows are read in the
+        order of its columns, so that nothing is left to be permuted in a step.
+    """
+
+    scheme: Scheme
+    packed: Format | None = None
+    rounded: bool = False
+    parts: int = 1
+    follows: bool = False
+
+    @property
+    def is_ordered(self) -> bool:
+        """True if columns of x are permuted in a step."""
+        return self.scheme.ordered and not self.follows
+
+    def weight(self, shape: MatrixShape, dtype: Any) -> MatrixWeight:
+        packing = self.packing(shape)
+        weight: MatrixWeight
+        if packing is None:
+            weight = QuantizedWeight.abstract(self.quantization(shape))
+        else:
+            weight = PackedWeight.abstract(packing)
+        if not self.is_ordered:
+            return weight
+        return OrderedWeight.abstract(weight, shape.inputs, shape.experts)
+
+    def packing(self, shape: MatrixShape) -> Packing | None:
+        if self.packed is None:
+            return None
+        return Packing(self.packed, shape.outputs, shape.inputs, shape.paired, shape.experts)
+
+    def quantization(self, shape: MatrixShape) -> Quantization:
+        """How XLA has the values."""
+        scheme, inputs = self.scheme, shape.inputs
+        is_dynamic = scheme.activations is not None and not scheme.static
+        of_parts = self.parts > 1 and is_dynamic and self._size(inputs) is None
+        return Quantization(
+            values=scheme.values,
+            outputs=shape.outputs,
+            inputs=inputs,
+            group=self.group(inputs),
+            zeros=scheme.zeros,
+            activations=scheme.activations,
+            static=scheme.static,
+            axis=AXIS if of_parts else None,
+            experts=shape.experts,
+        )
+
+    def names(self, shape: MatrixShape) -> set[str]:
+        own = f"{'rounded' if self.rounded else self.scheme.layout} {self.scheme.values}"
+        return {own} if self.packed is None else {own, self.packed}
+
+    def arrays(self, matrix: Matrix, shape: MatrixShape, leaf: str) -> dict[str, np.ndarray]:
+        """The arrays of one matrix, by the last parts of their leaves' names.
+
+        Raises:
+          CheckpointError: the CPU kernels cannot hold a value; `leaf` is its name in the message.
+        """
+        found: dict[str, np.ndarray] = {}
+        if self.is_ordered:
+            assert matrix.order is not None
+            found["order"] = matrix.order
+        packing = self.packing(replace(shape, experts=None))
+        if packing is not None:
+            found["weight"], found["scale"] = _pack(matrix, packing, leaf)
+            return found
+        values = matrix.values
+        if self.scheme.values == "int4":
+            values = pack_int4(values, self.group(values.shape[1]))
+        elif self.scheme.values == "fp8":
+            values = values.view(np.uint8)
+        found["weight"] = np.ascontiguousarray(values)
+        found["scale"] = np.ascontiguousarray(matrix.scale)
+        if matrix.zero is not None:
+            found["zero"] = np.ascontiguousarray(matrix.zero)
+        if matrix.input_scale is not None:
+            found["input_scale"] = matrix.input_scale.reshape(1)
+        return found
+
+    def group(self, inputs: int) -> int:
+        """Columns that share a scale: where a cut divides a group, those of the parts."""
+        size = self._size(inputs)
+        if size is None:
+            return inputs
+        return size if self.parts == 1 else math.gcd(size, inputs)
+
+    def _size(self, inputs: int) -> int | None:
+        """Columns of a group in the checkpoint; None: whole rows."""
+        size = self.scheme.block[1]
+        return None if size is None or size >= inputs * self.parts else size
+
+    def fault(self, inputs: int) -> str | None:
+        """Why a part cannot be of so many columns."""
+        size, is_int4 = self._size(inputs), self.scheme.values == "int4"
+        if self.parts == 1:
+            return None
+        if size is None:
+            return "they are stored in pairs" if is_int4 and inputs % 2 else None
+        group = self.group(inputs)
+        if self.scheme.activations is not None and group != size:
+            return f"each {size} are multiplied with activations that are rounded together"
+        if group < LEAST_GROUP or (is_int4 and group % 2):
+            return f"each {size} share a scale"
+        return None
+
+
+def _pack(matrix: Matrix, packing: Packing, leaf: str) -> tuple[np.ndarray, np.ndarray]:
+    if packing.format == "int8":
+        return pack_values(matrix.values, matrix.scale[:, 0], packing)
+    columns = packing.inputs // matrix.scale.shape[1]
+    scale = np.repeat(matrix.scale, columns // GROUP, axis=1)
+    try:
+        return pack_values(matrix.values.astype(np.int8) - MIDDLE, scale, packing)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the CPU kernels cannot hold {leaf}: {error}; serve it with --kernels xla"
+        ) from error
+
+
+# ---- which leaves ------------------------------------------------------------------------------
+
+
+def quantized_formats(
+    spec: ModelSpec, weights: WeightMap, *, kernels: bool, shards: int = 1
+) -> dict[str, QuantizedFormat]:
+    """The leaves ("layers.0.mlp.down.weight") that are quantised, and their formats.
+
+    Args:
+      kernels: whether matrices may be packed for the CPU kernels.
+      shards: number of devices that share the model.
+
+    Raises:
+      UnsupportedModelError: matrices that are one leaf are quantised in different ways, or those
+        of experts in ways that do not go together.
+      ConfigError: groups that cannot be cut for so many devices.
+    """
+    quantization = spec.quantization
+    if quantization is None:
+        return {}
+    formats = cut_formats(_whole_formats(quantization, spec, weights), spec, weights, shards)
+    if not kernels:
+        return formats
+    packed = {
+        leaf: _packed_format(format, weights[leaf][0].shape[-1] // format.parts)
+        for leaf, format in formats.items()
+    }
+    for both in expert_leaves(spec):  # the kernel has one format for an expert
+        if len({packed.get(leaf) for leaf in both}) > 1:
+            packed |= dict.fromkeys(both)
+    return {leaf: replace(format, packed=packed[leaf]) for leaf, format in formats.items()}
+
+
+def _whole_formats(
+    quantization: QuantSpec, spec: ModelSpec, weights: WeightMap
+) -> dict[str, QuantizedFormat]:
+    """The formats of a model on one device, as the checkpoint has the values."""
+    table = "head.weight" if spec.tie_word_embeddings else "embedding.weight"
+    first_matrices = {down: gate_up for gate_up, down in expert_leaves(spec)}
+    formats: dict[str, QuantizedFormat] = {}
+    for leaf, parts in weights.items():
+        if len(parts[0].shape) < 2 or leaf == table:
+            continue
+        scheme = _common_scheme(quantization, parts, is_router=leaf.endswith(ROUTER))
+        if scheme is None:
+            continue
+        follows = scheme.ordered and leaf in first_matrices
+        if follows and first_matrices[leaf] not in formats:
+            raise UnsupportedModelError(
+                f"{quantization.where}: the columns of {parts[0].name} are in an order of their "
+                "own (desc_act, actorder), which is supported where the experts' gates and ups "
+                "are quantised, too"
+            )
+        formats[leaf] = QuantizedFormat(scheme, follows=follows)
+    return formats
+
+
+def _common_scheme(
+    quantization: QuantSpec, parts: Iterable[Tensor], *, is_router: bool
+) -> Scheme | None:
+    """The scheme of tensors that are one leaf; None if they are not quantised.
+
+    Raises:
+      UnsupportedModelError: they have different ones, or are stored transposed.
+    """
+    schemes: dict[Scheme | None, Tensor] = {}
+    for part in parts:
+        scheme = quantization.scheme_of(module_of(part.name), is_router=is_router)
+        schemes.setdefault(scheme, part)
+    if schemes.keys() == {None}:
+        return None
+    if len(schemes) > 1:
+        raise UnsupportedModelError(
+            f"{quantization.where}: {' and '.join(part.name for part in schemes.values())} are "
+            "computed together, but quantised in different ways, which is not supported"
+        )
+    ((scheme, first),) = schemes.items()
+    if any(part.transpose for part in parts):
+        raise UnsupportedModelError(
+            f"{quantization.where}: {first.name} is stored transposed, which is not "
+            "supported of quantised matrices"
+        )
+    return scheme
+
+
+def num_experts(leaf: str, spec: ModelSpec) -> int | None:
+    """Of how many experts a leaf has a matrix each; None: it is one matrix."""
+    match leaf.split("."):
+        case ["layers", layer, "mlp", "gate_up" | "down", "weight"]:
+            experts = spec.experts_of(int(layer))
+            return None if experts is None else experts.count
+    return None
+
+
+def expert_leaves(spec: ModelSpec) -> list[tuple[str, str]]:
+    """The two leaves of each layer with experts: of gates and ups, and what is multiplied then."""
+    layers = (f"layers.{i}.mlp" for i in range(spec.num_hidden_layers) if spec.experts_of(i))
+    return [(f"{mlp}.gate_up.weight", f"{mlp}.down.weight") for mlp in layers]
+
+
+def cut_formats(
+    formats: Mapping[str, QuantizedFormat], spec: ModelSpec, weights: WeightMap, shards: int
+) -> dict[str, QuantizedFormat]:
+    """The formats of matrices that `shards` devices share, made from those of whole ones.
+
+    Raises:
+      ConfigError: groups that cannot be cut so, with each number of devices that works.
+    """
+
+    def cut(leaf: str, count: int) -> tuple[QuantizedFormat, int]:
+        """The format among `count` devices, and the columns of each."""
+        found = partition_of(leaf, spec, count)
+        parts = count if found is not None and found.axis == -1 else 1
+        return replace(formats[leaf], parts=parts), weights[leaf][0].shape[-1] // parts
+
+    cut_all = {leaf: cut(leaf, shards) for leaf in formats}
+    for leaf, (format, inputs) in cut_all.items():
+        why = format.fault(inputs)
+        if why is None:
+            continue
+        fit = [
+            str(count)
+            for count in possible_shards(spec)
+            if all(
+                each.fault(columns) is None for each, columns in (cut(n, count) for n in formats)
+            )
+        ]
+        raise ConfigError(
+            f"--tensor-parallel {shards} leaves a device {inputs} columns of "
+            f"{weights[leaf][0].name}, but {why}: use --tensor-parallel {' or '.join(fit)}"
+        )
+    return {leaf: format for leaf, (format, _) in cut_all.items()}
+
+
+def module_of(tensor: str) -> str:
+    return tensor.removesuffix(".weight")
+
+
+def _packed_format(format: QuantizedFormat, inputs: int) -> Format | None:
+    """The packed format that holds such values exactly, and rounds rows of x as they are to be.
+
+    The kernels do not know what the other devices have of a row.
+    """
+    scheme = format.scheme
+    if scheme.values == "int8":
+        is_dynamic = scheme.activations == "int8" and not scheme.static
+        return "int8" if is_dynamic and format.parts == 1 else None
+    fits = format.group(inputs) % GROUP == 0 and not scheme.zeros
+    return "int4" if scheme.values == "int4" and fits else None

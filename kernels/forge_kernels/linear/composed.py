@@ -1,0 +1,63 @@
+"""Weights made of others: several matrices below each other, or columns in another order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Unpack, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from forge_kernels.linear.operands import MatmulOptions, MatrixWeight
+
+
+@dataclass(frozen=True)
+class MixedMatrix:
+    """A matrix whose rows are stored in several ways: each piece is multiplied by itself."""
+
+    pieces: tuple[MatrixWeight, ...]  # one below the other
+
+    def matmul(self, x: jax.Array, **options: Unpack[MatmulOptions]) -> jax.Array:
+        """x times the transpose of the matrix: see `linear`."""
+        residual, swiglu = options.pop("residual", None), options.pop("swiglu", False)
+        if swiglu:  # of gates and ups that have not been rounded, as where they are one matrix
+            options["out_dtype"] = jnp.float32
+        y = jnp.concatenate([piece.matmul(x, **options) for piece in self.pieces], axis=1)
+        if swiglu:
+            gate, up = jnp.split(y, 2, axis=-1)
+            y = (jax.nn.silu(gate) * up).astype(x.dtype)
+        return y if residual is None else residual + y
+
+
+@dataclass(frozen=True)
+class OrderedWeight:
+    """A matrix whose columns are stored in another order than those of x (GPTQ's desc_act).
+
+    A norm must be applied to x before: its weights are in the order of x.
+    """
+
+    matrix: MatrixWeight
+    order: jax.Array  # i32[K_in], or i32[E, K_in]: the column of x for each of the matrix
+
+    @classmethod
+    def abstract(cls, matrix: Any, inputs: int, experts: int | None = None) -> OrderedWeight:
+        """The weight with shapes and types in place of arrays."""
+        shape = (inputs,) if experts is None else (experts, inputs)
+        return cls(matrix, cast(Any, jax.ShapeDtypeStruct(shape, jnp.int32)))
+
+    def matmul(self, x: jax.Array, **options: Unpack[MatmulOptions]) -> jax.Array:
+        """x times the transpose of the matrix: see `linear`."""
+        assert options.get("norm") is None, "a norm in the order of x"
+        return self.matrix.matmul(_columns(x, self.order), **options)
+
+
+jax.tree_util.register_dataclass(MixedMatrix, data_fields=["pieces"], meta_fields=[])
+jax.tree_util.register_dataclass(OrderedWeight, data_fields=["matrix", "order"], meta_fields=[])
+
+
+def _columns(x: jax.Array, order: jax.Array) -> jax.Array:
+    """x[:, order]; 16-bit floats as their bits, because XLA:CPU would convert all of x."""
+    if x.dtype.itemsize != 2:
+        return x[:, order]
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16)[:, order], x.dtype)

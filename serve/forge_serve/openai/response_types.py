@@ -1,0 +1,299 @@
+"""The objects that clients of OpenAI's endpoints receive: responses, stream events and errors.
+
+The serializers and handlers build these structs, and `/openapi.json` is generated from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from msgspec import UNSET, Meta, UnsetType, field
+
+from forge_serve.generation.generation import PromptTokensDetails, Usage
+from forge_serve.openapi.payload import Payload
+
+StopReason = int | str | None
+FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class PromptLogprob(Payload):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+# One entry per prompt token: its own logprob and the most likely ones, by id. The first is null.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionLogprobs(Payload):
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
+
+
+class CompletionChoice(Payload):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: StopReason  # vLLM: the stop string or the id of the stop token
+    matched_stop: StopReason  # SGLang: the same, or the end token
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: Sequence[int] | None
+    token_ids: Sequence[int] | None
+
+
+class CompletionAnswer(Payload, kw_only=True):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionEventChoice(Payload, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    stop_reason: StopReason | UnsetType = UNSET
+    matched_stop: StopReason | UnsetType = UNSET
+
+
+class CompletionEvent(Payload, kw_only=True):
+    """An event of a streamed completion."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionEventChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class AlternativeLogprob(Payload):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(AlternativeLogprob):
+    top_logprobs: list[AlternativeLogprob]
+
+
+class ChatLogprobs(Payload):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CalledFunction(Payload):
+    name: str
+    arguments: str  # JSON
+
+
+class AnswerToolCall(Payload, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class AnswerMessage(Payload):
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnswerToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Payload):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason
+    stop_reason: StopReason
+    matched_stop: StopReason
+    token_ids: Sequence[int] | None
+
+
+class ChatAnswer(Payload, kw_only=True):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str | None
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: Sequence[int] | None
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class FunctionPiece(Payload, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallPiece(Payload, kw_only=True):
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionPiece
+
+
+class ChatDelta(Payload):
+    role: Literal["assistant"] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallPiece] | UnsetType = UNSET
+
+
+class ChatEventChoice(Payload):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatFinishReason | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    stop_reason: StopReason | UnsetType = UNSET
+    matched_stop: StopReason | UnsetType = UNSET
+
+
+class ChatEvent(Payload, kw_only=True):
+    """An event of a streamed chat."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str | None
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    choices: list[ChatEventChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class GenerateAnswer(Payload):
+    """The answer of /generate."""
+
+    text: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    generated_tokens: int
+    request_id: str
+    model: str
+    latency_ms: float
+    token_ids: Sequence[int] | UnsetType = UNSET
+
+
+class GenerateEvent(Payload):
+    """An event of a streamed answer of /generate."""
+
+    text: str
+    finish_reason: FinishReason | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+
+
+class PooledUsage(Payload, kw_only=True):
+    """Tokens of a request that has no output."""
+
+    prompt_tokens: int
+    completion_tokens: Literal[0] = 0
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingData(Payload, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: Annotated[
+        list[float] | str, Meta(description="base64: little-endian float32 values")
+    ]
+
+
+class ScoreData(Payload, kw_only=True):
+    object: Literal["score"] = "score"
+    index: int
+    score: float
+
+
+class RankedDocument(Payload):
+    text: str
+
+
+class RankedResult(Payload):
+    index: int
+    relevance_score: float
+    document: RankedDocument | UnsetType = UNSET
+
+
+class PooledAnswer(Payload, kw_only=True):
+    id: str
+    created: int
+    model: str
+    usage: PooledUsage
+
+
+class EmbeddingAnswer(PooledAnswer, kw_only=True):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"] = "list"
+    data: list[EmbeddingData]
+
+
+class ScoreAnswer(PooledAnswer, kw_only=True):
+    """The similarity of pairs of texts, from -1 to 1."""
+
+    object: Literal["list"] = "list"
+    data: list[ScoreData]
+
+
+class RerankAnswer(PooledAnswer, kw_only=True):
+    """Documents, the most similar first."""
+
+    results: list[RankedResult]
+
+
+class TokenizeAnswer(Payload):
+    """The tokens of a text, or of each of several."""
+
+    count: int | list[int]
+    max_model_len: int
+    tokens: Sequence[int | Sequence[int]]
+    token_strs: Sequence[str | list[str]] | None
+
+
+class DetokenizeAnswer(Payload):
+    """The text of tokens, or the texts of several lists of them."""
+
+    prompt: str | list[str]
+    text: str | list[str]  # the same
+
+
+class ModelCard(Payload, kw_only=True):
+    """The model that is served, or a LoRA adapter of it, which has it for a parent."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "forge-jax"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+
+
+class Models(Payload, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
