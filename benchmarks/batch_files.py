@@ -43,8 +43,8 @@ from forge_serve.bench.in_process import ready
 from forge_serve.bench.metrics import median
 from forge_serve.bench.workload import WARM_UP, Request
 from forge_serve.config import ServerConfig
-from forge_serve.server.app import Service
 from forge_serve.server.process import loop_factory
+from forge_serve.server.service import Service
 
 READY_S = 600.0
 MAX_LINE_BYTES = 1 << 20

@@ -1,6 +1,6 @@
-"""What an exception becomes on the wire: a status and OpenAI's error body.
+"""The server's exceptions, and the error that a client sees for each: a status and OpenAI's body.
 
-Only messages that forge-jax wrote for clients go out. Anything else is logged here and answered
+Only messages that forge-jax wrote for clients are sent. Any other exception is logged and answered
 with a fixed text, so that no traceback, repr or path leaves the process.
 """
 
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
-from aiohttp import web
 
+from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import (
     ContextLengthError,
     EngineError,
@@ -31,17 +32,37 @@ from forge_serve.openapi.payload import Payload
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 500
+MAX_NAMES, MAX_NAME_CHARS = 5, 64  # of served models, in an error
 
 
 class UnknownModelError(RequestError):
     """The request names a model that this server does not serve."""
 
+    @classmethod
+    def listing(cls, served: Sequence[str], name: str) -> UnknownModelError:
+        """Return an error that lists the served models, as `/v1/models` does.
+
+        It repeats nothing of the request.
+
+        Args:
+          served: the names that are served.
+          name: the name in the request.
+        """
+        shown = [each[:MAX_NAME_CHARS] for each in served[:MAX_NAMES]]
+        more = f" and {len(served) - MAX_NAMES} more" if len(served) > MAX_NAMES else ""
+        similar = did_you_mean(name, served) if len(served) > 1 else ""
+        return cls(
+            f"the model is not served here: use {' or '.join(shown)}{more}, "
+            f"or leave model out{similar}",
+            param="model",
+        )
+
 
 class UnknownPathError(ForgeError):
-    """There is no route of this path.
+    """No route has this path.
 
     Args:
-      nearest: the route that it looks most like.
+      nearest: the path of the most similar route.
     """
 
     def __init__(self, nearest: str | None = None):
@@ -113,6 +134,13 @@ class BodyTimeoutError(ForgeError):
     """The body of the request did not arrive in time."""
 
 
+class BodyTooLargeError(ForgeError):
+    """The body of the request exceeds the server's limit."""
+
+    def __init__(self) -> None:
+        super().__init__("the body of the request is larger than this server accepts")
+
+
 class StoppingError(EngineError):
     """The engine gave a request up because the server is shutting down."""
 
@@ -168,110 +196,72 @@ class ErrorReply(msgspec.Struct, frozen=True):
     def error(self) -> Error:
         return Error(self.text, self.type, self.param, self.code)
 
-    def response(self, body: bytes | None = None) -> web.Response:
-        """The whole answer; `body`: in another form."""
-        body = self.body() if body is None else body
-        response = web.Response(status=self.status, body=body, content_type="application/json")
-        if self.retry_after is not None:
-            response.headers["Retry-After"] = self.retry_after
-        if self.status == 401:
-            response.headers["WWW-Authenticate"] = "Bearer"
-        if self.status == 415:
-            response.headers["Accept-Encoding"] = "gzip, deflate"
-        if self.status == 426:
-            response.headers["Upgrade"] = "websocket"
-        return response
+
+class _Rule(NamedTuple):
+    """How one class of exceptions is answered."""
+
+    status: int
+    code: str | None
+    type: str = "invalid_request_error"
+    param: str | None = None  # default: the exception's own
+    message: str | None = None  # default: the exception's own
 
 
-def error_reply(error: BaseException) -> ErrorReply:  # noqa: C901, PLR0911, PLR0915
-    """The reply to an exception; one that is nobody's on purpose is logged with its traceback."""
-    match error:
-        case UnauthorizedError():
-            code = "invalid_api_key"
-            return ErrorReply(401, str(error), "invalid_request_error", None, code)
-        case HostNotAllowedError():
-            code = "host_not_allowed"
-            return ErrorReply(403, str(error), "invalid_request_error", None, code)
-        case TransferCodingError():
-            code = "transfer_coding_not_supported"
-            return ErrorReply(400, str(error), "invalid_request_error", None, code)
-        case ContentCodingError():
-            code = "content_coding_not_supported"
-            return ErrorReply(415, str(error), "invalid_request_error", None, code)
-        case ForeignSiteError():
-            code = "origin_not_allowed"
-            return ErrorReply(403, str(error), "invalid_request_error", None, code)
-        case UnknownModelError():
-            code = "model_not_found"
-            return ErrorReply(404, str(error), "invalid_request_error", error.param, code)
-        case UnknownAdapterError():
-            code = "adapter_not_found"
-            return ErrorReply(404, str(error), "invalid_request_error", error.param, code)
-        case UpgradeRequiredError():
-            code = "upgrade_required"
-            return ErrorReply(426, str(error), "invalid_request_error", None, code)
-        case StreamIdError():
-            code = "invalid_stream_id"
-            return ErrorReply(400, str(error), "invalid_request_error", error.param, code)
-        case PreviousResponseNotFoundError():
-            code = "previous_response_not_found"
-            return ErrorReply(400, str(error), "invalid_request_error", error.param, code)
-        case UnknownResponseError():
-            code = "response_not_found"
-            return ErrorReply(404, str(error), "invalid_request_error", error.param, code)
-        case ProfilesOffError():
-            return ErrorReply(404, str(error), "invalid_request_error", None, "profiles_off")
-        case UnsupportedThreadError():
-            code = "thread_unsupported_request"
-            details = ThreadErrorDetails(code, ["thread"])
-            kind = "invalid_request_error"
-            return ErrorReply(400, str(error), kind, error.param, code, details=details)
-        case ContextLengthError():
-            code = "context_length_exceeded"
-            return ErrorReply(400, str(error), "invalid_request_error", error.param, code)
-        case RequestError():
-            return ErrorReply(400, str(error), "invalid_request_error", error.param)
-        case OverloadedError():
-            retry_after_s = error.retry_after_s
-            return ErrorReply(503, str(error), "server_error", None, "overloaded", retry_after_s)
-        case NotReadyError():
-            retry_after_s = error.retry_after_s
-            return ErrorReply(503, str(error), "server_error", None, "not_ready", retry_after_s)
-        case DeadlineError():
-            return ErrorReply(504, str(error), "timeout_error", "timeout", "deadline_exceeded")
-        case BodyTimeoutError():
-            return ErrorReply(408, str(error), "invalid_request_error", None, "request_timeout")
-        case NumericalError():
-            return ErrorReply(500, str(error), "numerical_error", None, "numerical_error")
-        case GrammarLimitError():
-            code = "grammar_limit_exceeded"
-            return ErrorReply(400, str(error), "invalid_request_error", PARAM, code)
-        case GrammarError():
-            return ErrorReply(500, str(error), "server_error", None, "grammar_failed")
-        case StepError():
-            return ErrorReply(500, str(error), "server_error", None, "step_failed")
-        case LostAdapterError():
-            return ErrorReply(500, str(error), "server_error", None, "adapter_lost")
-        case EngineError():
-            level = logging.INFO if isinstance(error, StoppingError) else logging.ERROR
-            log.log(level, "the engine refused or lost a request: %s", error)
-            message = "the engine is not available: it failed or is shutting down"
-            return ErrorReply(503, message, "server_error", None, "engine_unavailable")
-        case web.RequestPayloadError():
-            message = "the body of the request cannot be read as its headers describe it"
-            return ErrorReply(400, message, "invalid_request_error")
-        case web.HTTPRequestEntityTooLarge():
-            message = "the body of the request is larger than this server accepts"
-            return ErrorReply(413, message, "invalid_request_error", None, "request_too_large")
-        case web.HTTPMethodNotAllowed():
-            allowed = ", ".join(sorted(error.allowed_methods))
-            message = f"this path does not take this method; it takes {allowed}"
-            return ErrorReply(405, message, "invalid_request_error", None, "method_not_allowed")
-        case UnknownPathError():
-            return ErrorReply(404, str(error), "invalid_request_error", None, "not_found")
-        case web.HTTPException():
-            kind = "server_error" if error.status >= 500 else "invalid_request_error"
-            return ErrorReply(error.status, error.reason, kind)
-        case _:
-            log.error("a request failed unexpectedly", exc_info=error)
-            return ErrorReply(500, "internal error", "server_error", None, "internal_error")
+_UNAVAILABLE = "the engine is not available: it failed or is shutting down"
+_RULES: Mapping[type[BaseException], _Rule] = {
+    RequestError: _Rule(400, None),
+    ContextLengthError: _Rule(400, "context_length_exceeded"),
+    GrammarLimitError: _Rule(400, "grammar_limit_exceeded", param=PARAM),
+    PreviousResponseNotFoundError: _Rule(400, "previous_response_not_found"),
+    StreamIdError: _Rule(400, "invalid_stream_id"),
+    TransferCodingError: _Rule(400, "transfer_coding_not_supported"),
+    UnsupportedThreadError: _Rule(400, "thread_unsupported_request"),
+    UnauthorizedError: _Rule(401, "invalid_api_key"),
+    ForeignSiteError: _Rule(403, "origin_not_allowed"),
+    HostNotAllowedError: _Rule(403, "host_not_allowed"),
+    ProfilesOffError: _Rule(404, "profiles_off"),
+    UnknownAdapterError: _Rule(404, "adapter_not_found"),
+    UnknownModelError: _Rule(404, "model_not_found"),
+    UnknownPathError: _Rule(404, "not_found"),
+    UnknownResponseError: _Rule(404, "response_not_found"),
+    BodyTimeoutError: _Rule(408, "request_timeout"),
+    BodyTooLargeError: _Rule(413, "request_too_large"),
+    ContentCodingError: _Rule(415, "content_coding_not_supported"),
+    UpgradeRequiredError: _Rule(426, "upgrade_required"),
+    GrammarError: _Rule(500, "grammar_failed", "server_error"),
+    LostAdapterError: _Rule(500, "adapter_lost", "server_error"),
+    NumericalError: _Rule(500, "numerical_error", "numerical_error"),
+    StepError: _Rule(500, "step_failed", "server_error"),
+    EngineError: _Rule(503, "engine_unavailable", "server_error", message=_UNAVAILABLE),
+    NotReadyError: _Rule(503, "not_ready", "server_error"),
+    OverloadedError: _Rule(503, "overloaded", "server_error"),
+    DeadlineError: _Rule(504, "deadline_exceeded", "timeout_error", param="timeout"),
+}
+_INTERNAL = ErrorReply(500, "internal error", "server_error", None, "internal_error")
+
+
+def error_reply(error: BaseException) -> ErrorReply:
+    """Return the reply to an exception, by the nearest of its classes that has a rule.
+
+    The log gets the traceback of an exception without a rule.
+    """
+    rule = next((_RULES[each] for each in type(error).__mro__ if each in _RULES), None)
+    if rule is None:
+        log.error("a request failed unexpectedly", exc_info=error)
+        return _INTERNAL
+    if rule.message is not None:
+        level = logging.INFO if isinstance(error, StoppingError) else logging.ERROR
+        log.log(level, "the engine refused or lost a request: %s", error)
+    retries = isinstance(error, OverloadedError | NotReadyError)
+    details = None
+    if isinstance(error, UnsupportedThreadError):
+        details = ThreadErrorDetails("thread_unsupported_request", ["thread"])
+    return ErrorReply(
+        rule.status,
+        rule.message or str(error),
+        rule.type,
+        rule.param or (error.param if isinstance(error, RequestError) else None),
+        rule.code,
+        error.retry_after_s if retries else None,
+        details,
+    )

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from forge_serve.anthropic.messages import (
+from forge_serve.anthropic.requests import (
     Block,
     Choice,
     MessagesRequest,

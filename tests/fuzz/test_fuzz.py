@@ -21,9 +21,9 @@ from forge_jax.engine.fake import TEMPLATE
 from forge_jax.engine.thread import Engine
 from forge_jax.text import ChatTemplate
 from forge_serve.config import ServerConfig
-from forge_serve.server.app import Service
 from forge_serve.server.process import bind, make_runner
 from forge_serve.server.routes import ROUTES
+from forge_serve.server.service import Service
 
 pytestmark = pytest.mark.long
 

@@ -18,7 +18,8 @@ from forge_jax.engine.validation import check_token_ids
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.request import Request
-from forge_serve.anthropic.messages import MessagesRequest
+from forge_serve.anthropic.requests import MessagesRequest
+from forge_serve.anthropic.translation import chat_request
 from forge_serve.config import ServerConfig
 from forge_serve.limits import Limits
 from forge_serve.openai import validation as validate
@@ -33,8 +34,9 @@ from forge_serve.openai.requests import (
 )
 from forge_serve.openapi.schema import About
 from forge_serve.responses_api.requests import ResponsesRequest
-from forge_serve.server.app import Service, make_app
+from forge_serve.server.app import make_app
 from forge_serve.server.openapi import document
+from forge_serve.server.service import Service
 
 ABOUT = About(model="m", max_model_len=2**31 - 1, vocab_size=1000, limits=Limits(), api_keys=False)
 # A body that its schema allows may be refused for these, and for nothing else: what a schema of
@@ -86,7 +88,7 @@ def refusal(case: Case) -> RequestError | None:
         if request.model not in (None, ABOUT.model):
             raise RequestError("this server has no such model", param="model")
         if isinstance(request, MessagesRequest):
-            request = request.chat()
+            request = chat_request(request)
             validate.check_converted(request, ABOUT.limits)
         if isinstance(request, ResponsesRequest):
             request = request.chat(None, kept=True)

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from forge_jax.config import EngineConfig, SpeculationConfig
 from forge_jax.engine.thread import Engine
 from forge_serve.config import ServerConfig
-from forge_serve.server.app import Service
 from forge_serve.server.process import make_runner
+from forge_serve.server.service import Service
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,9 @@ from forge_serve.cli.flags import MODEL_ARGUMENT, flags, take_model
 from forge_serve.cli.main import SECTIONS, make_parser
 from forge_serve.config import ServerConfig
 from forge_serve.http.auth import HEALTH_PATHS
-from forge_serve.server.app import Service, make_app
+from forge_serve.server.app import make_app
 from forge_serve.server.process import make_runner
+from forge_serve.server.service import Service
 from forge_serve.telemetry.request_log import RequestRecord
 
 ROOT = Path(__file__).parents[2]

@@ -23,8 +23,9 @@ from forge_jax.engine.fake import assemble_fake, fake_tokenizer
 from forge_jax.engine.thread import Engine
 from forge_jax.text import ChatTemplate, Tokenizer
 from forge_serve.config import ServerConfig
-from forge_serve.server.app import Service
+from forge_serve.http.timeouts import Timeouts
 from forge_serve.server.process import bind, make_runner
+from forge_serve.server.service import Service
 
 
 @dataclass
@@ -73,9 +74,12 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def running(
-    engine: Engine, config: ServerConfig | None = None, **socket_options: int
+    engine: Engine,
+    config: ServerConfig | None = None,
+    timeouts: Timeouts | None = None,
+    **socket_options: int,
 ) -> AsyncIterator[Server]:
-    service = Service(config or ServerConfig())
+    service = Service(config or ServerConfig(), timeouts)
     service.engine = engine
     engine.start()
     async with _listening(service, **socket_options) as url:

@@ -25,7 +25,8 @@ from forge_serve.config import ServerConfig
 from forge_serve.http import auth
 from forge_serve.http.auth import OPEN_PATHS, ApiKeys
 from forge_serve.server import process as server
-from forge_serve.server.app import Service, make_app
+from forge_serve.server.app import make_app
+from forge_serve.server.service import Service
 
 KEY_A, KEY_B = "sk-alpha-0123456789", "sk-beta-0123456789"
 KEYS = ServerConfig(api_key=(KEY_A, KEY_B))

@@ -21,7 +21,6 @@ from forge_serve.http.sse import EventStream
 from forge_serve.openai import ignored_fields
 from forge_serve.openai.ignored_fields import IgnoredFields
 from forge_serve.openai.requests import ChatRequest, CompletionRequest
-from forge_serve.server import app
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Two of them, please."}]
@@ -290,7 +289,7 @@ def streams(monkeypatch) -> list[Any]:
         made.append(EventStream(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(app, "EventStream", spy)
+    monkeypatch.setattr("forge_serve.openai.handler.EventStream", spy)
     return made
 
 

@@ -11,7 +11,7 @@ import forge_jax
 from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
 from forge_serve.config import ServerConfig
-from forge_serve.server.app import Service
+from forge_serve.server.service import Service
 
 KEY = "a-key-that-nobody-must-see"
 PATHS = ("/server_info", "/get_server_info", "/model_info", "/get_model_info", "/v1/loads", "/ping")

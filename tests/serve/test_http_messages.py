@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forge_jax.engine.thread import Engine
-from forge_serve.anthropic.messages import complete_values
+from forge_serve.anthropic.serializer import complete_values
 from forge_serve.config import ServerConfig
 from tests.serve import families
 from tests.serve.conftest import Server, scripted_engine

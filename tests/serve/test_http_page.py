@@ -17,7 +17,7 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
 from forge_serve.config import ServerConfig
 from forge_serve.http.auth import PAGE_PATHS, PAGE_SCRIPTS
-from forge_serve.server.app import Service
+from forge_serve.server.service import Service
 from forge_serve.telemetry import engine_view
 from tests.serve.conftest import Server
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from forge_jax.engine.thread import Engine
 from forge_jax.telemetry.phases import PHASES
 from forge_serve.config import ServerConfig
-from forge_serve.server.app import Service
+from forge_serve.server.service import Service
 
 
 async def test_models_lists_the_one_that_is_served(server):

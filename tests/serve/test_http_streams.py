@@ -16,8 +16,8 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine.thread import Engine
 from forge_serve.http import sse as event_stream
 from forge_serve.http.sse import EventStream
+from forge_serve.http.timeouts import Timeouts
 from forge_serve.openai.serializers import CompletionSerializer
-from forge_serve.server import app
 
 HIGH_WATER = 64 * 1024  # bytes at which asyncio's transports pause their protocol
 STEP_S = 0.03
@@ -183,12 +183,11 @@ async def test_a_client_of_http_1_0_gets_plain_events(server):
     assert body.startswith(b"data: {") and body.endswith(b"\n\ndata: [DONE]\n\n")
 
 
-async def test_a_client_that_stops_reading_is_given_up(start, monkeypatch, caplog):
+async def test_a_client_that_stops_reading_is_given_up(start, caplog):
     caplog.set_level("INFO", "forge_serve.requests")
-    monkeypatch.setattr(app, "WRITE_STALL_S", 0.2)
     # Slow enough that the engine cannot be done before the client is given up.
     engine = Engine.fake(max_model_len=8192, step_time_s=0.002)
-    server = await start(engine, send_buffer=4096)
+    server = await start(engine, timeouts=Timeouts(write_stall_s=0.2), send_buffer=4096)
     with _reader() as reader:
         stalled = {**LONG, "max_tokens": 3000, "n": 2, "stream": True, "logprobs": 20}
         await _post(reader, server, stalled)

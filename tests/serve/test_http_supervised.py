@@ -73,7 +73,7 @@ async def test_memory_that_cannot_be_read_once_is_watched_on(monkeypatch, caplog
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("place", ["_expire", "_hand_on_gathered", "_account"])
+@pytest.mark.parametrize("place", ["_expire", "_deliver_gathered", "_account"])
 async def test_a_callback_that_fails_ends_its_request(server, place, stream, monkeypatch, caplog):
     monkeypatch.setattr(generation.Generation, place, planted)
     body = {**PROMPTS, "max_tokens": 900, "timeout": 1e-6} if place == "_expire" else PROMPTS

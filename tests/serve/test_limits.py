@@ -18,10 +18,10 @@ from forge_jax.text import ChatTemplate
 from forge_serve.cli import main as cli
 from forge_serve.config import ServerConfig
 from forge_serve.limits import Limits, Row, rows
+from forge_serve.openai import handler
 from forge_serve.openai import validation as validate
 from forge_serve.openai.requests import ChatRequest, CompletionRequest
 from forge_serve.openai.validation import check_logprob_values
-from forge_serve.server import app
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROWS = {row.name: row for row in rows()}
@@ -374,7 +374,7 @@ class Threads:
             self.names.append(threading.current_thread().name)
             return read(*args)
 
-        for module in (app, validate):
+        for module in (handler, validate):
             monkeypatch.setattr(module, "decode_form", noted)
 
 

@@ -22,8 +22,9 @@ from forge_serve.limits import Limits
 from forge_serve.openapi.document import routes
 from forge_serve.openapi.operation import Operation
 from forge_serve.openapi.payload import Payload
-from forge_serve.server.app import Service, make_app
+from forge_serve.server.app import make_app
 from forge_serve.server.openapi import OPERATIONS
+from forge_serve.server.service import Service
 from tests.serve import families
 from tests.serve.conftest import Server, scripted_engine
 

@@ -21,7 +21,7 @@ from forge_jax.sampling_params import SamplingParams
 from forge_serve.config import ServerConfig
 from forge_serve.http import memory
 from forge_serve.http.memory import MemoryGuard
-from forge_serve.server import app
+from forge_serve.http.timeouts import Timeouts
 from forge_serve.server import process as server
 
 LONG = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
@@ -103,9 +103,8 @@ async def test_a_deadline_that_cannot_be_is_refused(server, timeout):
     assert status == 400 and answer["error"]["param"] == "timeout"
 
 
-async def test_a_body_that_does_not_arrive_is_given_up(start, monkeypatch):
-    monkeypatch.setattr(app, "BODY_S", 0.1)
-    server = await start(Engine.fake())
+async def test_a_body_that_does_not_arrive_is_given_up(start):
+    server = await start(Engine.fake(), timeouts=Timeouts(body_s=0.1))
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(

@@ -22,11 +22,11 @@ from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.telemetry.log import JsonFormatter
 from forge_serve.config import ServerConfig
+from forge_serve.http.timeouts import Timeouts
 from forge_serve.limits import Limits
 from forge_serve.responses_api import websocket as responses_websocket
 from forge_serve.responses_api.store import MAX_LOCAL
 from forge_serve.responses_api.websocket import MAX_WAITING, text_frame
-from forge_serve.server import app
 from forge_serve.server.process import drain
 from tests.serve import families, open_responses
 from tests.serve.conftest import Server, scripted_engine
@@ -447,10 +447,9 @@ async def test_a_failure_in_the_middle_ends_the_response_alone(start, monkeypatc
         assert (await socket.ask(max_output_tokens=2))["type"] == "response.incomplete"
 
 
-async def test_a_client_that_stops_reading_is_given_up(start, monkeypatch):
-    monkeypatch.setattr(app, "WRITE_STALL_S", 0.2)
+async def test_a_client_that_stops_reading_is_given_up(start):
     engine = Engine.fake(max_model_len=8192, step_time_s=0.002)
-    server = await start(engine, send_buffer=4096)
+    server = await start(engine, timeouts=Timeouts(write_stall_s=0.2), send_buffer=4096)
     with socket.socket() as raw:
         raw.setblocking(False)
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -15,9 +15,10 @@ from forge_serve.config import ServerConfig
 from forge_serve.http.auth import OPEN_PATHS
 from forge_serve.limits import Limits
 from forge_serve.openapi.document import routes
-from forge_serve.server.app import Service, make_app
+from forge_serve.server.app import make_app
 from forge_serve.server.openapi import OPERATIONS
 from forge_serve.server.routes import ROUTES
+from forge_serve.server.service import Service
 
 PAGE = Path(__file__).parent.parent.parent / "docs/http.md"
 KEY = "sk-alpha-0123456789"

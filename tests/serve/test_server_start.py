@@ -21,7 +21,7 @@ from forge_jax.engine.thread import Engine
 from forge_jax.errors import ConfigError, ModelError
 from forge_jax.step.executables import BackgroundCompile, Executables
 from forge_serve.config import ServerConfig
-from forge_serve.openai import operations as answering
+from forge_serve.openai import operations
 from forge_serve.server import process as server
 
 
@@ -210,14 +210,14 @@ async def test_a_request_that_is_being_tokenised_when_the_end_comes_is_told_to_c
     start, monkeypatch
 ):
     running = await start(Engine.fake())
-    encode = answering.encode_prompts
+    encode = operations.encode_prompts
 
     async def interrupted(*args: Any) -> Any:
         prompts = await encode(*args)
         running.service.stopping = True
         return prompts
 
-    monkeypatch.setattr(answering, "encode_prompts", interrupted)
+    monkeypatch.setattr(operations, "encode_prompts", interrupted)
     status, answer = await running.post("/v1/completions", {"prompt": "a"})
     assert (status, answer["error"]["code"]) == (503, "not_ready")
 

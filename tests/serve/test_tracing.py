@@ -261,7 +261,8 @@ def test_the_services_name_can_be_given_as_opentelemetry_has_it(monkeypatch):
 
 def test_without_the_flag_nothing_of_it_is_imported():
     code = (
-        "import sys; from forge_serve.server.app import Service; from forge_serve.config import *;"
+        "import sys; from forge_serve.server.service import Service;"
+        "from forge_serve.config import ServerConfig;"
         "assert Service(ServerConfig()).tracing is None;"
         "assert not [m for m in sys.modules if m.startswith('opentelemetry')]"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge_serve.anthropic.messages import MessagesRequest
+from forge_serve.anthropic.requests import MessagesRequest
 from forge_serve.anthropic.response_types import (
     CountAnswer,
     MessagesAnswer,

@@ -1,6 +1,6 @@
 """A run: lines from the input to the engine, as many at once as keep it full, and into the output.
 
-Each answer is made by the functions that the HTTP server calls (`answering`), so that a line says
+Each answer is made by the functions that the HTTP server calls (`operations`), so that a line says
 what a server would have said. Answers are written as they come: one that takes long holds up none.
 """
 
@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aiohttp import web
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from forge_jax.config import EngineConfig
@@ -27,12 +26,12 @@ from forge_serve.batch.files import Input, Output
 from forge_serve.batch.formats import FORMS, Asked, Line
 from forge_serve.batch.progress import Counts, Progress
 from forge_serve.config import ServerConfig
-from forge_serve.errors import error_reply
+from forge_serve.errors import BodyTooLargeError, error_reply
 from forge_serve.limits import KIB, MIB
-from forge_serve.openai import operations as answering
+from forge_serve.openai import operations
 from forge_serve.openai.embeddings import PoolingRequest
-from forge_serve.server.app import Service
 from forge_serve.server.process import load_engine, loop_factory
+from forge_serve.server.service import Service
 
 MIN_WAITING = 64  # lines in flight beside those that run
 BYTES_IN_FLIGHT = 64 * MIB  # of lines; one alone may have more
@@ -164,8 +163,8 @@ class _Run:
         try:
             limits = self._service.config.limits
             if len(asked.body) > limits.body_bytes:
-                raise web.HTTPRequestEntityTooLarge(limits.body_bytes, len(asked.body))
-            request = answering.read(self._service, asked.body, asked.kind)
+                raise BodyTooLargeError
+            request = operations.read(self._service, asked.body, asked.kind)
             unique_id = request.request_id or unique_id
             if request.streams:
                 raise RequestError("stream: a batch has no streams: leave it out", param="stream")
@@ -184,10 +183,10 @@ class _Run:
             reply = error_reply(error)
             return reply.status, unique_id, reply.body()
 
-    async def _generate(self, request: answering.Request, unique_id: str) -> bytes:
+    async def _generate(self, request: operations.Request, unique_id: str) -> bytes:
         service, cache_salt = self._service, request.cache_salt or ""
         if isinstance(request, PoolingRequest):
-            generation = await answering.begin_pooling(
+            generation = await operations.begin_pooling(
                 service,
                 request,
                 unique_id=lambda: unique_id,
@@ -195,10 +194,10 @@ class _Run:
                 lora=service.lora_of(request.model),
             )
             try:
-                return await answering.pooled(service, request, generation)
+                return await operations.pooled_response(service, request, generation)
             finally:
                 generation.close()
-        generation, serializer = await answering.begin(
+        generation, serializer = await operations.begin(
             service,
             request,
             FORMS[type(request)],
@@ -207,7 +206,7 @@ class _Run:
             lora=service.lora_of(request.model),
         )
         try:
-            return await answering.whole(generation, serializer)
+            return await operations.whole_response(generation, serializer)
         finally:
             generation.close()
 

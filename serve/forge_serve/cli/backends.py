@@ -1,7 +1,7 @@
-"""Where a command's answers come from: an engine in this process, or a server.
+"""Back ends of the commands: an engine in this process, or a server.
 
-Both take the bodies of OpenAI's protocol and give the events of its streams, so that whatever asks
-need not know which it is.
+Both take request bodies of OpenAI's protocol and return the events of its streams, so commands
+need not distinguish them.
 """
 
 from __future__ import annotations
@@ -28,39 +28,43 @@ from forge_serve.http.client import (
     new_session,
     read_events,
 )
-from forge_serve.openai import operations as answering
+from forge_serve.openai import operations
 from forge_serve.openai.requests import ChatRequest, CompletionRequest
 from forge_serve.openai.serializers import ChatSerializer, CompletionSerializer, ResponseSerializer
-from forge_serve.server.app import Service
 from forge_serve.server.process import load_engine
+from forge_serve.server.service import Service
 
 Kind = Literal["chat", "completions"]
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-_KINDS = {"chat": ChatRequest, "completions": CompletionRequest}
-_FORMS = {"chat": ChatSerializer, "completions": CompletionSerializer}
+_REQUESTS = {"chat": ChatRequest, "completions": CompletionRequest}
+_SERIALIZERS = {"chat": ChatSerializer, "completions": CompletionSerializer}
 _STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
-class Source(Protocol):
-    """Something that answers."""
+class Backend(Protocol):
+    """Answers requests.
 
-    model: str  # its name
+    Attributes:
+      model: the name of the model.
+    """
+
+    model: str
 
     def events(self, kind: Kind, body: dict[str, Any]) -> AsyncGenerator[Any]:
-        """The events of a streamed answer, with the usage at the end. Closing it aborts.
+        """Yield the events of a stream, with the usage at the end. Closing it aborts the request.
 
         Raises:
-          ForgeError: what ended the answer, or why there is none.
+          ForgeError: the request was refused, or failed.
         """
         ...
 
     async def close(self) -> None: ...
 
 
-class LocalSource:
-    """An engine in this process, asked as the server asks it.
+class LocalBackend:
+    """An engine in this process, used as the server uses it.
 
-    `load` blocks; everything else is to be called on one event loop.
+    `load` blocks. All other methods belong to one event loop.
     """
 
     def __init__(self, service: Service):
@@ -73,8 +77,8 @@ class LocalSource:
         self.model = service.model_name
 
     @classmethod
-    def load(cls, engine: EngineConfig, server: ServerConfig) -> LocalSource:
-        """Raises what `Engine.load` raises."""
+    def load(cls, engine: EngineConfig, server: ServerConfig) -> LocalBackend:
+        """Load the engine. Raises the errors of `Engine.load`."""
         service = Service(server)
         service.engine = load_engine(engine, server)
         return cls(service)
@@ -98,14 +102,14 @@ class LocalSource:
             generation.close()
 
     async def whole(self, kind: Kind, body: dict[str, Any]) -> bytes:
-        """The whole answer, as JSON.
+        """Return the whole response as JSON.
 
         Raises:
-          ForgeError: what ended it, or why there is none.
+          ForgeError: the request was refused, or failed.
         """
         generation, serializer = await self._begin(kind, body)
         try:
-            return await answering.whole(generation, serializer)
+            return await operations.whole_response(generation, serializer)
         finally:
             generation.close()
 
@@ -115,10 +119,10 @@ class LocalSource:
         if not self._started:
             self._started = True
             self._engine.start()
-        return await answering.begin(
+        return await operations.begin(
             self._service,
-            answering.read(self._service, msgspec.json.encode(body), _KINDS[kind]),
-            _FORMS[kind],
+            operations.read(self._service, msgspec.json.encode(body), _REQUESTS[kind]),
+            _SERIALIZERS[kind],
             unique_id=lambda: str(next(self._numbers)),
             cache_salt="",
         )
@@ -128,7 +132,7 @@ class LocalSource:
         await self._engine.stop()
 
 
-class HttpSource:
+class HttpBackend:
     """A server of OpenAI's protocol."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str):
@@ -137,11 +141,11 @@ class HttpSource:
         self.model = model
 
     @classmethod
-    async def connect(cls, url: str, *, model: str | None, api_key: str | None) -> HttpSource:
-        """Takes the model that is named, or the server's first.
+    async def connect(cls, url: str, *, model: str | None, api_key: str | None) -> HttpBackend:
+        """Connect to the named model, or to the server's first one.
 
         Raises:
-          ServerError: nobody answers, or it does not have the model.
+          ServerError: the server does not respond, or does not serve the model.
         """
         url = base_url(url)
         session = new_session(api_key)
@@ -173,8 +177,8 @@ class HttpSource:
         await self._session.close()
 
 
-def end_with(status: int, source: LocalSource | HttpSource | None) -> int:
-    """The exit status; ends the process at once if threads still compile."""
-    if isinstance(source, LocalSource) and source.compiling:
+def end_with(status: int, backend: LocalBackend | HttpBackend | None) -> int:
+    """Return the exit status. If threads still compile, end the process at once instead."""
+    if isinstance(backend, LocalBackend) and backend.compiling:
         leave(status)
     return status

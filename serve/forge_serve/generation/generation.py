@@ -1,6 +1,6 @@
-"""One client request in the engine: its prompts, their streams merged, and what was counted.
+"""One client request in the engine: its prompts, their merged streams, and its counts.
 
-A request has P prompts with n samples each; its choices are numbered `prompt * n + sample`.
+A request has P prompts with n samples each. Its choices are numbered `prompt * n + sample`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,10 +17,11 @@ from forge_jax.errors import EngineError
 from forge_jax.host import supervise
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.errors import DeadlineError, StoppingError
+from forge_serve.generation.progress import PromptProgress
 from forge_serve.generation.prompts import Prompt
 from forge_serve.openapi.payload import Payload
 from forge_serve.parsers.reasoning import ReasoningTokens
-from forge_serve.telemetry.metrics import Metrics, PromptTimes
+from forge_serve.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from forge_jax.config import Pooling
@@ -51,105 +52,101 @@ class Usage(Payload):
     completion_tokens_details: CompletionTokensDetails
 
 
-@dataclass(slots=True)
-class _Progress:
-    """How far the samples of one prompt are; times since the submission, in seconds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How the engine runs the prompts of a request, besides the sampling parameters.
 
-    prompt_tokens: int
-    unfinished: int
-    queue_s: float | None = None
-    first_s: float | None = None  # its first token
-    last_s: float | None = None  # its last one, so far
-    end_s: float | None = None
-    cached: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    lengths: dict[int, int] = field(default_factory=dict)  # tokens by sample; only if n > 1
+    Attributes:
+      request_id: the id of the response. Requests may share one.
+      priority: lower values run first.
+      cache_salt: requests share cached prefixes only with requests of the same salt.
+      pooling: how hidden states are pooled; None: the request generates text.
+      lora: the LoRA adapter; None: the base model.
+    """
 
-    @property
-    def longest_output(self) -> int:
-        return max(self.lengths.values(), default=self.output_tokens)
-
-    def times(self, now_s: float) -> PromptTimes:
-        return PromptTimes(
-            e2e_s=now_s if self.end_s is None else self.end_s,
-            queue_s=self.queue_s,
-            first_token_s=self.first_s,
-            last_token_s=self.last_s,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached,
-            generation_tokens=self.output_tokens,
-            longest_output=self.longest_output,
-            preemptions=self.preemptions,
-        )
+    request_id: str
+    priority: int = 0
+    cache_salt: str = ""
+    pooling: Pooling | None = None
+    lora: str | None = None
 
 
-type Updates = list[tuple[int, Delta]]  # (choice, delta) pairs of one step, or of several
+type Updates = list[tuple[int, Delta]]  # (choice, delta) pairs of one or more steps
 
 
 class Generation:
-    """Submits the prompts of one request; `begin` has their news handed on, step by step.
+    """Submits the prompts of one request. `begin` delivers their deltas, step by step.
 
-    `close` must be called at the end, however it comes: it aborts what still runs. `reasoning`
-    counts that of each choice; empty: there is none.
+    The caller must call `close` in the end, however the request ends: it aborts running samples.
+
+    Args:
+      timeout_s: after which the request fails; None: never.
+      reasoning: the counter of reasoning tokens of each choice; empty: none are counted.
+
+    Raises:
+      RequestError: a prompt cannot be served. None has been submitted then.
+      OverloadedError: the engine's queue is full.
+      EngineError: the engine takes no requests.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         engine: AsyncEngine,
         prompts: Sequence[Prompt],
         params: SamplingParams,
+        options: EngineOptions,
         *,
-        request_id: str,
-        priority: int,
-        cache_salt: str,
         timeout_s: float | None,
         metrics: Metrics,
         reasoning: Sequence[ReasoningTokens] = (),
-        pooling: Pooling | None = None,
-        lora: str | None = None,
     ):
-        self.request_id = request_id
-        serial = next(_serials)  # a client may give the same id to several requests
+        self.request_id = options.request_id
+        self.params = params
         self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.num_output_tokens = 0
+        self.num_drafted = self.num_accepted = 0
         self.unfinished = len(prompts) * params.n
+        self.finish_reasons: dict[str, None] = {}  # of its samples, in the order of their first
         self.failure: Exception | None = None
         self._n = params.n
         self._metrics = metrics
-        self._submitted_s = time.monotonic()
-        self._progress = [_Progress(len(prompt.token_ids), params.n) for prompt in prompts]
-        self.num_drafted = self.num_accepted = 0
-        self.finish_reasons: dict[str, None] = {}  # of its samples, in the order of their first
-        self.params = params
         self._reasoning = reasoning
+        self._timeout_s = timeout_s
+        self._submitted_s = time.monotonic()
+        self._progress = [PromptProgress(len(prompt.token_ids), params.n) for prompt in prompts]
         self._streams: list[Stream] = []
         self._receive: Callable[[Updates], None] | None = None
-        self._timeout_s = timeout_s
         self._deadline: asyncio.TimerHandle | None = None
         self._gathered: Updates = []  # of this step, until all prompts have theirs
-        self._hand_on_due = False
-        # None is begun if one of them cannot be served; the first is checked as it is submitted.
+        self._delivery_due = False
+        self._submit(engine, prompts, options)
+        for _ in prompts:
+            metrics.submitted(params.n, None if options.pooling else params.max_tokens)
+
+    def _submit(
+        self, engine: AsyncEngine, prompts: Sequence[Prompt], options: EngineOptions
+    ) -> None:
+        # Submitting checks the first prompt. The others are checked before, so that either all
+        # prompts are submitted or none.
         for prompt in prompts[1:]:
-            engine.check(prompt.token_ids, params)
+            engine.check(prompt.token_ids, self.params)
+        serial = next(_serials)  # a client may give the same id to several requests
         try:
             for i, prompt in enumerate(prompts):
                 self._streams.append(
                     engine.submit(
                         prompt.token_ids,
-                        params,
-                        request_id=f"{request_id}-{serial}-{i}",
-                        priority=priority,
-                        cache_salt=cache_salt,
-                        pooling=pooling,
-                        lora=lora,
+                        self.params,
+                        request_id=f"{options.request_id}-{serial}-{i}",
+                        priority=options.priority,
+                        cache_salt=options.cache_salt,
+                        pooling=options.pooling,
+                        lora=options.lora,
                     )
                 )
         except BaseException:
             self._abort()
             raise
-        for _ in prompts:
-            metrics.submitted(params.n, None if pooling else params.max_tokens)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -157,18 +154,18 @@ class Generation:
 
     @property
     def num_preemptions(self) -> int:
-        """Of the samples that have finished."""
+        """Preemptions of the samples that have finished."""
         return sum(progress.preemptions for progress in self._progress)
 
     @property
     def queue_s(self) -> float | None:
-        """How long the first prompt waited for its first step; None: none has begun."""
+        """Seconds that the first prompt waited for its first step; None: none has begun."""
         waits = [each.queue_s for each in self._progress if each.queue_s is not None]
         return min(waits, default=None)
 
     def stages(self) -> Iterator[tuple[str, float, float]]:
-        """What the first prompt went through: (queue, prefill or decode, its begin, its end), on
-        `time.monotonic`'s clock, as far as it came.
+        """Yield the stages that the first prompt has reached: (queue, prefill or decode, begin,
+        end), on `time.monotonic`'s clock.
         """
         began = [each for each in self._progress if each.queue_s is not None]
         if not began:
@@ -183,13 +180,13 @@ class Generation:
 
     @property
     def first_token_at_s(self) -> float | None:
-        """When the first token came, on `time.monotonic`'s clock; None: there is none yet."""
+        """Arrival of the first token on `time.monotonic`'s clock; None: there is none yet."""
         firsts = [each.first_s for each in self._progress if each.first_s is not None]
         return self._submitted_s + min(firsts) if firsts else None
 
     @property
     def over(self) -> bool:
-        """Whether no more news will come: every sample has finished, or there is a `failure`."""
+        """True if no more deltas follow: every sample has finished, or there is a `failure`."""
         return not self.unfinished or self.failure is not None
 
     @property
@@ -207,11 +204,11 @@ class Generation:
         )
 
     def begin(self, receive: Callable[[Updates], None]) -> None:
-        """Has `receive` called with the news of each step, of all prompts together, on the event
-        loop, until `over` is true in such a call.
+        """Call `receive` on the event loop with the deltas of each step, of all prompts together.
 
-        No task wakes for it. News of samples that failed or were given up are not handed on: they
-        are the `failure`. An exception of `receive` becomes the failure, too, and is told to it.
+        `over` is true in the last call. No task wakes for a call. Deltas of failed or aborted
+        samples are not delivered: they set `failure`. An exception of `receive` also becomes the
+        `failure`, and `receive` is called once more.
         """
         self._receive = receive
         if self._timeout_s is not None:
@@ -221,10 +218,10 @@ class Generation:
             self._deadline = loop.call_later(max(left_s, 0.0), expire)
         for prompt, stream in enumerate(self._streams):
             arrived = partial(self._arrived, prompt)
-            stream.push_to(supervise.guarded(arrived, "taking a request's news", self._broken))
+            stream.push_to(supervise.guarded(arrived, "taking a request's deltas", self._broken))
 
     def close(self) -> None:
-        """Aborts what still runs, and counts the request."""
+        """Abort running samples, and observe the metrics of the request."""
         self._receive = None
         if self._deadline is not None:
             self._deadline.cancel()
@@ -233,7 +230,7 @@ class Generation:
             self.finish_reasons["abort"] = None
             self.unfinished = 0
         self._abort()
-        self._streams.clear()  # which hold on to this object
+        self._streams.clear()  # they refer to this object
         now_s = time.monotonic() - self._submitted_s
         for progress in self._progress:
             self._metrics.prompt(progress.times(now_s))
@@ -245,10 +242,10 @@ class Generation:
     def _expire(self) -> None:
         if not self.over:
             self.failure = DeadlineError(f"the request took longer than {self._timeout_s:g} s")
-            self._hand_on(self._gathered)
+            self._deliver(self._gathered)
 
     def _broken(self, error: BaseException) -> None:
-        """End the request with the error of a callback, which had no caller to raise it to."""
+        """Fail the request with the error of a callback, which has no caller to raise it to."""
         receive, self._receive = self._receive, None
         self.failure = error if isinstance(error, Exception) else EngineError(str(error))
         self._abort()
@@ -260,22 +257,22 @@ class Generation:
             return
         updates = self._account(prompt, deltas)
         if len(self._streams) == 1:
-            self._hand_on(updates)
+            self._deliver(updates)
             return
         self._gathered += updates
-        if not self._hand_on_due:  # the other prompts get theirs before anything else runs
-            self._hand_on_due = True
-            hand_on = supervise.guarded(
-                self._hand_on_gathered, "handing on a request's news", self._broken
+        if not self._delivery_due:  # the other prompts' deltas arrive before the call runs
+            self._delivery_due = True
+            deliver = supervise.guarded(
+                self._deliver_gathered, "delivering a request's deltas", self._broken
             )
-            asyncio.get_running_loop().call_soon(hand_on)
+            asyncio.get_running_loop().call_soon(deliver)
 
-    def _hand_on_gathered(self) -> None:
+    def _deliver_gathered(self) -> None:
         updates, self._gathered = self._gathered, []
-        self._hand_on_due = False
-        self._hand_on(updates)
+        self._delivery_due = False
+        self._deliver(updates)
 
-    def _hand_on(self, updates: Updates) -> None:
+    def _deliver(self, updates: Updates) -> None:
         receive = self._receive
         if receive is None:
             return
@@ -288,6 +285,7 @@ class Generation:
             receive([])
 
     def _account(self, prompt: int, deltas: list[Delta]) -> Updates:
+        """Count one prompt's deltas, and return those that `receive` gets."""
         first_choice, progress = prompt * self._n, self._progress[prompt]
         num_tokens = 0
         updates = []
@@ -298,35 +296,39 @@ class Generation:
                 lengths[delta.index] = lengths.get(delta.index, 0) + len(delta.token_ids)
             if self._reasoning:
                 self._reasoning[first_choice + delta.index].push(delta.token_ids)
-            if delta.num_cached_tokens:
-                progress.cached = max(progress.cached, delta.num_cached_tokens)
-            if delta.queue_s is not None and progress.queue_s is None:
-                progress.queue_s = delta.queue_s
+            progress.add(delta)
             if delta.finish_reason is not None:
-                self.unfinished -= 1
-                progress.unfinished -= 1
-                progress.preemptions += delta.num_preemptions
-                self.num_drafted += delta.num_draft_tokens
-                self.num_accepted += delta.num_accepted_tokens
-                self._metrics.finished(delta.finish_reason)
-                self.finish_reasons[delta.finish_reason] = None
-                if delta.finish_reason == "error":
-                    self.failure = delta.error or EngineError("the engine gave no reason")
-                    continue
-                if delta.finish_reason == "abort":
-                    self.failure = StoppingError("the engine is shutting down")
+                self._finish(delta, delta.finish_reason)
+                if delta.finish_reason in ("error", "abort"):
                     continue
             updates.append((first_choice + delta.index, delta))
         if num_tokens:
-            self.num_output_tokens += num_tokens
-            progress.output_tokens += num_tokens
-            now_s = time.monotonic() - self._submitted_s
-            if progress.last_s is None:
-                progress.first_s = now_s
-                self._metrics.first_token(now_s)
-            else:
-                self._metrics.later_tokens(now_s - progress.last_s, deltas)
-            progress.last_s = now_s
+            self._observe_tokens(progress, num_tokens, deltas)
         if not progress.unfinished:
             progress.end_s = time.monotonic() - self._submitted_s
         return updates
+
+    def _finish(self, delta: Delta, reason: str) -> None:
+        """Count a sample that has finished."""
+        self.unfinished -= 1
+        self.num_drafted += delta.num_draft_tokens
+        self.num_accepted += delta.num_accepted_tokens
+        self._metrics.finished(reason)
+        self.finish_reasons[reason] = None
+        if reason == "error":
+            self.failure = delta.error or EngineError("the engine gave no reason")
+        elif reason == "abort":
+            self.failure = StoppingError("the engine is shutting down")
+
+    def _observe_tokens(
+        self, progress: PromptProgress, num_tokens: int, deltas: list[Delta]
+    ) -> None:
+        self.num_output_tokens += num_tokens
+        progress.output_tokens += num_tokens
+        now_s = time.monotonic() - self._submitted_s
+        if progress.last_s is None:
+            progress.first_s = now_s
+            self._metrics.first_token(now_s)
+        else:
+            self._metrics.later_tokens(now_s - progress.last_s, deltas)
+        progress.last_s = now_s

@@ -9,6 +9,7 @@ from aiohttp import hdrs, web
 from aiohttp.http_exceptions import LineTooLong
 
 from forge_serve.errors import ErrorReply, TransferCodingError
+from forge_serve.http.error_responses import error_response
 
 # A body in chunks of one byte is six times as long on the wire: no honest one is longer than this.
 WIRE_BYTES_PER_BODY_BYTE = 8
@@ -86,7 +87,7 @@ class Connection(web.RequestHandler):
             if isinstance(exc, LineTooLong):
                 what = "the first line or a header of the request is longer than this server takes"
             reply = ErrorReply(status, what, "invalid_request_error", None, "invalid_http")
-        response = reply.response()
+        response = error_response(reply)
         response.headers[hdrs.SERVER] = "forge-jax"
         response.force_close()
         return response

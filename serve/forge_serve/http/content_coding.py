@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from aiohttp import hdrs, web
 
-from forge_serve.errors import ContentCodingError
+from forge_serve.errors import BodyTooLargeError, ContentCodingError
 
 CODINGS = ("gzip", "deflate")
 _GZIP, _ZLIB, _RAW = 31, 15, -15  # zlib's `wbits`
@@ -40,7 +40,7 @@ def decompressed(body: bytes, coding: str, limit: int) -> bytes:
       limit: bytes that the content may have.
 
     Raises:
-      HTTPRequestEntityTooLarge: it has more.
+      BodyTooLargeError: it has more.
       RequestPayloadError: the body is broken, or something follows the content.
     """
     # Some clients send raw deflate data in the place of zlib's format.
@@ -51,7 +51,7 @@ def decompressed(body: bytes, coding: str, limit: int) -> bytes:
     except zlib.error as error:
         raise web.RequestPayloadError(f"the body is not valid {coding}") from error
     if len(content) > limit:
-        raise web.HTTPRequestEntityTooLarge(limit, len(content))
+        raise BodyTooLargeError
     if not decoder.eof or decoder.unused_data:
         raise web.RequestPayloadError(f"the body is not one whole {coding} stream")
     return content

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import hdrs, web
 
-from forge_serve.errors import error_reply
-from forge_serve.generation.generation import Generation, Updates
-from forge_serve.openai.serializers import ResponseSerializer
+from forge_serve.errors import ErrorReply, error_reply
+from forge_serve.generation.generation import Generation, Updates, Usage
 
 if TYPE_CHECKING:
     from forge_jax.schedule.outputs import Delta
@@ -32,6 +31,32 @@ HEADERS = {
 }
 PIECE = 256  # deltas whose events, or events that are written at once, at most
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: no client takes it for an event
+
+
+class EventSerializer(Protocol):
+    """Writes the events of one response, in the format of its protocol.
+
+    Attributes:
+      usage_always: True if every event has the usage so far.
+    """
+
+    usage_always: bool
+
+    def beginning(self) -> bytes:
+        """Return the events before the first delta."""
+        ...
+
+    def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
+        """Return the events of one delta; empty if it has nothing to show yet."""
+        ...
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the last events of a stream that succeeded."""
+        ...
+
+    def error_event(self, reply: ErrorReply) -> bytes:
+        """Return the last events of a stream that failed."""
+        ...
 
 
 class EventStream:
@@ -49,7 +74,7 @@ class EventStream:
         self,
         http: web.Request,
         generation: Generation,
-        serializer: ResponseSerializer,
+        serializer: EventSerializer,
         *,
         stall_s: float,
         keep_alive_s: float = 0.0,

@@ -1,5 +1,6 @@
-"""How the answers to one chat are to be read: which calls of tools and what reasoning may be in
-them. An answer of which nothing is expected but text has no parser at all.
+"""The parts of a chat's output: which tool calls and what reasoning it may have.
+
+They decide the parsers of the output and its grammar. An output that can only be text has neither.
 """
 
 from __future__ import annotations
@@ -25,51 +26,61 @@ if TYPE_CHECKING:
     from forge_jax.text import Tokenizer
     from forge_serve.generation.prompts import Prompt
 
-COMMON_FORM = CALL_FORMS["llama3_json"]
-PROMPT_END_TOKENS = 32  # in which a template would open the reasoning
+FALLBACK_FORMAT = CALL_FORMS["llama3_json"]
+PROMPT_END_TOKENS = 32  # a template that opens the reasoning does so in these
 
 
 @dataclass(frozen=True, slots=True)
-class ChatAnswers:
-    """The parsers of one request's choices, and what they need of the engine."""
+class ChatOutput:
+    """The parsers and the grammar of one request's choices.
+
+    Attributes:
+      choice: the tools that the model may, or must, call.
+      is_structured: True if the request demands a format for the content, which then has no calls.
+    """
 
     request: ChatRequest
     families: Families
     choice: ToolChoice
-    other_form: bool = False  # the request demands one, behind the reasoning, that is no calls
+    is_structured: bool = False
 
     @classmethod
-    def of(cls, request: ChatRequest, families: Families) -> ChatAnswers:
-        """Raises `RequestError` for tools that this model, or this server, cannot be given."""
+    def of(cls, request: ChatRequest, families: Families) -> ChatOutput:
+        """Return the output of a request to a model.
+
+        Raises:
+          RequestError: the model, or this server, cannot serve the tools.
+        """
         choice = request.chosen_tools()
         if choice.mode != "none":
             _check_tools(choice, families)
-        other_form = demand(request) is not None
-        if other_form and choice.mode == "required":
+        is_structured = demand(request) is not None
+        if is_structured and choice.mode == "required":
             raise RequestError(
                 "tool_choice: calls of tools cannot be demanded of an output in another form",
                 param="tool_choice",
             )
-        return cls(request, families, choice, other_form)
+        return cls(request, families, choice, is_structured)
 
     async def params(
         self, params: SamplingParams, prompt: Prompt, engine: AsyncEngine
     ) -> SamplingParams:
-        """The request's, with all of the text that the parsers need, and the grammar of the calls
-        that it demands; this has been compiled.
+        """Return the request's parameters with the grammar of the calls that it demands, compiled.
+
+        Special tokens stay in the text if a parser needs them.
 
         Raises:
-          RequestError: calls cannot be demanded so; `param` names the tools or the choice.
+          RequestError: no grammar can demand such calls. `param` names the tools or the choice.
           OverloadedError: the grammar could not be tried now.
         """
-        form, families = self._form, self.families
-        if families.hides(families.reasoning) or families.hides(form):
+        call_format, families = self._call_format, self.families
+        if families.hides(families.reasoning) or families.hides(call_format):
             params = dataclasses.replace(params, skip_special_tokens=False)
-        if self.other_form:
-            return self._behind_reasoning(params, prompt, engine.tokenizer)
-        if form is None or not self._demands(form, params):
+        if self.is_structured:
+            return self._after_reasoning(params, prompt, engine.tokenizer)
+        if call_format is None or not self._demands(call_format, params):
             return params
-        grammar = self._grammar(form, prompt, engine.tokenizer)
+        grammar = self._grammar(call_format, prompt, engine.tokenizer)
         params = dataclasses.replace(params, structured_outputs=grammar)
         try:
             await engine.prepare(params)
@@ -77,56 +88,56 @@ class ChatAnswers:
             raise RequestError(f"tools: {error}", param="tools") from error
         return params
 
-    def _behind_reasoning(
+    def _after_reasoning(
         self, params: SamplingParams, prompt: Prompt, tokenizer: Tokenizer | None
     ) -> SamplingParams:
-        """With the demanded form after the reasoning, where the model writes some."""
-        form, demanded = self.families.reasoning, params.structured_outputs
+        """Return the parameters with the demanded format after the reasoning, if there is any."""
+        reasoning, demanded = self.families.reasoning, params.structured_outputs
         is_open = self._reasoning_is_open(prompt, tokenizer)
-        if form is None or demanded is None or is_open is None:
+        if reasoning is None or demanded is None or is_open is None:
             return params
         lead = reasoning_lead(
-            form,
+            reasoning,
             is_open=is_open,
             special_tokens=self.families.special_tokens,
         )
         return dataclasses.replace(params, structured_outputs=demanded.behind(lead))
 
     @property
-    def _form(self) -> ToolCallFormat | None:
-        """How calls are written; None: nothing counts as one.
+    def _call_format(self) -> ToolCallFormat | None:
+        """The format of calls; None: the output has none.
 
-        What no grammar can say, and what is not known, is demanded in the most common form.
+        Required calls have the most common format if the model's is unknown, or has no grammar.
         """
-        form = self.families.calls
-        if self.other_form:
+        call_format = self.families.calls
+        if self.is_structured:
             return None
         match self.choice.mode:
             case "none":
                 return None
-            case "required" if form is None or not self._can_be_demanded(form):
-                return COMMON_FORM
-        return form
+            case "required" if call_format is None or not self._has_grammar(call_format):
+                return FALLBACK_FORMAT
+        return call_format
 
-    def _can_be_demanded(self, form: ToolCallFormat) -> bool:
-        return form.written(self.families.special_tokens.keys()) is not None
+    def _has_grammar(self, call_format: ToolCallFormat) -> bool:
+        return call_format.written(self.families.special_tokens.keys()) is not None
 
-    def _demands(self, form: ToolCallFormat, params: SamplingParams) -> bool:
-        """Whether a grammar has to see to it that the answer is what the request asks for."""
+    def _demands(self, call_format: ToolCallFormat, params: SamplingParams) -> bool:
+        """Return True if a grammar must enforce the calls."""
         if self.choice.mode == "required":
             return True
         strict = any(function.strict for function in self.choice.functions)
-        # Of an answer that may be text: a grammar would have it go on beyond a stop string.
-        free = not params.stop and not params.stop_token_ids
-        return strict and free and self._can_be_demanded(form)
+        # With a grammar, an output that is text would continue after a stop string.
+        stops = bool(params.stop or params.stop_token_ids)
+        return strict and not stops and self._has_grammar(call_format)
 
     def _grammar(
-        self, form: ToolCallFormat, prompt: Prompt, tokenizer: Tokenizer | None
+        self, call_format: ToolCallFormat, prompt: Prompt, tokenizer: Tokenizer | None
     ) -> GrammarSpec:
         parallel = self.request.parallel_tool_calls is not False and not self.choice.named
         is_open = self._reasoning_is_open(prompt, tokenizer)
         return call_grammar(
-            form,
+            call_format,
             self.choice,
             parallel=parallel,
             reasoning=None if is_open is None else self.families.reasoning,
@@ -135,25 +146,25 @@ class ChatAnswers:
         )
 
     def parser(self, prompt: Prompt, tokenizer: Tokenizer | None) -> AnswerParser | None:
-        """A parser for one choice; None if its text is content as it is."""
+        """Return the parser of one choice; None if all of its text is content."""
         reasoning, tools = self._reasoning_parser(prompt, tokenizer), self._tool_parser()
         return None if reasoning is None and tools is None else AnswerParser(reasoning, tools)
 
     def reasoning_tokens(
         self, prompt: Prompt, tokenizer: Tokenizer | None
     ) -> ReasoningTokens | None:
-        """A counter for one choice; None if no reasoning is looked for."""
-        parser = None if self.other_form else self._reasoning_parser(prompt, tokenizer)
+        """Return the counter of one choice; None if its reasoning is not counted."""
+        parser = None if self.is_structured else self._reasoning_parser(prompt, tokenizer)
         if parser is None or tokenizer is None:
             return None
         return ReasoningTokens(parser, tokenizer.token_bytes)
 
     def _tool_parser(self) -> ToolCallParser | None:
-        form = self._form
-        if form is None:
+        call_format = self._call_format
+        if call_format is None:
             return None
         return ToolCallParser(
-            form,
+            call_format,
             self.choice.names,
             whole=not self.request.streams,
             parallel=self.request.parallel_tool_calls is not False,
@@ -162,31 +173,32 @@ class ChatAnswers:
     def _reasoning_parser(
         self, prompt: Prompt, tokenizer: Tokenizer | None
     ) -> ReasoningParser | None:
-        form = self.families.reasoning
-        if form is None:
+        reasoning = self.families.reasoning
+        if reasoning is None:
             return None
         is_open = self._reasoning_is_open(prompt, tokenizer)
-        if is_open is None and self.other_form:  # the form may begin with what looks like a tag
+        if is_open is None and self.is_structured:  # the content may begin like a tag
             return None
-        return ReasoningParser(form, open=bool(is_open))
+        return ReasoningParser(reasoning, open=bool(is_open))
 
     def _reasoning_is_open(self, prompt: Prompt, tokenizer: Tokenizer | None) -> bool | None:
-        """Whether an answer begins in the middle of reasoning; None: reasoning is over, or
-        switched off, so a grammar allows none.
+        """Return True if the output begins inside reasoning, False if it may begin with some.
+
+        None means that reasoning is over or switched off, so a grammar allows none.
         """
-        form = self.families.reasoning
-        if form is None:
+        reasoning = self.families.reasoning
+        if reasoning is None:
             return None
         if self.request.continue_final_message:
             begun = text_of(self.request.template_messages()[-1])
-            return form.is_open_in(begun) or (None if begun.strip() else False)
+            return reasoning.is_open_in(begun) or (None if begun.strip() else False)
         end = prompt.token_ids[-PROMPT_END_TOKENS:]
         text = tokenizer.decode(end, skip_special_tokens=False) if tokenizer else ""
-        if form.is_open_after(text):
+        if reasoning.is_open_after(text):
             return True
         variables = self.request.chat_template_kwargs or {}
         off = any(variables.get(name) is False for name in thinking_variables(False))
-        return None if off or form.is_over_after(text) else False
+        return None if off or reasoning.is_over_after(text) else False
 
 
 def _check_tools(choice: ToolChoice, families: Families) -> None:

@@ -1,7 +1,8 @@
-"""From a body to its answer, without HTTP: the server does this for its sockets, `batch` for the
-lines of a file.
+"""From a request to its response, without HTTP.
 
-Every function raises what `errors.error_reply` makes a reply of.
+The server runs these functions for its connections, `batch` for the lines of a file, and the
+commands `chat` and `generate` for a terminal. They raise the exceptions that `errors.error_reply`
+turns into replies.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import msgspec
 
 from forge_jax.errors import RequestError
 from forge_jax.sampling_params import SamplingParams
-from forge_serve.generation.generation import Generation, Updates
+from forge_serve.generation.generation import EngineOptions, Generation, Updates
 from forge_serve.generation.prompts import Prompt
 from forge_serve.openai import embeddings
+from forge_serve.openai.chat_output import ChatOutput
 from forge_serve.openai.embeddings import PoolingRequest
 from forge_serve.openai.prompts import encode_prompts
 from forge_serve.openai.requests import (
@@ -29,67 +31,54 @@ from forge_serve.openai.requests import (
 )
 from forge_serve.openai.serializers import ResponseSerializer
 from forge_serve.openai.validation import check_logprob_values, decode
+from forge_serve.parsers.families import families
 
 if TYPE_CHECKING:
     from forge_jax.engine.async_engine import AsyncEngine
-    from forge_serve.server.app import Service
+    from forge_serve.server.service import Service
 
-type Request = CompletionRequest | ChatRequest | GenerateRequest | PoolingRequest
+type TextRequest = CompletionRequest | ChatRequest | GenerateRequest  # with text as its output
+type Request = TextRequest | PoolingRequest
 
 
 def read[Body: GenerationRequest](service: Service, body: bytes, kind: type[Body]) -> Body:
-    """A body as a request to the model that is served.
+    """Decode a body into a request to the served model.
 
     Raises:
-      RequestError: it is none, or over a limit, or for a model that is not served.
+      RequestError: the body is invalid, exceeds a limit, or names another model.
     """
     request = decode(body, kind, service.config.limits)
     service.lora_of(request.model)
     return request
 
 
-async def begin[Form: ResponseSerializer](
+async def begin[Serializer: ResponseSerializer](
     service: Service,
-    request: CompletionRequest | ChatRequest | GenerateRequest,
-    form_type: Callable[..., Form],
+    request: TextRequest,
+    serializer_type: Callable[..., Serializer],
     *,
     unique_id: Callable[[], str],
     cache_salt: str,
     tenant: str = "",
     lora: str | None = None,
-) -> tuple[Generation, Form]:
-    """Submits a request. The caller has to close the generation.
+) -> tuple[Generation, Serializer]:
+    """Submit a request. The caller has to close the generation.
 
     Args:
-      unique_id: called when all has been checked: what the answer's id ends with.
-      cache_salt: what keeps the request's cached prefixes apart.
-      tenant: with whom the request shares its turns in the queues.
-      lora: the adapter that its model's name means.
+      unique_id: returns the end of the response's id. Called once everything has been checked.
+      cache_salt: requests share cached prefixes only with requests of the same salt.
+      tenant: takes turns with other tenants in the queues.
+      lora: the adapter that the request's model names.
 
     Raises:
-      RequestError: it cannot be served as it was asked.
+      RequestError: the request cannot be served.
       OverloadedError: too much waits already, or its grammar could not be tried now.
       EngineError: the engine takes no requests.
     """
-    engine = service.ready_engine()
     try:
-        params, answers = request.sampling_params(), None
-        most = service.config.max_new_tokens
-        params = _limited(params, most, said=request.limits_output)
-        if isinstance(request, ChatRequest):
-            answers = service.chat_answers(request)
-        prompts = await encode_prompts(
-            engine, request, params.max_tokens, service.text_work(tenant)
-        )
-        if params.max_tokens is None and most is not None:
-            params = _with_room(params, most, prompts[0], engine)
-        if answers is not None:
-            params = await answers.params(params, prompts[0], engine)
-        await engine.prepare(params)
-        prompt_lens = [len(prompt.token_ids) for prompt in prompts]
-        check_logprob_values(params, prompt_lens, engine.max_model_len, service.config.limits)
-        engine = service.ready_engine()  # all of that may have taken long
-        serializer = form_type(
+        params, prompts, output = await _prepare(service, request, tenant)
+        engine = service.ready_engine()  # preparing may have taken long
+        serializer = serializer_type(
             request,
             prompts,
             engine.tokenizer,
@@ -97,38 +86,91 @@ async def begin[Form: ResponseSerializer](
             model=lora or service.model_name,
             created_s=int(time.time()),
             system_fingerprint=engine.system_fingerprint,
-            **({} if answers is None else {"answers": answers}),
+            **({} if output is None else {"answers": output}),
         )
         generation = Generation(
             engine,
             prompts,
             params,
-            request_id=serializer.id,
-            priority=request.priority or 0,
-            cache_salt=cache_salt,
+            EngineOptions(
+                request_id=serializer.id,
+                priority=request.priority or 0,
+                cache_salt=cache_salt,
+                lora=lora,
+            ),
             timeout_s=service.timeout_s(request.timeout),
             metrics=service.metrics,
             reasoning=serializer.reasoning_tokens,
-            lora=lora,
         )
     except RequestError as error:
         raise request.translate_params(error) from error
     return generation, serializer
 
 
-def _limited(params: SamplingParams, most: int | None, *, said: bool) -> SamplingParams:
-    """The parameters with no more output tokens than this server allows.
+async def _prepare(
+    service: Service, request: TextRequest, tenant: str
+) -> tuple[SamplingParams, list[Prompt], ChatOutput | None]:
+    """Return the request as the engine takes it, with its grammar compiled."""
+    engine, most = service.ready_engine(), service.config.max_new_tokens
+    params, output = request.sampling_params(), None
+    params = _limit_output(params, most, explicit=request.limits_output)
+    if isinstance(request, ChatRequest):
+        output = chat_output(service, request)
+    prompts = await encode_prompts(engine, request, params.max_tokens, service.text_work(tenant))
+    if params.max_tokens is None and most is not None:
+        params = _limit_to_room(params, most, prompts[0], engine)
+    if output is not None:
+        params = await output.params(params, prompts[0], engine)
+    await engine.prepare(params)
+    prompt_lens = [len(prompt.token_ids) for prompt in prompts]
+    check_logprob_values(params, prompt_lens, engine.max_model_len, service.config.limits)
+    return params, prompts, output
 
-    Args:
-      said: whether the request says how many it wants.
+
+def chat_output(service: Service, request: ChatRequest) -> ChatOutput:
+    """Return how the outputs of a chat are parsed.
 
     Raises:
-      RequestError: it wants more.
+      RequestError: the request has tools that this server cannot serve.
+    """
+    engine, config = service.ready_engine(), service.config
+    model = families(
+        engine.tokenizer, engine.chat_template, config.tool_call_parser, config.reasoning_parser
+    )
+    return ChatOutput.of(request, model)
+
+
+async def count_prompt_tokens(service: Service, request: ChatRequest, tenant: str = "") -> int:
+    """Return the length of a chat's prompt, in tokens.
+
+    Raises:
+      RequestError: the request cannot be served.
+      OverloadedError: too much text waits to be tokenized.
+    """
+    engine = service.ready_engine()
+    try:
+        params = request.sampling_params()
+        chat_output(service, request)
+        work = service.text_work(tenant)
+        [prompt] = await encode_prompts(engine, request, params.max_tokens, work)
+    except RequestError as error:
+        raise request.translate_params(error) from error
+    return len(prompt.token_ids)
+
+
+def _limit_output(params: SamplingParams, most: int | None, *, explicit: bool) -> SamplingParams:
+    """Return the parameters with `max_tokens` at most `most`.
+
+    Args:
+      explicit: True if the request itself sets the limit.
+
+    Raises:
+      RequestError: the request sets a higher one.
     """
     asked = params.max_tokens
     if most is None or asked is None or asked <= most:
         return params
-    if said:
+    if explicit:
         raise RequestError(
             f"max_tokens is {asked}; this server allows at most {most} (--max-new-tokens)",
             param="max_tokens",
@@ -136,10 +178,14 @@ def _limited(params: SamplingParams, most: int | None, *, said: bool) -> Samplin
     return dataclasses.replace(params, max_tokens=most)
 
 
-def _with_room(
+def _limit_to_room(
     params: SamplingParams, most: int, prompt: Prompt, engine: AsyncEngine
 ) -> SamplingParams:
-    """The parameters of a request that does not say how many output tokens it wants."""
+    """Return the parameters of a request without `max_tokens`, which gets the context's room.
+
+    Raises:
+      RequestError: the room is larger than `most`, and `min_tokens` is too.
+    """
     limits = engine.limits
     room = min(limits.context, limits.kv_tokens + 1) - len(prompt.token_ids)
     if room <= most:
@@ -153,11 +199,11 @@ def _with_room(
     return dataclasses.replace(params, max_tokens=most)
 
 
-async def whole(generation: Generation, serializer: ResponseSerializer) -> bytes:
-    """Waits for a generation; the whole answer, as JSON.
+async def whole_response(generation: Generation, serializer: ResponseSerializer) -> bytes:
+    """Wait for a generation, and return the whole response as JSON.
 
     Raises:
-      ForgeError: what ended the generation.
+      ForgeError: the generation failed.
     """
     over = asyncio.Event()
 
@@ -183,30 +229,34 @@ async def begin_pooling(
     tenant: str = "",
     lora: str | None = None,
 ) -> Generation:
-    """Submits a request for pooled hidden states, as `begin` does others."""
+    """Submit a request for pooled hidden states, as `begin` submits others."""
     engine = service.ready_engine()
     request.check_sampling()
     prompts = await embeddings.encode_inputs(engine, request, service.text_work(tenant))
-    engine = service.ready_engine()  # that may have taken long
+    engine = service.ready_engine()  # encoding may have taken long
     return Generation(
         engine,
         prompts,
         embeddings.PARAMS,
-        request_id=f"{request.ID_PREFIX}-{unique_id()}",
-        priority=request.priority or 0,
-        cache_salt=cache_salt,
+        EngineOptions(
+            request_id=f"{request.ID_PREFIX}-{unique_id()}",
+            priority=request.priority or 0,
+            cache_salt=cache_salt,
+            pooling=request.pooling or engine.pooling,  # type: ignore[arg-type]
+            lora=lora,
+        ),
         timeout_s=service.timeout_s(request.timeout),
         metrics=service.metrics,
-        pooling=request.pooling or engine.pooling,  # type: ignore[arg-type]
-        lora=lora,
     )
 
 
-async def pooled(service: Service, request: PoolingRequest, generation: Generation) -> bytes:
-    """Waits for what `begin_pooling` began; the whole answer, as JSON.
+async def pooled_response(
+    service: Service, request: PoolingRequest, generation: Generation
+) -> bytes:
+    """Wait for what `begin_pooling` submitted, and return the whole response as JSON.
 
     Raises:
-      ForgeError: what ended the generation.
+      ForgeError: the generation failed.
     """
     vectors = await embeddings.pooled(generation)
     answer = await request.answer(

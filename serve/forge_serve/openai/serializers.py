@@ -21,7 +21,7 @@ from forge_jax.text import Detokenizer
 from forge_serve.errors import ErrorReply
 from forge_serve.generation.generation import Usage
 from forge_serve.generation.prompts import Prompt
-from forge_serve.openai.chat_output import ChatAnswers
+from forge_serve.openai.chat_output import ChatOutput
 from forge_serve.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -378,7 +378,7 @@ class ChatSerializer(ResponseSerializer):
         prompts: Sequence[Prompt],
         tokenizer: Tokenizer | None,
         *,
-        answers: ChatAnswers | None = None,
+        answers: ChatOutput | None = None,
         **kwargs: Any,
     ):
         super().__init__(request, prompts, tokenizer, **kwargs)

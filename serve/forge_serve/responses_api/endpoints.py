@@ -1,145 +1,173 @@
-"""The endpoints under /v1/responses, as far as they are about what is stored, and responses in the
-background, which go on whether or not somebody waits for them.
-"""
+"""The endpoints under /v1/responses: OpenAI's newer protocol, over HTTP and over a WebSocket."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 import msgspec
 from aiohttp import web
 
 from forge_jax.errors import RequestError
-from forge_jax.host import supervise
+from forge_jax.host.panics import is_panic
 from forge_serve.errors import error_reply
-from forge_serve.generation.generation import Generation, Updates
+from forge_serve.generation.generation import Generation
 from forge_serve.http.auth import TENANT
+from forge_serve.http.exchange import EXCHANGE, Exchange
+from forge_serve.http.query import is_true, whole_number
+from forge_serve.http.replies import encoded_response, json_response, send
+from forge_serve.http.request_logs import CLIENT_CLOSED, RequestLogs
+from forge_serve.http.routes import Route, delete, get, post
+from forge_serve.openai import operations
+from forge_serve.openai.handler import GenerationHandler
+from forge_serve.openai.validation import check_converted, glance
+from forge_serve.responses_api.compaction import CompactRequest, CompactSerializer
 from forge_serve.responses_api.events import ResponsesSerializer
-from forge_serve.responses_api.items import Item, input_items
-from forge_serve.responses_api.requests import PATH, ResponsesChat, ResponsesRequest
-from forge_serve.responses_api.response_types import DeletedResponse, InputItems, Listed
-from forge_serve.responses_api.store import (
-    EventLog,
-    LocalResponses,
-    ResponseStore,
-    StoredResponse,
-    Turn,
+from forge_serve.responses_api.items import Item
+from forge_serve.responses_api.lifecycle import ResponseLifecycle
+from forge_serve.responses_api.replay import Replay
+from forge_serve.responses_api.requests import (
+    PATH,
+    MessageHead,
+    ResponseCreate,
+    ResponsesChat,
+    ResponsesRequest,
+)
+from forge_serve.responses_api.response_types import (
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    Listed,
+)
+from forge_serve.responses_api.store import LocalResponses, StoredResponse
+from forge_serve.responses_api.websocket import (
+    Message,
+    ResponsesSocket,
+    SocketSerializer,
+    SocketStream,
 )
 
-# `input_tokens` and `compact` are other endpoints.
+# `input_tokens` and `compact` are endpoints of their own.
 RESPONSE_PATH = PATH + "/{id:(?!(?:input_tokens|compact)$)[^/{}]+}"
-MAX_PAGE, DEFAULT_PAGE = 100, 20  # input items in one answer
-LOCAL = web.RequestKey("local", LocalResponses)  # those of the WebSocket, of one of its messages
+MAX_PAGE, DEFAULT_PAGE = 100, 20  # input items in one response
+SOCKET_METHOD = "WEBSOCKET"  # the method of a WebSocket message in logs and metrics
+LOCAL = web.RequestKey("local", LocalResponses)  # of the WebSocket that a message came from
 
-_json = msgspec.json.Encoder().encode
 _item = msgspec.json.Decoder(Item).decode
 
 
-class StoredResponses:
-    """What requests are told of stored responses, and what is kept of them."""
+class ResponsesEndpoints:
+    """Handlers of requests under /v1/responses.
 
-    def __init__(self, store: ResponseStore):
-        self._store = store
+    Args:
+      logs: gets an entry for each WebSocket message. Those of HTTP requests are opened elsewhere.
+    """
 
-    def routes(self) -> list[web.RouteDef]:
-        """Those that need nothing but the store."""
-        return [
-            web.delete(RESPONSE_PATH, self.delete_response),
-            web.post(f"{RESPONSE_PATH}/cancel", self.cancel_response),
-            web.get(f"{RESPONSE_PATH}/input_items", self.input_items),
-        ]
+    ROUTES: ClassVar[tuple[Route, ...]] = (
+        post("responses", PATH),
+        get("responses_socket", PATH),
+        post("count_input_tokens", f"{PATH}/input_tokens"),
+        post("compact_response", f"{PATH}/compact"),
+        get("response", RESPONSE_PATH),
+        delete("delete_response", RESPONSE_PATH),
+        post("cancel_response", f"{RESPONSE_PATH}/cancel"),
+        get("input_items", f"{RESPONSE_PATH}/input_items"),
+    )
 
-    def chat_of(self, http: web.Request, request: ResponsesRequest) -> Callable[[], ResponsesChat]:
-        """What makes the same as a chat, with the conversation that it continues; in any thread.
+    def __init__(self, handler: GenerationHandler, logs: RequestLogs):
+        self._handler = handler
+        self._service = handler.service
+        self._store = handler.service.responses
+        self._lifecycle = ResponseLifecycle(self._store)
+        self._logs = logs
 
-        Raises:
-          UnknownResponseError: the previous response is not here; over a WebSocket a
-            PreviousResponseNotFoundError.
-          RequestError: it has not finished, or nothing is stored here at all.
-        """
-        if not self._store.keeps:
-            for name in ("background", "store"):
-                if getattr(request, name):
-                    raise RequestError(
-                        f"{name}: this server stores no responses (--max-stored-responses): "
-                        "leave it out",
-                        param=name,
-                    )
-        previous = None
-        if request.previous_response_id is not None:
-            find = self._store.get if (local := http.get(LOCAL)) is None else local.previous
-            response = find(
-                _tenant(http), request.previous_response_id, param="previous_response_id"
-            )
-            if response.running:
-                raise RequestError(
-                    "previous_response_id: that response has not finished yet",
-                    param="previous_response_id",
-                )
-            previous = response.turn
-        return partial(request.chat, previous, kept=request.stored and self._store.keeps)
+    # ---- generating ----------------------------------------------------------------------------
 
-    def begin(self, http: web.Request, serializer: ResponsesSerializer) -> StoredResponse | None:
-        """Enters a response that is to be stored, or that its WebSocket can go on from."""
-        local = None if serializer.kept else http.get(LOCAL)
-        if not serializer.kept and local is None:
-            return None
-        items = list(input_items(serializer.asked.given, serializer.unique_id))
-        response = StoredResponse(
-            serializer.id,
-            _tenant(http),
-            Turn(serializer.previous, _json(items)),
-            serializer.snapshot,
-            background=serializer.background,
-            local=local,
-        )
-        self._store.begin(response)
-        if local is not None:
-            local.add(response)
-        if not serializer.background:  # a client that has been told it is over may go on from it
-            serializer.when_concluded = partial(self._keep, response, serializer)
-        return response
+    async def responses(self, http: web.Request) -> web.StreamResponse:
+        generation, serializer = await self._begin(http, ResponsesRequest, ResponsesSerializer)
+        response = self._lifecycle.begin(serializer, _tenant(http), None)
+        if response is not None and response.background:
+            return await self._run_in_background(http, response, generation, serializer)
+        try:
+            return await self._handler.respond(http, generation, serializer)
+        finally:
+            generation.close()
+            self._lifecycle.end(response, generation, serializer)
 
-    def end(
+    async def compact_response(self, http: web.Request) -> web.StreamResponse:
+        request = await self._handler.read(http, CompactRequest)
+        chat = await self._chat(http, request)
+        return await self._handler.generate(http, chat, CompactSerializer, stored=True)
+
+    async def count_input_tokens(self, http: web.Request) -> web.StreamResponse:
+        self._service.ready_engine()
+        request = await self._handler.decode(http, ResponsesRequest)
+        chat = await self._chat(http, request)
+        number = await operations.count_prompt_tokens(self._service, chat, _tenant(http))
+        return encoded_response(InputTokens(input_tokens=number))
+
+    async def _begin[Serializer: ResponsesSerializer](
         self,
-        response: StoredResponse | None,
-        generation: Generation,
-        serializer: ResponsesSerializer,
-    ) -> None:
-        """Ends the response of a client that has been answered, or has gone."""
-        if response is None or serializer.concluded:
-            return
-        if serializer.streams:  # so the client has its id
-            serializer.cancel_events(generation.usage)
-        else:
-            self._store.delete(response)
+        http: web.Request,
+        kind: type[ResponsesRequest],
+        serializer_type: type[Serializer],
+    ) -> tuple[Generation, Serializer]:
+        request = await self._handler.read(http, kind)
+        chat = await self._chat(http, request)
+        return await self._handler.begin(http, chat, serializer_type, stored=True)
 
-    def _keep(self, response: StoredResponse, serializer: ResponsesSerializer) -> None:
-        self._store.finish(response, serializer.head, serializer.output)
+    async def _chat(self, http: web.Request, request: ResponsesRequest) -> ResponsesChat:
+        limits = self._service.config.limits
+        translate = self._lifecycle.translation(request, _tenant(http), http.get(LOCAL))
 
-    def run_in_background(
+        def checked() -> ResponsesChat:
+            chat = translate()
+            try:
+                check_converted(chat, limits)
+            except RequestError as error:
+                raise chat.translate_params(error) from error
+            return chat
+
+        return await self._handler.bodies.parse(http, checked)
+
+    async def _run_in_background(
         self,
+        http: web.Request,
         response: StoredResponse,
         generation: Generation,
         serializer: ResponsesSerializer,
-        ended: Callable[[str | None], None],
-    ) -> None:
-        """Calls `ended` when it is over, with what its failure is called, if it failed."""
-        _Background(self._store, response, generation, serializer, ended)
+    ) -> web.StreamResponse:
+        exchange = http[EXCHANGE]
+        log = exchange.log
+        log.goes_on, log.tenant, log.request_id = True, http.get(TENANT), exchange.request_id
 
-    def get(self, http: web.Request) -> StoredResponse:
-        """The response of the path.
+        def ended(error: str | None) -> None:
+            log.error = error
+            log.end(200)
 
-        Raises:
-          UnknownResponseError: it is not here.
-        """
-        return self._store.get(_tenant(http), http.match_info["id"])
+        self._lifecycle.run_in_background(response, generation, serializer, ended)
+        if response.log is not None:
+            return await self._replay(http, response, first=0)
+        return json_response(response.body())
+
+    # ---- stored responses ----------------------------------------------------------------------
+
+    async def response(self, http: web.Request) -> web.StreamResponse:
+        """Return a stored response, or the events of one in the background again."""
+        response = self._find(http)
+        if not is_true(http, "stream"):
+            return json_response(response.body())
+        if response.log is None:
+            raise RequestError(
+                "stream: only a response made with background and stream has events to send again",
+                param="stream",
+            )
+        return await self._replay(
+            http, response, first=whole_number(http, "starting_after", -1) + 1
+        )
 
     async def cancel_response(self, http: web.Request) -> web.Response:
-        """Ends a response in the background; one that is over stays as it is."""
-        response = self.get(http)
+        """End a response in the background. One that is over stays as it is."""
+        response = self._find(http)
         if not response.background:
             raise RequestError(
                 "only a response in the background can be cancelled; the others end when their "
@@ -150,15 +178,15 @@ class StoredResponses:
         return json_response(response.body())
 
     async def delete_response(self, http: web.Request) -> web.Response:
-        response = self.get(http)
+        response = self._find(http)
         if response.cancel is not None:
             response.cancel()
         self._store.delete(response)
-        return json_response(_json(DeletedResponse(id=response.id)))
+        return encoded_response(DeletedResponse(id=response.id))
 
     async def input_items(self, http: web.Request) -> web.Response:
         """A page of the items that the response was made from."""
-        items = self.get(http).turn.input_items()
+        items = self._find(http).turn.input_items()
         order = http.query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise RequestError("order must be asc or desc", param="order")
@@ -181,73 +209,91 @@ class StoredResponses:
             last_id=shown[-1] if shown else None,
             has_more=begin + limit < len(items),
         )
-        return json_response(_json(answer))
+        return encoded_response(answer)
+
+    def _find(self, http: web.Request) -> StoredResponse:
+        """Return the response of the path.
+
+        Raises:
+          UnknownResponseError: it is not stored.
+        """
+        return self._store.get(_tenant(http), http.match_info["id"])
+
+    async def _replay(
+        self, http: web.Request, response: StoredResponse, *, first: int
+    ) -> web.StreamResponse:
+        assert response.log is not None
+        stall_s = self._service.timeouts.write_stall_s
+        return await send(http, Replay(http, response.log, first, stall_s=stall_s), stall_s=stall_s)
+
+    # ---- over a WebSocket ----------------------------------------------------------------------
+
+    async def responses_socket(self, http: web.Request) -> web.StreamResponse:
+        service = self._service
+        service.ready_engine()
+        socket = ResponsesSocket(
+            http,
+            LocalResponses(self._store),
+            max_bytes=service.config.limits.body_bytes,
+            stall_s=service.timeouts.write_stall_s,
+            answer=self._answer_message,
+        )
+        service.sockets.add(socket)
+        try:
+            return await socket.run()
+        finally:
+            service.sockets.discard(socket)
+
+    async def _answer_message(self, socket: ResponsesSocket, message: Message) -> None:
+        """Answer one message as a request of its own, with its own log entry and metrics."""
+        http = _message_request(socket, self._logs)
+        exchange = http[EXCHANGE]
+        head, status = MessageHead(), CLIENT_CLOSED
+        try:
+            if isinstance(message, Exception):
+                raise message
+            exchange.message, exchange.body_bytes = message, len(message)
+            limits = self._service.config.limits
+            head = await self._handler.bodies.parse(
+                http, lambda: glance(message, MessageHead, limits)
+            )
+            head.check()
+            await self._respond_to_message(http, socket)
+            status = CLIENT_CLOSED if exchange.client_left else 200
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            reply = error_reply(error)
+            exchange.log.error, status = reply.name, reply.status
+            socket.refuse(reply, head.valid_stream_id)
+        finally:
+            if exchange.log.error is not None and isinstance(head.previous_response_id, str):
+                socket.local.forget(head.previous_response_id)
+            self._logs.close(http, status)
+
+    async def _respond_to_message(self, http: web.Request, socket: ResponsesSocket) -> None:
+        generation, serializer = await self._begin(http, ResponseCreate, SocketSerializer)
+        response = self._lifecycle.begin(serializer, _tenant(http), socket.local)
+        stall_s = self._service.timeouts.write_stall_s
+        try:
+            stream = SocketStream(http, generation, serializer, socket, stall_s=stall_s)
+            await send(http, stream, stall_s=stall_s)
+        finally:
+            generation.close()
+            self._lifecycle.end(response, generation, serializer)
+        if http[EXCHANGE].log.error is not None:
+            socket.local.forget(serializer.id)
 
 
-class _Background:
-    """A response that goes on by itself, as the engine's news come."""
-
-    def __init__(
-        self,
-        store: ResponseStore,
-        response: StoredResponse,
-        generation: Generation,
-        serializer: ResponsesSerializer,
-        ended: Callable[[str | None], None],
-    ):
-        self._ended = ended
-        self._store = store
-        self._response = response
-        self._generation = generation
-        self._serializer = serializer
-        response.cancel = self._cancel
-        if serializer.streams:
-            response.log = EventLog()
-            response.log.add(serializer.beginning_events())
-        generation.begin(self._take)
-
-    def _take(self, updates: Updates) -> None:
-        for choice, delta in updates:
-            if self._response.log is None:
-                self._serializer.add(choice, delta)
-            else:
-                self._response.log.add(self._serializer.delta_events(delta))
-        if not self._generation.over:
-            return
-        failure = self._generation.failure
-        if failure is None:
-            self._finish(self._serializer.end_events(self._generation.usage))
-        else:
-            reply = error_reply(failure)
-            self._finish(self._serializer.error_events(reply), reply.name)
-
-    def _cancel(self) -> None:
-        self._finish(self._serializer.cancel_events(self._generation.usage))
-
-    def _finish(self, events: Sequence[bytes], error: str | None = None) -> None:
-        self._generation.close()
-        if self._response.log is not None:
-            self._response.log.add(events, last=True)
-        self._store.finish(self._response, self._serializer.head, self._serializer.output)
-        supervise.guarded(self._ended, "the log line of a response", None)(error)
-
-
-def whole_number(http: web.Request, name: str, default: int) -> int:
-    """A number in the query.
-
-    Raises:
-      RequestError: it is none.
-    """
-    text = http.query.get(name)
-    if text is None:
-        return default
-    if not text.isascii() or not text.isdecimal() or len(text) > 9:
-        raise RequestError(f"{name} must be a whole number", param=name)
-    return int(text)
-
-
-def json_response(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/json")
+def _message_request(socket: ResponsesSocket, logs: RequestLogs) -> web.Request:
+    """Return the request that stands for the message that a WebSocket is about to answer."""
+    http = socket.http.clone()
+    request_id = f"{socket.http[EXCHANGE].request_id}-{socket.num_messages}"
+    log = logs.open(http, request_id)
+    log.method, log.handler, log.stream = SOCKET_METHOD, "responses", True
+    http[EXCHANGE] = Exchange(request_id=request_id, log=log)
+    http[LOCAL] = socket.local
+    return http
 
 
 def _tenant(http: web.Request) -> str:

@@ -1,4 +1,4 @@
-"""A stored stream of events, sent again from any event on."""
+"""A stored stream of events, sent again from any event."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from forge_serve.responses_api.store import EventLog
 
 
 class Replay:
-    """Writes the events of a log from the one with number `first` on, as they come and as fast as
-    the client reads. Nothing ends with it: the log grows without readers, too.
+    """Writes the events of a log, beginning with number `first`, as fast as the client reads.
+
+    The log does not depend on its readers: it grows without any.
     """
+
+    error: str | None = None  # failures of the response are events of the log
 
     def __init__(self, http: web.Request, log: EventLog, first: int, *, stall_s: float):
         self.response = web.StreamResponse(headers=HEADERS)
@@ -23,7 +26,7 @@ class Replay:
         self._stall_s = stall_s
 
     async def run(self) -> None:
-        """Sends headers, events and ending.
+        """Write the headers, the events and the end.
 
         Raises:
           TimeoutError: the client took nothing for `stall_s`.

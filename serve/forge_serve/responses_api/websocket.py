@@ -6,7 +6,7 @@ log and count in the metrics. Messages are answered one after the other. While o
 others are read and wait, so that a client that leaves is noticed.
 
 aiohttp does the handshake, reads messages, and closes. Events are written as those of a stream are
-(`event_stream`), each as a text message.
+(`http.sse`), each as a text message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from msgspec import UNSET
 
 from forge_jax.errors import RequestError
 from forge_jax.host import supervise
-from forge_serve.errors import ErrorReply, NotReadyError, UpgradeRequiredError, error_reply
+from forge_serve.errors import (
+    BodyTooLargeError,
+    ErrorReply,
+    NotReadyError,
+    UpgradeRequiredError,
+    error_reply,
+)
 from forge_serve.generation.generation import Generation
 from forge_serve.http.connections import Connection
 from forge_serve.http.sse import EventStream
@@ -278,7 +284,7 @@ class ResponsesSocket:
         return True
 
     def _refuse_large(self) -> None:
-        self.refuse(error_reply(web.HTTPRequestEntityTooLarge(self._max_bytes, self._max_bytes)))
+        self.refuse(error_reply(BodyTooLargeError()))
 
     # ---- answering -----------------------------------------------------------------------------
 

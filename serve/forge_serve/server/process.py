@@ -35,7 +35,8 @@ from forge_jax.telemetry.log import configure
 from forge_serve.config import ServerConfig
 from forge_serve.http.connections import Runner
 from forge_serve.http.tls import ssl_context
-from forge_serve.server.app import Service, make_app
+from forge_serve.server.app import make_app
+from forge_serve.server.service import Service
 from forge_serve.telemetry.request_log import TENANT_CHARS
 
 if TYPE_CHECKING:

@@ -1,93 +1,41 @@
-"""The table of routes: methods, paths and handlers. Also names for paths that are not in it.
+"""The table of all routes, and the names of paths that are not in it.
 
-The application, its authentication, `/openapi.json` and the labels of the metrics read this table,
-so an alias is the same endpoint in all of them.
+Each protocol declares its part as the `ROUTES` of its endpoints. The application, its
+authentication, `/openapi.json` and the labels of the metrics read this table, so an alias is the
+same endpoint in all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from re import Pattern
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from aiohttp import hdrs, web
 from aiohttp.abc import AbstractMatchInfo
 from yarl import URL
 
 from forge_jax.config import suggest
-from forge_serve.anthropic import messages
+from forge_serve.anthropic.endpoints import MessagesEndpoints
 from forge_serve.http.auth import PAGE_PATHS
-from forge_serve.responses_api.endpoints import RESPONSE_PATH
-from forge_serve.responses_api.requests import PATH as RESPONSES
+from forge_serve.http.routes import Route
+from forge_serve.openai.endpoints import OpenAIEndpoints
+from forge_serve.responses_api.endpoints import ResponsesEndpoints
+from forge_serve.server.endpoints import ServerEndpoints
 
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """An endpoint: its method, its handler's name and its paths, of which the first is its own."""
-
-    method: str
-    handler: str
-    path: str
-    aliases: tuple[str, ...] = ()
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return (self.path, *self.aliases)
-
-
-def _get(handler: str, path: str, *aliases: str) -> Route:
-    return Route(hdrs.METH_GET, handler, path, aliases)
-
-
-def _post(handler: str, path: str, *aliases: str) -> Route:
-    return Route(hdrs.METH_POST, handler, path, aliases)
-
-
-# The page's static files are its own routes (`Page.routes`).
-ROUTES = (
-    _post("completions", "/v1/completions", "/completions"),
-    _post("chat_completions", "/v1/chat/completions", "/chat/completions"),
-    _post("responses", RESPONSES),
-    _get("responses_socket", RESPONSES),  # a WebSocket
-    _post("count_input_tokens", f"{RESPONSES}/input_tokens"),
-    _post("compact_response", f"{RESPONSES}/compact"),
-    _get("response", RESPONSE_PATH),
-    Route(hdrs.METH_DELETE, "delete_response", RESPONSE_PATH),
-    _post("cancel_response", f"{RESPONSE_PATH}/cancel"),
-    _get("input_items", f"{RESPONSE_PATH}/input_items"),
-    _post("messages", messages.PATH),
-    _post("count_tokens", f"{messages.PATH}/count_tokens"),
-    _post("embeddings", "/v1/embeddings", "/embeddings"),
-    _post("score", "/v1/score", "/score"),
-    _post("rerank", "/v1/rerank", "/rerank"),
-    _post("invocations", "/invocations"),
-    _post("generate", "/generate", "/v1/generate"),
-    _get("models", "/v1/models", "/models"),
-    _get("model", "/v1/models/{name:.*[^/]}", "/models/{name:.*[^/]}"),
-    _post("load_lora_adapter", "/v1/load_lora_adapter"),
-    _post("unload_lora_adapter", "/v1/unload_lora_adapter"),
-    _post("tokenize", "/tokenize", "/v1/tokenize"),
-    _post("detokenize", "/detokenize", "/v1/detokenize"),
-    _get("tokenizer_info", "/tokenizer_info"),
-    _get("server_info", "/server_info", "/get_server_info"),
-    _get("model_info", "/model_info", "/get_model_info"),
-    _get("loads", "/v1/loads"),
-    _get("ollama_tags", "/api/tags"),
-    _get("ollama_version", "/api/version"),
-    _get("ping", "/ping"),
-    _post("ping", "/ping"),
-    _get("version", "/version"),
-    _get("load", "/load"),
-    _get("health", "/health", "/healthz"),
-    _get("detailed_health", "/forge/v1/health"),
-    _get("stats", "/stats"),
-    _get("engine_state", "/engine_state"),
-    _get("metrics", "/metrics"),
-    _get("openapi", "/openapi.json"),
-    _post("start_profile", "/start_profile"),
-    _post("stop_profile", "/stop_profile"),
+# The routes of the page's static files are not in the table: see `Page.routes`.
+ROUTES: tuple[Route, ...] = (
+    *OpenAIEndpoints.ROUTES,
+    *ResponsesEndpoints.ROUTES,
+    *MessagesEndpoints.ROUTES,
+    *ServerEndpoints.ROUTES,
 )
+
+
+class Endpoints(Protocol):
+    """Handlers, and their part of the table."""
+
+    ROUTES: ClassVar[tuple[Route, ...]]
 
 
 _PATHS = frozenset(path for route in ROUTES for path in route.paths) | PAGE_PATHS
@@ -95,7 +43,7 @@ _PLAIN_PATHS = sorted(path for path in _PATHS if "{" not in path)  # without var
 
 
 def _beginnings(path: str) -> Iterator[str]:
-    """Every beginning of a path that ends before a `/` or a variable."""
+    """Return the prefixes of a path that end before a `/` or a variable."""
     parts = path.partition("/{")[0].split("/")
     return ("/".join(parts[:end]) for end in range(2, len(parts) + 1))
 
@@ -103,21 +51,21 @@ def _beginnings(path: str) -> Iterator[str]:
 _PREFIXES = frozenset(prefix for path in _PATHS for prefix in _beginnings(path))
 
 
-def add_routes(app: web.Application, *owners: object) -> None:
-    """Adds every route of the table, each with the method of that name of one of the owners."""
-    for route in ROUTES:
-        owner = next(each for each in owners if hasattr(each, route.handler))
-        handler = getattr(owner, route.handler)
-        for path in route.paths:
-            if route.method == hdrs.METH_GET:
-                app.router.add_get(path, handler)  # and HEAD
-            else:
-                app.router.add_route(route.method, path, handler)
+def add_routes(app: web.Application, *endpoints: Endpoints) -> None:
+    """Add the routes of all endpoints, and every path with a trailing slash."""
+    for each in endpoints:
+        for route in each.ROUTES:
+            handler = getattr(each, route.handler)
+            for path in route.paths:
+                if route.method == hdrs.METH_GET:
+                    app.router.add_get(path, handler)  # and HEAD
+                else:
+                    app.router.add_route(route.method, path, handler)
     app.router.register_resource(_TrailingSlash(app.router))
 
 
 class _TrailingSlash(web.AbstractResource):
-    """Serves `/path/` as `/path`. It is asked last, when no other resource has the path."""
+    """Serves `/path/` as `/path`. It comes last, for paths that no other resource has."""
 
     def __init__(self, router: web.UrlDispatcher):
         super().__init__()
@@ -157,10 +105,10 @@ class _TrailingSlash(web.AbstractResource):
 
 
 def label(http: web.Request) -> str:
-    """The path of a request as the log and the metrics name it: one of a fixed set of names.
+    """Return the path of a request as logs and metrics name it, from a fixed set of names.
 
-    A known path is its route's. An unknown one is its longest beginning that a route has, with `/*`
-    behind it: `/v1/v1/completions` is `/v1/*`.
+    A known path has the name of its route. An unknown one is its longest prefix that a route has,
+    followed by `/*`: `/v1/v1/completions` is `/v1/*`.
     """
     resource = http.match_info.route.resource
     if resource is not None:
@@ -174,7 +122,7 @@ def label(http: web.Request) -> str:
 
 
 def nearest(http: web.Request) -> str | None:
-    """The route that an unknown path looks most like, if it looks like one."""
+    """Return the route that is most similar to an unknown path, if any is similar."""
     return suggest.nearest(http.path, _PLAIN_PATHS)
 
 

@@ -18,7 +18,7 @@ from forge_serve.cli.flags import Commands, add_model, add_sections, taken
 from forge_serve.cli.terminal import Answer
 
 if TYPE_CHECKING:
-    from forge_serve.cli.backends import HttpSource, LocalSource
+    from forge_serve.cli.backends import HttpBackend, LocalBackend
 
 DESCRIPTION = """\
 Talk to a model: to one that is loaded here, or with --url to one that a server has. Answers are
@@ -74,42 +74,42 @@ def run(options: dict[str, Any]) -> int:
     if not interactive and not message.strip():
         raise RequestError("there is no message on stdin")
     with asyncio.Runner() as runner:
-        source = _source(runner, flags, options)
+        backend = _backend(runner, flags, options)
         try:
-            chat = Chat(source, sampling.body(), flags.system)
+            chat = Chat(backend, sampling.body(), flags.system)
             if interactive:
                 _converse(runner, chat)
             else:
                 runner.run(chat.answer(message, Answer()))
         finally:
-            runner.run(source.close())
+            runner.run(backend.close())
     from forge_serve.cli.backends import end_with
 
-    return end_with(0, source)
+    return end_with(0, backend)
 
 
-def _source(
+def _backend(
     runner: asyncio.Runner, flags: ChatFlags, options: dict[str, Any]
-) -> LocalSource | HttpSource:
+) -> LocalBackend | HttpBackend:
     if flags.url is None:
         if flags.api_key_file is not None:
             raise RequestError("--api-key-file is for a server: give its --url")
         return load(options)
     model = model_at(flags.url, options)
-    from forge_serve.cli.backends import HttpSource
+    from forge_serve.cli.backends import HttpBackend
     from forge_serve.http.client import api_key_of
 
     key = api_key_of(flags.api_key_file)
-    return runner.run(HttpSource.connect(flags.url, model=model, api_key=key))
+    return runner.run(HttpBackend.connect(flags.url, model=model, api_key=key))
 
 
 class Chat:
     """A conversation: the messages so far, and what answers the next one."""
 
     def __init__(
-        self, source: LocalSource | HttpSource, sampling: dict[str, Any], system: str | None
+        self, backend: LocalBackend | HttpBackend, sampling: dict[str, Any], system: str | None
     ):
-        self.source = source
+        self.backend = backend
         self.system = system
         self._sampling = sampling
         self._messages: list[dict[str, str]] = []
@@ -131,7 +131,7 @@ class Chat:
         body = {"messages": [*instructions, *asked], **self._sampling}
         content, thinking = "", False
         try:
-            async with aclosing(self.source.events("chat", body)) as events:
+            async with aclosing(self.backend.events("chat", body)) as events:
                 async for event in events:
                     for choice in event.get("choices") or ():
                         delta = choice.get("delta") or {}
@@ -157,7 +157,7 @@ def _converse(runner: asyncio.Runner, chat: Chat) -> None:
         import readline  # noqa: F401
 
     out = Answer()
-    out.write(f"{chat.source.model}: /help tells what there is, Ctrl-D ends\n", dim=True)
+    out.write(f"{chat.backend.model}: /help tells what there is, Ctrl-D ends\n", dim=True)
     while True:
         text = None
         try:

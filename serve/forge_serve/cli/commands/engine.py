@@ -14,7 +14,7 @@ from forge_serve.cli.flags import ENGINE_SECTIONS, MODEL, Flag, Parser, chosen, 
 from forge_serve.config import ServerConfig
 
 if TYPE_CHECKING:
-    from forge_serve.cli.backends import LocalSource
+    from forge_serve.cli.backends import LocalBackend
 
 # Flags of the server's that mean the same for an engine in the command's own process.
 OF_SERVER = ("reasoning_parser", "fake", "fake_step_time_ms")
@@ -47,7 +47,7 @@ def check_model(config: EngineConfig) -> None:
     local(config.model.model)
 
 
-def load(options: dict[str, Any]) -> LocalSource:
+def load(options: dict[str, Any]) -> LocalBackend:
     """The engine that the options ask for. Says on a terminal what it waits for.
 
     Raises:
@@ -59,9 +59,9 @@ def load(options: dict[str, Any]) -> LocalSource:
     quiet_logs()
     if sys.stderr.isatty() and not server.fake:
         print(f"loading {engine.model.model} …", file=sys.stderr)
-    from forge_serve.cli.backends import LocalSource
+    from forge_serve.cli.backends import LocalBackend
 
-    return LocalSource.load(engine, server)
+    return LocalBackend.load(engine, server)
 
 
 def quiet_logs() -> None:

@@ -14,7 +14,7 @@ from forge_serve.cli.flags import MODEL, Commands, add_sections, taken
 from forge_serve.cli.terminal import Answer
 
 if TYPE_CHECKING:
-    from forge_serve.cli.backends import LocalSource
+    from forge_serve.cli.backends import LocalBackend
 
 DESCRIPTION = """\
 Continue a text, without a server. What the model adds is written as it comes; nothing else is
@@ -53,32 +53,32 @@ def run(options: dict[str, Any]) -> int:
         prompt = read_stdin()
     if not prompt:
         raise RequestError("there is no prompt: give a text, or - and one on stdin")
-    source = load(options)
+    backend = load(options)
     body = {"prompt": prompt, **sampling.body()}
     from forge_serve.cli.backends import end_with
 
     with asyncio.Runner() as runner:
         try:
             if as_json:
-                runner.run(_write_json(source, body))
+                runner.run(_write_json(backend, body))
             else:
-                runner.run(_write_samples(source, body, sampling.n))
+                runner.run(_write_samples(backend, body, sampling.n))
         finally:
-            runner.run(source.close())
-    return end_with(0, source)
+            runner.run(backend.close())
+    return end_with(0, backend)
 
 
-async def _write_json(source: LocalSource, body: dict[str, Any]) -> None:
-    sys.stdout.write((await source.whole("completions", body)).decode() + "\n")
+async def _write_json(backend: LocalBackend, body: dict[str, Any]) -> None:
+    sys.stdout.write((await backend.whole("completions", body)).decode() + "\n")
 
 
-async def _write_samples(source: LocalSource, body: dict[str, Any], n: int) -> None:
+async def _write_samples(backend: LocalBackend, body: dict[str, Any], n: int) -> None:
     """The first as it comes; the others, which are made meanwhile, after it."""
     answer = Answer()
     texts = [""] * n
     if n > 1:
         answer.write(_heading(0, n))
-    async with aclosing(source.events("completions", body)) as events:
+    async with aclosing(backend.events("completions", body)) as events:
         async for event in events:
             for choice in event["choices"]:
                 if choice["index"] == 0:

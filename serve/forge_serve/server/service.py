@@ -1,0 +1,129 @@
+"""The state of a server: its engine, whether it takes requests, and the parts that endpoints share.
+
+It knows nothing of HTTP requests, so `batch` and `chat` run on it too.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from forge_serve.config import ServerConfig
+from forge_serve.errors import NotReadyError, UnknownModelError
+from forge_serve.generation.workers import TextWork, Workers
+from forge_serve.http.auth import ApiKeys
+from forge_serve.http.memory import MemoryGuard
+from forge_serve.http.timeouts import Timeouts
+from forge_serve.responses_api.store import ResponseStore
+from forge_serve.server.profiles import Profiles
+from forge_serve.telemetry import info
+from forge_serve.telemetry.metrics import Metrics
+from forge_serve.telemetry.tracing import Tracing
+
+if TYPE_CHECKING:
+    from forge_jax.engine.async_engine import AsyncEngine
+    from forge_serve.responses_api.websocket import ResponsesSocket
+
+SERVING_STATES = ("serving", "ready")  # "ready": nothing is left to be compiled
+
+
+class Service:
+    """A server with its engine, as soon as there is one.
+
+    Args:
+      timeouts: for the network.
+
+    Raises:
+      ConfigError: the API keys cannot be read, or OpenTelemetry is not installed.
+    """
+
+    def __init__(self, config: ServerConfig, timeouts: Timeouts | None = None):
+        self.config = config
+        self.timeouts = timeouts or Timeouts()
+        self.api_keys = ApiKeys.of(config)
+        self.engine: AsyncEngine | None = None
+        self.stopping = False
+        self._broken = False  # an indispensable part of the server has failed
+        self.created_s = int(time.time())
+        self.metrics = Metrics(lambda: self.model_name, lambda: self.engine, lambda: self.state)
+        self.tracing = Tracing.of(config)
+        self.memory = MemoryGuard(config.memory_watermark, self._shed)
+        self.profiles = Profiles(config.profile_dir)
+        self.workers = Workers()
+        self.responses = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
+        self.sockets: set[ResponsesSocket] = set()  # the open WebSockets
+
+    @property
+    def model_name(self) -> str:
+        """The name of the served model; empty until it is loaded, unless a flag sets it."""
+        if self.config.served_model_name is not None:
+            return self.config.served_model_name
+        return "" if self.engine is None else self.engine.name
+
+    @property
+    def state(self) -> info.ServerState:
+        """The state in one word. Requests are served in `SERVING_STATES`."""
+        if self.stopping:
+            return "stopping"
+        if self.engine is None:
+            return "starting"
+        if self._broken:
+            return "failed"
+        stats = self.engine.stats()
+        if stats.state not in SERVING_STATES:
+            return stats.state
+        if not stats.healthy:
+            return "failed"
+        return "stalled" if stats.stalled_s > self.config.stall_timeout_s else stats.state
+
+    @property
+    def serving(self) -> bool:
+        """True if requests are served."""
+        return self.state in SERVING_STATES
+
+    def stop(self) -> None:
+        """Refuse new requests. Each WebSocket is closed as soon as it answers no message."""
+        self.stopping = True
+        for socket in list(self.sockets):
+            socket.stop()
+
+    def fail(self, error: BaseException) -> None:
+        """Report "failed" in /health: a task that the server cannot do without has ended."""
+        self._broken = True
+
+    def ready_engine(self) -> AsyncEngine:
+        """Return the engine.
+
+        Raises:
+          NotReadyError: the server is starting or stopping.
+        """
+        if self.stopping:
+            raise NotReadyError("the server is shutting down")
+        if self.engine is None:
+            raise NotReadyError("the server is starting: the model is being loaded")
+        return self.engine
+
+    def timeout_s(self, asked: float | None) -> float | None:
+        """Return the deadline of a request that asks for one: at most the server's own."""
+        most = self.config.request_timeout_s
+        return most if asked is None else asked if most is None else min(asked, most)
+
+    def text_work(self, tenant: str) -> TextWork:
+        """Return the threads for texts as one tenant uses them."""
+        return TextWork(self.workers, tenant, self.config.limits.text_bytes)
+
+    def lora_of(self, name: str | None) -> str | None:
+        """Return the LoRA adapter that a model's name means; None for the base model.
+
+        Raises:
+          UnknownModelError: neither has the name.
+        """
+        adapters = [] if self.engine is None else [each.name for each in self.engine.loras]
+        if name in adapters and name != self.model_name:
+            return name
+        if name is None or name == self.model_name or self.config.accept_any_model:
+            return None
+        raise UnknownModelError.listing([self.model_name, *adapters], name)
+
+    def _shed(self) -> bool:
+        return self.engine is not None and self.engine.shed()

@@ -1,0 +1,261 @@
+"""Prometheus series of the engine: vLLM's under vLLM's names, this engine's own as `forge:`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from forge_jax.telemetry.phases import BOUNDS_S, STEP_TOKENS
+from forge_serve.telemetry.metric_families import counter, gauge, histogram
+
+if TYPE_CHECKING:
+    from forge_jax.engine.async_engine import AsyncEngine, EngineStats
+    from forge_jax.engine.streams import QueueLimit
+
+STATES = ("starting", "serving", "ready", "recovering", "stalled", "stopping", "stopped", "failed")
+ENGINE = "0"  # vLLM numbers the engines of a server; here there is one
+REJECTIONS: dict[QueueLimit, str] = {  # vLLM's names of the limits
+    "samples": "max_num_queued_reqs",
+    "prompt_tokens": "max_num_queued_tokens",
+}
+
+
+class EngineCollector(Collector):
+    """The series of the engine, read from its statistics at each scrape."""
+
+    def __init__(
+        self,
+        model_name: Callable[[], str],
+        engine: Callable[[], AsyncEngine | None],
+        state: Callable[[], str],
+    ):
+        self._model_name = model_name
+        self._engine = engine
+        self._state = state
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield _server_state(self._state())
+        engine = self._engine()
+        if engine is None:
+            return
+        stats, name = engine.stats(), self._model_name()
+        yield from _vllm_series(engine, stats, {"model_name": name, "engine": ENGINE})
+        yield from _forge_series(stats, {"model_name": name})
+
+
+def _server_state(now: str) -> Metric:
+    family = GaugeMetricFamily(
+        "forge:server_state", "1 for the state that the server is in", labels=["state"]
+    )
+    for state in STATES:
+        family.add_metric([state], float(state == now))
+    return family
+
+
+def _vllm_series(
+    engine: AsyncEngine, stats: EngineStats, labels: dict[str, str]
+) -> Iterator[Metric]:
+    for name, (doc, value) in _vllm_gauges(stats).items():
+        yield gauge(f"vllm:{name}", doc, labels, {(): value})
+    for name, (doc, value) in _vllm_counters(stats).items():
+        yield counter(f"vllm:{name}", doc, labels, {(): value})
+    yield from _labelled_series(engine, stats, labels)
+    yield _cache_config(engine, stats)
+    if engine.adapters.places:
+        yield _loras(engine)
+    totals = stats.step_tokens
+    yield histogram(
+        "vllm:iteration_tokens_total",
+        "Tokens that a step computes",
+        labels,
+        STEP_TOKENS,
+        [((), totals.buckets, totals.total)],
+    )
+
+
+def _vllm_gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:
+    """Return the gauges without further labels: help text and value by name."""
+    return {
+        "num_requests_running": ("Samples in the running batch", stats.num_running),
+        "num_requests_waiting": ("Samples that wait", stats.num_waiting),
+        "kv_cache_usage_perc": (
+            "Part of the KV blocks held by live sequences; 1 is all of them",
+            stats.num_used_blocks / max(stats.num_blocks, 1),
+        ),
+    }
+
+
+def _vllm_counters(stats: EngineStats) -> dict[str, tuple[str, int]]:
+    """Return the counters without further labels: help text and value by name."""
+    counters = {
+        "prompt_tokens": ("Prompt tokens of accepted requests", stats.prompt_tokens),
+        "prompt_tokens_cached": (
+            "Those of admitted requests that were in the prefix cache",
+            stats.cached_prompt_tokens,
+        ),
+        "generation_tokens": ("Output tokens", stats.generation_tokens),
+        "num_preemptions": ("Samples preempted for lack of blocks", stats.preemptions),
+        "prefix_cache_queries": (
+            "Tokens looked up in the prefix cache",
+            stats.prefix_cache_queries,
+        ),
+        "prefix_cache_hits": ("Tokens found in the prefix cache", stats.prefix_cache_hits),
+    }
+    speculation = stats.speculation
+    if speculation is not None:
+        counters |= {
+            "spec_decode_num_drafts": ("Drafts that were verified", speculation.num_drafts),
+            "spec_decode_num_draft_tokens": (
+                "Tokens of drafts that were verified",
+                speculation.num_draft_tokens,
+            ),
+            "spec_decode_num_accepted_tokens": (
+                "Tokens of drafts that were right",
+                sum(speculation.accepted_per_position),
+            ),
+        }
+    return counters
+
+
+def _labelled_series(
+    engine: AsyncEngine, stats: EngineStats, labels: dict[str, str]
+) -> Iterator[Metric]:
+    """Yield the series with a label of their own."""
+    yield gauge(
+        "vllm:num_requests_waiting_by_reason",
+        "Samples that wait for room (capacity), or for another sample's prompt (deferred)",
+        labels,
+        {
+            ("capacity",): stats.num_waiting - stats.num_deferred,
+            ("deferred",): stats.num_deferred,
+        },
+        "reason",
+    )
+    yield counter(
+        "vllm:prompt_tokens_by_source",
+        "Prompt tokens of admitted requests, by where their keys and values came from",
+        labels,
+        {
+            ("local_compute",): stats.computed_prompt_tokens,
+            ("local_cache_hit",): stats.cached_prompt_tokens,
+        },
+        "source",
+    )
+    yield counter(
+        "vllm:prompt_tokens_cached_by_source",
+        "Prompt tokens of admitted requests that were in the prefix cache, by where that is",
+        labels,
+        {("device",): stats.cached_prompt_tokens},
+        "source",
+    )
+    yield counter(
+        "vllm:admission_rejections",
+        "Requests that were refused because too much waited, by the limit",
+        {"model_name": labels["model_name"]},
+        {(REJECTIONS[limit],): count for limit, count in engine.streams.refusals.items()},
+        "reason",
+    )
+    speculation = stats.speculation
+    if speculation is not None:
+        yield counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Tokens of drafts that were right, by place in the draft",
+            labels,
+            {(str(i),): n for i, n in enumerate(speculation.accepted_per_position)},
+            "position",
+        )
+
+
+def _cache_config(engine: AsyncEngine, stats: EngineStats) -> Metric:
+    kv_tokens = engine.limits.kv_tokens
+    info = {
+        "block_size": str(kv_tokens // stats.num_blocks),
+        "num_gpu_blocks": str(stats.num_blocks),
+        "kv_cache_size_tokens": str(kv_tokens),
+        "kv_cache_max_concurrency": f"{kv_tokens / engine.max_model_len:.2f}",
+        "engine": ENGINE,
+    }
+    return gauge("vllm:cache_config_info", "The KV cache, in the labels; always 1", info, {(): 1})
+
+
+def _loras(engine: AsyncEngine) -> Metric:
+    waiting, running = engine.streams.loras_in_use()
+    info = {
+        "max_lora": str(engine.adapters.places),
+        "waiting_lora_adapters": ",".join(sorted(waiting)),
+        "running_lora_adapters": ",".join(sorted(running)),
+    }
+    doc = "The LoRA adapters of requests, in the labels; its value is the time"
+    return gauge("vllm:lora_requests_info", doc, info, {(): time.time()})
+
+
+def _forge_series(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric]:
+    counters = {
+        "recoveries": ("Steps that failed, and were computed anew", stats.recoveries),
+        "engine_restarts": ("Engine processes started after one died", stats.restarts),
+        "engine_steps": ("Steps dispatched", stats.steps),
+        "kv_block_evictions": ("Blocks that the prefix cache had to give up", stats.evictions),
+        "compilations_after_ready": (
+            "Compilations after start-up; more than 0 is a defect",
+            stats.compilations_after_ready,
+        ),
+    }
+    for name, (doc, value) in counters.items():
+        yield counter(f"forge:{name}", doc, labels, {(): value})
+    yield gauge(
+        "forge:stalled_seconds",
+        "For how long there has been work, and no step has come back",
+        labels,
+        {(): stats.stalled_s},
+    )
+    yield gauge(
+        "forge:step_token_budget",
+        "Tokens of the latest step that could take prompts, at most",
+        labels,
+        {(): stats.step_token_budget},
+    )
+    if stats.expected_step_s is not None:
+        yield gauge(
+            "forge:expected_step_seconds",
+            "How long such a step takes, by the times of those before",
+            labels,
+            {(): stats.expected_step_s},
+        )
+    yield from _forge_totals(stats, labels)
+
+
+def _forge_totals(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric]:
+    yield gauge(
+        "forge:kv_blocks",
+        "Blocks of the KV cache: held by live sequences, kept by the prefix cache, or free",
+        labels,
+        {
+            ("used",): stats.num_used_blocks,
+            ("cached",): stats.num_cached_blocks,
+            ("free",): stats.num_free_blocks - stats.num_cached_blocks,
+        },
+        "state",
+    )
+    yield gauge(
+        "forge:startup_seconds",
+        "Time that a phase of the start took; serving and ready: since its beginning",
+        labels,
+        {(phase,): seconds for phase, seconds in stats.startup_seconds.items()},
+        "phase",
+    )
+    phases = stats.step_phases.items()
+    yield histogram(
+        "forge:step_phase_seconds",
+        "Host time of a step by phase; read is the wait for the device",
+        labels,
+        BOUNDS_S,
+        [((phase,), totals.buckets, totals.total_s) for phase, totals in phases],
+        "phase",
+    )
