@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
 import msgspec.inspect
@@ -230,7 +230,7 @@ def _described(schema: Schema, of: msgspec.inspect.Type, about: About) -> Schema
     whole, limits, most = extra.get("schema"), extra.get("limits"), extra.get("most")
     if whole is not None:
         said = {key: schema[key] for key in ("description",) if key in schema}
-        found = cast(Schema, whole(about) if callable(whole) else whole)
+        found: Schema = whole if isinstance(whole, dict) else whole(about)
         schema = {**found, **said}
     elif most is not None and "refused" not in extra:
         schema = {**schema, "maxItems": getattr(about.limits, most[0])}
