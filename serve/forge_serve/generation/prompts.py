@@ -110,15 +110,7 @@ async def encode_texts(
     """
     tokenizer = engine.tokenizer
     texts = [(param, item) for param, item in given if isinstance(item, str)]
-    if texts and tokenizer is None:
-        param = texts[0][0]
-        raise RequestError(
-            f"this model has no tokenizer: send the {param} as token ids", param=param
-        )
-    if kept is None:
-        for param, text in texts:
-            assert tokenizer is not None
-            tokenizer.check_fits([text], engine.max_model_len, param)
+    _check_texts(engine, texts, kept)
 
     def size(item: str | list[int]) -> int:
         if not isinstance(item, str):
@@ -157,6 +149,17 @@ async def encode_texts(
     pieces = [partial(_each, prompt, piece) for piece in in_pieces(items, size)]
     found = await work.run(num_bytes + BYTES_PER_ID * num_ids, pieces)
     return [prompt for several in found for prompt in several]
+
+
+def _check_texts(engine: AsyncEngine, texts: Sequence[tuple[str, str]], kept: Kept | None) -> None:
+    """Raise for texts that cannot be tokenized, or cannot fit into the context."""
+    for param, text in texts:
+        if engine.tokenizer is None:
+            raise RequestError(
+                f"this model has no tokenizer: send the {param} as token ids", param=param
+            )
+        if kept is None:
+            engine.tokenizer.check_fits([text], engine.max_model_len, param)
 
 
 def _each[I, T](make: Callable[[I], T], items: Iterable[I]) -> list[T]:
