@@ -175,7 +175,7 @@ def test_the_tokenizer_and_templates_of_a_gguf_file_come_along(stories, tmp_path
 
 
 def test_of_the_bundled_model_all_is_copied_that_is_read(tmp_path):
-    bundled = Path(forge_jax.__file__).parent / "bundled" / "forge-tiny"
+    bundled = Path(forge_jax.__file__).parent / "checkpoint" / "bundled" / "forge-tiny"
     source = shutil.copytree(bundled, tmp_path / "source")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}\r\n")
