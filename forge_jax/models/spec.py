@@ -17,7 +17,8 @@ from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.host.files import short_repr
 from forge_jax.weights.ggml_types import GGMLTypes, read_ggml_types
-from forge_jax.weights.quantization import QuantSpec, read_quantization
+from forge_jax.weights.methods import read_quantization
+from forge_jax.weights.quantization import QuantSpec
 
 ROPE_TYPES = ("default", "linear", "llama3", "longrope")
 DTYPES = ("bfloat16", "float16", "float32")

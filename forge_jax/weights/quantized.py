@@ -94,7 +94,7 @@ class QuantizedFormat:
         )
 
     def names(self, shape: MatrixShape) -> set[str]:
-        own = f"{'rounded' if self.rounded else self.scheme.layout} {self.scheme.values}"
+        own = f"{'rounded' if self.rounded else self.scheme.layout.name} {self.scheme.values}"
         return {own} if self.packed is None else {own, self.packed}
 
     def arrays(self, matrix: Matrix, shape: MatrixShape, leaf: str) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ import numpy as np
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.weights.quantization import Scheme, Values
 from forge_jax.weights.quantized import ROUTER, QuantizedFormat
-from forge_jax.weights.tensors import MIDDLE, Matrix
+from forge_jax.weights.tensors import MIDDLE, PLAIN, Matrix
 from forge_kernels.linear.quantized import FP8, FP8_MAX
 from forge_kernels.threads import for_each
 
@@ -45,7 +45,7 @@ def rounded_formats(weights: WeightMap, values: Values) -> dict[str, QuantizedFo
                     f"--quantization int4: {name} has {inputs} columns, which is no multiple of "
                     f"{INT4_GROUPS[-1]}; use int8 or fp8"
                 )
-        scheme = Scheme(layout="plain", values=values, block=(1, group))
+        scheme = Scheme(layout=PLAIN, values=values, block=(1, group))
         formats[leaf] = QuantizedFormat(scheme, rounded=True)
     return formats
 

@@ -2,22 +2,24 @@
 
 Every layout becomes the same: values [N, K], a scale for each row and group of columns, and where
 there are zeros, as many of those. Nothing is multiplied here; the values are the checkpoint's.
+Layouts of single methods are in `methods/`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
 from forge_jax.errors import CheckpointError
-from forge_jax.weights.quantization import Scheme
 from forge_jax.weights.stored import FLOAT8_E4M3, FLOATS, StoredTensor, TensorSource
 
+if TYPE_CHECKING:
+    from forge_jax.weights.quantization import Scheme
+
 INT8, INT32, INT64 = np.dtype(np.int8), np.dtype(np.int32), np.dtype(np.int64)
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each four bits, from the lowest
 MIDDLE = 8  # of values from 0 to 15: the zero of those that have none of their own
 
 
@@ -38,11 +40,33 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class Wanted:
+    """A tensor that a module must have, or may."""
+
     name: str
     shapes: tuple[tuple[int, ...], ...]  # any of them
     dtypes: tuple[np.dtype, ...]
     optional: bool = False
+
+
+class Layout(Protocol):
+    """Which tensors the matrix of a module is stored in, and how."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def order_name(self) -> str | None:
+        """The tensor with the group of each column, where a scheme may be ordered."""
+        ...
+
+    def wanted(self, scheme: Scheme, module: str, shape: tuple[int, int]) -> list[Wanted]:
+        """The tensors of a matrix [N, K]."""
+        ...
+
+    def read(self, scheme: Scheme, shape: tuple[int, int], read: ModuleReader) -> Matrix:
+        """The matrix, with its columns as they are stored, and their order."""
+        ...
 
 
 def check_matrix(
@@ -57,7 +81,7 @@ def check_matrix(
             "words of 8 values"
         ]
     faults = []
-    for wanted in _wanted(scheme, module, shape):
+    for wanted in scheme.layout.wanted(scheme, module, shape):
         found = stored.get(wanted.name)
         if found is None:
             if not wanted.optional:
@@ -73,47 +97,6 @@ def check_matrix(
         if not isinstance(found, StoredTensor):
             faults.append(f"tensor {wanted.name} is of a format that holds no such tensors")
     return faults
-
-
-def _wanted(scheme: Scheme, module: str, shape: tuple[int, int]) -> list[_Wanted]:
-    outputs, inputs = shape
-    groups = -(-inputs // (scheme.block[1] or inputs))
-    scale = f"{module}.{scheme.scale_name}"
-    if scheme.layout in ("gptq", "awq"):
-        packed = (inputs // 8, outputs) if scheme.layout == "gptq" else (inputs, outputs // 8)
-        wanted = [
-            _Wanted(f"{module}.qweight", (packed,), (INT32,)),
-            _Wanted(f"{module}.qzeros", ((groups, outputs // 8),), (INT32,)),
-            _Wanted(scale, ((groups, outputs),), FLOATS),
-        ]
-        if scheme.layout == "gptq":
-            name, optional = f"{module}.g_idx", not scheme.ordered
-            wanted.append(_Wanted(name, ((inputs,),), (INT32, INT64), optional))
-        return wanted
-    rows = scheme.block[0]
-    one = ((), (1,), (1, 1))
-    if rows is None:
-        scales = one
-    elif rows == 1:
-        scales = ((outputs, groups), (outputs,)) if groups == 1 else ((outputs, groups),)
-    else:
-        scales = ((-(-outputs // rows), groups),)
-    wanted = [_Wanted(scale, scales, FLOATS)]
-    if scheme.static:
-        wanted.append(_Wanted(f"{module}.input_scale", one, FLOATS))
-    if scheme.layout == "plain":
-        dtype = FLOAT8_E4M3 if scheme.values == "fp8" else INT8
-        zeros = _Wanted(f"{module}.weight_zero_point", scales, (INT8, FLOAT8_E4M3), optional=True)
-        return [_Wanted(f"{module}.weight", (shape,), (dtype,)), *wanted, zeros]
-    wanted += [
-        _Wanted(f"{module}.weight_packed", ((outputs, inputs // 8),), (INT32,)),
-        _Wanted(f"{module}.weight_shape", ((2,),), (INT64, INT32), optional=True),
-    ]
-    if scheme.zeros:
-        wanted.append(_Wanted(f"{module}.weight_zero_point", ((outputs // 8, groups),), (INT32,)))
-    name, optional = f"{module}.weight_g_idx", not scheme.ordered
-    wanted.append(_Wanted(name, ((inputs,),), (INT32, INT64), optional))
-    return wanted
 
 
 def read_matrices(
@@ -152,11 +135,10 @@ def read_order(
     scheme: Scheme, module: str, shape: tuple[int, int], stored: Mapping[str, TensorSource]
 ) -> np.ndarray | None:
     """That of a matrix alone, see `Matrix.order`."""
-    name = "g_idx" if scheme.layout == "gptq" else "weight_g_idx"
-    return _order(scheme, shape, _Reader(module, stored), name)
+    return read_column_order(scheme, shape, ModuleReader(module, stored))
 
 
-class _Reader:
+class ModuleReader:
     """The tensors of one module."""
 
     def __init__(self, module: str, stored: Mapping[str, TensorSource]):
@@ -175,69 +157,70 @@ class _Reader:
 def _read(
     scheme: Scheme, module: str, shape: tuple[int, int], stored: Mapping[str, TensorSource]
 ) -> Matrix:
-    read = _Reader(module, stored)
-    match scheme.layout:
-        case "plain":
-            matrix = _read_plain(scheme, shape, read)
-        case "packed":
-            matrix = _read_packed(scheme, shape, read)
-        case "gptq":
-            matrix = _read_gptq(scheme, shape, read)
-        case "awq":
-            values = unpack(read("qweight"), axis=1, order=AWQ_ORDER).T
-            zero = unpack(read("qzeros"), axis=1, order=AWQ_ORDER).T
-            matrix = Matrix(values, _float32(read(scheme.scale_name)).T, zero, None, None)
+    matrix = scheme.layout.read(scheme, shape, ModuleReader(module, stored))
     if matrix.order is None:
         return matrix
     return Matrix(matrix.values[:, matrix.order], matrix.scale, matrix.zero, matrix.order, None)
 
 
-def _read_plain(scheme: Scheme, shape: tuple[int, int], read: _Reader) -> Matrix:
-    if read.has("weight_zero_point") and np.any(_float32(read("weight_zero_point")) != 0):
-        raise read.error("weight_zero_point", "it is not 0, though `symmetric` is true")
-    rows = scheme.block[0]
-    scale = _float32(read(scheme.scale_name)).reshape(-1, _groups(scheme, shape))
+@dataclass(frozen=True)
+class PlainLayout:
+    """Values as they are, int8 or FP8."""
+
+    name = "plain"
+    order_name = None
+
+    def wanted(self, scheme: Scheme, module: str, shape: tuple[int, int]) -> list[Wanted]:
+        dtype = FLOAT8_E4M3 if scheme.values == "fp8" else INT8
+        scales = scale_tensors(scheme, module, shape)
+        zeros = Wanted(
+            f"{module}.weight_zero_point", scales[0].shapes, (INT8, FLOAT8_E4M3), optional=True
+        )
+        return [Wanted(f"{module}.weight", (shape,), (dtype,)), *scales, zeros]
+
+    def read(self, scheme: Scheme, shape: tuple[int, int], read: ModuleReader) -> Matrix:
+        if read.has("weight_zero_point") and np.any(float32(read("weight_zero_point")) != 0):
+            raise read.error("weight_zero_point", "it is not 0, though `symmetric` is true")
+        rows = scheme.block[0]
+        scale = float32(read(scheme.scale_name)).reshape(-1, num_groups(scheme, shape))
+        if rows is None:
+            scale = np.repeat(scale, shape[0], axis=0)
+        elif rows > 1:
+            scale = np.repeat(scale, rows, axis=0)[: shape[0]]
+        input_scale = None
+        if scheme.static:
+            input_scale = np.float32(float32(read("input_scale")).item())
+            if not (np.isfinite(input_scale) and input_scale > 0):
+                raise read.error("input_scale", f"{input_scale} is no positive number")
+        return Matrix(np.asarray(read("weight")), scale, None, None, input_scale)
+
+
+PLAIN = PlainLayout()
+
+
+def scale_tensors(scheme: Scheme, module: str, shape: tuple[int, int]) -> list[Wanted]:
+    """The scales of the values, and of static activations."""
+    (outputs, _), groups, rows = shape, num_groups(scheme, shape), scheme.block[0]
+    one = ((), (1,), (1, 1))
     if rows is None:
-        scale = np.repeat(scale, shape[0], axis=0)
-    elif rows > 1:
-        scale = np.repeat(scale, rows, axis=0)[: shape[0]]
-    input_scale = None
+        shapes = one
+    elif rows == 1:
+        shapes = ((outputs, groups), (outputs,)) if groups == 1 else ((outputs, groups),)
+    else:
+        shapes = ((-(-outputs // rows), groups),)
+    wanted = [Wanted(f"{module}.{scheme.scale_name}", shapes, FLOATS)]
     if scheme.static:
-        input_scale = np.float32(_float32(read("input_scale")).item())
-        if not (np.isfinite(input_scale) and input_scale > 0):
-            raise read.error("input_scale", f"{input_scale} is no positive number")
-    return Matrix(np.asarray(read("weight")), scale, None, None, input_scale)
+        wanted.append(Wanted(f"{module}.input_scale", one, FLOATS))
+    return wanted
 
 
-def _read_packed(scheme: Scheme, shape: tuple[int, int], read: _Reader) -> Matrix:
-    if read.has("weight_shape") and tuple(read("weight_shape")) != shape:
-        raise read.error("weight_shape", f"it is {read('weight_shape').tolist()}, not {shape}")
-    values = unpack(read("weight_packed"), axis=1)
-    zero = unpack(read("weight_zero_point"), axis=0) if scheme.zeros else None
-    scale = _float32(read(scheme.scale_name)).reshape(shape[0], -1)
-    return Matrix(values, scale, zero, _order(scheme, shape, read, "weight_g_idx"), None)
-
-
-def _read_gptq(scheme: Scheme, shape: tuple[int, int], read: _Reader) -> Matrix:
-    values = unpack(read("qweight"), axis=0).T
-    stored = unpack(read("qzeros"), axis=1).T
-    if scheme.zero_offset and np.any(stored == 15):
-        # What was written as 0 less 1; some read it as 16, some as 0, some carry into the next.
-        raise read.error("qzeros", "there are zeros less 1 of 15, which are read in several ways")
-    zero = stored + np.uint8(scheme.zero_offset)
-    if not scheme.zeros:
-        if np.any(zero != MIDDLE):
-            raise read.error("qzeros", f"there are zeros other than {MIDDLE}, though `sym` is true")
-        zero = None
-    scale = _float32(read(scheme.scale_name)).T
-    return Matrix(values, scale, zero, _order(scheme, shape, read, "g_idx"), None)
-
-
-def _order(scheme: Scheme, shape: tuple[int, int], read: _Reader, name: str) -> np.ndarray | None:
+def read_column_order(
+    scheme: Scheme, shape: tuple[int, int], read: ModuleReader
+) -> np.ndarray | None:
     """The columns in the order of their groups, i32[K]; None: they are in order."""
-    inputs = shape[1]
+    inputs, name = shape[1], scheme.layout.order_name
     group = scheme.block[1] or inputs
-    if not read.has(name):
+    if name is None or not read.has(name):
         return None
     groups = read(name)
     if not scheme.ordered:
@@ -272,9 +255,9 @@ def unpack(words: np.ndarray, *, axis: int, order: tuple[int, ...] = tuple(range
     return out.reshape(rows * 8, columns) if axis == 0 else out.reshape(rows, columns * 8)
 
 
-def _groups(scheme: Scheme, shape: tuple[int, int]) -> int:
+def num_groups(scheme: Scheme, shape: tuple[int, int]) -> int:
     return -(-shape[1] // (scheme.block[1] or shape[1]))
 
 
-def _float32(array: np.ndarray) -> np.ndarray:
+def float32(array: np.ndarray) -> np.ndarray:
     return np.asarray(array).astype(np.float32)

@@ -37,8 +37,8 @@ from forge_jax.step.options import compiler_options
 from forge_jax.step.slots import slots_shape
 from forge_jax.step.step import make_step
 from forge_jax.weights.ggml_types import GGMLTypes
+from forge_jax.weights.methods import read_quantization
 from forge_jax.weights.partition import AXIS, shard_spec
-from forge_jax.weights.quantization import read_quantization
 from forge_kernels.attention.mosaic_gpu import PRODUCT_DTYPES, mosaic_attention
 from forge_kernels.attention.quantized import QuantizedKV
 from forge_kernels.attention.shapes import LLAMA_3_1_8B, SHAPES, AttentionShape

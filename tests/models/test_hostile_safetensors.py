@@ -262,7 +262,7 @@ class Damage:
         self.expected = self.tensors()
 
     def tensors(self):
-        checked = check_weights(self.model, self.folder)
+        checked = check_weights(self.model, self.folder).tensors
         names = [part.name for parts in checked.parts.values() for part in parts]
         return {
             name: (

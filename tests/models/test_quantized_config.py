@@ -4,8 +4,8 @@ import pytest
 
 from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import ModelError, UnsupportedModelError
+from forge_jax.weights.methods import read_quantization
 from forge_jax.weights.names import compile_pattern
-from forge_jax.weights.quantization import read_quantization
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 BLOCKS = FP8 | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "mlp.gate"]}
@@ -96,7 +96,7 @@ def test_fp8_by_matrix_and_by_block():
 
 def test_gptq_awq_and_their_spellings():
     found = scheme(GPTQ)
-    assert (found.layout, found.block, found.ordered, found.zeros) == (
+    assert (found.layout.name, found.block, found.ordered, found.zeros) == (
         "gptq",
         (1, 128),
         True,
@@ -110,7 +110,7 @@ def test_gptq_awq_and_their_spellings():
     assert (found.block, found.ordered, found.zeros) == ((1, None), False, True)
     old = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}
     assert scheme(AWQ).block == (1, 128) and scheme(old).block == (1, 64)
-    assert scheme(AWQ).zeros and scheme(AWQ).layout == "awq"
+    assert scheme(AWQ).zeros and scheme(AWQ).layout.name == "awq"
 
 
 def test_compressed_tensors():
@@ -121,7 +121,7 @@ def test_compressed_tensors():
     found = scheme(compressed("float-quantized", args(strategy="tensor", type="float"), static))
     assert found.block == (None, None) and found.static
     found = scheme(W4A16)
-    assert (found.layout, found.values, found.block) == ("packed", "int4", (1, 128))
+    assert (found.layout.name, found.values, found.block) == ("packed", "int4", (1, 128))
     assert found.activations is None and not found.ordered
     ordered = args(num_bits=4, strategy="group", group_size=32, actorder="group", symmetric=False)
     found = scheme(compressed("pack-quantized", ordered))

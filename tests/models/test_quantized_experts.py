@@ -43,7 +43,7 @@ from forge_jax.errors import CheckpointError, UnsupportedModelError
 from forge_jax.models import build_model
 from forge_jax.research import LoadedModel
 from forge_jax.weights.formats import WeightFormats
-from forge_jax.weights.quantization import read_quantization
+from forge_jax.weights.methods import read_quantization
 from forge_jax.weights.quantized import QuantizedFormat
 from forge_jax.weights.stored import FLOAT8_E4M3
 from forge_kernels import cpu

@@ -20,6 +20,7 @@ from forge_jax.weights.formats import WeightFormats
 from forge_jax.weights.quantization import Scheme
 from forge_jax.weights.quantized import QuantizedFormat
 from forge_jax.weights.rounding import round_matrix, rounded_formats
+from forge_jax.weights.tensors import PLAIN
 
 KINDS = ("int8", "fp8", "int4")
 
@@ -48,7 +49,7 @@ def test_values_are_the_nearest_there_are(kind, monkeypatch):
     w = rng.standard_normal((17, 256)).astype(np.float32) * rng.uniform(0.001, 9, (17, 1))
     w = w.astype(np.float32)
     w[5] = 0
-    scheme = Scheme(layout="plain", values=kind, block=(1, 128 if kind == "int4" else None))
+    scheme = Scheme(layout=PLAIN, values=kind, block=(1, 128 if kind == "int4" else None))
     matrix = round_matrix(Rows(w), scheme)
     got, scale = back(matrix, scheme), np.repeat(matrix.scale, 256 // matrix.scale.shape[1], axis=1)
     if kind == "fp8":  # three bits behind the first, and steps of 2^-9 below 2^-6

@@ -4,7 +4,7 @@ What a token gets is a function of that token alone: every expert that it chose 
 whatever the others chose, and its sum goes by the experts' numbers.
 """
 
-from typing import Literal
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from forge_kernels.experts.reference import reference_experts
 from forge_kernels.experts.xla import all_experts, experts_by_chunks, tiled_experts
 from forge_kernels.linear import (
     MatrixWeight,
+    MixedMatrix,
     OrderedWeight,
     PackedWeight,
     PlainWeight,
@@ -108,9 +109,9 @@ Matrices = jax.Array | PackedWeight | QuantizedWeight  # of all experts
 def _of_experts(w: jax.Array | MatrixWeight) -> Matrices:
     if isinstance(w, PlainWeight):
         return w.weight
-    if isinstance(w, Matrices):
-        return w
-    raise TypeError(f"matrices of experts as a {type(w).__name__}")
+    if isinstance(w, OrderedWeight | MixedMatrix):
+        raise TypeError(f"matrices of experts as a {type(w).__name__}")
+    return cast(Matrices, w)
 
 
 def _check(

@@ -1,0 +1,48 @@
+"""The quantisation methods of checkpoints, one file each: how to read the config and the tensors.
+
+Known: `fp8` (per tensor, or in blocks as of DeepSeek and Qwen), `compressed-tensors` (int8 and FP8
+with and without quantised activations, 4-bit packed), `gptq` and `awq` (4 bits). A new method is a
+file with a function `read`, and with a `Layout` if its tensors have one of their own, and a line in
+`METHODS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from forge_jax.config.hf_config import HFConfig
+from forge_jax.errors import UnsupportedModelError
+from forge_jax.host.files import short_repr
+from forge_jax.weights.methods import awq, compressed, fp8, gptq
+from forge_jax.weights.quantization import QuantSpec
+
+METHODS: dict[str, Callable[[HFConfig], QuantSpec]] = {
+    "fp8": fp8.read,
+    "compressed-tensors": compressed.read,
+    "gptq": gptq.read,
+    "awq": awq.read,
+}
+
+
+def read_quantization(config: HFConfig) -> QuantSpec | None:
+    """What `quantization_config` (or `compression_config`) says; None without one.
+
+    Raises:
+      UnsupportedModelError: a method, field or value that is not known, by name.
+      ModelError: a field is missing, or has the wrong type or range.
+    """
+    sections = [name for name in ("quantization_config", "compression_config") if config.has(name)]
+    if not sections:
+        return None
+    if len(sections) > 1:
+        raise config.error("compression_config", "left out where there is a quantization_config")
+    section = config.section(sections[0])
+    assert section is not None
+    default = "compressed-tensors" if sections[0] == "compression_config" else None
+    method = section.string("quant_method", default)
+    if method not in METHODS:
+        raise UnsupportedModelError(
+            f"{section.where}: quant_method {short_repr(method)} is not supported; "
+            f"supported: {', '.join(METHODS)}; or use the unquantized checkpoint"
+        )
+    return METHODS[method](section)
