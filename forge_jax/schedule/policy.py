@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from forge_jax.config import Policy
-from forge_jax.schedule.request import Sequence, Status
+from forge_jax.schedule.lifecycle import Status
+from forge_jax.schedule.request import Sequence
 
 Rank = tuple[int, int]
 
@@ -60,7 +61,7 @@ class RankedQueue:
     def in_order(self, now_s: float) -> Iterator[Sequence]:
         while self._heap:
             seq = self._heap[0][1]
-            if seq.status is Status.WAITING:
+            if seq.status is Status.QUEUED:
                 yield seq
             else:
                 heapq.heappop(self._heap)
@@ -74,7 +75,7 @@ class RankedQueue:
         self._num_waiting -= 1
         finished = len(self._heap) - self._num_waiting
         if finished > 64 and finished > len(self._heap) // 2:
-            self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
+            self._heap = [entry for entry in self._heap if entry[1].status is Status.QUEUED]
             heapq.heapify(self._heap)
 
     def __len__(self) -> int:

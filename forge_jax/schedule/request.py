@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import operator
 from collections.abc import Iterable, Mapping
@@ -13,6 +12,7 @@ from typing import Literal
 from forge_jax.config import Pooling
 from forge_jax.errors import ContextLengthError, RequestError
 from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.lifecycle import RUNNING, TRANSITIONS, Status
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -121,12 +121,6 @@ def output_room(request: Request, context: int, kv_tokens: int) -> int:
     return max_tokens
 
 
-class Status(enum.Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
 def sequence_seed(request_seed: int, index: int) -> int:
     """The 64-bit noise seed of sample `index`: independent streams for the samples of a request."""
     text = f"{request_seed % 2**64}:{index}".encode()
@@ -137,14 +131,13 @@ def sequence_seed(request_seed: int, index: int) -> int:
 class Sequence:
     """One sample of a request, as the host knows it.
 
-    `tokens` are the tokens the host knows: prompt, then output. `num_pending` more have been
+    `tokens` are the tokens that the host knows: prompt, then output. `num_pending` more have been
     sampled by dispatched steps whose results have not been read (their values are on the device).
-    `num_computed` counts tokens whose KV has been written by a dispatched step. While a step that
-    verifies drafts is in flight they count as computed, `num_pending` counts the one token that is
-    certain, and the sequence waits: only the result says how many tokens there are.
+    `num_computed` counts the tokens whose KV a dispatched step has written; drafts count once they
+    have been accepted. `lifecycle.py` has the statuses, and says which method leads where.
 
-    A preempted sequence keeps its tokens and loses its slot and blocks; `epoch` counts that, so
-    that a result which comes back late is not taken for one of the blocks it holds now.
+    A sequence that is requeued keeps its tokens and loses its slot and blocks. `epoch` counts how
+    often, so that a result that comes back late is not taken for one of the blocks it holds now.
     """
 
     request: Request
@@ -154,17 +147,17 @@ class Sequence:
     max_tokens: int  # resolved: never past the context length
     tokens: list[int]
     max_blocks: int = 0  # that it can ever hold
+    leads: bool = True  # first of its request's sequences: others may wait for its prompt
     scores_prompt: bool = False  # prompt logprobs belong to the request: sequence 0 gets them
     order: int = 0  # arrival order over all sequences; the larger is the newer
     queued_s: float = 0.0  # the scheduler's clock at arrival
-    status: Status = Status.WAITING
+    status: Status = Status.QUEUED  # changed by the methods below only
     slot: int | None = None
     blocks: list[int] = field(default_factory=list[int])
     num_computed: int = 0
     num_pending: int = 0
-    num_verifying: int = 0  # drafts in flight
     takes_drafts: bool = True
-    num_drafted: int = 0  # drafts that have been verified, and how many of them were right
+    num_drafted: int = 0  # drafts that have been verified, and how many of them were accepted
     num_accepted: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     queue_s: float = 0.0  # from arrival to first admission
@@ -180,9 +173,8 @@ class Sequence:
     # Fixed from here on, and read for every row of every step.
     key: tuple[str, int] = field(init=False)
     salt: str = field(init=False)
-    needs_host_token: bool = field(
-        init=False
-    )  # what may come depends on the last token: it must be known
+    # What may come next depends on the last token, so the host must have read it.
+    needs_host_token: bool = field(init=False)
     prompt_len: int = field(init=False)
     max_len: int = field(init=False)  # prompt and output
     pooling: Pooling | None = field(init=False)
@@ -214,5 +206,102 @@ class Sequence:
         return len(self.tokens) + self.num_pending
 
     @property
+    def running(self) -> bool:
+        """True if it holds a slot."""
+        return self.status in RUNNING
+
+    @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    @property
+    def scoring(self) -> bool:
+        """True as long as prompt logprobs are missing: rows that score have to come first."""
+        return self.scores_prompt and self.num_scored < self.prompt_len - 1
+
+    # ---- events of its life --------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Wait for the prompt of another sample."""
+        self._become(Status.FOLLOWING)
+
+    def hold(self) -> None:
+        """Wait until admissions are no longer restricted to other sequences."""
+        self._become(Status.HELD)
+
+    def release(self) -> None:
+        """Wait for room only, from now on."""
+        assert self.status is Status.FOLLOWING or self.status is Status.HELD, self.status
+        self._become(Status.QUEUED)
+
+    def admit(self, slot: int, blocks: list[int], *, num_shared: int, num_computed: int) -> None:
+        """Take a slot and blocks, of which the first `num_shared` come from the prefix cache."""
+        assert self.status is Status.QUEUED, self.status
+        self._become(Status.PREFILLING)
+        self.slot = slot
+        self.blocks = blocks
+        self.num_registered = num_shared
+        self.num_computed = num_computed
+
+    def prefill(self, num_tokens: int) -> bool:
+        """Count a chunk as scheduled; returns True if its last row samples the next token."""
+        assert self.status is Status.PREFILLING, self.status
+        self.num_computed += num_tokens
+        samples = self.num_computed == len(self.tokens) and self.max_tokens > 0
+        self.num_pending += samples
+        num_tokens = self.num_tokens
+        if num_tokens < self.max_len:
+            if num_tokens == self.num_computed + 1:
+                self._become(Status.DECODING)
+        elif self.num_computed >= self.prompt_len:
+            self._become(Status.DRAINING)
+        return samples
+
+    def verify(self) -> None:
+        """Count a row with drafts as scheduled: one token at least comes of it."""
+        self._become(Status.VERIFYING)
+        self.num_computed += 1
+        self.num_pending += 1
+
+    def settle(self, num_accepted: int) -> None:
+        """Count accepted drafts as computed, after the step that verified them."""
+        assert self.status is Status.VERIFYING, self.status
+        self._become(Status.DECODING)
+        self.num_computed += num_accepted
+
+    def requeue(self) -> None:
+        """Lose slot and blocks, and wait for others."""
+        assert self.slot is not None, self.status
+        self._become(Status.QUEUED)
+        self._let_go()
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        if self.slot is not None:
+            self._let_go()
+        self._become(Status.FINISHED)
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def _let_go(self) -> None:
+        self.slot = None
+        self.blocks = []
+        self.num_computed = 0
+        self.num_registered = 0
+        self.epoch += 1
+
+    def _become(self, status: Status) -> None:
+        assert status in TRANSITIONS[self.status], f"{self.key}: {self.status} to {status}"
+        self.status = status
+
+
+def decode(seqs: list[Sequence]) -> None:
+    """Count the next token of each as computed and the one after as sampled.
+
+    One function for all of them: it runs for every sequence in nearly every step.
+    """
+    decoding, draining = Status.DECODING, Status.DRAINING
+    for seq in seqs:
+        assert seq.status is decoding, seq.status
+        seq.num_pending += 1
+        seq.num_computed = num_computed = seq.num_computed + 1
+        if num_computed + 1 >= seq.max_len:
+            seq.status = draining

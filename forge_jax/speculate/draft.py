@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from forge_jax.schedule.block_pool import BlockPool
-from forge_jax.schedule.request import Sequence, Status
+from forge_jax.schedule.request import Sequence
 from forge_jax.speculate.draft_step import Row, pack_params
 from forge_jax.speculate.drafter import Draft
 from forge_jax.step.slots import PADDING
@@ -144,7 +144,7 @@ class ModelDrafter:
         blocks = self._pool.allocate(count)
         if blocks is None:
             for computed in self._computed.values():
-                if computed.blocks and computed.seq.status is not Status.RUNNING:
+                if computed.blocks and not computed.seq.running:
                     self._pool.release(computed.blocks)
                     computed.blocks, computed.tokens, computed.num_known = [], [], 0
                     if self._pool.num_free >= count:

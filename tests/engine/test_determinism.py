@@ -30,7 +30,7 @@ from forge_jax.models.spec import ExpertSpec
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.block_pool import BlockPool
 from forge_jax.schedule.plan import FED_BACK, Admission, ScheduledSequence, StepPlan
-from forge_jax.schedule.request import Request, Sequence, Status
+from forge_jax.schedule.request import Request, Sequence
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.step import step as step_file
 from forge_jax.step.kv_cache import kv_shape
@@ -294,8 +294,8 @@ def run(
     for tick in itertools.count():
         while arrivals and arrivals[0][0] <= tick:
             core.add(arrivals.pop(0)[1])
-            samples = samples or scheduler._requests.get(TARGET, []).copy()
-        if thief is not None and any(seq.status is Status.RUNNING for seq in samples):
+            samples = samples or [s for s in scheduler.waiting() if s.request_id == TARGET]
+        if thief is not None and any(seq.running for seq in samples):
             thief.visit(tick)
         for delta in core.tick().get(TARGET, ()):
             assert delta.error is None

@@ -100,7 +100,7 @@ def test_preempted_prompts_are_pooled_from_their_beginning(llm, reference, monke
             begun = seq.pooling is not None and 0 < seq.num_computed < seq.prompt_len
             if begun and seq.key not in preempted:
                 preempted.add(seq.key)
-                scheduler._preempt(seq)
+                scheduler.slots.preempt(seq)
         return schedule(*args, **kwargs)
 
     monkeypatch.setattr(scheduler, "schedule", preempt_and_schedule)

@@ -105,7 +105,7 @@ def test_a_row_that_is_not_finite_ends_alone_and_is_not_cached(kv_dtype):
     params = [*PARAMS[:3], SamplingParams(max_tokens=40, seed=9, ignore_eos=True)]
 
     def blocks_of_bad(plan: StepPlan) -> set[int]:
-        running = core.scheduler._running
+        running = core.scheduler.running
         bad = [seq for seq in running if seq.prompt_len == bad_len and seq.num_output > 3]
         return {block for seq in bad for block in seq.blocks[2:]}
 

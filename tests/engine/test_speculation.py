@@ -24,7 +24,7 @@ from forge_jax.engine.fake import fake_tokenizer
 from forge_jax.grammar import GrammarCompiler, GrammarSpec
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.block_pool import BlockPool
-from forge_jax.schedule.request import Request, Sequence, Status
+from forge_jax.schedule.request import Request
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.speculate.draft import ModelDrafter
 from forge_jax.speculate.draft_model import DraftModel, DraftModelOptions
@@ -380,13 +380,13 @@ def run(
         for other in companions(rng):
             core.add(other)
     core.add(request)
-    samples: list[Sequence] = scheduler._requests[TARGET].copy()
+    samples = [seq for seq in scheduler.waiting() if seq.request_id == TARGET]
     soon = 3 if combination.drafter in DRAFT_MODELS else 6  # or the sample has ended
     thief = Thief(scheduler, soon) if schedule == "preempted" else None
     tokens, text, logprobs = defaultdict(list), defaultdict(str), defaultdict(list)
     ends = {}
     for tick in itertools.count():
-        if thief is not None and any(seq.status is Status.RUNNING for seq in samples):
+        if thief is not None and any(seq.running for seq in samples):
             thief.visit(tick)
         for delta in core.tick().get(TARGET, ()):
             assert delta.error is None

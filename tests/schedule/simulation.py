@@ -37,6 +37,7 @@ from forge_jax.errors import ContextLengthError
 from forge_jax.grammar import GrammarSpec
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.block_pool import BlockPool
+from forge_jax.schedule.lifecycle import Status
 from forge_jax.schedule.plan import (
     FED_BACK,
     ScheduledSequence,
@@ -44,7 +45,7 @@ from forge_jax.schedule.plan import (
     StepPlan,
     StepResult,
 )
-from forge_jax.schedule.request import Request, Sequence, Status, sequence_seed
+from forge_jax.schedule.request import Request, Sequence, sequence_seed
 from forge_jax.schedule.scheduler import Scheduler, SchedulerConfig
 from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.testing import FakeDevice
@@ -158,6 +159,7 @@ class Simulation:
         self.contents: dict[bytes, list[int]] = {}  # by block hash: the KV that it stands for
         self.only: set[Sequence] | None = None  # who may be admitted
         self.last_progress = 0  # the step that last brought something for good
+        self.statuses: set[Status] = set()  # that sequences have had
         self.log = hashlib.sha256()
         self.counts: Counter[str] = Counter()
 
@@ -178,6 +180,7 @@ class Simulation:
                 self._commit()
             assert not self.expected and self.pool.num_used == 0
             assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+            self.counts.update(f"runs with {status.value}" for status in self.statuses)
         except BaseException as error:
             error.add_note(f"Simulation({self.seed}), step {self.counts['steps']}")
             raise
@@ -204,7 +207,7 @@ class Simulation:
             self._schedule_and_commit()
         except StepError:
             self.in_flight.clear()
-            ran = self.scheduler._running.copy()
+            ran = list(self.scheduler.running)
             self.scheduler.recover()
             self.device.reset()
             if ran and rng.random() < self.restrictions:
@@ -277,7 +280,7 @@ class Simulation:
         """The invariants that hold between any two calls."""
         pool, scheduler = self.pool, self.scheduler
         pool.check()
-        owners = Counter(block for seq in scheduler._running for block in seq.blocks)
+        owners = Counter(block for seq in scheduler.running for block in seq.blocks)
         for block in range(pool.num_blocks):
             refs = pool.ref_count(block)
             assert refs == owners[block], (
@@ -287,24 +290,45 @@ class Simulation:
             kv = self.device.kv(block)
             if self.contents.setdefault(block_hash, kv) != kv:
                 raise AssertionError(f"block {block} is in the prefix cache as something else")
-        slots = [seq.slot for seq in scheduler._running]
-        assert sorted([*slots, *scheduler._free_slots]) == self.slots, "slots"
-        ranks = [self._rank(seq) for seq in scheduler._running]
+        slots = [seq.slot for seq in scheduler.running]
+        assert sorted([*slots, *scheduler.slots.free]) == self.slots, "slots"
+        ranks = [self._rank(seq) for seq in scheduler.running]
         assert ranks == sorted(ranks), "who runs is not in the order of ranks"
         waiting = 0
         for seq, expected in self.expected.items():
-            waiting += seq.status is Status.WAITING
-            running = seq.status is Status.RUNNING
-            assert running == (seq.slot is not None), f"{seq.key}: a slot for who runs, and only"
-            held = (len(seq.blocks), seq.num_computed, seq.num_verifying)
-            assert seq.slot is not None or not any(held), "a waiting sequence holds something"
-            assert not seq.finished, f"{seq.key}: ended, and nobody was told"
-            certain = seq.num_computed - seq.num_verifying
-            assert certain <= seq.num_tokens <= seq.max_len, f"{seq.key}: counts"
+            waiting += not seq.running
+            self._check_status(seq)
+            assert seq.num_computed <= seq.num_tokens <= seq.max_len, f"{seq.key}: counts"
             assert len(seq.blocks) <= seq.max_blocks, f"{seq.key}: more blocks than it can fill"
             assert seq.tokens == expected.known, f"{seq.key}: tokens that had come have changed"
         assert waiting == scheduler.num_waiting, "the queue has lost or doubled somebody"
         assert len(slots) == scheduler.num_running == len(self.expected) - waiting
+
+    def _check_status(self, seq: Sequence) -> None:
+        """The status says what the counts say, and what a sequence without a slot waits for."""
+        assert not seq.finished, f"{seq.key}: ended, and nobody was told"
+        assert seq.running == (seq.slot is not None), f"{seq.key}: a slot for who runs, and only"
+        self.statuses.add(seq.status)
+        if seq.slot is None:
+            assert not seq.blocks and not seq.num_computed, "a waiting sequence holds something"
+            held = self.only is not None and seq not in self.only
+            followers = self.scheduler.backlog.followers.get(seq.request_id, ())
+            if seq in followers:
+                assert seq.status is Status.FOLLOWING, f"{seq.key}: follows nobody"
+            else:
+                assert seq.status is (Status.HELD if held else Status.QUEUED), f"{seq.key}: waits"
+            return
+        if seq.status is Status.VERIFYING:
+            assert seq.num_pending == 1 and seq.num_computed == len(seq.tokens), "drafts in flight"
+            return
+        if seq.num_tokens < seq.max_len:
+            left = seq.num_tokens - seq.num_computed
+            status = Status.DECODING if left == 1 else Status.PREFILLING
+            assert left >= 1, f"{seq.key}: nothing to compute, and its output is not complete"
+        else:
+            done = seq.num_computed >= seq.prompt_len
+            status = Status.DRAINING if done else Status.PREFILLING
+        assert seq.status is status, f"{seq.key}: {seq.status}, its counts say {status}"
 
     # ---- troubles ------------------------------------------------------------------------------
 
@@ -428,9 +452,9 @@ class Simulation:
         raise StepError
 
     def _preempt_somebody(self) -> None:
-        seq = self.rng.choice(self.scheduler._running)
+        seq = self.rng.choice(self.scheduler.running)
         self._note("victims", seq.key)
-        self.scheduler._preempt(seq)
+        self.scheduler.slots.preempt(seq)
 
     def _empty_the_cache(self) -> None:
         """All that nobody uses is evicted; what is in use stays registered."""
@@ -488,11 +512,11 @@ class Simulation:
     def _check_order(self, plan: StepPlan | None, before: Before) -> None:
         """Who gave way, who was admitted and who got tokens, in the right order."""
         rank = self._rank
-        preempted = [seq for seq in before.running if seq.status is Status.WAITING]
+        preempted = [seq for seq in before.running if not seq.running and not seq.finished]
         if preempted:
             self.counts["gave way"] += len(preempted)
             assert plan is None or not plan.admissions, "admitted what another gave way to"
-            last = max((rank(seq) for seq in self.scheduler._running), default=(-1, -1))
+            last = max((rank(seq) for seq in self.scheduler.running), default=(-1, -1))
             assert last < min(rank(seq) for seq in preempted), "not the last rank gave way"
         if plan is None:
             return
@@ -500,8 +524,8 @@ class Simulation:
             only = self.only
             keys = {admission.seq_key for admission in plan.admissions}
             assert only is None or keys <= {seq.key for seq in only}, "admitted who may not be"
-            admitted = [seq for seq in before.queue if seq.status is Status.RUNNING]
-            overtaken = [seq for seq in before.queue if seq.status is Status.WAITING]
+            admitted = [seq for seq in before.queue if seq.running]
+            overtaken = [seq for seq in before.queue if not seq.running and not seq.finished]
             assert len(admitted) == len(plan.admissions)
             self._check_overtaking(before, admitted, overtaken)
         keys = {row.seq_key for row in plan.chunks if row.num_rows}
@@ -510,9 +534,7 @@ class Simulation:
             return
         served = {row.seq_key for row in plan.sequences}
         for seq in before.ready:
-            assert seq.status is Status.WAITING or seq.key in served, (
-                f"{seq.key}: a decode waits for a prompt"
-            )
+            assert not seq.running or seq.key in served, f"{seq.key}: a decode waits for a prompt"
         last = max(rank(seq) for seq in took_rows)
         for seq in before.prompts if not preempted else ():
             assert seq.key in served or last < rank(seq), f"{seq.key}: its prompt was overtaken"
@@ -527,7 +549,7 @@ class Simulation:
             return
         for seq in overtaken:
             self.counts["aged"] += aged(seq)
-            cached = self.scheduler._cached_tokens(seq)
+            cached = self.scheduler.prefixes.cached_tokens(seq)
             for other in admitted:
                 if aged(seq):
                     assert aged(other) and rank(other) < rank(seq), "the aged were overtaken"
@@ -644,27 +666,19 @@ class Before:
 
     def __init__(self, simulation: Simulation):
         scheduler = simulation.scheduler
-        followers = {seq for seqs in scheduler._followers.values() for seq in seqs}
-        self.running = scheduler._running.copy()
+        self.running = list(scheduler.running)
         self.num_running = len(self.running)
-        self.queue = [
-            seq
-            for seq in simulation.expected
-            if seq.status is Status.WAITING
-            and seq not in followers
-            and (simulation.only is None or seq in simulation.only)
-        ]
+        self.queue = [seq for seq in simulation.expected if seq.status is Status.QUEUED]
         # Those that need one token only, the next to sample from.
         self.ready = [
             seq
             for seq in self.running
-            if seq.num_tokens == seq.num_computed + 1 and seq.num_tokens < seq.max_len
-            if not (seq.needs_host_token and seq.num_pending)
+            if seq.status is Status.DECODING and not (seq.needs_host_token and seq.num_pending)
         ]
-        self.prompts = [seq for seq in self.running if seq.num_tokens > seq.num_computed + 1]
+        self.prompts = [seq for seq in self.running if seq.status is Status.PREFILLING]
         self.cached: dict[Sequence, int] = {}
         if simulation.config.policy == "prefix":
-            self.cached = {seq: scheduler._cached_tokens(seq) for seq in self.queue}
+            self.cached = {seq: scheduler.prefixes.cached_tokens(seq) for seq in self.queue}
 
 
 def play(seeds: Iterable[int], steps: int) -> Counter[str]:

@@ -4,8 +4,8 @@ from typing import Any
 
 from loop import Loop
 
+from forge_jax.schedule.lifecycle import Status
 from forge_jax.schedule.policy import RankedQueue
-from forge_jax.schedule.request import Status
 
 
 def admitted_order(loop: Loop) -> list[str]:
@@ -92,7 +92,7 @@ def test_a_queue_may_be_counted_at_any_moment():
             return int(self) < int(other)
 
     def sequence(order: int) -> Any:
-        return SimpleNamespace(status=Status.WAITING, order=Order(order))
+        return SimpleNamespace(status=Status.QUEUED, order=Order(order))
 
     queue = RankedQueue(by_priority=False)
     waiting = [sequence(order) for order in range(200)]

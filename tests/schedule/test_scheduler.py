@@ -196,7 +196,7 @@ def test_a_queue_full_of_aborted_requests_does_not_grow():
     for _ in range(1000):
         loop.scheduler.abort(loop.add_one([2]).request_id)
     assert loop.scheduler.num_waiting == 0
-    assert len(loop.scheduler._waiting._heap) < 200
+    assert len(loop.scheduler.backlog.queue._heap) < 200
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -256,10 +256,9 @@ def test_a_request_id_is_unique_among_the_unfinished():
     loop.add_one([1], request_id="x")
 
 
-def test_check_refuses_without_queueing():
+def test_an_output_has_the_rest_of_the_context():
     loop = Loop(max_model_len=20)
-    request = loop.add_one([1]).request
-    assert loop.scheduler.check(request) == 19
+    assert loop.add_one([1]).max_tokens == 19
     assert loop.scheduler.request_ids() == ["r1"]
 
 
@@ -399,7 +398,7 @@ def test_a_decode_gives_way_to_an_older_prompt_within_the_same_step():
     old = loop.add_one(range(20), max_tokens=1)
     loop.step()
     # Put a newer one in by force: admission would have seen that the prompt needs the blocks.
-    loop.scheduler._reserved_blocks = lambda: 0
+    loop.scheduler.slots.reserved_blocks = lambda: 0
     new = loop.add_one([500, 501, 502], max_tokens=9)
     loop.run()
     assert (old.num_preemptions, new.num_preemptions) == (0, 1)
@@ -410,7 +409,7 @@ def test_a_prompt_that_gave_way_to_an_older_one_is_not_scheduled_in_that_step():
     loop = Loop(num_blocks=6, block_size=4, prefix_cache=False, prefill_chunk_size=4)
     old = loop.add_one(range(20), max_tokens=1)
     loop.step()
-    loop.scheduler._reserved_blocks = lambda: 0
+    loop.scheduler.slots.reserved_blocks = lambda: 0
     new = loop.add_one(range(500, 516), max_tokens=1)
     plans = loop.run()
     assert (old.num_preemptions, new.num_preemptions) == (0, 1)
@@ -658,7 +657,7 @@ def test_a_preempted_scoring_request_gives_each_logprob_once():
         loop.step()
         scores += [s.token_id for _, got in loop.updates for s in got.prompt_logprobs or ()]
     assert len(scores) == 9 and scored.num_scored == 9
-    loop.scheduler._preempt(scored)
+    loop.scheduler.slots.preempt(scored)
     scores += score(loop, scored)
     assert scores == list(range(1, 20))
 

@@ -24,7 +24,8 @@ from forge_jax.engine.core import EngineCore
 from forge_jax.engine.fake import assemble_fake
 from forge_jax.engine.sizes import Residents, Sizes
 from forge_jax.errors import ConfigError
-from forge_jax.schedule.request import Request, Sequence, Status
+from forge_jax.schedule.lifecycle import Status
+from forge_jax.schedule.request import Request, Sequence
 from forge_jax.speculate.draft import ModelDrafter
 from forge_jax.speculate.draft_model import DraftModel, DraftModelOptions
 from forge_jax.speculate.draft_step import Row, draft_shapes, pack_params
@@ -124,7 +125,7 @@ def make_seq(
         stop_ids=frozenset(),
         max_tokens=max_len - prompt_len,
         tokens=prompt,
-        status=Status.RUNNING,
+        status=Status.DECODING,
     )
 
 
@@ -152,9 +153,8 @@ def test_drafts_follow_the_tokens_whatever_became_of_those_before(num_blocks, se
                 seq.status = Status.FINISHED
                 drafter.end(seq)
             elif fate < 0.06:
-                waits = seq.status is Status.RUNNING
-                seq.status = Status.WAITING if waits else Status.RUNNING
-        running = [seq for seq in seqs if seq.status is Status.RUNNING]
+                seq.status = Status.QUEUED if seq.running else Status.DECODING
+        running = [seq for seq in seqs if seq.running]
         if rng.random() < 0.02:
             drafter.reset()
         if rng.random() < 0.3:  # a step without drafts
@@ -209,13 +209,13 @@ def test_a_preempted_sequence_keeps_what_is_computed_until_its_blocks_are_needed
     drafter = ModelDrafter(model)  # type: ignore[arg-type]
     first, second = make_seq("a", 30, random.Random(1)), make_seq("b", 40, random.Random(2))
     assert drafter.propose([first])[0].token_ids
-    first.status = Status.WAITING
+    first.status = Status.QUEUED
     first.tokens.append(3)  # was still to come when it was preempted
-    first.status = Status.RUNNING
+    first.status = Status.DECODING
     assert drafter.propose([first])[0].token_ids
     assert model.computed == [29]  # nothing anew
     assert not drafter.propose([first, second])[1].token_ids  # no room beside it
-    first.status = Status.WAITING
+    first.status = Status.QUEUED
     assert drafter.propose([second])[0].token_ids
     assert not drafter._computed[first.key].blocks
     check(drafter)

@@ -9,7 +9,8 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine.core import EngineCore
 from forge_jax.engine.fake import assemble_fake
 from forge_jax.sampling_params import SamplingParams
-from forge_jax.schedule.request import Request, Sequence, Status
+from forge_jax.schedule.lifecycle import Status
+from forge_jax.schedule.request import Request, Sequence
 from forge_jax.speculate.draft_length import FIRST_RETRY
 from forge_jax.speculate.drafter import Draft, OneByOne
 from forge_jax.speculate.speculator import LOOK_PART, Budget, Speculator
@@ -238,7 +239,7 @@ def test_what_was_foreseen_is_not_looked_for_again_where_it_came_true():
         stop_ids=frozenset(),
         max_tokens=50,
         tokens=list(prompt),
-        status=Status.RUNNING,
+        status=Status.DECODING,
     )
     seq.tokens.append(3)
     drafter = OneByOne(Counting({seq.key: output}, right=1.0, length=4))

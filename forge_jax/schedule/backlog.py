@@ -1,0 +1,92 @@
+"""Sequences without a slot: queued, or waiting for something that comes before the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+
+from forge_jax.schedule.lifecycle import Status
+from forge_jax.schedule.policy import WaitingQueue
+from forge_jax.schedule.request import Sequence
+
+
+class Backlog:
+    """Keeps waiting sequences.
+
+    QUEUED sequences are in `queue`. FOLLOWING ones wait until the first sequence of their request
+    has filled the prefix cache. HELD ones are not among those that admissions are restricted to.
+
+    Args:
+      make_queue: an empty queue of the policy.
+
+    Attributes:
+      queue: the QUEUED sequences.
+      rank: the place of a sequence among all, the first to be served first.
+      followers: the FOLLOWING sequences, by request; no entry without any.
+    """
+
+    def __init__(self, make_queue: Callable[[], WaitingQueue]):
+        self.queue = make_queue()
+        self.rank = self.queue.rank
+        self.followers: dict[str, list[Sequence]] = {}
+        self._make_queue = make_queue
+        self._num_followers = 0
+        self._only: frozenset[Sequence] | None = None  # may be admitted; None: all
+        self._held: list[Sequence] = []
+
+    def push(self, seq: Sequence) -> None:
+        """Queue a QUEUED sequence, or hold it."""
+        if self._only is None or seq in self._only:
+            self.queue.push(seq)
+        else:
+            seq.hold()
+            self._held.append(seq)
+
+    def follow(self, request_id: str, seqs: Seq[Sequence]) -> None:
+        """Keep sequences until `release_followers` of their request."""
+        for seq in seqs:
+            seq.follow()
+        self.followers[request_id] = list(seqs)
+        self._num_followers += len(seqs)
+
+    def release_followers(self, request_id: str) -> None:
+        released = self.followers.pop(request_id, ())
+        self._num_followers -= len(released)
+        for seq in released:
+            seq.release()
+            self.push(seq)
+
+    def forget(self, seq: Sequence, status: Status) -> None:
+        """Remove a sequence that has just finished, and had `status` before."""
+        if status is Status.FOLLOWING:
+            followers = self.followers[seq.request_id]
+            followers.remove(seq)
+            self._num_followers -= 1
+            if not followers:
+                del self.followers[seq.request_id]
+        elif status is Status.HELD:
+            self._held.remove(seq)
+        else:
+            self.queue.forget(seq)
+
+    def restrict(self, only: Iterable[Sequence] | None, waiting: Iterable[Sequence]) -> None:
+        """Queue only the sequences of `only` from now on, or all if it is None.
+
+        Args:
+          waiting: all waiting sequences, in order of arrival.
+        """
+        self._only = None if only is None else frozenset(only)
+        self.queue, self._held = self._make_queue(), []
+        for seq in waiting:
+            if seq.status is Status.HELD:
+                seq.release()
+            if seq.status is Status.QUEUED:
+                self.push(seq)
+
+    @property
+    def num_deferred(self) -> int:
+        """Sequences that wait for another sequence, not for room."""
+        return self._num_followers + len(self._held)
+
+    def __len__(self) -> int:
+        return len(self.queue) + self.num_deferred

@@ -1,0 +1,58 @@
+"""A plan for one step while its parts add to it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from forge_jax.schedule.plan import Admission, ScheduledSequence
+from forge_jax.schedule.request import Sequence
+from forge_jax.schedule.step_budget import StepBudget
+
+
+class Chunk(NamedTuple):
+    """Tokens of one sequence, from the first that has not been computed."""
+
+    seq: Sequence
+    num_tokens: int
+    num_rows: int  # last tokens that get logits
+    new_blocks: tuple[tuple[int, int], ...]  # (index in the block table, block)
+
+
+class PartialPlan:
+    """Rows that have been decided, and the budget that is left.
+
+    Nothing is counted as computed or sampled before the plan is complete.
+
+    Attributes:
+      decodes: sequences that decode, by rank.
+      grown: new blocks of decodes: (row, index in the block table, block).
+      chunks: of running sequences, then of admitted ones.
+      drafts: rows that verify drafts; their sequences are no longer in `decodes`.
+    """
+
+    # Made for each step: a dataclass takes three times as long to make its lists.
+    __slots__ = ("admissions", "budget", "chunks", "decodes", "drafts", "grown")
+
+    def __init__(self, budget: StepBudget):
+        self.budget = budget
+        self.decodes: list[Sequence] = []
+        self.grown: list[tuple[int, int, int]] = []
+        self.chunks: list[Chunk] = []
+        self.admissions: list[Admission] = []
+        self.drafts: dict[Sequence, ScheduledSequence] = {}
+
+    def add_chunk(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.budget.take(chunk.num_tokens, chunk.num_rows)
+
+    def drop_preempted(self) -> None:
+        """Remove decodes that have lost their slots.
+
+        Preemption takes the last ranks, so these are the last rows.
+        """
+        decodes, grown = self.decodes, self.grown
+        while decodes and decodes[-1].slot is None:
+            decodes.pop()
+            self.budget.give_back(1, 1)
+        while grown and grown[-1][0] >= len(decodes):
+            grown.pop()

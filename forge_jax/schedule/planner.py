@@ -1,0 +1,126 @@
+"""Plans one step out of its parts: decodes, prefill chunks, admissions, drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from forge_jax.schedule.admission import AdmissionPart
+from forge_jax.schedule.config import SchedulerConfig
+from forge_jax.schedule.decodes import DecodePart
+from forge_jax.schedule.drafts import DraftPart, Drafts
+from forge_jax.schedule.lifecycle import Status
+from forge_jax.schedule.partial_plan import PartialPlan
+from forge_jax.schedule.plan import StepPlan
+from forge_jax.schedule.prefill import PrefillPart
+from forge_jax.schedule.prefix_cache import PrefixCache
+from forge_jax.schedule.request import Sequence, decode
+from forge_jax.schedule.slots import Slots
+from forge_jax.schedule.step_budget import StepBudget
+from forge_jax.schedule.token_budget import TokenBudget
+
+
+class Planner:
+    """Lets each part of a step draw from one budget, then writes the plan.
+
+    No sequence is admitted in a step that preempted one.
+
+    Args:
+      clock: seconds, for the aging of waiting requests.
+      latency_budget: the size of steps in which prompts and decodes meet; None: as large as any.
+
+    Attributes:
+      admission: the part that counts cached and computed prompt tokens.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        prefixes: PrefixCache,
+        clock: Callable[[], float],
+        latency_budget: TokenBudget | None,
+    ):
+        self._slots = slots
+        self._decodes = DecodePart(slots)
+        self._prefill = PrefillPart(slots)
+        self.admission = AdmissionPart(slots, prefixes, self._prefill, clock)
+        self._drafts = DraftPart(slots)
+        self._latency_budget = latency_budget
+
+    def plan(
+        self,
+        config: SchedulerConfig,
+        drafts: Drafts | None,
+        *,
+        masks_late: bool,
+        pools: bool | None,
+    ) -> StepPlan | None:
+        """The next step; None if no sequence can be part of it.
+
+        Args:
+          pools: plan only sequences with (True) or without (False) `pooling`; None: both.
+        """
+        slots = self._slots
+        num_preemptions = slots.num_preemptions
+        plan = PartialPlan(StepBudget(config, len(slots.free)))
+        if pools:
+            prompts, awaited = self._pooling_prompts(), False
+        else:
+            prompts, awaited = self._decodes.fill(plan, masks_late=masks_late)
+            if pools is not None:
+                prompts = [seq for seq in prompts if seq.pooling is None]
+        if self._latency_budget is not None and (prompts or len(slots.backlog.queue)):
+            num_drafts = sum(map(len, drafts.values())) if drafts else 0
+            num_decodes = len(plan.decodes) + num_drafts
+            self._hold_back(plan, self._latency_budget, num_decodes, awaited, config)
+        if prompts:
+            self._prefill.fill(plan, prompts, config)
+        if slots.num_preemptions == num_preemptions and (
+            config.batching == "continuous" or not slots.running
+        ):
+            self.admission.fill(plan, config, pools)
+        if not plan.decodes and not plan.chunks:
+            return None
+        if drafts and plan.decodes:
+            self._drafts.fill(plan, drafts)
+        return self._written(plan)
+
+    def _pooling_prompts(self) -> list[Sequence]:
+        """Sequences with `pooling` never decode: their running ones prefill, or are done."""
+        return [
+            seq
+            for seq in self._slots.running
+            if seq.status is Status.PREFILLING and seq.pooling is not None
+        ]
+
+    def _hold_back(
+        self,
+        plan: PartialPlan,
+        latency_budget: TokenBudget,
+        num_decodes: int,
+        awaited: bool,
+        config: SchedulerConfig,
+    ) -> None:
+        """Keep tokens that are left from prompts, but never all of them."""
+        most = config.max_num_batched_tokens
+        size = latency_budget.choose(max(num_decodes, 1) if awaited else 0, most)
+        if size < most:
+            for_prompts = max(size - num_decodes, 1)
+            plan.budget.hold_back(max(plan.budget.tokens - for_prompts, 0))
+
+    def _written(self, plan: PartialPlan) -> StepPlan:
+        """The plan, whose tokens count as computed and sampled from now on."""
+        seqs = plan.decodes
+        columns, epochs = self._decodes.columns(plan)
+        decode(seqs)
+        rows = []
+        if plan.chunks or plan.drafts:
+            others = plan.drafts | {chunk.seq: self._prefill.row(chunk) for chunk in plan.chunks}
+            for seq in plan.drafts:
+                seq.verify()
+            # Single tokens first, as the decodes; drafts before prompts. The sort is stable.
+            ordered = sorted(others, key=lambda seq: others[seq].num_tokens > 1)
+            rows = [others[seq] for seq in ordered]
+            seqs = seqs + ordered
+            epochs = [seq.epoch for seq in seqs]
+        step = self._slots.in_flight.add(seqs, epochs)
+        return StepPlan(step, tuple(plan.admissions), tuple(rows), columns)

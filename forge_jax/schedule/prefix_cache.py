@@ -1,0 +1,63 @@
+"""Blocks of sequences in the prefix cache: looked up before they run, registered after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+from forge_jax.schedule.block_pool import BlockPool
+from forge_jax.schedule.request import Sequence
+
+
+class PrefixCache:
+    """Hashes the blocks of sequences, each once, and finds or registers them in the pool."""
+
+    def __init__(self, pool: BlockPool):
+        self._pool = pool
+
+    def match(self, seq: Sequence) -> list[int]:
+        """The cached blocks that `seq` can begin with; takes no reference to them."""
+        return self._pool.match(self._hashes(seq, self.cacheable_blocks(seq)))
+
+    def cached_tokens(self, seq: Sequence) -> int:
+        return len(self.match(seq)) * self._pool.block_size
+
+    def cacheable_blocks(self, seq: Sequence) -> int:
+        """Leading blocks that may come from the cache: tokens that need logits are computed."""
+        if seq.pooling == "mean":
+            return 0  # each of its tokens counts
+        limit = seq.num_scored if seq.scoring else len(seq.tokens) - 1
+        return limit // self._pool.block_size
+
+    def register(self, seq: Sequence, num_full: int, *, seen: bool, more: Seq[int] = ()) -> None:
+        """Put the first `num_full` blocks, which steps have filled, into the prefix cache.
+
+        Args:
+          seen: logits that depend on these blocks were finite. A chunk in the middle of a prompt
+            has no logits, so its blocks are only hashed, and registered with the prompt's last.
+          more: tokens in these blocks that are not in `seq.tokens` yet: accepted drafts.
+        """
+        while len(seq.block_hashes) < num_full:
+            self.hash_next_block(seq, more)
+        if seen:
+            for index in range(seq.num_registered, num_full):
+                self._pool.register(seq.blocks[index], seq.block_hashes[index])
+            seq.num_registered = num_full
+
+    def hash_next_block(self, seq: Sequence, more: Seq[int] = ()) -> None:
+        """Append to `seq.block_hashes`. The block must be full, with the tokens of `more`."""
+        hashes, block_size, known = seq.block_hashes, self._pool.block_size, len(seq.tokens)
+        start = len(hashes) * block_size
+        tokens = seq.tokens[start : start + block_size]
+        if len(tokens) < block_size:
+            tokens += more[max(start - known, 0) : max(start + block_size - known, 0)]
+        assert len(tokens) == block_size, "only full blocks have a hash"
+        parent = hashes[-1] if hashes else None
+        hashes.append(self._pool.hash_block(parent, tokens, seq.salt))
+
+    def _hashes(self, seq: Sequence, count: int) -> Iterator[bytes]:
+        """The hashes of the first `count` blocks, computed when they are first needed."""
+        for index in range(count):
+            if index == len(seq.block_hashes):
+                self.hash_next_block(seq)
+            yield seq.block_hashes[index]
