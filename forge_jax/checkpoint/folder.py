@@ -41,12 +41,12 @@ def open_checkpoint(folder: Path) -> Mapping[str, TensorSource]:
     """
     if is_gguf(folder):
         return open_gguf(folder)
-    for form in FORMATS:
-        if _present(folder / form.index):
-            return _open_shards(folder / form.index, form.read)
-        if _present(folder / form.single):
-            return form.read(folder / form.single)
-    names = ", ".join(name for form in FORMATS for name in (form.single, form.index))
+    for format in FORMATS:
+        if _present(folder / format.index):
+            return _open_shards(folder / format.index, format.read)
+        if _present(folder / format.single):
+            return format.read(folder / format.single)
+    names = ", ".join(name for format in FORMATS for name in (format.single, format.index))
     raise CheckpointError(f"{folder} has no weights: none of {names}")
 
 

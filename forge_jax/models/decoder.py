@@ -512,16 +512,14 @@ class Model:
           kv: per layer dtype[N, 2, K, bs, D], where uint16 holds the bits of the model's 16-bit
             dtype; or a `QuantizedKV`.
           tokens, positions: i32[T].
-          slot_mapping: i32[T], `block * bs + offset` of each token; `N * bs` where nothing is
-            written.
+          slot_mapping: i32[T], `block * bs + offset` of each token; `N * bs` to write nothing.
           block_tables: i32[S, max_blocks]. kv_lens: i32[S], this step's tokens included.
           cu_q_lens: i32[S + 1], where each sequence's rows start. num_seqs: i32[].
           implementation: of attention. "reference" with float32 `kv` is differentiable.
-          max_q_len: a promise that no sequence has more rows in this step, 1 for a decode step:
-            less is compiled.
+          max_q_len: upper bound of rows of a sequence; 1 for a decode step. Less is compiled.
           uniform: compute every row of attention in the same way (the deterministic tier).
           return_hidden_states: also return the residual stream.
-          lora: the adapters, and which of them each token takes; for a model whose formats say so.
+          lora: the adapters, and which each token takes; for a model with `WeightFormats.lora`.
 
         Returns:
           (kv, hidden): hidden is dtype[T, d] after the final norm; rows of no sequence may hold
@@ -529,8 +527,7 @@ class Model:
           dtype[T, d], the embedding and each layer's output.
 
         Raises:
-          NotImplementedError: a gradient is asked of another combination than float32 `kv` and
-            implementation="reference".
+          NotImplementedError: a gradient without float32 `kv` and implementation="reference".
         """
         ragged = Ragged(
             ropes=self._ropes(positions),

@@ -122,7 +122,7 @@ class Linear(nnx.Module):
         if axis is not None:
             y = add_up(y, axis)
         if self.bias is not None:
-            y = y + self.bias[...]
+            y = y + self.bias[...][None]
         return y if residual is None else residual + y
 
 

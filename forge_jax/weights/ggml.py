@@ -218,7 +218,7 @@ FORMATS = {
     20: BlockFormat("IQ4_NL", 32, 18, blocks=Blocks("int8", 32, 32), unpack=_iq4_nl),
     23: BlockFormat("IQ4_XS", 256, 136, blocks=Blocks("int8", 32, 256), unpack=_iq4_xs),
 }
-BY_NAME = {form.name: form for form in FORMATS.values()}
+BY_NAME = {kind.name: kind for kind in FORMATS.values()}
 
 # What else there is, for messages.
 UNSUPPORTED = {

@@ -16,7 +16,7 @@ from forge_kernels.blocks import Blocks
 
 KEY = "gguf_types"  # none of Hugging Face's: the types of the tensors that are in blocks
 MAX_NAMES = 100_000
-TYPES = {name: form.blocks for name, form in BY_NAME.items() if form.blocks is not None}
+TYPES = {name: kind.blocks for name, kind in BY_NAME.items() if kind.blocks is not None}
 
 
 def of_all_experts(name: str) -> str:

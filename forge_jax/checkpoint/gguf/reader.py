@@ -168,8 +168,8 @@ class _Reader:
         start = -(-self.at // alignment) * alignment
         found: dict[str, GGUFTensor] = {}
         begin = 0  # of what is not yet some tensor's
-        for name, (form, shape, offset) in sorted(table.items(), key=lambda entry: entry[1][2]):
-            tensor = GGUFTensor(name, self.file, form, shape, start + offset)
+        for name, (format, shape, offset) in sorted(table.items(), key=lambda entry: entry[1][2]):
+            tensor = GGUFTensor(name, self.file, format, shape, start + offset)
             if offset < begin:
                 raise self.fail(f"the tensor {short_repr(name)} overlaps another")
             begin = offset + tensor.num_bytes
@@ -184,9 +184,9 @@ class _Reader:
             raise self.fail(f"the tensor {short_repr(name)} has {num_dims} dimensions")
         shape = tuple(self.count() for _ in range(num_dims))[::-1]  # they come innermost first
         kind, offset = self.number("<I"), self.number("<Q")
-        form = FORMATS.get(kind)
-        if form is None:
-            known = ", ".join(form.name for form in FORMATS.values())
+        format = FORMATS.get(kind)
+        if format is None:
+            known = ", ".join(format.name for format in FORMATS.values())
             raise UnsupportedModelError(
                 f"{self.file}: the tensor {short_repr(name)} is of type "
                 f"{UNSUPPORTED.get(kind, kind)}, which is not supported; supported: {known}"
@@ -195,15 +195,15 @@ class _Reader:
             raise self.fail(
                 f"the tensor {short_repr(name)} has the shape {short_repr(list(shape))}"
             )
-        if shape[-1] % form.block_size:
+        if shape[-1] % format.block_size:
             raise self.fail(
-                f"the tensor {short_repr(name)} has rows of {shape[-1]} elements; {form.name} "
+                f"the tensor {short_repr(name)} has rows of {shape[-1]} elements; {format.name} "
                 "needs "
-                f"multiples of {form.block_size}"
+                f"multiples of {format.block_size}"
             )
         if offset % alignment:
             raise self.fail(f"the tensor {short_repr(name)} is not aligned to {alignment} bytes")
-        return form, shape, offset
+        return format, shape, offset
 
     # ---- values ----------------------------------------------------------------------------------
 

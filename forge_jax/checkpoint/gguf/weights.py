@@ -116,14 +116,14 @@ class GGUFWeight:
             np.copyto(out, values - self.offset if self.offset else values, casting="unsafe")
             return
         assert not self.offset and len(self.shape) == 2, self.name
-        blocks, form = self.stored.blocks(), self.stored.format
+        blocks, format = self.stored.blocks(), self.stored.format
         step = max(1, CHUNK_ELEMENTS // self.shape[1])
         for begin in range(0, len(out), step):
             part = out[begin : begin + step]
             place = slice(first + begin, first + begin + len(part))
             chunk = blocks[place if self.rows is None else self.rows[place]]
             with np.errstate(all="ignore"):  # what is not finite is found where it is used
-                np.copyto(part, form.values(chunk), casting="unsafe")
+                np.copyto(part, format.values(chunk), casting="unsafe")
 
 
 def read_blocks(weights: Sequence[GGUFWeight], rows: np.ndarray) -> BlockValues:

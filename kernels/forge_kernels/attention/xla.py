@@ -198,7 +198,7 @@ def _uniform_rows(
         live = seq < seqs
         seq = jnp.minimum(seq, seqs - 1)
         tile = first_tile[seq] + item - (tiles_end[seq] - tiles[seq])
-        position = tile[:, None] * UNIFORM_ROWS + jnp.arange(UNIFORM_ROWS)
+        position = tile[:, None] * UNIFORM_ROWS + jnp.arange(UNIFORM_ROWS)[None]
         start = starts[seq][:, None]
         exists = live[:, None] & (start <= position) & (position < kv_lens[seq][:, None])
         visible = jnp.where(exists, position + 1, 0)  # [UNIFORM_TILES, UNIFORM_ROWS]
@@ -256,7 +256,7 @@ class _Pool:
         self.scale = None if scale is None else scale.reshape(-1, self.piece)
         seqs, max_blocks = block_tables.shape
         first_rows = block_tables * (2 * self.kv_heads * self.pieces)
-        first_rows = first_rows[:, :, None] + jnp.arange(self.pieces)
+        first_rows = first_rows[:, :, None] + jnp.arange(self.pieces)[None, None]
         first_rows = first_rows.reshape(seqs, max_blocks * self.pieces)
         self.tile_pieces = KV_TILE // self.piece
         padding = -first_rows.shape[1] % self.tile_pieces
@@ -272,7 +272,7 @@ class _Pool:
     def tile(self, seq, tile) -> tuple[_Rows, _Rows]:
         """Keys and values of tile `tile[b]` of each of the sequences `seq + b`; tile: i32[B]."""
         seqs = tile.shape[0]
-        piece = tile[:, None] * self.tile_pieces + jnp.arange(self.tile_pieces)
+        piece = tile[:, None] * self.tile_pieces + jnp.arange(self.tile_pieces)[None]
         rows = self.first_rows.at[seq + jnp.arange(seqs)[:, None], piece].get(mode="clip")
         head = jnp.arange(self.kv_heads) * self.pieces
         keys = rows[:, None, :] + head[None, :, None]  # [B, K, tile_pieces]
@@ -336,7 +336,9 @@ def _attend(
 
     def over_tile(index, carry):
         top, total, out = carry
-        position = (first_tile + index)[:, None] * KV_TILE + jnp.arange(KV_TILE)  # [B, KV_TILE]
+        position = (first_tile + index)[:, None] * KV_TILE + jnp.arange(KV_TILE)[
+            None
+        ]  # [B, KV_TILE]
         keys, values = pool.tile(seq, first_tile + index)
         scores = _scores(rows, keys, pool, sm_scale, soft_cap)
         seen = position[:, None, :] < visible[:, :, None]  # [B, R or 1, KV_TILE]

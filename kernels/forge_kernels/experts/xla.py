@@ -47,7 +47,7 @@ def tiled_experts(
     chosen = jnp.where(exists, experts, count).reshape(-1)  # those of no expert come last
     # One sort of single integers: the expert, and below it the place.
     by_expert = jnp.sort(chosen * rows + jnp.arange(rows, dtype=jnp.int32)) % rows
-    counts = jnp.sum(chosen[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
+    counts = jnp.sum(chosen[:, None] == jnp.arange(count)[None], axis=0, dtype=jnp.int32)
     begin, tiles = jnp.cumsum(counts) - counts, -(-counts // size)
     tiles_end = jnp.cumsum(tiles)
     flat_weights = weights.reshape(-1)
@@ -80,7 +80,7 @@ def all_experts(
     """Every expert computes every row, in two products without a loop; the chosen are added up."""
     del num_rows
     count, width, d = gate_up.shape
-    is_chosen = experts[:, :, None] == jnp.arange(count)  # [T, k, E]
+    is_chosen = experts[:, :, None] == jnp.arange(count)[None, None]  # [T, k, E]
     weight = jnp.sum(jnp.where(is_chosen, weights[:, :, None], 0.0), axis=1).T[:, :, None]
     chosen = jnp.any(is_chosen, axis=1).T[:, :, None]  # [E, T, 1]
     both = lax.dot_general(
@@ -121,8 +121,9 @@ def experts_by_chunks(
         inner = _swiglu(_by_expert(rows, up)).astype(x.dtype)  # [C, T, I]
         out = _by_expert(inner, then)  # f32[C, T, d]
         number = first + jnp.arange(step)[:, None, None]
-        weight = jnp.sum(jnp.where(experts == number, weights, 0.0), axis=-1)  # [C, T]
-        chosen = jnp.any(experts == number, axis=-1)
+        is_chosen = experts[None] == number  # [C, T, k]
+        weight = jnp.sum(jnp.where(is_chosen, weights[None], 0.0), axis=-1)  # [C, T]
+        chosen = jnp.any(is_chosen, axis=-1)
         y = y + jnp.sum(jnp.where(chosen[..., None], weight[..., None] * out, 0.0), axis=0)
     return y.astype(x.dtype)
 

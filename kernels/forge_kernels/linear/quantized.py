@@ -370,7 +370,7 @@ def _product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
     """x [T, K] in its own or a quantised type, some rows of w [n, K] -> f32[T, n]."""
     quantization = w.quantization
     if x.dtype == jnp.int8:
-        return _dot(x, w.weight, jnp.int32).astype(jnp.float32) * w.scale[:, 0]
+        return _dot(x, w.weight, jnp.int32).astype(jnp.float32) * w.scale[:, 0][None]
     group = quantization.group
     scale, minimum = _scales(w)
     if quantization.values == "int8":
@@ -398,7 +398,7 @@ def _scaled_product(
 ) -> jax.Array:  # f32[T, n]
     if scale.shape[1] == 1 and minimum is None:
         # The values are exact in any type of x.
-        return _dot(x, w.astype(x.dtype), jnp.float32) * scale[:, 0]
+        return _dot(x, w.astype(x.dtype), jnp.float32) * scale[:, 0][None]
     return _dot(x, _floats(w, scale, minimum, group).astype(x.dtype), jnp.float32)
 
 

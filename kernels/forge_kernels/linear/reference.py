@@ -20,7 +20,7 @@ def reference_linear(
     if norm is not None:
         weight, eps = norm
         x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-        x = x * weight.astype(jnp.float32)
+        x = x * weight.astype(jnp.float32)[None]
     y = jnp.matmul(x, w.astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
     if swiglu:
         gate, up = jnp.split(y, 2, axis=-1)

@@ -34,5 +34,6 @@ def rms_norm(
         mean = lax.pmean(mean, axis_name)
     y = x32 * lax.rsqrt(mean + eps)
     if offset or in_float32:
-        return (y * (offset + weight.astype(jnp.float32))).astype(x.dtype)
-    return weight * y.astype(x.dtype)
+        scale = offset + weight.astype(jnp.float32)
+        return (y * jnp.broadcast_to(scale, y.shape)).astype(x.dtype)
+    return jnp.broadcast_to(weight, y.shape) * y.astype(x.dtype)
