@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="auto", help="of the model (default auto)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 768], help="of decoding")
     args = parser.parse_args(argv)
-    return reports.publish("kv_dtype", args, lambda: compare(args), markdown)
+    return reports.publish("kv_dtype", args, lambda: compare(load(args), args), markdown)
 
 
 def parser_of(name: str, description: str) -> argparse.ArgumentParser:
@@ -46,9 +46,13 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def compare(args: argparse.Namespace) -> dict[str, Any]:
+def load(args: argparse.Namespace) -> dict[str, LLM]:
+    """The model with each type of cache."""
     sizes = {"dtype": args.dtype, "max_num_seqs": SEQUENCES, "max_num_batched_tokens": 256}
-    engines = {kind: LLM(args.model, kv_dtype=kind, **sizes) for kind in get_args(KVDType)}
+    return {kind: LLM(args.model, kv_dtype=kind, **sizes) for kind in get_args(KVDType)}
+
+
+def compare(engines: dict[str, LLM], args: argparse.Namespace) -> dict[str, Any]:
     texts = texts_of(args)
     speeds = {
         context: tokens_per_s(engines, context, args.rounds)
