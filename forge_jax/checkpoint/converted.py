@@ -21,7 +21,7 @@ import forge_jax
 from forge_jax.config import Rounding
 from forge_jax.errors import CheckpointError
 from forge_jax.host.files import read_json, short_repr
-from forge_jax.weights.quantization import Values
+from forge_jax.weights.tensors import Values
 from forge_kernels.linear.packed import FORMATS, LAYOUT, Format
 
 FILE = "forge_jax.json"

@@ -32,6 +32,7 @@ from forge_jax.engine.compile_cache import (
     is_url,
 )
 from forge_jax.engine.core import EngineCore, make_scheduler, max_rows
+from forge_jax.engine.draft import Draft
 from forge_jax.engine.fingerprint import system_fingerprint
 from forge_jax.engine.parts import EngineParts
 from forge_jax.engine.sizes import Residents, Sizes, free_bytes, log_if_small
@@ -607,33 +608,6 @@ def _has_cpu_kernels(config: EngineConfig) -> bool:
         return cpu.available(isa)
     except cpu.BuildError as error:
         raise ConfigError(f"--kernels {isa}: {error}") from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draft:
-    """The draft model that the configuration names.
-
-    If it is the target's first layers, several devices share it as they share the target. Any other
-    is whole on each device: it is small, and communication would take longer than its computation.
-    """
-
-    model: Model
-    folder: Path | None  # None: its weights are the first layers of the model's
-    implementation: Implementation
-
-    @property
-    def param_bytes(self) -> int:
-        """Bytes of weights that it does not share with the target."""
-        return 0 if self.folder is None else self.model.param_bytes
-
-    def load(
-        self, target: Model, leaves: Leaves, device: jax.Device | jax.sharding.Sharding
-    ) -> Leaves:
-        """Return the weights: read from the folder, or the arrays of the target itself."""
-        if self.folder is not None:
-            return load_weights(self.model, self.folder, device=device)
-        named = dict(zip(target.names, leaves, strict=True))
-        return tuple(named[name] for name in self.model.names)
 
 
 def _choose_draft(

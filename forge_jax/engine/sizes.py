@@ -27,7 +27,7 @@ from forge_jax.telemetry.memory import available_host_bytes, device_bytes
 from forge_jax.weights.partition import shard_spec
 
 if TYPE_CHECKING:
-    from forge_jax.engine.builder import Draft
+    from forge_jax.engine.draft import Draft
     from forge_jax.models.decoder import Model
     from forge_jax.models.spec import ModelSpec
 

@@ -27,7 +27,7 @@ from forge_kernels.linear import (
 
 if TYPE_CHECKING:
     from forge_jax.models.weight_map import WeightMap
-    from forge_jax.weights.quantization import Values
+    from forge_jax.weights.tensors import Values
 
 GGMLActivations = Literal["int8"]
 

@@ -13,45 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.host.files import short_repr
 from forge_jax.weights.names import compile_pattern, within
+from forge_jax.weights.tensors import Scheme
 
 if TYPE_CHECKING:
     from forge_jax.config.hf_config import HFConfig
-    from forge_jax.weights.tensors import Layout
 
 log = logging.getLogger(__name__)
 
-Values = Literal["int8", "fp8", "int4"]
 NameRule = Literal["patterns", "parts"]  # compressed-tensors' rules; or parts of a path
 MAX_NAMES = 100_000  # in a list of modules
 MAX_GROUP_SIZE = 2**20
 _LAYERS = "model"  # part of the names of all modules of the layers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scheme:
-    """How one kind of matrices [N, K] is stored, and what becomes of the rows they multiply.
-
-    Attributes:
-      layout: which tensors there are, and how values lie in them.
-      values: what a value is. FP8 is E4M3 (Micikevicius et al. 2022, arXiv:2209.05433).
-      block: (rows, columns) that share a scale; None: all.
-      zeros: whether a value is `(stored - zero) * scale`, with a zero for each scale.
-      ordered: the group of a column stands in a tensor (GPTQ's desc_act).
-      activations: rows of x are rounded to this type, with a scale for each row, or in FP8 blocks
-        for each row and block; `static`: with the scale that the checkpoint has for the matrix.
-      scale_name: of the tensor.
-      zero_offset: what is added to a stored zero.
-    """
-
-    layout: Layout
-    values: Values
-    block: tuple[int | None, int | None]
-    zeros: bool = False
-    ordered: bool = False
-    activations: Literal["int8", "fp8"] | None = None
-    static: bool = False
-    scale_name: str = "weight_scale"
-    zero_offset: int = 0
 
 
 @dataclass(frozen=True)

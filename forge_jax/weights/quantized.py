@@ -12,8 +12,8 @@ import numpy as np
 from forge_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
 from forge_jax.weights.formats import MatrixShape
 from forge_jax.weights.partition import AXIS, partition_of, possible_shards
-from forge_jax.weights.quantization import QuantSpec, Scheme
-from forge_jax.weights.tensors import MIDDLE, Matrix
+from forge_jax.weights.quantization import QuantSpec
+from forge_jax.weights.tensors import MIDDLE, Matrix, Scheme
 from forge_kernels.linear import (
     Format,
     MatrixWeight,

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from forge_jax.errors import UnsupportedModelError
-from forge_jax.weights.quantization import Scheme, Values
 from forge_jax.weights.quantized import ROUTER, QuantizedFormat
-from forge_jax.weights.tensors import MIDDLE, PLAIN, Matrix
+from forge_jax.weights.tensors import MIDDLE, PLAIN, Matrix, Scheme, Values
 from forge_kernels.linear.quantized import FP8, FP8_MAX
 from forge_kernels.threads import for_each
 

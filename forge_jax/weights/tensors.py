@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Literal, Protocol, cast
 
 import numpy as np
 
 from forge_jax.errors import CheckpointError
 from forge_jax.weights.stored import FLOAT8_E4M3, FLOATS, StoredTensor, TensorSource
 
-if TYPE_CHECKING:
-    from forge_jax.weights.quantization import Scheme
-
+Values = Literal["int8", "fp8", "int4"]
 INT8, INT32, INT64 = np.dtype(np.int8), np.dtype(np.int32), np.dtype(np.int64)
 MIDDLE = 8  # of values from 0 to 15: the zero of those that have none of their own
 
@@ -47,6 +45,33 @@ class Wanted:
     shapes: tuple[tuple[int, ...], ...]  # any of them
     dtypes: tuple[np.dtype, ...]
     optional: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How one kind of matrices [N, K] is stored, and what becomes of the rows they multiply.
+
+    Attributes:
+      layout: which tensors there are, and how values lie in them.
+      values: what a value is. FP8 is E4M3 (Micikevicius et al. 2022, arXiv:2209.05433).
+      block: (rows, columns) that share a scale; None: all.
+      zeros: whether a value is `(stored - zero) * scale`, with a zero for each scale.
+      ordered: the group of a column stands in a tensor (GPTQ's desc_act).
+      activations: rows of x are rounded to this type, with a scale for each row, or in FP8 blocks
+        for each row and block; `static`: with the scale that the checkpoint has for the matrix.
+      scale_name: of the tensor.
+      zero_offset: what is added to a stored zero.
+    """
+
+    layout: Layout
+    values: Values
+    block: tuple[int | None, int | None]
+    zeros: bool = False
+    ordered: bool = False
+    activations: Literal["int8", "fp8"] | None = None
+    static: bool = False
+    scale_name: str = "weight_scale"
+    zero_offset: int = 0
 
 
 class Layout(Protocol):

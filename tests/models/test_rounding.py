@@ -17,10 +17,9 @@ from forge_jax.models.weight_map import Tensor
 from forge_jax.research import LoadedModel
 from forge_jax.weights import rounding
 from forge_jax.weights.formats import WeightFormats
-from forge_jax.weights.quantization import Scheme
 from forge_jax.weights.quantized import QuantizedFormat
 from forge_jax.weights.rounding import round_matrix, rounded_formats
-from forge_jax.weights.tensors import PLAIN
+from forge_jax.weights.tensors import PLAIN, Scheme
 
 KINDS = ("int8", "fp8", "int4")
 

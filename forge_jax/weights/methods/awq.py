@@ -8,7 +8,6 @@ from forge_jax.config.hf_config import HFConfig
 from forge_jax.weights.quantization import (
     EVERY_LAYER,
     QuantSpec,
-    Scheme,
     choose,
     read_group_size,
     read_names,
@@ -19,6 +18,7 @@ from forge_jax.weights.tensors import (
     INT32,
     Matrix,
     ModuleReader,
+    Scheme,
     Wanted,
     float32,
     num_groups,

@@ -9,7 +9,6 @@ from forge_jax.config.hf_config import HFConfig
 from forge_jax.weights.quantization import (
     MAX_GROUP_SIZE,
     QuantSpec,
-    Scheme,
     choose,
     note_kv_cache,
     read_group_size,
@@ -23,6 +22,7 @@ from forge_jax.weights.tensors import (
     PLAIN,
     Matrix,
     ModuleReader,
+    Scheme,
     Wanted,
     float32,
     num_groups,

@@ -8,14 +8,13 @@ from forge_jax.weights.quantization import (
     MAX_GROUP_SIZE,
     ModuleNames,
     QuantSpec,
-    Scheme,
     choose,
     note_kv_cache,
     read_names,
     refuse,
     refuse_unknown,
 )
-from forge_jax.weights.tensors import PLAIN
+from forge_jax.weights.tensors import PLAIN, Scheme
 
 
 def read(section: HFConfig) -> QuantSpec:

@@ -46,7 +46,7 @@ class RequestLogs:
             path=self._label(http),
             handler=None if http.match_info.http_exception else http.match_info.handler.__name__,
             logs=self._enabled,
-            tracing=tracing,
+            export=None if tracing is None else tracing.record,
             headers=None if tracing is None else tracing.carried(http.headers),
         )
 

@@ -7,16 +7,13 @@ OpenAI's `response_format`, vLLM's `structured_outputs` and the fields it had be
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import RequestError
 from forge_jax.grammar import GrammarSpec
 from forge_jax.grammar.spec import PARAM
 from forge_serve.openapi.schema import NOTHING
-
-if TYPE_CHECKING:
-    from forge_serve.openai.requests import GenerationRequest
 
 _FIELDS: dict[str, Callable[[Any], GrammarSpec]] = {
     "json_schema": GrammarSpec.json_schema,
@@ -121,8 +118,11 @@ _OTHER_KEYS = frozenset(
 )
 
 
-def demand(request: GenerationRequest) -> tuple[str, GrammarSpec] | None:
-    """The field that demands a form, and the form; None if any text will do.
+def demand(request: object) -> tuple[str, GrammarSpec] | None:
+    """Return the field that demands an output format, and the format; None if any text will do.
+
+    Args:
+      request: has every field of `FIELD_SCHEMAS`.
 
     Raises:
       RequestError: two fields do, or one is not of its own form; `param` names it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from forge_jax.telemetry.log import Event
 
 if TYPE_CHECKING:
     from forge_serve.generation.generation import Generation
-    from forge_serve.telemetry.tracing import Tracing
 
 log = logging.getLogger("forge_serve.requests")
 
@@ -89,6 +88,7 @@ class RequestLog:
     Args:
       path: its route's, or the class of an unknown one.
       handler: the name of what answers it; None: nothing does.
+      export: exports the request as a span and returns its trace id; None: there is no tracing.
       headers: of the trace that it belongs to.
     """
 
@@ -100,7 +100,7 @@ class RequestLog:
         path: str,
         handler: str | None = None,
         logs: bool,
-        tracing: Tracing | None = None,
+        export: Callable[[RequestRecord, RequestLog], str | None] | None = None,
         headers: Mapping[str, str] | None = None,
     ):
         self.request_id = request_id
@@ -118,7 +118,7 @@ class RequestLog:
         self.begin_ns = time.time_ns()  # since 1970
         self._begin_s = time.monotonic()
         self._logs = logs
-        self._tracing = tracing
+        self._export = export
 
     @property
     def seconds(self) -> float:
@@ -129,10 +129,10 @@ class RequestLog:
         return self.begin_ns + round((monotonic_s - self._begin_s) * 1e9)
 
     def end(self, status: int) -> None:
-        if self.path in QUIET_PATHS or not (self._logs or self._tracing):
+        if self.path in QUIET_PATHS or not (self._logs or self._export):
             return
         record = self._record(status)
-        trace = None if self._tracing is None else self._tracing.record(record, self)
+        trace = None if self._export is None else self._export(record, self)
         if self._logs:
             log.info(record.event(trace))
 
