@@ -108,7 +108,7 @@ class Constraints:
         clock: Callable[[], float] = time.thread_time,
     ):
         self.clock = clock
-        self._held: dict[Sequence, _Held] = {}
+        self.held: dict[Sequence, _Held] = {}  # the constrained sequences
         self._charges: WeakValueDictionary[str, _Charge] = WeakValueDictionary()  # by request id
         self._followed: dict[Sequence, GrammarError | None] = {}  # their next update is known
         self._dead_ends: dict[Sequence, RequestError] = {}  # behind drafts of the step in flight
@@ -127,7 +127,7 @@ class Constraints:
 
     def __bool__(self) -> bool:
         """True if any sequence has a constraint."""
-        return bool(self._held)
+        return bool(self.held)
 
     def add(self, seq: Sequence, grammar: Grammar | None, tokens: TokenFilter | None) -> bool:
         """Begin a sequence after the output that it has; return False if that is complete.
@@ -145,12 +145,12 @@ class Constraints:
             held.accept(seq.tokens[seq.prompt_len :])
         if held.stopped:
             return False
-        self._held[seq] = held
+        self.held[seq] = held
         return True
 
     def end(self, seq: Sequence) -> None:
         """Drop a sequence that has ended, whether it has a constraint or not."""
-        for known in (self._held, self._followed, self._dead_ends):
+        for known in (self.held, self._followed, self._dead_ends):
             known.pop(seq, None)
 
     def waits(self, seqs: Seq[Sequence]) -> bool:
@@ -166,14 +166,14 @@ class Constraints:
 
     def hold_up(self, seqs: Seq[Sequence], of: int | None = None) -> bool:
         """True if sequences that need the host are a third of a step of `of`, or of `seqs`."""
-        blocked = sum(seq.needs_host_token and seq in self._held for seq in seqs)
+        blocked = sum(seq.needs_host_token and seq in self.held for seq in seqs)
         return blocked > 0 and blocked * MANY >= (len(seqs) if of is None else of)
 
     def cut(self, drafts: Mapping[Sequence, tuple[int, ...]]) -> dict[Sequence, tuple[int, ...]]:
         """Return the drafts, each cut at its first invalid token, without empty ones."""
         kept: dict[Sequence, tuple[int, ...]] = {}
         for seq, draft in drafts.items():
-            held = self._held.get(seq)
+            held = self.held.get(seq)
             if held is not None:
                 draft = draft[: held.valid_drafts(draft)]
             if draft:
@@ -210,12 +210,12 @@ class Constraints:
     def _rows(self, plan: StepPlan, seqs: Seq[Sequence]) -> Iterator[_Rows]:
         num_decodes = first = len(plan.decodes)
         for index, seq in enumerate(seqs[:num_decodes]):
-            held = self._held.get(seq)
+            held = self.held.get(seq)
             if held is not None:
                 yield _Rows(seq, held, index, plan.decodes.num_outputs[index])
         for seq, chunk in zip(seqs[num_decodes:], plan.chunks, strict=True):
             first += chunk.num_rows
-            held = self._held.get(seq) if chunk.samples else None
+            held = self.held.get(seq) if chunk.samples else None
             if held is not None:
                 count = chunk.num_drafts
                 drafts = chunk.token_ids[len(chunk.token_ids) - count :]
@@ -285,7 +285,7 @@ class Constraints:
     def follow_early(self, results: Iterable[tuple[Sequence, SequenceResult]]) -> None:
         """Follow the results of a step of single tokens before `follow` gets its updates."""
         for seq, got in results:
-            held = self._held.get(seq)
+            held = self.held.get(seq)
             if held is None or got.fault or not got.token_ids:
                 continue
             self._followed[seq] = None
@@ -302,7 +302,7 @@ class Constraints:
         """
         over: list[tuple[Sequence, ForgeError | None]] = []
         for seq, got in updates:
-            held = self._held.get(seq)
+            held = self.held.get(seq)
             if held is None:
                 continue
             error: ForgeError | None = None
@@ -319,7 +319,7 @@ class Constraints:
             if complete:
                 over.append((seq, error))
             if complete or seq.finished:
-                del self._held[seq]
+                del self.held[seq]
         return over
 
 

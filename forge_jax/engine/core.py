@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from forge_jax.config import EngineConfig
@@ -102,7 +102,7 @@ class _Tick:
 
     before_wait: Callable[[], None] | None = None
     updates: list[SequenceUpdate] | None = None  # of the step that was committed
-    without_mask: list[tuple[Sequence, ForgeError]] = field(default_factory=list)
+    without_mask: Iterable[tuple[Sequence, ForgeError]] = ()
 
 
 class _StepFailed(Exception):
@@ -299,7 +299,7 @@ class EngineCore:
 
     def _dispatch(self, plan: StepPlan) -> _InFlight:
         """Fill the masks of a plan and start it on the device."""
-        if self.constraints:
+        if self.constraints.held:
             with span("mask"):
                 seqs = self.scheduler.sequences_of(plan)
                 masks, self._tick.without_mask = self.constraints.masks(plan, seqs)
@@ -346,7 +346,7 @@ class EngineCore:
             updates = self.scheduler.commit(step.plan, result)
             if speculator is not None:
                 speculator.learn(step.plan, updates)
-            if self.constraints:
+            if self.constraints.held:
                 updates = _follow(self, updates)
             if self._bisection.drop(seq for seq, got in updates if got.token_ids or seq.finished):
                 self.scheduler.restrict(self._bisection.only)
@@ -450,7 +450,7 @@ def _mode_of(core: EngineCore) -> Callable[[EngineCore], None]:
         return _synchronous
     if core.speculator is not None:
         return _speculative
-    if core._in_flight is not None and core.constraints:
+    if core._in_flight is not None and core.constraints.held:
         running = core.scheduler.sequences_of(core._in_flight.plan)
         if core.constraints.waits(running):
             return _masks_late

@@ -122,7 +122,8 @@ class TextOutput:
         texts, prompt_logprobs = self._texts, self._prompt_logprobs
         num_tokens = 0
         for seq, got in updates:
-            num_tokens += len(got.token_ids)
+            token_ids = got.token_ids
+            num_tokens += len(token_ids)
             try:
                 state = texts.get(seq)
                 if (  # a token in the middle of an output, and nothing else: nearly every row
@@ -133,7 +134,6 @@ class TextOutput:
                     and not prompt_logprobs
                     and (push := state.push_plain) is not None
                 ):
-                    token_ids = got.token_ids
                     delta = Delta(seq.index, push(token_ids), token_ids)
                     if not seq.told:
                         seq.told = True

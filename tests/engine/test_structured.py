@@ -349,7 +349,7 @@ def test_a_matcher_that_fails_costs_its_request_and_no_other(make_core, monkeypa
         def failing(self, token_ids):
             if core.constraints and any(
                 held.matcher is self and seq.request_id in victims and seq.num_output > 3
-                for seq, held in core.constraints._held.items()
+                for seq, held in core.constraints.held.items()
             ):
                 raise GrammarError("planted")
             accept(self, token_ids)
@@ -386,7 +386,7 @@ def test_a_request_whose_masks_cost_too_much_ends_alone(make_core, drafting):
     def charged(self, seq, grammar, tokens):
         added = add(self, seq, grammar, tokens)
         if added and seq.request_id in victims:
-            self._held[seq].charge.spent_s += 10.0
+            self.held[seq].charge.spent_s += 10.0
         return added
 
     with pytest.MonkeyPatch.context() as patch:
