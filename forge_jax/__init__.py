@@ -17,8 +17,9 @@ if TYPE_CHECKING:
         SpeculationConfig,
     )
     from forge_jax.engine.adapters import LoadedAdapter
-    from forge_jax.engine.async_engine import EngineStats, QueueLimits, Stream
+    from forge_jax.engine.async_engine import EngineStats
     from forge_jax.engine.process.client import EngineProcess
+    from forge_jax.engine.streams import QueueLimits, Stream
     from forge_jax.engine.thread import Engine
     from forge_jax.errors import (
         CheckpointError,
@@ -83,7 +84,8 @@ _MODULES = {
     "forge_jax.schedule.plan": ("TokenLogprobs",),
     "forge_jax.schedule.request": ("FinishReason",),
     "forge_jax.speculate.speculator": ("SpeculationStats",),
-    "forge_jax.engine.async_engine": ("EngineStats", "QueueLimits", "Stream"),
+    "forge_jax.engine.async_engine": ("EngineStats",),
+    "forge_jax.engine.streams": ("QueueLimits", "Stream"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

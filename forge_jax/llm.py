@@ -22,7 +22,7 @@ from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.outputs import Completion, Delta, RequestOutput
 from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.schedule.pooled import normalized, stacked
-from forge_jax.schedule.request import Request, TokenIds
+from forge_jax.schedule.request import LoraRef, Request, TokenIds
 
 Prompt = str | Seq[int]
 Messages = Seq[Mapping[str, Any]]
@@ -70,9 +70,13 @@ class LLM:
             parts.late.adopt()
         self._parts = parts
         self._core = parts.core
+        self._adapters = parts.adapters or Adapters.none()
+        self._adapters.bind(
+            num_requests_with=parts.core.num_requests_with, between_steps=self._between_steps
+        )
         self._num_requests = 0
         self._mailboxes: dict[str, _Mailbox] = {}  # by request; its caller's
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held in a step; taken before the adapters' own
 
     def close(self) -> None:
         """Ends the threads and the process that it began for grammars. It takes none any more."""
@@ -107,36 +111,33 @@ class LLM:
     @property
     def loras(self) -> list[LoadedAdapter]:
         """The adapters that requests may name."""
-        return [] if self._parts.adapters is None else self._parts.adapters.all()
+        return self._adapters.all()
 
     def load_lora(self, name: str, path: str) -> None:
-        """Loads a LoRA adapter in PEFT's form; needs the option `max_loras`. Nothing is compiled.
+        """Load a LoRA adapter in PEFT's format; needs the option `max_loras`. Nothing is compiled.
 
         Raises:
           RequestError: the name is in use, there is no room, or the adapter does not fit the model.
         """
-
-        def between_steps(put: Callable[[], None]) -> None:
-            with self._lock, self._parts.guard():
-                put()
-
         with python_names():
-            self._adapters.load(name, str(path), between_steps)
+            self._adapters.load(name, str(path))
 
     def unload_lora(self, name: str) -> None:
-        """Forgets a LoRA adapter.
+        """Forget a LoRA adapter.
 
         Raises:
           RequestError: there is none of the name, or a request that has not ended takes it.
         """
-        with self._lock:
-            self._adapters.unload(name, self._core.num_requests_with)
+        with python_names(), self._lock:
+            self._adapters.unload(name)
 
-    @property
-    def _adapters(self) -> Adapters:
-        if self._parts.adapters is None:
-            raise RequestError("this engine has no LoRA adapters: set max_loras", param="lora")
-        return self._parts.adapters
+    def _find_lora(self, name: str) -> LoraRef:
+        with python_names():
+            return self._adapters.find(name)
+
+    def _between_steps(self, call: Callable[[], None]) -> None:
+        with self._lock, self._parts.guard():
+            call()
 
     def generate(
         self,
@@ -361,7 +362,7 @@ class LLM:
             params=params,
             arrival_s=self._parts.clock(),
             seed=seed % 2**64,
-            lora=None if lora is None else self._adapters.find(lora),
+            lora=None if lora is None else self._find_lora(lora),
         )
 
     def _encode(self, prompt: Prompt) -> list[int]:

@@ -13,6 +13,12 @@ from typing import Any
 import pytest
 
 from forge_jax import SamplingParams
+from forge_jax.config import EngineConfig
+from forge_jax.engine.commands import Abort, Stop
+from forge_jax.engine.process import launcher
+from forge_jax.engine.process.client import EngineProcess
+from forge_jax.engine.process.messages import Start
+from forge_jax.engine.streams import WaitingQueue
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import EngineError, RequestError
 from forge_jax.host import supervise
@@ -24,25 +30,19 @@ PACKAGES = [ROOT / "forge_jax", ROOT / "serve" / "forge_serve", ROOT / "kernels"
 STARTS = {
     "create_task", "ensure_future", "Thread", "Timer", "start_new_thread", "run_in_executor",
     "ThreadPoolExecutor", "ProcessPoolExecutor", "add_done_callback", "call_soon", "call_later",
-    "call_at", "call_soon_threadsafe", "add_signal_handler",
+    "call_at", "call_soon_threadsafe", "run_coroutine_threadsafe", "add_signal_handler",
 }  # fmt: skip
 # (file, what) -> why its exception reaches somebody.
 ALLOWED = {
     ("forge_jax/tools/doctor/checks.py", "ThreadPoolExecutor"): "each future's result is read",
-    ("forge_jax/engine/thread.py", "ThreadPoolExecutor"): "its one future is watched",
+    ("forge_jax/engine/preparation.py", "ThreadPoolExecutor"): "its one future is watched",
     ("forge_jax/grammar/compiler.py", "ThreadPoolExecutor"): "futures are awaited, or watched",
     ("forge_jax/grammar/matcher.py", "ThreadPoolExecutor"): "its results are read",
     ("forge_jax/step/executables.py", "ThreadPoolExecutor"): "futures are read by their names",
     ("forge_jax/step/executables.py", "add_done_callback"): "the callback is guarded",
-    ("forge_jax/engine/async_engine.py", "call_soon"): "the callback is guarded",
-    (
-        "forge_jax/engine/async_engine.py",
-        "call_soon_threadsafe",
-    ): "guarded, or `_fail`, which catches",
-    (
-        "forge_jax/engine/process/client.py",
-        "call_soon_threadsafe",
-    ): "its exception goes to a future",
+    ("forge_jax/engine/streams.py", "call_soon"): "the callback is guarded",
+    ("forge_jax/engine/streams.py", "call_soon_threadsafe"): "guarded, or `fail`, which catches",
+    ("forge_jax/engine/process/calls.py", "run_coroutine_threadsafe"): "its result is read",
     ("forge_jax/engine/process/worker.py", "call_soon_threadsafe"): "guarded: it ends the process",
     ("forge_jax/engine/process/worker.py", "call_later"): "guarded: it ends the process",
     ("kernels/forge_kernels/threads.py", "ThreadPoolExecutor"): "its results are read",
@@ -239,7 +239,7 @@ async def test_what_fails_in_the_engine_thread_fails_the_engine(engine, place, m
     stream = engine.submit([1], LONG, request_id="a")
     await anext(stream)
     monkeypatch.setattr(engine._core, place, planted)
-    engine._command("stop" if place == "drain" else "abort", "somebody")
+    engine._thread.send(Stop() if place == "drain" else Abort("somebody"))
     end = await end_of(stream)
     assert end.finish_reason == "error" and isinstance(end.error, EngineError)
     assert engine.stats().state == "failed" and not engine.stats().healthy
@@ -248,7 +248,7 @@ async def test_what_fails_in_the_engine_thread_fails_the_engine(engine, place, m
 
 async def test_news_that_cannot_be_handed_out_fail_the_engine(engine, monkeypatch, caplog):
     streams = [engine.submit([1], LONG, request_id=name) for name in "ab"]
-    monkeypatch.setattr(engine._queue, "pop", planted)
+    monkeypatch.setattr(WaitingQueue, "pop", planted)
     for stream in streams:
         end = await end_of(stream)
         assert end.finish_reason == "error" and isinstance(end.error, EngineError)
@@ -261,7 +261,7 @@ async def test_a_reader_that_fails_at_the_end_keeps_the_end_from_nobody(engine, 
     first, second = (engine.submit([1], LONG, request_id=name) for name in "ab")
     first.push_to(lambda deltas: planted() if deltas[-1].finish_reason else None)
     await anext(second)
-    engine._broken(ValueError("planted"))
+    engine._fail(ValueError("planted"))
     end = await end_of(second)
     assert end.finish_reason == "error" and tracebacks(caplog) == 1
 
@@ -273,7 +273,7 @@ async def test_a_grammar_that_fails_to_compile_ends_its_request(engine, monkeypa
     params = SamplingParams(structured_outputs=GrammarSpec("regex", "a+"))
     end = await end_of(engine.submit([1], params, request_id="a"))
     assert end.finish_reason == "error" and "could not be compiled" in str(end.error)
-    assert not engine._compiling and tracebacks(caplog) == 1
+    assert not len(engine._preparation) and tracebacks(caplog) == 1
     assert engine.stats().state == "ready"
 
 
@@ -347,11 +347,9 @@ worker.main()
     ],
 )
 def test_what_fails_in_a_process_that_starts_is_an_error_of_the_start(plant, monkeypatch, capfd):
-    from forge_jax.engine.process import client
-
-    monkeypatch.setattr(client, "WORKER", ("-c", DIES.format(plant=plant)))
+    monkeypatch.setattr(launcher, "WORKER", ("-c", DIES.format(plant=plant)))
     with pytest.raises(EngineError, match="before it could serve"):
-        client._launch(client.Start(client.EngineConfig(), True), client._Birth())
+        launcher.launch(Start(EngineConfig(), fake=True))
     assert "ZeroDivisionError: planted" in capfd.readouterr().err
 
 
@@ -376,11 +374,9 @@ worker.main()
 async def test_what_fails_once_in_a_process_costs_it_and_no_token(
     place, monkeypatch, tmp_path, capfd
 ):
-    from forge_jax.engine.process import client
-
     code = ONCE.format(place=place, marker=str(tmp_path / "has failed"))
-    monkeypatch.setattr(client, "WORKER", ("-c", code))
-    engine = client.EngineProcess.fake()
+    monkeypatch.setattr(launcher, "WORKER", ("-c", code))
+    engine = EngineProcess.fake()
     engine.start()
     try:
         params = SamplingParams(max_tokens=50, ignore_eos=True, seed=1)
@@ -399,14 +395,12 @@ async def test_what_fails_once_in_a_process_costs_it_and_no_token(
 
 @pytest.mark.parametrize("place", ["look", "start_profile"])
 async def test_what_fails_on_demand_in_a_process_is_the_answer(place, monkeypatch, tmp_path):
-    from forge_jax.engine.process import client
-
     plant = f"worker.Engine.{place} = planted"
-    monkeypatch.setattr(client, "WORKER", ("-c", DIES.format(plant=plant)))
-    engine = client.EngineProcess.fake()
+    monkeypatch.setattr(launcher, "WORKER", ("-c", DIES.format(plant=plant)))
+    engine = EngineProcess.fake()
     engine.start()
     try:
-        await engine._settled()
+        await engine._supervisor.settled()
         with pytest.raises((EngineError, RequestError), match="ZeroDivisionError"):
             async with asyncio.timeout(60):
                 await (engine.look() if place == "look" else engine.start_profile(tmp_path))

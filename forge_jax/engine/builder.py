@@ -290,7 +290,7 @@ def _load_adapters(
     for option in config.model.lora:
         name, folder = split_lora(option)
         try:
-            adapters.load(name, folder, lambda put: put())
+            adapters.load(name, folder)
         except RequestError as error:
             raise ModelError(f"--lora {option}: {error}") from error
     return adapters

@@ -1,8 +1,8 @@
-"""`Engine`: the async face of a core. One engine thread runs it; an event loop reads streams.
+"""`Engine`: an engine core in a thread, and an event loop that reads its streams.
 
-Work goes to the engine thread through one queue; tokens come back through another, all requests of
-a step together, and one `call_soon_threadsafe` wakes the loop for all steps that it has not seen
-yet. The engine never waits for a reader.
+Typed commands go to the thread through one queue. The outputs of a step come back together, and one
+`call_soon_threadsafe` wakes the loop for all steps that it has not seen. The thread never waits for
+a reader.
 """
 
 from __future__ import annotations
@@ -12,32 +12,40 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forge_jax.checkpoint.hub import resolve
 from forge_jax.config import EngineConfig, python_names
-from forge_jax.engine.async_engine import AsyncEngine, QueueLimits
-from forge_jax.engine.async_engine import EngineStats as EngineStats
-from forge_jax.engine.async_engine import State as State
-from forge_jax.engine.async_engine import Stream as Stream
-from forge_jax.engine.core import EngineCore, EngineParts, Late, Limits, Outputs, Pooler
+from forge_jax.engine.adapters import Adapters
+from forge_jax.engine.async_engine import AsyncEngine, EngineStats
+from forge_jax.engine.commands import (
+    Abort,
+    AdoptExecutables,
+    AdoptPooling,
+    Call,
+    Command,
+    Stop,
+    Submit,
+)
+from forge_jax.engine.core import EngineCore, EngineParts, Late, Outputs
 from forge_jax.engine.gc_tuning import short_pauses
+from forge_jax.engine.lifecycle import Lifecycle
+from forge_jax.engine.preparation import Preparation
+from forge_jax.engine.streams import QueueLimits, last_deltas, samples_of
 from forge_jax.errors import EngineError, ForgeError
 from forge_jax.host import supervise
 from forge_jax.host.panics import is_panic
-from forge_jax.schedule.outputs import Delta
-from forge_jax.schedule.request import FinishReason, LoraRef, Request
+from forge_jax.sampling_params import SamplingParams
+from forge_jax.schedule.request import Request
 from forge_jax.telemetry.engine_state import Capture, EngineState
 from forge_jax.telemetry.spans import span
 from forge_jax.telemetry.startup import StartupTimes
 
 if TYPE_CHECKING:
-    from forge_jax.engine.adapters import LoadedAdapter
-    from forge_jax.grammar import GrammarCompiler, GrammarSpec
     from forge_jax.telemetry.trace_recorder import Recorder
 
 CALL_S = 1.0  # between two looks at whether the engine thread is alive
@@ -56,21 +64,22 @@ class Engine(AsyncEngine):
         self.architecture = parts.architecture
         self.pooling = parts.pooling
         self.vocab_size = parts.core.vocab_size
+        self.limits = parts.core.limits
         self.tokenizer = parts.tokenizer
         self.chat_template = parts.chat_template
+        self.grammars = parts.core.grammars
+        self.adapters = parts.adapters or Adapters.none()
         self._parts = parts
         self._core: EngineCore = parts.core
-        self._commands: deque[tuple[str, Any]] = deque()
-        self._wake = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self.grammars = parts.core.grammars
-        self.adapters = parts.adapters
-        self._compiling: dict[str, tuple[Request, asyncio.Task[None]]] = {}  # before it is queued
-        self._pooling: Future[None] | None = None  # until what pools can run
+        self._thread = EngineThread(
+            parts,
+            self.lifecycle,
+            deliver=self.streams.deliver,
+            delay_s=lambda: self.news_interval_s,
+            on_error=self._thread_failed,
+        )
+        self._preparation = Preparation(parts, self._thread.send, self.streams.deliver)
         self._recorder: Recorder | None = None  # made with the first profile
-        self._held: list[Outputs] = []  # news that have not been delivered yet
-        self._turn_s: float | None = None  # when this turn began; None: the thread waits for work
-        self._delivered_s = self._clock()
 
     @classmethod
     def load(
@@ -79,12 +88,12 @@ class Engine(AsyncEngine):
         startup: StartupTimes | None = None,
         queue_limits: QueueLimits | None = None,
     ) -> Engine:
-        """Loads the model and compiles its first executables; blocks until it can serve.
+        """Load the model and compile its first executables; block until the engine can serve.
 
-        The others go on compiling in threads, and are adopted between steps after `start`.
+        The other executables go on compiling in threads. They are used as soon as they are ready.
 
         Args:
-          startup: where the phases of the start are noted; default: from now on.
+          startup: records the phases of the start; default: from now on.
 
         Raises:
           ModelError: the model cannot be served; the message says why.
@@ -116,7 +125,7 @@ class Engine(AsyncEngine):
         config: EngineConfig | None = None,
         queue_limits: QueueLimits | None = None,
     ) -> Engine:
-        """The same engine on a fake device: no weights, a byte tokenizer, deterministic text.
+        """Return an engine on a fake device: no weights, a byte tokenizer, deterministic text.
 
         `step_time_s` is the time one step takes. With `check` the device verifies on every step
         that each sequence's KV is exactly its prefix (slow).
@@ -134,131 +143,56 @@ class Engine(AsyncEngine):
         )
 
     def start(self) -> None:
-        """Starts the engine thread. The engine takes requests from now on."""
-        assert self._state == "starting", f"start of an engine that is {self._state}"
-        late = self._parts.late
-        self._state = "serving"
+        """Start the engine thread. The engine takes requests from now on."""
+        if not self.lifecycle.enter("serving"):
+            raise AssertionError(f"start of an engine that is {self.lifecycle.state}")
         self._parts.startup.reached("serving")
-        if late is None:
-            self._ready()
-        self._thread = supervise.start_thread(self._run, "forge-engine", self._thread_failed)
+        self.adapters.bind(
+            num_requests_with=self.streams.num_requests_with,
+            between_steps=self._thread.between_steps,
+        )
+        self._thread.start()
+        late = self._parts.late
         if late is not None:
-            adopt = partial(self._command, "adopt", late)
+            adopt = partial(self._thread.send, AdoptExecutables(late))
             late.on_compiled(supervise.guarded(adopt, "adopting executables", self._thread_failed))
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Takes no more requests, waits up to `drain_s` for the running ones, aborts the rest."""
-        if self._thread is None or self._state == "stopped":
-            self._state = "stopped"
+        """Take no more requests, wait up to `drain_s` for the running ones, abort the rest."""
+        if self.lifecycle.state == "stopped":
             return
+        self.lifecycle.enter("stopping")
         if self._parts.late is not None:
             self._parts.late.cancel()
-        if self._state != "failed":
-            self._state = "stopping"
-        await self._drain(drain_s)
-        self._command("stop", None)
-        await asyncio.to_thread(self._thread.join)
-        await asyncio.sleep(0)  # what the thread handed over last is delivered
-        self._fail(EngineError("the engine has been stopped"))
-        self._state = "stopped"
-        if self.grammars is not None:
-            self.grammars.close()
-
-    @property
-    def limits(self) -> Limits:
-        return self._core.limits
+        if self._thread.started:
+            await self.streams.drain(drain_s)
+            self._thread.send(Stop())
+            await asyncio.to_thread(self._thread.join)
+            await asyncio.sleep(0)  # the last outputs of the thread are delivered
+            self.streams.fail(EngineError("the engine has been stopped"))
+            if self.grammars is not None:
+                self.grammars.close()
+        self.lifecycle.enter("stopped")
 
     def abort(self, request_id: str) -> None:
-        """Gives a request up; its stream ends with finish reason "abort"."""
-        if request_id in self._compiling:
-            request, task = self._compiling.pop(request_id)
-            task.cancel()
-            self._deliver([{request_id: _ends(request, "abort")}])
-            return
-        self._command("abort", request_id)
+        """Give a request up; its stream ends with finish reason "abort"."""
+        if not self._preparation.abort(request_id):
+            self._thread.send(Abort(request_id))
 
-    def _add(self, request: Request) -> None:
-        spec, grammars, pooler = (
-            request.params.structured_outputs,
-            self.grammars,
-            self._parts.pooler,
-        )
-        if spec is not None and grammars is not None and grammars.kept(spec) is None:
-            compile_soon = partial(grammars.compile_soon, spec)
-        elif request.pooling is not None and pooler is not None and not pooler.can_pool:
-            compile_soon = partial(self._pooling_soon, pooler)
-        else:
-            self._command("add", request)
-            return
-        task = supervise.start_task(
-            self._add_later(request, compile_soon),
-            f"queueing request {request.request_id}",
-            partial(self._add_failed, request),
-        )
-        self._compiling[request.request_id] = request, task
-
-    async def _add_later(
-        self, request: Request, compile_soon: Callable[[], Awaitable[object]]
-    ) -> None:
-        """Queues a request as soon as its grammar, or what it is the first to need, is compiled."""
-        try:
-            await compile_soon()
-        except ForgeError as error:
-            self._deliver([{request.request_id: _ends(request, "error", error)}])
-        else:
-            self._command("add", request)
-        del self._compiling[request.request_id]
-
-    def _add_failed(self, request: Request, error: BaseException) -> None:
-        self._compiling.pop(request.request_id, None)
-        failure = EngineError("what the request needs could not be compiled")
-        self._deliver([{request.request_id: _ends(request, "error", failure)}])
-
-    async def _pooling_soon(self, pooler: Pooler) -> None:
-        """Until what pools has been compiled, in a thread, and the engine thread will adopt it."""
-        if self._pooling is None or (self._pooling.done() and self._pooling.exception()):
-            thread = ThreadPoolExecutor(1, thread_name_prefix="forge-pooling")
-            self._pooling = thread.submit(self._compile_pooling, pooler)
-            thread.shutdown(wait=False)
-            # Whoever waits for it may have gone by its end.
-            supervise.watch(self._pooling, "compiling what pools", expected=(ForgeError,))
-        await asyncio.shield(asyncio.wrap_future(self._pooling))
-
-    def _compile_pooling(self, pooler: Pooler) -> None:
-        pooler.compile_pooling()
-        self._command("pool", pooler)
-
-    async def _prepare(self, grammars: GrammarCompiler, spec: GrammarSpec) -> None:
-        await grammars.compile_soon(spec)
-
-    def load_lora_at(self, ref: LoraRef, path: str) -> LoadedAdapter:
-        """Loads an adapter that another keeps the places of. Blocks; in any thread.
+    async def prepare(self, params: SamplingParams) -> None:
+        """Compile the grammar of a `submit` ahead, off the event loop.
 
         Raises:
-          as `load_lora`.
+          RequestError: the grammar cannot be used.
+          OverloadedError: it could not be tried now.
         """
-        return self._adapters().load(ref.name, path, self._between_steps, ref=ref)
-
-    def _between_steps(self, call: Callable[[], None]) -> None:
-        done: Future[None] = Future()
-        self._command("call", (call, done))
-        while True:
-            try:
-                return done.result(CALL_S)
-            except TimeoutError:
-                self._check_alive()  # or nobody would ever do it
-
-    def _check_alive(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            raise EngineError("the engine takes no requests: its thread has ended")
+        if params.structured_outputs is not None and self.grammars is not None:
+            await self.grammars.compile_soon(params.structured_outputs)
 
     async def look(self) -> EngineState:
-        return await asyncio.to_thread(self._look)
-
-    def _look(self) -> EngineState:
-        """Blocks until the engine thread is between two steps."""
         captures: list[Capture] = []
-        self._between_steps(lambda: captures.append(self._core.watcher.capture()))
+        take = partial(self._thread.between_steps, lambda: captures.append(self._capture()))
+        await asyncio.to_thread(take)
         return captures[0].state()
 
     async def start_profile(self, folder: Path) -> None:
@@ -268,7 +202,7 @@ class Engine(AsyncEngine):
         await asyncio.to_thread(self._profiles().stop)
 
     def _profiles(self) -> Recorder:
-        """Takes profiles of this engine; jax comes with the first, where it is not there."""
+        """Return what takes profiles of this engine. The first call imports jax if nothing has."""
         if self._recorder is None:
             from forge_jax.telemetry.trace_recorder import Recorder
 
@@ -280,17 +214,15 @@ class Engine(AsyncEngine):
         core, scheduler = self._core, self._core.scheduler
         pool = scheduler.pool
         return EngineStats(
-            state=self._state,
-            healthy=self._state in ("serving", "ready", "stopping")
-            and self._thread is not None
-            and self._thread.is_alive(),
+            state=self.lifecycle.state,
+            healthy=self.lifecycle.healthy and self._thread.alive,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_deferred=scheduler.num_deferred,
             num_slots=scheduler.config.max_num_seqs,
             policy=scheduler.config.policy,
             tensor_parallel=self._parts.shards,
-            completed_requests=self._num_completed,
+            completed_requests=self.streams.num_completed,
             block_size=pool.block_size,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
@@ -308,7 +240,7 @@ class Engine(AsyncEngine):
             preemptions=scheduler.num_preemptions,
             recoveries=core.num_recoveries,
             restarts=0,
-            stalled_s=max(core.stalled_s, self._turn_seconds()),
+            stalled_s=max(core.stalled_s, self._thread.turn_s),
             prefix_cache_queries=pool.queried_tokens,
             prefix_cache_hits=pool.hit_tokens,
             compilations_after_ready=self._parts.compilations(),
@@ -319,69 +251,184 @@ class Engine(AsyncEngine):
             speculation=None if core.speculator is None else core.speculator.stats(),
         )
 
-    def _turn_seconds(self) -> float:
-        """For how long the engine thread has been in one turn: commands may hang, too."""
-        began_s = self._turn_s
+    def _add(self, request: Request) -> None:
+        self._thread.check_alive()
+        self._preparation.submit(request)
+
+    def _capture(self) -> Capture:
+        return self._core.watcher.capture()
+
+    def _thread_failed(self, error: BaseException) -> None:
+        """End every stream with an error, from any thread."""
+        self.lifecycle.enter("failed")
+        self.streams.fail_soon(EngineError(f"the engine failed: {type(error).__name__}"))
+
+    def _fail(self, error: BaseException) -> None:
+        self.lifecycle.enter("failed")
+        self.streams.abort_all()  # or they would be computed further
+        self.streams.fail(EngineError(f"the engine failed: {type(error).__name__}"))
+
+
+class EngineThread:
+    """Runs an engine core: commands in, the outputs of each step out, asleep without work.
+
+    Args:
+      deliver: takes the outputs of steps; called in the thread.
+      delay_s: how long outputs may wait for those of later steps, in seconds.
+      on_error: called in the thread with an exception that ended it.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        lifecycle: Lifecycle,
+        *,
+        deliver: Callable[[Iterable[Outputs]], None],
+        delay_s: Callable[[], float],
+        on_error: Callable[[BaseException], None],
+    ):
+        self._parts = parts
+        self._core = parts.core
+        self._lifecycle = lifecycle
+        self._deliver = deliver
+        self._delay_s = delay_s
+        self._on_error = on_error
+        self._clock = parts.clock
+        self._commands: deque[Command] = deque()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._while_ready = contextlib.ExitStack()
+        self._held: list[Outputs] = []  # that have not been delivered
+        self._delivered_s = self._clock()
+        self._turn_began_s: float | None = None  # None: the thread waits for work
+
+    def start(self) -> None:
+        if self._parts.late is None:
+            self._ready()
+        self._thread = supervise.start_thread(self._run, "forge-engine", self._failed)
+
+    @property
+    def started(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def turn_s(self) -> float:
+        """For how long the thread has been in one turn, in seconds: a command may hang."""
+        began_s = self._turn_began_s
         return 0.0 if began_s is None else self._clock() - began_s
 
-    def _command(self, verb: str, argument: Any) -> None:
+    def check_alive(self) -> None:
+        """Raise EngineError if nothing obeys commands."""
+        if not self.alive:
+            raise EngineError("the engine takes no requests: its thread has ended")
+
+    def send(self, command: Command) -> None:
+        """Have a command carried out before the next step. Thread-safe."""
         with self._wake:
-            self._commands.append((verb, argument))
+            self._commands.append(command)
             self._wake.notify()
 
-    def _run(self) -> None:  # noqa: C901
-        """The engine thread: commands in, one tick, news out; asleep when there is no work."""
+    def between_steps(self, call: Callable[[], None]) -> None:
+        """Call a function in the thread, between two steps, and wait for it. Thread-safe.
+
+        Raises:
+          EngineError: the thread has ended.
+          Exception: any that the function raises.
+        """
+        done: Future[None] = Future()
+        self.send(Call(call, done))
+        while True:
+            try:
+                return done.result(CALL_S)
+            except TimeoutError:
+                self.check_alive()
+
+    def join(self) -> None:
+        assert self._thread is not None
+        self._thread.join()
+
+    # ---- in the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
         core, commands = self._core, self._commands
-        with contextlib.ExitStack() as while_ready, self._parts.guard():
-            if self._state == "ready":
-                while_ready.enter_context(short_pauses())
+        with self._while_ready, self._parts.guard():
+            if self._lifecycle.state == "ready":
+                self._while_ready.enter_context(short_pauses())
             while True:
                 if not commands and not core.has_work:
-                    self._turn_s = None
-                    with self._wake:
-                        while not commands:
-                            self._wake.wait()
-                self._turn_s = self._clock()
+                    self._sleep()
+                self._turn_began_s = self._clock()
                 while commands:
-                    verb, argument = commands.popleft()
-                    if verb not in ("add", "abort"):  # the others may take long
-                        self._deliver_held()
-                    if verb == "add":
-                        self._queue_in_core(argument)
-                    elif verb == "abort":
-                        core.abort(argument)
-                    elif verb == "call":
-                        _do(*argument)
-                    elif verb == "pool":
-                        argument.adopt_pooling()
-                    elif verb == "adopt":
-                        if self._adopt(argument):
-                            while_ready.enter_context(short_pauses())
-                    else:
-                        self._deliver([core.drain()])
+                    if not self._obey(commands.popleft()):
                         return
                 outputs = core.tick(self._before_wait)
-                self._before_wait()  # where no step was waited for
+                self._before_wait()  # for a tick that waited for no step
                 if outputs:
                     self._held.append(outputs)
                 if not core.has_work:
                     self._deliver_held()
 
-    def _thread_failed(self, error: BaseException) -> None:
-        """After whatever ended the engine thread: the streams must learn of it."""
-        self._state = "failed"
-        try:
+    def _sleep(self) -> None:
+        """Wait for a command."""
+        self._turn_began_s = None
+        with self._wake:
+            while not self._commands:
+                self._wake.wait()
+
+    def _obey(self, command: Command) -> bool:
+        """Carry out a command. Returns False if it ends the thread."""
+        if not isinstance(command, (Submit, Abort)):  # the others may take long
             self._deliver_held()
-        finally:
-            self._call(self._fail, EngineError(f"the engine failed: {type(error).__name__}"))
+        match command:
+            case Submit(request):
+                self._queue(request)
+            case Abort(request_id):
+                self._core.abort(request_id)
+            case Call():
+                command.run()
+            case AdoptExecutables(late):
+                self._adopt(late)
+            case AdoptPooling(pooler):
+                pooler.adopt_pooling()
+            case Stop():
+                self._deliver([self._core.drain()])
+                return False
+        return True
+
+    def _queue(self, request: Request) -> None:
+        try:
+            self._core.add(request)
+        except BaseException as error:  # costs this request, not the engine
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            if not isinstance(error, ForgeError):
+                log.exception("request %s could not be queued", request.request_id)
+                error = EngineError("the request could not be queued")
+            self._deliver([{request.request_id: last_deltas(samples_of(request), "error", error)}])
+
+    def _adopt(self, late: Late) -> None:
+        """Use late executables. With the last of them the engine is ready."""
+        if late.adopt() and self._ready():
+            self._while_ready.enter_context(short_pauses())
+
+    def _ready(self) -> bool:
+        if not self._lifecycle.enter("ready"):
+            return False
+        self._parts.startup.reached("ready")
+        log.info("ready; seconds by phase: %s", self._parts.startup)
+        return True
 
     def _before_wait(self) -> None:
-        """Hands over the news of the step that was read last.
+        """Deliver the outputs that were read last.
 
-        The event loop wants the interpreter for what it does with them, and the next step would be
-        dispatched by so much later: they are kept until this thread waits for the device.
+        The event loop needs the interpreter to handle them, which would delay the dispatch of the
+        next step. So they are held until this thread waits for the device.
         """
-        if self._held and self._clock() - self._delivered_s >= self.news_interval_s:
+        if self._held and self._clock() - self._delivered_s >= self._delay_s():
             self._deliver_held()
 
     def _deliver_held(self) -> None:
@@ -393,41 +440,9 @@ class Engine(AsyncEngine):
         self._delivered_s = self._clock()
         self._core.phases.end("deliver")
 
-    def _adopt(self, late: Late) -> bool:
-        """Takes late executables between two steps; True if with them the engine became ready."""
-        if not late.adopt() or self._state != "serving":
-            return False
-        self._ready()
-        return True
-
-    def _ready(self) -> None:
-        self._state = "ready"
-        self._parts.startup.reached("ready")
-        log.info("ready; seconds by phase: %s", self._parts.startup)
-
-    def _queue_in_core(self, request: Request) -> None:
+    def _failed(self, error: BaseException) -> None:
+        self._lifecycle.enter("failed")
         try:
-            self._core.add(request)
-        except BaseException as error:  # costs this request, not the engine
-            if not isinstance(error, Exception) and not is_panic(error):
-                raise
-            if not isinstance(error, ForgeError):
-                log.exception("request %s could not be queued", request.request_id)
-                error = EngineError("the request could not be queued")
-            self._deliver([{request.request_id: _ends(request, "error", error)}])
-
-
-def _do(call: Callable[[], None], done: Future[None]) -> None:
-    """Does something for another thread; what it raises is raised there."""
-    try:
-        call()
-    except Exception as error:
-        done.set_exception(error)
-    else:
-        done.set_result(None)
-
-
-def _ends(request: Request, reason: FinishReason, error: ForgeError | None = None) -> list[Delta]:
-    """The last news of a request that never got into the engine."""
-    samples = range(request.params.n) if request.outputs is None else request.outputs
-    return [Delta(i, finish_reason=reason, error=error) for i in samples]
+            self._deliver_held()
+        finally:
+            self._on_error(error)

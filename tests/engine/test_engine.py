@@ -220,7 +220,7 @@ async def test_a_stream_is_pushed_what_iterating_would_have_given(engine):
     def receive(deltas):
         for delta in deltas:
             texts[delta.index] += delta.text
-        if not stream._open:
+        if stream.finished:
             over.set()
 
     while not stream._deltas:  # some come before there is anybody to push them to

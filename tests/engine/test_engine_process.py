@@ -1,6 +1,7 @@
 """An engine in a process of its own: killed at any moment, it goes on with every stream."""
 
 import asyncio
+import dataclasses
 import os
 import random
 import signal
@@ -8,23 +9,21 @@ import struct
 import threading
 import time
 
+import msgspec
 import pytest
 
 from forge_jax import SamplingParams
 from forge_jax.config import EngineConfig
-from forge_jax.engine.async_engine import AsyncEngine, QueueLimits
+from forge_jax.engine.async_engine import AsyncEngine
+from forge_jax.engine.commands import Abort, Submit
 from forge_jax.engine.fault_isolation import MAX_FAILURES
-from forge_jax.engine.process import client
+from forge_jax.engine.process import launcher, supervisor
 from forge_jax.engine.process.client import EngineProcess
-from forge_jax.engine.process.messages import (
-    Abort,
-    Frames,
-    Start,
-    Submit,
-    decoded,
-    frame,
-    to_engine,
-)
+from forge_jax.engine.process.connection import Connection
+from forge_jax.engine.process.launcher import PendingLaunch
+from forge_jax.engine.process.messages import Frames, Start, decoded, frame, to_engine
+from forge_jax.engine.process.supervisor import Supervisor
+from forge_jax.engine.streams import QueueLimits
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import (
     ConfigError,
@@ -152,7 +151,7 @@ async def test_every_stream_goes_on_after_kills(engine):
         assert engine.stats().state == "recovering"
         assert engine.num_restarts == kill + 1
     assert await serving == expected
-    assert not engine._journal and not engine._streams
+    assert not engine._journal and not engine.streams
     await until(lambda: engine.stats().state == "ready", "ready again")
 
 
@@ -169,14 +168,14 @@ async def test_what_comes_while_there_is_no_process_is_served_by_the_next(engine
 @pytest.mark.slow
 async def test_a_request_that_kills_each_process_ends_alone(engine, monkeypatch):
     """The process dies whenever this request is sent to it, before anybody gets a token of it."""
-    send = client.EngineProcess._send
+    send = Connection.send
 
     def send_and_kill(self, message):
         if isinstance(message, Submit) and message.request.request_id == "poison":
-            os.kill(self.pid, signal.SIGKILL)
+            self.process.kill()
         send(self, message)
 
-    monkeypatch.setattr(client.EngineProcess, "_send", send_and_kill)
+    monkeypatch.setattr(Connection, "send", send_and_kill)
     work = jobs(9, seed=2)
     expected = await undisturbed(work)
     serving = asyncio.ensure_future(outcomes(engine, work))
@@ -187,7 +186,7 @@ async def test_a_request_that_kills_each_process_ends_alone(engine, monkeypatch)
     assert await serving == expected
     # Three crashes of all ten, then halves of 10, 5, 3 and 2 that hold it, and it alone.
     assert engine.num_restarts <= MAX_FAILURES + 4 + 1
-    assert not engine._bisection.active and not engine._journal
+    assert not engine._journal.searching and not engine._journal
 
 
 STICKY = """
@@ -214,7 +213,7 @@ worker.main()
 async def test_a_device_beyond_repair_takes_its_process_with_it(monkeypatch, tmp_path):
     """After its first failure every call of the device fails, until there is a new process."""
     code = STICKY.format(marker=str(tmp_path / "has failed"))
-    monkeypatch.setattr(client, "WORKER", ("-c", code))
+    monkeypatch.setattr(launcher, "WORKER", ("-c", code))
     engine = EngineProcess.fake(step_time_s=0.001)
     engine.start()
     try:
@@ -233,7 +232,7 @@ async def test_what_waits_is_shed_while_there_is_no_process(engine):
     [end] = await anext(streams[1])
     assert end.finish_reason == "error" and isinstance(end.error, OverloadedError)
     last = [delta async for deltas in streams[0] for delta in deltas][-1]
-    assert last.finish_reason == "length" and not engine._journal and not engine._streams
+    assert last.finish_reason == "length" and not engine._journal and not engine.streams
 
 
 async def test_aborts_reach_the_process(engine):
@@ -259,7 +258,21 @@ async def test_refusals_are_those_of_an_engine(engine):
         with pytest.raises(RequestError) as there:
             engine.submit(prompt, params, request_id="x")
         assert str(here.value) == str(there.value) and here.value.param == there.value.param
-    assert not engine._streams and not engine._journal
+    assert not engine.streams and not engine._journal
+
+
+async def test_a_request_that_cannot_be_encoded_is_refused_and_costs_no_other(engine):
+    """Not even if it comes while there is no process, and its successor would be sent it."""
+    [job] = jobs(1, seed=5)
+    for kill in (False, True):
+        if kill:
+            os.kill(engine.pid, signal.SIGKILL)
+            await until(lambda: engine.stats().state == "recovering", "recovering")
+        with pytest.raises(OverflowError):
+            engine.submit([1], SamplingParams(), request_id="far", priority=2**70)
+        assert not engine.streams
+    assert await outcomes(engine, [job]) == await undisturbed([job])
+    assert engine.num_restarts == 1
 
 
 async def test_a_drain_lets_running_requests_finish():
@@ -278,8 +291,7 @@ async def test_a_drain_lets_running_requests_finish():
 
 
 async def test_the_process_ends_when_nobody_is_connected():
-    engine = EngineProcess.fake()
-    process = engine._process
+    process = launcher.launch(Start(EngineConfig(), fake=True))
     process.sock.close()
     assert await asyncio.to_thread(process.process.wait, WAIT_S) == 0
 
@@ -288,8 +300,8 @@ async def test_an_engine_that_cannot_be_started_again_says_so(engine, monkeypatc
     def refuse(*_):
         raise EngineError("no more processes")
 
-    monkeypatch.setattr(client, "_launch", refuse)
-    monkeypatch.setattr(client, "MAX_LAUNCHES", 2)
+    monkeypatch.setattr(launcher, "launch", refuse)
+    monkeypatch.setattr(supervisor, "MAX_LAUNCHES", 2)
     serving = asyncio.ensure_future(outcomes(engine, [([1], SamplingParams(max_tokens=4000))]))
     await until(lambda: engine.stats().num_running, "running")
     os.kill(engine.pid, signal.SIGKILL)
@@ -324,10 +336,7 @@ async def test_the_bundled_model_goes_on_with_the_same_bits():
         ]
         expected = await outcomes(engine, work)
         serving = asyncio.ensure_future(outcomes(engine, work))
-        await until(
-            lambda: sum(len(o) for e in engine._journal.values() for o in e.outputs.values()) > 40,
-            "tokens",
-        )
+        await until(lambda: engine._journal.num_tokens > 40, "tokens")
         assert not serving.done()
         os.kill(engine.pid, signal.SIGKILL)
         assert await serving == expected
@@ -382,7 +391,7 @@ worker.main()
 def brief_pauses(monkeypatch):
     """Between two launches."""
     sleep = asyncio.sleep
-    monkeypatch.setattr(client.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
+    monkeypatch.setattr(supervisor.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
 
 
 @pytest.mark.parametrize(
@@ -396,7 +405,7 @@ def brief_pauses(monkeypatch):
     ids=["exits", "killed", "gibberish", "frozen"],
 )
 def test_a_first_start_that_fails_says_how(worker, message, monkeypatch):
-    monkeypatch.setattr(client, "WORKER", ("-c", worker))
+    monkeypatch.setattr(launcher, "WORKER", ("-c", worker))
     timeout_s = 1.0 if worker == HOLDS_ITS_BREATH else 120.0
     with pytest.raises(EngineError, match=message):
         EngineProcess.fake(config=EngineConfig.from_options(engine_timeout_s=timeout_s))
@@ -407,12 +416,12 @@ async def test_a_worker_that_ends_at_once_is_launched_again_until_it_is_given_up
 ):
     serving = asyncio.ensure_future(outcomes(engine, [([1], SamplingParams(max_tokens=4000))]))
     await until(lambda: engine.stats().num_running, "running")
-    monkeypatch.setattr(client, "WORKER", ("-c", EXITS))
+    monkeypatch.setattr(launcher, "WORKER", ("-c", EXITS))
     os.kill(engine.pid, signal.SIGKILL)
     [found] = await serving
     assert found[0][4] == "error" and "could not be started 5 times" in str(found[0][5])
     failed = [r for r in caplog.records if "could not be started again" in r.getMessage()]
-    assert len(failed) == client.MAX_LAUNCHES
+    assert len(failed) == supervisor.MAX_LAUNCHES
     assert engine.stats().state == "failed" and not engine.stats().healthy
     with pytest.raises(EngineError, match="failed"):
         engine.submit([1], SamplingParams(), request_id="late")
@@ -423,12 +432,12 @@ async def test_launches_after_repeated_early_deaths_wait_longer_each_time(engine
     sleep, slept = asyncio.sleep, []
 
     async def recorded(seconds):
-        if asyncio.current_task() is engine._recovery:
+        if asyncio.current_task() is engine._supervisor.replacing:
             slept.append(seconds)
             seconds = 0.0
         await sleep(seconds)
 
-    monkeypatch.setattr(client.asyncio, "sleep", recorded)
+    monkeypatch.setattr(supervisor.asyncio, "sleep", recorded)
     for useful in (False, False, True):
         if useful:
             await outcomes(engine, jobs(1))
@@ -443,7 +452,7 @@ async def test_successors_may_be_killed_at_any_moment_of_their_birth(
     engine, monkeypatch, brief_pauses
 ):
     """Also before they have read what to load, when sending it fails."""
-    popen, kills = client.subprocess.Popen, iter((0.0, None, 0.1, 0.3))
+    popen, kills = launcher.subprocess.Popen, iter((0.0, None, 0.1, 0.3))
 
     def popen_and_kill(*args, **kwargs):
         process = popen(*args, **kwargs)
@@ -459,14 +468,14 @@ async def test_successors_may_be_killed_at_any_moment_of_their_birth(
     expected = await undisturbed(work)
     serving = asyncio.ensure_future(outcomes(engine, work))
     await until(lambda: engine.stats().steps > 5, "steps")
-    monkeypatch.setattr(client.subprocess, "Popen", popen_and_kill)
+    monkeypatch.setattr(launcher.subprocess, "Popen", popen_and_kill)
     os.kill(engine.pid, signal.SIGKILL)
     assert await serving == expected
     await until(lambda: engine.stats().state == "ready", "ready again")
     assert next(kills, "none") == "none"
 
 
-@pytest.mark.parametrize("place", ["_introduce", "_connect", "_receive", "_send_what_may_run"])
+@pytest.mark.parametrize("place", ["introduce", "connect", "connected", "receive", "died"])
 async def test_what_fails_in_a_recovery_ends_every_stream(engine, monkeypatch, caplog, place):
     """Planted where nobody awaits: the engine is "failed", and the log has the traceback."""
     work = [([i], SamplingParams(max_tokens=4000)) for i in range(3)]
@@ -476,21 +485,25 @@ async def test_what_fails_in_a_recovery_ends_every_stream(engine, monkeypatch, c
     def planted(*_):
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(engine, place, planted)
+    if place == "connect":
+        monkeypatch.setattr(engine._supervisor, "_connect", planted)
+    else:
+        hooks = dataclasses.replace(engine._supervisor.hooks, **{place: planted})
+        monkeypatch.setattr(engine._supervisor, "hooks", hooks)
     os.kill(engine.pid, signal.SIGKILL)
     for found in await serving:
         assert found[0][4] == "error" and isinstance(found[0][5], EngineError)
     assert engine.stats().state == "failed" and not engine.stats().healthy
     assert any(r.exc_info and r.exc_info[0] is ZeroDivisionError for r in caplog.records)
-    assert not engine._streams and not engine._journal
+    assert not engine.streams and not engine._journal
 
 
-@pytest.mark.parametrize("place", ["_begin", "_watch"])
+@pytest.mark.parametrize("place", ["_connect_first", "_watch"])
 async def test_what_fails_beside_the_streams_ends_them(monkeypatch, caplog, place):
     async def planted(*_):
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(EngineProcess, place, planted)
+    monkeypatch.setattr(Supervisor, place, planted)
     engine = EngineProcess.fake()
     engine.start()
     try:
@@ -504,11 +517,13 @@ async def test_what_fails_beside_the_streams_ends_them(monkeypatch, caplog, plac
 
 async def test_stop_ends_a_successor_that_is_being_born(engine, monkeypatch):
     """It does not wait until that one has loaded, which may take minutes."""
-    monkeypatch.setattr(client, "WORKER", ("-c", LOADS_FOR_EVER))
+    monkeypatch.setattr(launcher, "WORKER", ("-c", LOADS_FOR_EVER))
     births = []
-    begun = client._Birth.begun
+    started = PendingLaunch.started
     monkeypatch.setattr(
-        client._Birth, "begun", lambda self, process: (births.append(process), begun(self, process))
+        PendingLaunch,
+        "started",
+        lambda self, process: (births.append(process), started(self, process)),
     )
     os.kill(engine.pid, signal.SIGKILL)
     await until(lambda: births, "a successor")
@@ -537,7 +552,7 @@ async def frozen_and_replaced(engine: EngineProcess, work, freeze) -> None:
     serving = asyncio.ensure_future(outcomes(engine, work))
     await until(lambda: engine.stats().steps > 10, "steps")
     assert not serving.done()
-    engine._watchdog._timeout_s = 3.0  # of this process: a start may take its time
+    engine._supervisor.watchdog.timeout_s = 3.0  # of this process: a start may take its time
     freeze()
     assert await serving == expected
     assert engine.num_restarts >= 1
@@ -561,7 +576,7 @@ async def test_a_step_that_hangs_is_replaced_though_the_process_is_alive(
     monkeypatch, tmp_path, caplog
 ):
     code = HANGS.format(marker=str(tmp_path / "has hung"))
-    monkeypatch.setattr(client, "WORKER", ("-c", code))
+    monkeypatch.setattr(launcher, "WORKER", ("-c", code))
     engine = EngineProcess.fake(step_time_s=0.01)
     engine.start()
     try:
@@ -582,20 +597,22 @@ async def test_a_successor_that_hangs_in_its_birth_is_replaced(
 ):
     engine = EngineProcess.fake(step_time_s=0.002)
     engine.start()
-    right = client.WORKER, engine._again, engine._launch_limit_s
+    successors = engine._supervisor.launcher
+    right = launcher.WORKER, successors.start, successors.limit_s
     try:
         [job] = jobs(1, seed=9)
-        monkeypatch.setattr(client, "WORKER", ("-c", worker))
+        monkeypatch.setattr(launcher, "WORKER", ("-c", worker))
         if worker == LOADS_FOR_EVER:
-            engine._launch_limit_s = 3.0
+            successors.limit_s = 3.0
         else:
-            engine._again = EngineConfig.from_options(engine_timeout_s=1.0)
+            config = EngineConfig.from_options(engine_timeout_s=1.0)
+            successors.start = msgspec.structs.replace(successors.start, config=config)
         os.kill(engine.pid, signal.SIGKILL)
         serving = asyncio.ensure_future(outcomes(engine, [job]))
         await until(lambda: message in caplog.text, message)
         assert engine.stats().state == "recovering"
-        monkeypatch.setattr(client, "WORKER", right[0])
-        engine._again, engine._launch_limit_s = right[1:]
+        monkeypatch.setattr(launcher, "WORKER", right[0])
+        successors.start, successors.limit_s = right[1:]
         assert await serving == await undisturbed([job])
     finally:
         await engine.stop()
@@ -613,8 +630,8 @@ def test_the_timeout_has_a_range():
 # A fake engine that has adapters, and notes each one that it loads. One of them kills it.
 TAKES_ADAPTERS = """
 import os
+from forge_jax.engine import fake
 from forge_jax.engine.adapters import Adapters, LoadedAdapter
-from forge_jax.engine.thread import Engine
 from forge_jax.engine.process import worker
 
 def install(ref, path, run):
@@ -624,14 +641,14 @@ def install(ref, path, run):
         print(os.getpid(), ref.name, file=notes)
     return LoadedAdapter(ref=ref, path=path, digest="", rank=1)
 
-class WithAdapters(Engine):
-    @classmethod
-    def fake(cls, **options):
-        engine = Engine.fake(**options)
-        engine.adapters = Adapters(2, install)
-        return engine
+assemble = fake.assemble_fake
 
-worker.Engine = WithAdapters
+def assemble_with_adapters(*args, **options):
+    parts = assemble(*args, **options)
+    parts.adapters = Adapters(2, install)
+    return parts
+
+fake.assemble_fake = assemble_with_adapters
 worker.main()
 """
 
@@ -641,7 +658,7 @@ async def with_adapters(monkeypatch, tmp_path):
     """An engine, and a function that returns the names its present process has loaded."""
     notes = tmp_path / "loaded"
     notes.touch()
-    monkeypatch.setattr(client, "WORKER", ("-c", TAKES_ADAPTERS.format(notes=str(notes))))
+    monkeypatch.setattr(launcher, "WORKER", ("-c", TAKES_ADAPTERS.format(notes=str(notes))))
     engine = EngineProcess.fake()
     engine.start()
 

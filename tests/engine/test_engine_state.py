@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import os
+import signal
 
 import msgspec
 import pytest
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine.async_engine import AsyncEngine, Stream
+from forge_jax.engine.async_engine import AsyncEngine
 from forge_jax.engine.process.client import EngineProcess
+from forge_jax.engine.streams import Stream
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import EngineError
 from forge_jax.sampling_params import SamplingParams
@@ -204,11 +207,11 @@ async def test_who_looks_when_the_process_dies_is_told_and_can_look_at_the_next(
     async with asyncio.timeout(20):
         await asyncio.sleep(0.05)
         await engine.look()
-        assert engine._process is not None
-        engine._process.process.kill()
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineError):
             await look_until_it_fails(engine)
-        while engine.stats().state not in ("serving", "ready") or engine._transport is None:
+        while engine.stats().state != "ready":
             await asyncio.sleep(0.01)
         assert (await engine.look()).num_running == 0
     await engine.stop()

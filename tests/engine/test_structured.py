@@ -636,6 +636,6 @@ async def test_a_request_may_be_given_up_while_its_grammar_is_compiled(engine):
     stream = engine.submit([5], params, request_id="a")
     stream.abort()
     assert (await collect(stream))[1] == "abort"
-    assert not engine._compiling
+    assert not len(engine._preparation)
     await asyncio.sleep(0.2)
     assert engine.stats().num_running == engine.stats().num_waiting == 0

@@ -82,9 +82,9 @@ async def test_streams_of_a_model_survive_deaths(chaos_seed, tmp_path: Path):
 
 
 LOSES_A_TOKEN = f"""
-from forge_jax.engine.process import client
+from forge_jax.engine.process.journal import Entry
 
-take = client._Entry.take
+take = Entry.take
 
 def take_and_lose(self, deltas):
     take(self, deltas)
@@ -92,7 +92,7 @@ def take_and_lose(self, deltas):
         if len(tokens) == 11:
             tokens.pop()
 
-client._Entry.take = take_and_lose
+Entry.take = take_and_lose
 {SERVE}
 """
 SAYS_IT_IS_WELL = f"""

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from forge_jax.config import BatchConfig, EngineConfig, ModelConfig, Pooling
-from forge_jax.engine.async_engine import QueueLimits
 from forge_jax.engine.fake import fake_tokenizer
+from forge_jax.engine.streams import QueueLimits
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import EngineError
 from forge_jax.sampling_params import SamplingParams
@@ -279,7 +279,7 @@ async def test_a_full_queue_refuses(start):
         assert refused.status == 503 and int(refused.headers["Retry-After"]) >= 1
         assert (await refused.json())["error"]["code"] == "overloaded"
     waiting.abort()
-    while engine._queue.waiting:
+    while engine.streams.num_waiting:
         await asyncio.sleep(0.001)
     assert (await server.post(PATH, {"input": ["a"] * 3}))[0] == 200
 
@@ -387,12 +387,12 @@ async def test_those_who_come_while_it_compiles_wait_together_and_may_leave(star
     status, _ = await server.post(PATH, {"input": "a", "timeout": 0.05})
     assert status == 504
     assert (await server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}))[0] == 200
-    assert not any(post.done() for post in posts) and len(engine._compiling) == 3
+    assert not any(post.done() for post in posts) and len(engine._preparation) == 3
     pooler.done.set()
     for status, answer in await asyncio.gather(*posts):
         assert status == 200
         np.testing.assert_allclose(vectors_of(answer)[0], pooled("a"), atol=1e-6)
-    assert pooler.num_compiled == 1 and not engine._compiling and engine._parts.pooler.can_pool
+    assert pooler.num_compiled == 1 and pooler.can_pool and not len(engine._preparation)
 
 
 async def test_what_cannot_be_compiled_costs_the_request_alone(start):
@@ -411,7 +411,7 @@ async def test_a_server_stops_while_it_compiles(start):
     pooler = engine._parts.pooler = _Compiling()
     server = await start(engine)
     post = asyncio.ensure_future(server.post(PATH, {"input": "a"}))
-    while not engine._compiling:
+    while not len(engine._preparation):
         await asyncio.sleep(0.001)
     await engine.stop()
     status, _ = await post

@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from forge_jax.config import BatchConfig, EngineConfig
-from forge_jax.engine.async_engine import QueueLimits
+from forge_jax.engine.streams import QueueLimits
 from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
 

@@ -85,7 +85,7 @@ async def held(server) -> dict[str, int]:
     """What this process holds when nobody asks for anything."""
     await server.idle()
     async with asyncio.timeout(60):
-        while server.engine._streams:
+        while server.engine.streams:
             await asyncio.sleep(0.01)
     await asyncio.sleep(TURNS_S)
     gc.collect()
@@ -93,8 +93,8 @@ async def held(server) -> dict[str, int]:
         "tasks": len(asyncio.all_tasks()),
         "threads": threading.active_count(),
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "streams": len(server.engine._streams),
-        "queued": len(server.engine._queue.waiting),
+        "streams": len(server.engine.streams),
+        "queued": server.engine.streams.num_waiting,
         "blocks": server.engine.stats().num_used_blocks,
         "rss": psutil.Process().memory_info().rss,
     }

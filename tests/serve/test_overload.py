@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from benchmarks.serving_process import started
-from forge_jax.engine.async_engine import QueueLimits
+from forge_jax.engine.streams import QueueLimits
 from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
 from forge_serve.config import ServerConfig
@@ -55,11 +55,11 @@ async def test_waiting_tokens_are_limited_too_but_not_for_who_is_alone(start):
 
 
 def test_when_to_come_again_follows_the_pace_of_the_queue():
-    from forge_jax.engine.async_engine import _Queue
+    from forge_jax.engine.streams import WaitingQueue
     from forge_jax.errors import OverloadedError
 
     now_s = 0.0
-    queue = _Queue(QueueLimits(samples=10), lambda: now_s)
+    queue = WaitingQueue(QueueLimits(samples=10), lambda: now_s)
     for i in range(10):
         queue.push(f"r{i}", 1, 100)
     for i in range(5):

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from openai.types.responses.responses_server_event import ResponseWsError
 from prometheus_client.parser import text_string_to_metric_families
 
-from forge_jax.engine.async_engine import QueueLimits
+from forge_jax.engine.streams import QueueLimits
 from forge_jax.engine.thread import Engine
 from forge_jax.sampling_params import SamplingParams
 from forge_jax.telemetry.log import JsonFormatter

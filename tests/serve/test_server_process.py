@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from forge_jax.engine.process import client
+from forge_jax.engine.process import launcher
 from forge_jax.engine.process.client import EngineProcess
 from forge_jax.engine.thread import Engine
 from forge_serve.config import ServerConfig
@@ -62,14 +62,14 @@ worker.main()
 
 @pytest.fixture
 def launches(monkeypatch) -> threading.Semaphore:
-    """How many processes may be started; those that are one too many wait."""
-    allowed, launch = threading.Semaphore(0), client._launch
+    """How many successors may be started; those that are one too many wait."""
+    allowed, launch = threading.Semaphore(0), launcher.launch
 
     def launch_when_allowed(*args):
         assert allowed.acquire(timeout=60)
         return launch(*args)
 
-    monkeypatch.setattr(client, "_launch", launch_when_allowed)
+    monkeypatch.setattr(launcher, "launch", launch_when_allowed)
     return allowed
 
 
@@ -78,21 +78,20 @@ async def test_sixty_four_streams_survive_kills(start, launches, monkeypatch):
     expected_server = await start(Engine.fake())
     expected = await asyncio.gather(*(text(expected_server, i) for i in range(STREAMS)))
 
-    worker = client.WORKER
-    monkeypatch.setattr(client, "WORKER", ("-c", DIES))
-    launches.release()
+    worker = launcher.WORKER
+    monkeypatch.setattr(launcher, "WORKER", ("-c", DIES))
     engine = EngineProcess.fake()
     server = await start(engine)
     assert (await server.get("/health"))[0] == 200
     streams = [asyncio.ensure_future(text(server, i)) for i in range(STREAMS)]
     for deaths in (1, 2):
         async with asyncio.timeout(60):
-            while engine.stats().restarts < deaths or len(engine._journal) < STREAMS:
+            while engine.stats().restarts < deaths or len(engine.streams) < STREAMS:
                 await asyncio.sleep(0.01)
         assert await server.get("/health") == (503, {"status": "recovering"})
         assert not any(stream.done() for stream in streams)
         if deaths == 2:
-            monkeypatch.setattr(client, "WORKER", worker)
+            monkeypatch.setattr(launcher, "WORKER", worker)
         launches.release()
     assert await asyncio.gather(*streams) == expected
     assert (await server.get("/health"))[0] == 200
@@ -110,7 +109,6 @@ def test_the_flag_decides_where_the_engine_runs(separate):
     engine = load_engine(EngineConfig(), config)
     try:
         assert isinstance(engine, EngineProcess) is separate
-        assert engine._queue._limits.samples == 7
+        assert engine.streams.queue_limits.samples == 7
     finally:
-        if isinstance(engine, EngineProcess):
-            engine._process.end()
+        asyncio.run(engine.stop())

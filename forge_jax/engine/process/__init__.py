@@ -1,6 +1,7 @@
-"""The engine in a process of its own, and what restarts it: a crash is a pause.
+"""The engine in a process of its own, and its supervisor: a crash is a pause.
 
-`messages` are what the two processes say to each other, `worker` is the process, `client` the
-engine that others see: it keeps all that was accepted and all that was put out, starts the process
-again when it dies, and has it go on where it was.
+`client` is the engine that the server uses. Its parts: `journal` keeps accepted requests and their
+tokens, `supervisor` keeps a process running, with `launcher`, `connection`, `watchdog` (when a
+process counts as frozen) and `backoff` (how long to wait before a launch), and `calls` awaits
+answers. `worker` is the process, `messages` the protocol between the two.
 """

@@ -1,8 +1,8 @@
-"""What a server and its engine process say to each other: MessagePack with a schema, in frames.
+"""Messages between a server and its engine process: MessagePack with a schema, in frames.
 
-A frame is the length of its payload in four bytes, big end first, and the payload. They travel over
-a pair of connected Unix sockets that has no name, so that nobody else can reach it. Nothing that is
-received is ever run.
+A frame is the length of its payload in four bytes, big-endian, and the payload. Frames travel over
+a pair of connected Unix sockets without a name, which no other process can reach. Nothing that is
+received is ever executed. `Submit` and `Abort` are those of the engine thread (`commands.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from forge_jax import errors
 from forge_jax.config import EngineConfig
 from forge_jax.engine.adapters import LoadedAdapter
 from forge_jax.engine.async_engine import EngineStats
+from forge_jax.engine.commands import Abort, Submit
 from forge_jax.engine.core import Limits, Outputs
 from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.plan import TokenLogprobs
-from forge_jax.schedule.request import FinishReason, LoraRef, Request
+from forge_jax.schedule.request import FinishReason, LoraRef
 from forge_jax.telemetry.engine_state import EngineState
 from forge_jax.telemetry.log import LogFormat
 
@@ -132,14 +133,6 @@ class Start(msgspec.Struct, tag="start"):
     log_format: LogFormat = "text"
     # Of an engine that goes on after another: its adapters, at their places, as they were.
     adapters: list[LoadedAdapter] = []
-
-
-class Submit(msgspec.Struct, tag="submit"):
-    request: Request
-
-
-class Abort(msgspec.Struct, tag="abort"):
-    request_id: str
 
 
 class LoadLora(msgspec.Struct, tag="load_lora"):

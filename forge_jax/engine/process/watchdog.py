@@ -30,7 +30,7 @@ class Watchdog:
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic):
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._clock = clock
         self._patience = 1
         self.begin()
@@ -66,7 +66,7 @@ class Watchdog:
         self._silent_s += elapsed_s
         if self._reported_s >= STALL_S:
             self._stalled_s += elapsed_s
-        limit_s = self._timeout_s * allowance
+        limit_s = self.timeout_s * allowance
         if limit_s <= 0.0:
             return None
         if self._silent_s > limit_s:

@@ -1,10 +1,10 @@
-"""The engine process: loads what it is told to, serves one connection, and ends with it.
+"""The engine process: loads a model, serves one connection, and ends with it.
 
     python -m forge_jax.engine.process.worker FILE_DESCRIPTOR
 
-Its peer keeps everything that must not be lost. So this process never tries to save anything: when
-the connection closes, for whatever reason, it ends at once, and the operating system takes back its
-memory, the device's too.
+Its peer keeps everything that must not be lost, so this process saves nothing. When the connection
+closes, for whatever reason, it ends at once, and the operating system frees its memory and the
+device's.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from forge_jax.engine.async_engine import EngineStats
+from forge_jax.engine.commands import Abort, Submit
 from forge_jax.engine.core import Outputs
 from forge_jax.engine.process.messages import (
-    Abort,
     Frames,
     FromEngine,
     Hello,
@@ -39,7 +38,6 @@ from forge_jax.engine.process.messages import (
     Refused,
     Start,
     Stats,
-    Submit,
     ToEngine,
     UnloadLora,
     Updates,
@@ -48,11 +46,12 @@ from forge_jax.engine.process.messages import (
     frame,
     to_engine,
 )
+from forge_jax.engine.streams import last_deltas, samples_of
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import EngineError, ForgeError, RequestError
 from forge_jax.host import supervise
 from forge_jax.schedule.outputs import Delta
-from forge_jax.schedule.request import LoraRef
+from forge_jax.schedule.request import LoraRef, Request
 from forge_jax.telemetry.log import configure
 
 STATS_S = 0.05  # between two, while there is news
@@ -95,49 +94,41 @@ class _Worker(asyncio.Protocol):
                 configure(log_format, process="engine")
                 supervise.start_thread(partial(self._load, message), "loading the model", _die)
             case Submit(request) if engine is not None:
-                try:
-                    stream = engine.submit_request(request)
-                except ForgeError as error:
-                    samples = range(request.params.n)
-                    if request.outputs is not None:
-                        samples = request.outputs
-                    ends = [Delta(i, finish_reason="error", error=error) for i in samples]
-                    self._gather(request.request_id, ends)
-                else:
-                    stream.push_to(partial(self._gather, request.request_id))
+                self._submit(engine, request)
             case Abort(request_id) if engine is not None:
                 engine.abort(request_id)
             case LoadLora(ref, path) if engine is not None:
                 load = partial(self._load_lora, engine, ref, path)
                 supervise.start_thread(load, "loading a LoRA adapter", _die)
-            case UnloadLora(name) if engine is not None and engine.adapters is not None:
-                engine.adapters.drop(name)  # the peer knows that nobody takes it
+            case UnloadLora(name) if engine is not None:
+                engine.adapters.drop(name)  # the peer has checked that no request takes it
             case Profile(folder) if engine is not None:
-                self._start(self._profile(engine, folder), "a profile")
+                supervise.start_task(self._profile(engine, folder), "a profile", _die)
             case Look() if engine is not None:
-                self._start(self._look(engine), "a look at the engine")
+                supervise.start_task(self._look(engine), "a look at the engine", _die)
+
+    def _submit(self, engine: Engine, request: Request) -> None:
+        try:
+            stream = engine.submit_request(request)
+        except ForgeError as error:
+            self._gather(request.request_id, last_deltas(samples_of(request), "error", error))
+        else:
+            stream.push_to(partial(self._gather, request.request_id))
 
     async def _look(self, engine: Engine) -> None:
         async with self._one_look:
             try:
-                self._send(Looked(await engine.look()))
-            except ForgeError as error:
-                self._send(Looked(error=WireError.of(error)))
+                answer = Looked(await engine.look())
             except Exception as error:
-                log.exception("the engine could not be looked at")
-                failure = EngineError(f"it could not be looked at: {type(error).__name__}")
-                self._send(Looked(error=WireError.of(failure)))
+                answer = Looked(error=_wire_error(error, "it could not be looked at"))
+            self._send(answer)
 
     def _load_lora(self, engine: Engine, ref: LoraRef, path: str) -> None:
-        answer = LoraLoaded(ref.identity)
         try:
-            answer.adapter = engine.load_lora_at(ref, path)
-        except ForgeError as error:
-            answer.error = WireError.of(error)
+            answer = LoraLoaded(ref.identity, engine.adapters.load(ref.name, path, ref=ref))
         except Exception as error:
-            log.exception("a LoRA adapter could not be loaded")
-            failure = EngineError(f"the adapter could not be loaded: {type(error).__name__}")
-            answer.error = WireError.of(failure)
+            wire_error = _wire_error(error, "the adapter could not be loaded")
+            answer = LoraLoaded(ref.identity, error=wire_error)
         self._soon(partial(self._send, answer), "answering")
 
     async def _profile(self, engine: Engine, folder: str | None) -> None:
@@ -147,17 +138,12 @@ class _Worker(asyncio.Protocol):
                     await engine.stop_profile()
                 else:
                     await engine.start_profile(Path(folder))
-            except ForgeError as error:
-                self._send(Profiled(WireError.of(error)))
+                answer = Profiled()
             except Exception as error:
-                log.exception("a profile could not be taken")
-                failure = RequestError(f"no profile could be taken: {type(error).__name__}")
-                self._send(Profiled(WireError.of(failure)))
-            else:
-                self._send(Profiled())
+                answer = Profiled(_wire_error(error, "no profile could be taken", RequestError))
+            self._send(answer)
 
     def _load(self, start: Start) -> None:
-        lost: dict[str, str] = {}
         try:
             if start.fake:
                 engine = Engine.fake(
@@ -167,14 +153,10 @@ class _Worker(asyncio.Protocol):
                 )
             else:
                 engine = Engine.load(start.config)
-            if engine.adapters is not None:
-                lost = engine.adapters.restore(start.adapters)
-        except ForgeError as error:
-            self._soon(partial(self._send, Refused(WireError.of(error))), "answering")
+            lost = engine.adapters.restore(start.adapters)
         except BaseException as error:
-            log.exception("the model could not be loaded")
-            failure = EngineError(f"the model could not be loaded: {type(error).__name__}")
-            self._soon(partial(self._send, Refused(WireError.of(failure))), "answering")
+            refusal = Refused(_wire_error(error, "the model could not be loaded"))
+            self._soon(partial(self._send, refusal), "answering")
         else:
             self._soon(partial(self._begin, engine, lost), "beginning")
 
@@ -192,7 +174,7 @@ class _Worker(asyncio.Protocol):
                 architecture=engine.architecture,
                 end_ids=[] if engine.grammars is None else sorted(engine.grammars.end_ids),
                 stats=engine.stats(),
-                lora_places=0 if engine.adapters is None else engine.adapters.places,
+                lora_places=engine.adapters.places,
                 adapters=engine.loras,
                 lost_adapters=lost,
             )
@@ -212,9 +194,6 @@ class _Worker(asyncio.Protocol):
 
     def _later(self, seconds: float, call: Callable[[], None], name: str) -> None:
         self._loop.call_later(seconds, supervise.guarded(call, name, _die))
-
-    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        supervise.start_task(work, name, _die)
 
     def _send(self, message: FromEngine) -> None:
         self._transport.write(frame(message))
@@ -250,6 +229,21 @@ class _Worker(asyncio.Protocol):
         if self._engine is not None and self._engine.stats().state == "failed":
             log.error("the engine failed: its process ends")
             os._exit(1)
+
+
+def _wire_error(
+    error: BaseException, failed: str, kind: type[ForgeError] = EngineError
+) -> WireError:
+    """Return an error for the peer. One that was not raised on purpose is logged, and named.
+
+    Args:
+      failed: says what has not been done.
+      kind: of the error that stands for an unexpected one.
+    """
+    if isinstance(error, ForgeError):
+        return WireError.of(error)
+    log.error("%s: %s: %s", failed, type(error).__name__, error, exc_info=error)
+    return WireError.of(kind(f"{failed}: {type(error).__name__}"))
 
 
 def _die(error: BaseException) -> None:

@@ -25,7 +25,8 @@ from forge_serve.telemetry.metrics import Metrics, PromptTimes
 
 if TYPE_CHECKING:
     from forge_jax.config import Pooling
-    from forge_jax.engine.async_engine import AsyncEngine, Stream
+    from forge_jax.engine.async_engine import AsyncEngine
+    from forge_jax.engine.streams import Stream
     from forge_jax.schedule.outputs import Delta
 
 _serials = itertools.count()

@@ -154,7 +154,7 @@ class About:
             limits=config.limits,
             api_keys=bool(config.api_key or config.api_key_file),
             max_new_tokens=config.max_new_tokens or MAX_COUNT,
-            loras=engine.adapters is not None,
+            loras=engine.adapters.places > 0,
             any_model=config.accept_any_model,
         )
 

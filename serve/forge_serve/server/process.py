@@ -135,7 +135,7 @@ def load_engine(
     """Loads the engine that the configuration asks for. Takes long; imports jax, or has it imported
     in the engine's own process.
     """
-    from forge_jax.engine.async_engine import QueueLimits
+    from forge_jax.engine.streams import QueueLimits
 
     limits = QueueLimits(
         samples=server_config.max_queued_requests,

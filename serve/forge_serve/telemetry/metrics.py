@@ -34,7 +34,8 @@ from forge_jax.telemetry.phases import BOUNDS_S, STEP_TOKENS
 from forge_serve.telemetry.histogram import ModelHistogram
 
 if TYPE_CHECKING:
-    from forge_jax.engine.async_engine import AsyncEngine, EngineStats, QueueLimit
+    from forge_jax.engine.async_engine import AsyncEngine, EngineStats
+    from forge_jax.engine.streams import QueueLimit
     from forge_jax.schedule.outputs import Delta
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -350,7 +351,7 @@ def _of_vllm(engine: AsyncEngine, stats: EngineStats, labels: dict[str, str]) ->
         "vllm:admission_rejections",
         "Requests that were refused because too much waited, by the limit",
         {"model_name": labels["model_name"]},
-        {(REFUSALS[limit],): count for limit, count in engine.refusals.items()},
+        {(REFUSALS[limit],): count for limit, count in engine.streams.refusals.items()},
         "reason",
     )
     if speculation is not None:
@@ -362,7 +363,7 @@ def _of_vllm(engine: AsyncEngine, stats: EngineStats, labels: dict[str, str]) ->
             "position",
         )
     yield _cache_config(engine, stats)
-    if engine.num_lora_places:
+    if engine.adapters.places:
         yield _loras(engine)
     totals = stats.step_tokens
     yield _histogram_of(
@@ -387,9 +388,9 @@ def _cache_config(engine: AsyncEngine, stats: EngineStats) -> Metric:
 
 
 def _loras(engine: AsyncEngine) -> Metric:
-    waiting, running = engine.loras_in_use()
+    waiting, running = engine.streams.loras_in_use()
     info = {
-        "max_lora": str(engine.num_lora_places),
+        "max_lora": str(engine.adapters.places),
         "waiting_lora_adapters": ",".join(sorted(waiting)),
         "running_lora_adapters": ",".join(sorted(running)),
     }

@@ -1,0 +1,69 @@
+"""Commands to the thread or the process that computes: one type each, frozen.
+
+`Submit` and `Abort` are the same for both. They are msgspec structs with a tag, so that a process
+can receive them (`process/messages.py` has its other messages). The rest is for the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from forge_jax.schedule.request import Request
+
+if TYPE_CHECKING:
+    from forge_jax.engine.core import Late, Pooler
+
+
+class Submit(msgspec.Struct, tag="submit", frozen=True):
+    """Queue a request that has been checked."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    """Give a request up; nothing happens if it has ended."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call a function between two steps. What it raises is raised by `done`."""
+
+    function: Callable[[], None]
+    done: Future[None]
+
+    def run(self) -> None:
+        try:
+            self.function()
+        except Exception as error:
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(None)
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptExecutables:
+    """Use the executables that have been compiled since the engine started."""
+
+    late: Late
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptPooling:
+    """Use the executables that pool hidden states."""
+
+    pooler: Pooler
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Abort what is left and end the thread."""
+
+
+Command = Submit | Abort | Call | AdoptExecutables | AdoptPooling | Stop

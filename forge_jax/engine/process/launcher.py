@@ -1,0 +1,248 @@
+"""Starts engine processes, and ends them.
+
+`launch` blocks until a process can serve. `Launcher` launches the successors of a first process,
+from the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from forge_jax.engine.adapters import LoadedAdapter
+from forge_jax.engine.process.messages import (
+    Frames,
+    FromEngine,
+    Hello,
+    Loading,
+    Refused,
+    Start,
+    decoded,
+    frame,
+    from_engine,
+)
+from forge_jax.engine.process.watchdog import LOOK_S, Watchdog
+from forge_jax.errors import EngineError, ForgeError
+from forge_jax.host import supervise
+
+RECEIVE_BYTES = 1 << 20
+EXIT_S = 5.0  # for the process to end by itself
+KILL_S = 10.0  # for a process to end that has been killed: not in the middle of a driver's call
+# A successor finds what the first process downloaded and compiled. It gets so many times as long.
+LAUNCH_FACTOR = 10
+WORKER = ("-m", "forge_jax.engine.process.worker")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class ChildProcess:
+    """An engine process that has said hello."""
+
+    process: subprocess.Popen[bytes]
+    sock: socket.socket
+    hello: Hello
+    frames: Frames = field(default_factory=Frames)
+    early: list[FromEngine] = field(default_factory=list[FromEngine])  # came right after the hello
+    launch_s: float = 0.0  # until the hello
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def end(self) -> str:
+        """Close the connection and wait until the process has ended. Returns how it ended."""
+        self.sock.close()
+        return _ended(self.process)
+
+
+class PendingLaunch:
+    """A process that one thread starts and another thread may give up."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._given_up = False
+
+    def started(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._process = process
+            if self._given_up:
+                process.kill()
+
+    def give_up(self) -> None:
+        """Kill the process, now or when there is one. Its `launch` fails soon."""
+        with self._lock:
+            self._given_up = True
+            if self._process is not None:
+                self._process.kill()
+
+
+class Launcher:
+    """Launches processes to replace a first one.
+
+    Attributes:
+      start: what a successor loads, without the adapters.
+      limit_s: how long a launch may take; None: no limit but the watchdog's.
+      timeout_s: seconds without a sign of life after which a process counts as frozen; 0: none.
+
+    Args:
+      start: what the first process has loaded.
+      adapters: returns the adapters that a successor loads, when no load is under way; it blocks.
+    """
+
+    def __init__(
+        self, start: Start, first: ChildProcess, adapters: Callable[[], list[LoadedAdapter]]
+    ):
+        self.timeout_s = start.config.parallel.engine_timeout_s
+        self.limit_s = self.timeout_s + LAUNCH_FACTOR * first.launch_s if self.timeout_s else None
+        self.start = start
+        self._adapters = adapters
+        places = first.hello.lora_places
+        if places:  # adapters come as `adapters`, also those of --lora
+            model = dataclasses.replace(start.config.model, lora=(), max_loras=places)
+            config = dataclasses.replace(start.config, model=model)
+            self.start = msgspec.structs.replace(start, config=config)
+
+    async def launch(self) -> ChildProcess | None:
+        """Launch a process. If that fails, log why and return None."""
+        # The dead process's answer may have come just before its end. No load begins meanwhile.
+        adapters = await asyncio.to_thread(self._adapters)
+        start = msgspec.structs.replace(self.start, adapters=adapters)
+        pending = PendingLaunch()
+        launching = supervise.start_task(
+            asyncio.to_thread(launch, start, pending, self.limit_s),
+            "the launch of an engine process",
+            None,
+            expected=(Exception,),  # it is logged here
+        )
+        try:
+            return await asyncio.shield(launching)
+        except asyncio.CancelledError:
+            pending.give_up()
+            await asyncio.wait([launching])
+            if launching.exception() is None:
+                await asyncio.to_thread(launching.result().end)
+            raise
+        except ForgeError as error:
+            log.error("the engine process could not be started again: %s", error)
+        except Exception:
+            log.exception("the engine process could not be started again")
+        return None
+
+
+def launch(
+    start: Start, pending: PendingLaunch | None = None, limit_s: float | None = None
+) -> ChildProcess:
+    """Start a process and wait until it can serve.
+
+    Args:
+      pending: lets another thread give it up.
+      limit_s: seconds that it may take altogether; None: as long as it has a heartbeat.
+
+    Raises:
+      ForgeError: it cannot serve, for a reason of its own; or it ended, or it is frozen.
+    """
+    begun_s = time.monotonic()
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, *WORKER, str(theirs.fileno())]
+    try:
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    except OSError as error:
+        ours.close()
+        raise EngineError(f"the engine process could not be started: {error.strerror}") from error
+    finally:
+        theirs.close()
+    if pending is not None:
+        pending.started(process)
+    try:
+        hello, frames, early = _await_hello(ours, start, limit_s)
+    except BaseException as error:
+        ours.close()
+        if isinstance(error, ConnectionError):
+            ending = _ended(process)
+            message = f"the engine process {ending} before it could serve: see its log"
+            raise EngineError(message) from error
+        _kill(process)
+        if isinstance(error, OSError | ValueError):
+            raise EngineError(f"the engine process cannot be talked to: {error}") from error
+        raise
+    return ChildProcess(process, ours, hello, frames, early, time.monotonic() - begun_s)
+
+
+def _await_hello(
+    sock: socket.socket, start: Start, limit_s: float | None
+) -> tuple[Hello, Frames, list[FromEngine]]:
+    """Send a process what to load, and wait until it can serve.
+
+    Returns:
+      Its hello, the decoder state, and messages that came right after the hello.
+
+    Raises:
+      ConnectionError: it has ended.
+      EngineError: it is frozen.
+      ForgeError: it cannot serve, for a reason of its own.
+    """
+    timeout_s = start.config.parallel.engine_timeout_s
+    silence, total, frames = Watchdog(timeout_s), Watchdog(limit_s or 0.0), Frames()
+    sock.settimeout(timeout_s or None)
+    sock.sendall(frame(start))
+    sock.settimeout(LOOK_S)
+    while True:
+        why = silence.look()
+        if why is None and total.look() is not None:
+            why = f"could not serve after {limit_s:.0f} s"
+        if why is not None:
+            raise EngineError(f"the engine process {why} while it started: it was killed")
+        try:
+            data = sock.recv(RECEIVE_BYTES)
+        except TimeoutError:
+            continue
+        if not data:
+            raise ConnectionResetError
+        silence.beat()
+        messages = decoded(frames, data, from_engine)
+        match [message for message in messages if not isinstance(message, Loading)]:
+            case [Hello() as hello, *early]:
+                return hello, frames, early
+            case [Refused(error), *_]:
+                raise error.error()
+            case _:
+                continue
+
+
+def _ended(process: subprocess.Popen[bytes]) -> str:
+    """Return how a process ended that has closed its connection, and may take a moment to go."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        status = process.wait(EXIT_S)
+        return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    return _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> str:
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_S)
+        return "was killed"
+    log.error(
+        "the engine process %d does not end, though it was killed: it hangs in the kernel, and may "
+        "still hold the device's memory",
+        process.pid,
+    )
+    return "does not end"

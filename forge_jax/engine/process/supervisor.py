@@ -1,0 +1,239 @@
+"""`Supervisor`: keeps one engine process running, and replaces it when it dies or freezes.
+
+It makes the transitions of the engine's `Lifecycle` that have to do with the process. Requests and
+streams are its owner's matter, which it calls through `Hooks`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+
+from forge_jax.engine.lifecycle import Lifecycle, State
+from forge_jax.engine.process.backoff import Backoff
+from forge_jax.engine.process.connection import Connection
+from forge_jax.engine.process.launcher import ChildProcess, Launcher
+from forge_jax.engine.process.messages import FromEngine, Hello, Stats, ToEngine, Updates
+from forge_jax.engine.process.watchdog import LOOK_S, Watchdog
+from forge_jax.errors import EngineError
+from forge_jax.host import supervise
+
+MAX_LAUNCHES = 5  # that may fail one after the other
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """Calls to the owner of a supervisor, all on the event loop.
+
+    Attributes:
+      introduce: a successor said hello. Nothing has been sent to it.
+      connected: messages reach a process from now on.
+      receive: a message came.
+      died: the process has ended, and a successor will be launched.
+      fail: an exception that nothing recovers from.
+      patience: by how much the watchdog's timeout is multiplied now.
+    """
+
+    introduce: Callable[[Hello], None]
+    connected: Callable[[], None]
+    receive: Callable[[FromEngine], None]
+    died: Callable[[], None]
+    fail: Callable[[BaseException], None]
+    patience: Callable[[], float]
+
+
+class Supervisor:
+    """Connects an engine process, watches it, and launches its successors.
+
+    Args:
+      process: the first process, which has said hello.
+      requests: the requests that wait for a successor; only counted, for the log.
+      clock: seconds.
+    """
+
+    def __init__(
+        self,
+        process: ChildProcess,
+        launcher: Launcher,
+        lifecycle: Lifecycle,
+        hooks: Hooks,
+        requests: Sized,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.launcher = launcher
+        self.hooks = hooks
+        self.watchdog = Watchdog(launcher.timeout_s)
+        self._lifecycle = lifecycle
+        self._requests = requests
+        self._clock = clock
+        self._backoff = Backoff(clock)
+        self._process: ChildProcess | None = process
+        self._connection: Connection | None = None
+        self._connecting: asyncio.Task[None] | None = None  # or replacing
+        self._watching: asyncio.Task[None] | None = None
+        self._heard_s = clock()  # when the last message came
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the latest process; None after `stop`."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last message of a connected process."""
+        return 0.0 if self._connection is None else self._clock() - self._heard_s
+
+    @property
+    def replacing(self) -> asyncio.Task[None] | None:
+        """The task that connects the process or replaces it; done while all is well."""
+        return self._connecting
+
+    def start(self) -> None:
+        """Listen to the process, on the running event loop from now on."""
+        assert self._process is not None
+        self._lifecycle.enter(_serving_state(self._process))
+        self._connecting = supervise.start_task(
+            self._connect_first(self._process), "connecting to the engine process", self.hooks.fail
+        )
+        self._watching = supervise.start_task(
+            self._watch(), "the watchdog of the engine process", self.hooks.fail
+        )
+
+    async def stop(self) -> None:
+        """End the process, or the launch of one. The lifecycle has ended already."""
+        tasks = [task for task in (self._connecting, self._watching) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._disconnect()
+        if self._process is not None:
+            process, self._process = self._process, None
+            await asyncio.to_thread(process.end)
+
+    def give_up(self) -> None:
+        """Kill the process. None follows, because the lifecycle has ended."""
+        self._disconnect()
+        if self._process is not None:
+            self._process.kill()
+
+    def send(self, message: ToEngine) -> bool:
+        """Send a message. Returns False if no process is connected."""
+        if self._connection is None:
+            return False
+        self._connection.send(message)
+        return True
+
+    async def settled(self) -> None:
+        """Wait until a process is connected, or never will be."""
+        if self._connecting is not None:
+            await asyncio.wait([self._connecting])
+
+    # ---- one process ---------------------------------------------------------------------------
+
+    async def _connect_first(self, process: ChildProcess) -> None:
+        if not await self._connect(process):
+            self._died(process)
+
+    async def _connect(self, process: ChildProcess) -> bool:
+        """Listen to a process. Returns False if it has ended already."""
+        _, connection = await asyncio.get_running_loop().create_unix_connection(
+            lambda: Connection(
+                process, receive=self._receive, on_lost=self._lost, on_error=self.hooks.fail
+            ),
+            sock=process.sock,
+        )
+        if connection.closing:
+            return False
+        if self._lifecycle.ended:
+            connection.close()
+            raise EngineError("the engine failed while its process was connected")
+        self._connection = connection
+        self._heard_s = self._clock()
+        self.watchdog.begin()
+        self._backoff.begin()
+        self._lifecycle.enter(_serving_state(process))
+        self.hooks.connected()
+        return True
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _receive(self, message: FromEngine) -> None:
+        self._heard_s = self._clock()
+        match message:
+            case Updates():
+                self.watchdog.progress()
+                self._backoff.progress()
+            case Stats(stats):
+                self.watchdog.beat(stats.stalled_s)
+                if stats.state == "ready" and self._lifecycle.state == "serving":
+                    self._lifecycle.enter("ready")
+            case _:
+                pass
+        self.hooks.receive(message)
+
+    async def _watch(self) -> None:
+        """Kill a process that is frozen; its streams go on in the next one."""
+        while not self._lifecycle.ended:
+            await asyncio.sleep(LOOK_S)
+            if self._connection is None:
+                continue
+            why = self.watchdog.look(self.hooks.patience())
+            if why is not None:
+                log.error("the engine process %s: it is killed and replaced", why)
+                self._connection.process.kill()
+                self._connection.close()
+
+    # ---- its successors ------------------------------------------------------------------------
+
+    def _lost(self, connection: Connection) -> None:
+        """Replace the process of a connection that has ended."""
+        if connection is self._connection:  # else nobody listens to it
+            self._died(connection.process)
+
+    def _died(self, process: ChildProcess) -> None:
+        self._disconnect()
+        process.kill()
+        if not self._lifecycle.enter("recovering") and self._lifecycle.state != "stopping":
+            return
+        self._backoff.died()
+        self.hooks.died()
+        self._connecting = supervise.start_task(
+            self._replace(process), "the recovery of the engine process", self.hooks.fail
+        )
+
+    async def _replace(self, process: ChildProcess) -> None:
+        ending = await asyncio.to_thread(process.end)
+        waiting = len(self._requests)
+        log.error("the engine process %s; %d requests wait for the next", ending, waiting)
+        for _ in range(MAX_LAUNCHES):
+            await asyncio.sleep(self._backoff.pause_s)
+            new = await self.launcher.launch()
+            if new is None:
+                self._backoff.launch_failed()
+                continue
+            self._process = new
+            self.hooks.introduce(new.hello)
+            if await self._connect(new):
+                log.info("a new engine process goes on with %d requests", len(self._requests))
+                return
+            ending = await asyncio.to_thread(new.end)
+            log.error("the new engine process %s before it was sent anything", ending)
+            self._backoff.launch_failed()
+        self.hooks.fail(EngineError(f"its process could not be started {MAX_LAUNCHES} times"))
+
+
+def _serving_state(process: ChildProcess) -> State:
+    return "ready" if process.hello.stats.state == "ready" else "serving"
