@@ -17,7 +17,9 @@ import pytest
 from forge_jax.config import EngineConfig
 from forge_jax.engine.fake import assemble_fake
 from forge_jax.engine.thread import Engine
+from forge_jax.errors import ForgeError
 from forge_jax.text import ChatTemplate
+from forge_serve import errors
 from forge_serve.limits import Limits
 
 ROOT = Path(__file__).parents[2]
@@ -485,3 +487,22 @@ def _check_form(answer: Any) -> None:
     assert message
     for leak in ("Traceback", "<class", "object at 0x", str(ROOT), "site-packages"):
         assert leak not in message
+
+
+ERRORS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, ForgeError) and kind is not ForgeError
+]
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_every_error_of_the_server_has_a_rule(kind):
+    error = kind() if kind is errors.BodyTooLargeError else kind("text")
+    reply = errors.error_reply(error)
+    assert reply.name != "internal_error" and 400 <= reply.status < 600
+
+
+def test_an_error_without_a_rule_is_internal_and_says_nothing():
+    reply = errors.error_reply(ValueError("a secret"))
+    assert (reply.status, reply.code) == (500, "internal_error") and "secret" not in reply.text

@@ -11,11 +11,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forge_jax.config.suggest import MAX_CHARS, nearest
 from forge_jax.engine.thread import Engine
+from forge_serve.anthropic.endpoints import MessagesEndpoints
 from forge_serve.config import ServerConfig
 from forge_serve.http.auth import OPEN_PATHS
 from forge_serve.limits import Limits
+from forge_serve.openai.endpoints import OpenAIEndpoints
 from forge_serve.openapi.document import routes
+from forge_serve.responses_api.endpoints import ResponsesEndpoints
 from forge_serve.server.app import make_app
+from forge_serve.server.endpoints import ServerEndpoints
 from forge_serve.server.openapi import OPERATIONS
 from forge_serve.server.routes import ROUTES
 from forge_serve.server.service import Service
@@ -53,6 +57,13 @@ def test_every_path_has_one_route():
     assert len(set(declared)) == len(declared)
     of_page = {"page", "page_style", "page_script", "page_icon"}
     assert {route.handler for route in ROUTES} | of_page == OPERATIONS.keys()
+
+
+def test_every_handler_exists_and_its_name_is_unique():
+    classes = (OpenAIEndpoints, ResponsesEndpoints, MessagesEndpoints, ServerEndpoints)
+    names = [(each, name) for each in classes for name in {r.handler for r in each.ROUTES}]
+    assert all(callable(getattr(each, name)) for each, name in names)
+    assert len({name for _, name in names}) == len(names)
 
 
 def test_unversioned_paths_of_openais_endpoints_exist():
