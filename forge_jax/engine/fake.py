@@ -70,14 +70,19 @@ def assemble_fake(
     check: bool,
     tokenizer: Tokenizer | None = None,
     next_token: NextToken | None = None,
+    has_text: bool = True,
+    vocab_size: int | None = None,
 ) -> EngineParts:
-    """Puts a fake engine together; the configuration's limits hold, its model does not matter.
+    """Assemble a fake engine. The configuration's limits hold; its model is ignored.
 
     Args:
       tokenizer: instead of `fake_tokenizer`; it needs an EOS token.
       next_token: (tokens so far, seed) -> token, instead of random words.
+      has_text: if False, the engine has no tokenizer and no template, as some model folders.
+      vocab_size: of the model; default: the tokenizer's.
     """
     tokenizer = tokenizer or fake_tokenizer()
+    vocab_size = vocab_size or tokenizer.vocab_size
     eos = tokenizer.eos_token_id
     assert eos is not None
     max_model_len = config.model.max_model_len or max_model_len
@@ -103,7 +108,7 @@ def assemble_fake(
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=vocab_size,
         next_token=next_token or _next_word,
         step_time_s=step_time_s,
         check=check,
@@ -112,9 +117,9 @@ def assemble_fake(
     core = EngineCore(
         scheduler=scheduler,
         device=device,
-        tokenizer=tokenizer,
-        grammars=GrammarCompiler(tokenizer, tokenizer.vocab_size, (eos,)),
-        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer if has_text else None,
+        grammars=GrammarCompiler(tokenizer, vocab_size, (eos,)),
+        vocab_size=vocab_size,
         one_step_ahead=config.batch.one_step_ahead,
         speculator=make_speculator(config),
         unrecoverable=(AssertionError,) if check else (),  # the device's checks
@@ -123,8 +128,8 @@ def assemble_fake(
         name="forge-fake",
         core=core,
         max_model_len=max_model_len,
-        tokenizer=tokenizer,
-        chat_template=fake_chat_template(),
+        tokenizer=tokenizer if has_text else None,
+        chat_template=fake_chat_template() if has_text else None,
         rng=rng,
         pooling=config.model.pooling,
     )

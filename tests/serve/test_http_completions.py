@@ -311,8 +311,8 @@ async def test_long_prompts_are_tokenised_too(server):
 
 
 async def test_a_model_without_tokenizer_takes_and_gives_token_ids(start):
-    parts = assemble_fake(EngineConfig(), step_time_s=0.0, max_model_len=256, check=False)
-    parts.tokenizer = parts.core.tokenizer = parts.chat_template = None
+    sizes = {"step_time_s": 0.0, "max_model_len": 256}
+    parts = assemble_fake(EngineConfig(), **sizes, check=False, has_text=False)
     server = await start(Engine(parts))
     body = {"prompt": [1, 2, 3], "max_tokens": 4, "logprobs": 1, "ignore_eos": True}
     status, answer = await server.post("/v1/completions", body)

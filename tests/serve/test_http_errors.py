@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from forge_jax.config import EngineConfig
-from forge_jax.engine.fake import assemble_fake
+from forge_jax.engine.fake import assemble_fake, fake_tokenizer
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import ForgeError
 from forge_jax.text import ChatTemplate
@@ -421,9 +421,10 @@ async def test_a_body_that_is_not_what_its_encoding_says(server, caplog, encodin
 
 @pytest.mark.parametrize("wider", [8, -8], ids=["wider", "narrower"])
 async def test_token_ids_are_those_of_the_model_and_not_of_the_tokenizer(start, wider):
-    parts = assemble_fake(EngineConfig(), step_time_s=0.0, max_model_len=64, check=False)
+    width = fake_tokenizer().vocab_size + wider
+    sizes = {"step_time_s": 0.0, "max_model_len": 64, "vocab_size": width}
+    parts = assemble_fake(EngineConfig(), **sizes, check=False)
     assert parts.tokenizer is not None
-    width = parts.core.vocab_size = parts.tokenizer.vocab_size + wider
     server = await start(Engine(parts))
     fields = {
         "prompt": lambda token: {"prompt": [token]},
