@@ -543,21 +543,9 @@ def run_ahead_of_a_grammar(right, self, drafts=None):
     return right(self, drafts, masks_late=True)
 
 
-@in_place_of(StepBudget, "give_back")
-def lose_the_budget_of_the_preempted(right, self, tokens, rows):
-    self.tokens -= tokens
-    self.rows -= rows
-
-
 @in_place_of(StepBudget, "hold_back")
 def hold_back_tokens_that_decodes_have_taken(right, self, tokens):
     right(self, -tokens)
-
-
-@in_place_of(StepBudget, "release_held_back")
-def release_tokens_twice(right, self):
-    self.tokens += self._held_back
-    right(self)
 
 
 # ---- drafts and results --------------------------------------------------------------------------
