@@ -486,7 +486,7 @@ def test_experts_that_drop_tokens_show(monkeypatch):
     mix = decoder_file.mix_experts
 
     def mix_some(x, gate_up, down, experts, weights, **options):
-        one_hot = jax.nn.one_hot(experts, len(gate_up), dtype=jax.numpy.int32).sum(axis=1)
+        one_hot = jax.nn.one_hot(experts, len(gate_up.weight), dtype=jax.numpy.int32).sum(axis=1)
         before = jax.numpy.cumsum(one_hot, axis=0) - one_hot
         fits = jax.numpy.take_along_axis(before, experts, axis=1) < 4
         weights = jax.numpy.where(fits, weights, 0.0)

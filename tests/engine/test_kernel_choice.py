@@ -14,6 +14,7 @@ from forge_jax.config import EngineConfig, ModelConfig
 from forge_jax.engine.builder import choose_budget, choose_device, choose_kernels
 from forge_jax.errors import ConfigError
 from forge_jax.weights.formats import WeightFormats
+from forge_jax.weights.quantized import QuantizedFormat
 from forge_kernels import cpu
 from forge_kernels.cpu import BuildError, library
 
@@ -134,7 +135,9 @@ def test_without_kernels_plain_xla_does_it_after_one_warning(no_kernels, caplog)
 def test_where_the_kernels_do_not_round_plain_xla_multiplies_the_rounded(quantization, options):
     llm = LLM("forge-tiny", quantization=quantization, **OPTIONS, **options)
     model, device = llm._core._device.model, llm._core._device
-    assert {form.scheme.values for form in model.quantized.values()} == {quantization}
+    assert {format.scheme.values for format in model.in_format(QuantizedFormat).values()} == {
+        quantization
+    }
     assert (device.options.implementation == "cpu") == (not options)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     [answer] = llm.chat([chat], SamplingParams(max_tokens=30, temperature=0), progress=False)
@@ -144,7 +147,8 @@ def test_where_the_kernels_do_not_round_plain_xla_multiplies_the_rounded(quantiz
 @pytest.mark.slow
 def test_quantisation_without_a_compiler_is_plain_xlas(no_kernels):
     llm = LLM("forge-tiny", quantization="int8", **OPTIONS)
-    assert llm._core._device.model.quantized and not llm._core._device.model.packings
+    model = llm._core._device.model
+    assert model.in_format(QuantizedFormat) and not model.packings
 
 
 def test_a_wrong_choice_is_named():
