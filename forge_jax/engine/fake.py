@@ -18,6 +18,7 @@ from forge_jax.config import EngineConfig
 from forge_jax.engine.core import EngineCore, make_scheduler
 from forge_jax.engine.parts import EngineParts
 from forge_jax.grammar import GrammarCompiler
+from forge_jax.schedule.scheduler import Scheduler
 from forge_jax.schedule.token_budget import TokenBudget
 from forge_jax.speculate import make_speculator
 from forge_jax.testing import FakeDevice
@@ -86,28 +87,12 @@ def assemble_fake(
     eos = tokenizer.eos_token_id
     assert eos is not None
     max_model_len = config.model.max_model_len or max_model_len
-    block_size = config.cache.block_size or 16
-    if config.cache.kv_cache == "contiguous":
-        block_size = -(-max_model_len // 8) * 8
-    max_num_seqs = config.batch.max_num_seqs
-    blocks_per_sequence = -(-max_model_len // block_size)
-    num_blocks = config.cache.num_blocks or max(blocks_per_sequence, 4096)
     rng = random.Random(config.model.seed)
-    target_ms = config.batch.itl_target_ms
-    scheduler = make_scheduler(
-        config,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=config.batch.max_num_batched_tokens or 2048,
-        eos_token_ids=frozenset((eos,)),
-        rng=rng,
-        budget=TokenBudget(target_ms / 1e3) if target_ms else None,
-    )
+    scheduler = _make_scheduler(config, max_model_len, frozenset((eos,)), rng)
     device = FakeDevice(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
+        num_blocks=scheduler.pool.num_blocks,
+        block_size=scheduler.pool.block_size,
+        max_num_seqs=config.batch.max_num_seqs,
         vocab_size=vocab_size,
         next_token=next_token or _next_word,
         step_time_s=step_time_s,
@@ -132,6 +117,26 @@ def assemble_fake(
         chat_template=fake_chat_template() if has_text else None,
         rng=rng,
         pooling=config.model.pooling,
+    )
+
+
+def _make_scheduler(
+    config: EngineConfig, max_model_len: int, eos_token_ids: frozenset[int], rng: random.Random
+) -> Scheduler:
+    """Return a scheduler with blocks of the configured size; by default there are 4,096."""
+    block_size = config.cache.block_size or 16
+    if config.cache.kv_cache == "contiguous":
+        block_size = -(-max_model_len // 8) * 8
+    target_ms = config.batch.itl_target_ms
+    return make_scheduler(
+        config,
+        num_blocks=config.cache.num_blocks or max(-(-max_model_len // block_size), 4096),
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=config.batch.max_num_batched_tokens or 2048,
+        eos_token_ids=eos_token_ids,
+        rng=rng,
+        budget=TokenBudget(target_ms / 1e3) if target_ms else None,
     )
 
 
