@@ -178,7 +178,6 @@ def switches(context: int) -> tuple[Switch, ...]:
     )
 
 
-FACTS = ("model", "context", "requests", "rounds", "seed")
 NAMES = tuple(switch.name for switch in switches(1024))
 
 

@@ -7,24 +7,30 @@ name, and refuses backreferences and lookarounds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 
 import re2
 
 MAX_PATTERN = 256  # characters
+MAX_PATTERNS = 1000  # in one list
+PATTERN_BYTES = 2**16  # of a compiled pattern: by default a few counted repetitions take 40 MiB
+AMBIGUOUS = ("{,", "[[", r"\Q", r"\C")  # RE2 takes them with another meaning than Python
 
 
-@cache
+@lru_cache(maxsize=MAX_PATTERNS)
 def compile_pattern(pattern: str) -> Callable[[str], bool]:
     """Return a function that is true if a name matches from its start, as with `re.match`.
 
     Raises:
-      ValueError: the pattern is too long, or RE2 does not support it.
+      ValueError: the pattern is too long or too costly, or RE2 reads it in another way than Python.
     """
     if len(pattern) > MAX_PATTERN:
         raise ValueError(f"it is longer than {MAX_PATTERN} characters")
+    if any(each in pattern for each in AMBIGUOUS):
+        raise ValueError("it is not supported: RE2 and Python read it in different ways")
     options = re2.Options()
     options.log_errors = False
+    options.max_mem = PATTERN_BYTES
     try:
         compiled = re2.compile(pattern, options=options)
     except re2.error as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forge_jax.errors import UnsupportedModelError
 from forge_jax.host.files import short_repr
-from forge_jax.weights.names import compile_pattern, within
+from forge_jax.weights.names import MAX_PATTERNS, compile_pattern, within
 from forge_jax.weights.tensors import Scheme
 
 if TYPE_CHECKING:
@@ -132,6 +132,8 @@ def read_names(section: HFConfig, name: str, rule: NameRule) -> ModuleNames:
     ):
         raise section.error(name, "a list of names of modules")
     if rule == "patterns":
+        if sum(each.startswith("re:") for each in value) > MAX_PATTERNS:
+            raise section.error(name, f"a list with at most {MAX_PATTERNS} patterns")
         for each in value:
             if each.startswith("re:"):
                 try:

@@ -6,6 +6,7 @@ from forge_jax.config.hf_config import HFConfig
 from forge_jax.errors import ModelError, UnsupportedModelError
 from forge_jax.weights.methods import read_quantization
 from forge_jax.weights.names import compile_pattern
+from forge_jax.weights.quantization import read_names
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 BLOCKS = FP8 | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "mlp.gate"]}
@@ -291,7 +292,11 @@ def test_patterns_match_from_the_start_as_pythons_do(pattern, yes, no):
 
 @pytest.mark.parametrize(
     "pattern",
-    ["(a|b", r"\1", "(?!x)", "[z-a]", "a**", "((a{100}){100}){100}", "\ud800", "x" * 257],
+    [
+        *("(a|b", r"\1", "(?!x)", "[z-a]", "a**", "((a{100}){100}){100}", "\ud800", "x" * 257),
+        *(r"\pL{400}", r"(\pL{400}|[a-z.]{900})x"),  # megabytes
+        *("x{,2}", "[[:alpha:]]", r"\Qa\E", r"\C"),  # another meaning in Python
+    ],
 )
 def test_other_patterns_are_refused(pattern, capfd):
     with pytest.raises(ValueError, match=r"supported|longer|surrogates"):
@@ -303,6 +308,12 @@ def test_other_patterns_are_refused(pattern, capfd):
 def test_a_pattern_takes_linear_time(pattern):
     """An engine that backtracks does not return from any of these."""
     assert not compile_pattern(pattern)("a" * 4000 + "c")
+
+
+def test_a_list_holds_a_limited_number_of_patterns():
+    section = HFConfig({"targets": [f"re:layers.{i}" for i in range(1001)]}, "config_groups.a")
+    with pytest.raises(ModelError, match=r"config_groups.a: targets must be .* at most 1000 patt"):
+        read_names(section, "targets", "patterns")
 
 
 def test_errors_are_of_options_that_are_not_implemented():

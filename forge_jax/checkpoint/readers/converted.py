@@ -94,8 +94,10 @@ class ConvertedReader:
         for name in self.stored:
             partition = partition_of(name, self.model.spec, self.model.shards)
             if name in quantized:
-                matrices = self._matrices(name)
-                yield from quantized_shards(self.model, name, matrices, partition, indices)
+                # Without a name for the matrices, which would live while the next are read.
+                yield from quantized_shards(
+                    self.model, name, self._matrices(name), partition, indices
+                )
             elif matrix_of(name) not in quantized:
                 yield from float_shards(self.model, name, self.read(name), partition, indices)
 
