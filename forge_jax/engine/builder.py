@@ -216,8 +216,8 @@ def _design(config: EngineConfig, startup: StartupTimes, folder: Path | None) ->
         mesh=mesh,
         lora=lora,
         draft=draft,
+        memory_limit=free_bytes(device, shards),  # before the arrays below take some of it
         draft_probs=_make_draft_probs(config, draft, device if mesh is None else mesh.whole),
-        memory_limit=free_bytes(device, shards),
         sizes=sizes,
     )
 
@@ -247,6 +247,7 @@ def _fit_memory(design: _Design, runner: Runner) -> tuple[_Design, Runner]:
     if missing <= 0:
         return design, runner
     runner.background.cancel()
+    runner.release()  # the caller still refers to it, and the next KV cache needs its room
     design = dataclasses.replace(design, sizes=design.sizes.smaller(design.config, missing))
     runner = _make_runner(design)
     missing = design.missing_bytes(runner)

@@ -280,6 +280,7 @@ class EngineCore:
                 for seq, error in tick.without_mask:  # after its last delta; its new row is void
                     if not seq.finished:
                         self._give_up(seq, error)
+        self._tick = _Tick()  # which refers to sequences that may have ended
         self._failed = False
         return outputs
 

@@ -193,9 +193,12 @@ class Engine(AsyncEngine):
             await self.grammars.compile_soon(params.structured_outputs)
 
     async def look(self) -> EngineState:
+        return await asyncio.to_thread(self._look)
+
+    def _look(self) -> EngineState:
+        """Block until the engine thread is between two steps; capture its state there."""
         captures: list[Capture] = []
-        take = partial(self._thread.between_steps, lambda: captures.append(self._capture()))
-        await asyncio.to_thread(take)
+        self._thread.between_steps(lambda: captures.append(self._capture()))
         return captures[0].state()
 
     async def start_profile(self, folder: Path) -> None:

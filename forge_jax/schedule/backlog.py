@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from forge_jax.schedule.lifecycle import Status
-from forge_jax.schedule.policy import WaitingQueue
+from forge_jax.schedule.policy import Rank, WaitingQueue
 from forge_jax.schedule.request import Sequence
 
 
@@ -21,18 +21,20 @@ class Backlog:
 
     Attributes:
       queue: the QUEUED sequences.
-      rank: the place of a sequence among all, the first to be served first.
       followers: the FOLLOWING sequences, by request; no entry without any.
     """
 
     def __init__(self, make_queue: Callable[[], WaitingQueue]):
         self.queue = make_queue()
-        self.rank = self.queue.rank
         self.followers: dict[str, list[Sequence]] = {}
         self._make_queue = make_queue
         self._num_followers = 0
         self._only: frozenset[Sequence] | None = None  # may be admitted; None: all
         self._held: list[Sequence] = []
+
+    def rank(self, seq: Sequence) -> Rank:
+        """Return the place of a sequence among all; the first is served first."""
+        return self.queue.rank(seq)
 
     def push(self, seq: Sequence) -> None:
         """Queue a QUEUED sequence, or hold it."""

@@ -31,6 +31,10 @@ class DecodePart:
         self._slots = slots
         self._standing = _Standing(-1, [], [], [], [], [])
 
+    def forget(self) -> None:
+        """Drop the columns of the last plan, which refer to its sequences."""
+        self._standing = _Standing(-1, [], [], [], [], [])
+
     def fill(self, plan: PartialPlan, *, masks_late: bool) -> tuple[list[Sequence], bool]:
         """Add the decodes of a step.
 

@@ -79,6 +79,7 @@ class Planner:
         ):
             self.admission.fill(plan, config, pools)
         if not plan.decodes and not plan.chunks:
+            self._decodes.forget()
             return None
         if drafts and plan.decodes:
             self._drafts.fill(plan, drafts)

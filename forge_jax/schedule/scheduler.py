@@ -77,7 +77,8 @@ class Scheduler:
     rank can take blocks from every other, so it always gets its tokens, and ends.
 
     Args:
-      config: the limits of a step; may be replaced between steps by one with the same slots.
+      config: the limits of a step; may be replaced between steps by one with the same slots,
+        policy, aging and EOS tokens.
       pool: the blocks; only this scheduler allocates from it.
       clock: seconds, for the aging of waiting requests.
       rng: draws the seeds of requests that have none.

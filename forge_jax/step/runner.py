@@ -115,6 +115,11 @@ class Runner:
         if self._new_state is not None:
             (self.state.kv, self.state.slots), self._new_state = self._new_state.result(), None
 
+    def release(self) -> None:
+        """Give up KV cache and slots, whose room another runner needs."""
+        self.allocate()
+        self.state.release()
+
     def reset(self) -> None:
         """Make KV cache and slots anew, after a step has raised: what it was given is lost."""
         self._uploads.reset()

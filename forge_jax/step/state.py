@@ -55,9 +55,13 @@ class StepState:
         zeros = np.zeros(self._builder.sums.shape, np.float32)
         self._sums = jax.device_put(zeros, self._sharding)
 
+    def release(self) -> None:
+        """Give up KV cache and slots."""
+        self.kv, self.slots = (), None
+
     def renew(self, new_state: jax.stages.Compiled) -> None:
         """Make KV cache and slots anew, after a step has raised: what it was given is lost."""
-        self.kv, self.slots = (), None  # first, or there would be no room for the new
+        self.release()  # first, or there would be no room for the new
         self.kv, self.slots = jax.block_until_ready(new_state())
         if self._sums is not None:
             self.new_sums()

@@ -42,7 +42,7 @@ class SequenceState:
     status: Literal["running", "waiting"]
     prompt_tokens: int
     output_tokens: int
-    computed_tokens: int  # whose KV is written, or in flight
+    computed_tokens: int  # whose KV is written or in flight, without drafts being verified
     cached_tokens: int  # of the prompt, found in the prefix cache
     blocks: int
     shared_blocks: int  # of those, how many others hold, too

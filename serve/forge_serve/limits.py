@@ -2,7 +2,8 @@
 
 A field is a row: its default, the smallest and the largest value that an operator may set, the flag
 that sets it, and what it counts. A row without a flag is fixed: the engine's arrays have that size,
-or no client has a use for more. `validate` holds requests to the rows; it knows no numbers itself.
+or no client has a use for more. `openai.validation` holds requests to the rows; it has no numbers
+of its own.
 
 What is not here: ranges of single numbers (`temperature`, `top_p` and so on) are the engine's own,
 in `SamplingParams`; how many tokens a request may have is what the model's context has room for.

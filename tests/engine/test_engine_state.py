@@ -144,6 +144,24 @@ async def test_drafts_are_told_with_their_steps():
     await engine.stop()
 
 
+async def test_a_look_while_the_engine_stops_ends():
+    engine = EngineProcess.fake()
+    engine.start()
+    while engine.lifecycle.state != "ready":
+        await asyncio.sleep(0.01)
+
+    async def look_late():
+        while engine.lifecycle.state != "stopped":
+            await asyncio.sleep(0)
+        await engine.look()
+
+    late = asyncio.create_task(look_late())
+    await asyncio.sleep(0.05)
+    await engine.stop()
+    with pytest.raises(EngineError, match="no engine process"):
+        await asyncio.wait_for(late, 60)
+
+
 async def test_a_look_is_small_however_much_there_is():
     config = EngineConfig.from_options(num_blocks=100_001, max_num_seqs=256)
     engine = Engine.fake(config=config)

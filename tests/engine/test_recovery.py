@@ -1,6 +1,7 @@
 """Steps that raise lose nothing, and who makes them raise ends alone."""
 
 import asyncio
+import gc
 import random
 from typing import Any
 
@@ -14,7 +15,7 @@ from forge_jax.engine.fake import assemble_fake
 from forge_jax.engine.fault_isolation import MAX_FAILURES
 from forge_jax.engine.thread import Engine
 from forge_jax.errors import EngineError, StepError
-from forge_jax.schedule.request import Request
+from forge_jax.schedule.request import Request, Sequence
 from forge_jax.testing import FailingDevice
 
 Outcome = dict[tuple[str, int], tuple[tuple[int, ...], str, tuple, tuple, str | None]]
@@ -95,6 +96,22 @@ def test_a_step_in_a_hundred_raises_and_nobody_notices(one_step_ahead):
         rounds += 1
     assert device.num_failures == core.num_recoveries > 30
     assert core.scheduler.num_preemptions > 20
+
+
+@pytest.mark.parametrize("first_step_raises", [False, True])
+def test_an_idle_core_keeps_no_sequence(first_step_raises):
+    core, device = failing(
+        fake_parts(), lambda plan, where: first_step_raises and not device.num_failures
+    )
+    before = _num_sequences()
+    serve(core, requests(40), at_once=40)
+    core.tick()
+    assert device.num_failures == first_step_raises and _num_sequences() == before
+
+
+def _num_sequences() -> int:
+    gc.collect()
+    return sum(isinstance(each, Sequence) for each in gc.get_objects())
 
 
 def poisoned(*request_ids: str, output: int = 0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import os
 import stat
@@ -243,9 +244,18 @@ def test_a_cache_that_does_not_fit_by_xlas_figures_is_made_smaller_once(
 ):
     needed = needed_bytes(stories)
     monkeypatch.setattr(assemble, "free_bytes", lambda device, shards: needed - 1)
+    alive, smaller = [], assemble._make_runner
+
+    def make_runner(design):
+        gc.collect()
+        alive.append(sum(array.nbytes for array in jax.live_arrays() if array.ndim == 5))
+        return smaller(design)
+
+    monkeypatch.setattr(assemble, "_make_runner", make_runner)
     with caplog.at_level(logging.INFO):
         llm = LLM(str(stories), **OPTIONS)
     assert "the KV cache is cut to" in caplog.text
+    assert alive[0] == alive[1], "the first cache is gone before the second is made"
     device = llm._core._device
     assert device.memory_bytes() < needed
     assert llm._core.scheduler.pool.num_blocks == device.state.kv[0].shape[0]

@@ -111,7 +111,7 @@ class Calls:
     def _ask[T](
         self, question: ToEngine, futures: deque[asyncio.Future[T]], future: asyncio.Future[T]
     ) -> None:
-        if not self._send(question):
+        if self._lifecycle.ended or not self._send(question):
             raise EngineError("there is no engine process at the moment")
         futures.append(future)
 

@@ -28,7 +28,7 @@ def model_cards(service: Service) -> dict[str, ModelCard]:
 
     model = service.model_name
     cards = {model: card(model, engine.name)}
-    for adapter in engine.loras:
+    for adapter in engine.loras:  # none takes the place of the model itself
         root = loras.shown_path(adapter.path, service.config.lora_folder)
-        cards[adapter.name] = card(adapter.name, root, model)
+        cards.setdefault(adapter.name, card(adapter.name, root, model))
     return cards

@@ -3,7 +3,7 @@
 Fields follow OpenAI's protocol and the extensions that the field's engines share. Unknown fields
 are ignored and `null` means "the default"; numbers may come as strings or as floats without a
 fraction. A field that would change the output and is not implemented is refused by name. Bodies are
-read, and held to numeric limits, in `validate`.
+read, and held to numeric limits, in `validation.py`.
 """
 
 from __future__ import annotations

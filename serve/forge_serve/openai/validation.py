@@ -208,7 +208,9 @@ def _check_limits(request: GenerationRequest, limits: Limits) -> None:
     if isinstance(request, PoolingRequest):
         _count(request.list_name, request.inputs, "texts", limits.prompts)
     _check_stops(request, limits)
-    for name, (row, what) in counted_fields(type(request)).items():
+    # Requests of other protocols are counted as the chats that they become.
+    kind = type(request) if isinstance(request, ChatRequest) else GenerationRequest
+    for name, (row, what) in counted_fields(kind).items():
         value = getattr(request, name)
         if isinstance(value, list | dict):
             _count(name, value, what, getattr(limits, row))

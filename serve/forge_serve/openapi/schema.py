@@ -123,7 +123,7 @@ def counted_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[str, str]]:
 
 
 def _extras(kind: type[msgspec.Struct]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The metadata that `described` and `refused` have left at each field."""
+    """The metadata that `rule` and `refused` have left at each field."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         for meta in getattr(hint, "__metadata__", ()):
             if isinstance(meta, msgspec.Meta) and meta.extra is not None:

@@ -1,7 +1,7 @@
 """POST /v1/responses: OpenAI's newer protocol, as another form of a chat.
 
 A request becomes a `ChatRequest`, so that everything behind it is the same. What is kept of it for
-later requests is in `responses_store`, the form of the answer in `responses_events`.
+later requests is in `store.py`, the form of the answer in `events.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from forge_jax.errors import RequestError
 from forge_serve.errors import StreamIdError
 from forge_serve.openai.requests import (
     CHOICE_RULE,
+    LOGPROBS_RULE,
     TOOLS_RULE,
     ChatRequest,
     GenerationRequest,
@@ -146,7 +147,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     include: Annotated[list[str] | None, rule(schema=nullable(_INCLUDE))] = None
     top_logprobs: Annotated[
         int | None,
-        rule(limits=up_to("logprobs")),
+        rule(LOGPROBS_RULE, limits=up_to("logprobs")),
     ] = None
     truncation: Annotated[str | None, rule(schema={"enum": ["disabled", None]})] = None
     metadata: Annotated[dict[str, str] | None, rule(schema=nullable(_METADATA))] = None
