@@ -276,7 +276,8 @@ def test_a_conversion_that_stops_leaves_nothing(step, goldens, tmp_path, monkeyp
 @pytest.mark.slow
 def test_a_process_that_is_killed_leaves_nothing_at_the_place(goldens, tmp_path):
     code = (
-        "import os, sys; from forge_jax import convert; from forge_jax.config import EngineConfig\n"
+        "import os, sys; from forge_jax.tools import convert\n"
+        "from forge_jax.config import EngineConfig\n"
         "convert.write_record = lambda *_: os.kill(os.getpid(), 9)\n"
         "convert.convert(EngineConfig.from_options(model=sys.argv[1]), sys.argv[2])"
     )
