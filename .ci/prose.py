@@ -2,8 +2,9 @@
 
     python .ci/prose.py [--counts] [PATH...]
 
-Prints `path:line: rule: text` for each hit and exits with 1 if there is one. `--counts` prints totals
-per rule and per folder instead. Code in Markdown fences, backticks and doctests is not prose.
+Prints `path:line: rule: text` for each hit and exits with 1 if there is one.
+`--counts` prints totals by rule and folder instead. Code in Markdown fences, backticks and
+doctests is not prose.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def _words(text: str) -> re.Pattern[str]:
 RULES: dict[str, tuple[re.Pattern[str], str]] = {
     "subject": (
         re.compile(
-            r"(?:^|[.:;] )(?:What(?:ever)?|Who(?:ever)?|Those (?:that|who|which|of)|That which|He who)\b"
-            r"(?![^.]*\?)",
+            r"(?i)(?:^|[.:;] )(?:What(?:ever)?|Who(?:ever)?|Those (?:that|who|which|of)|That which"
+            r"|He who)\b(?![^.]*\?)",
         ),
         "name the subject with a noun",
     ),
@@ -54,10 +55,10 @@ RULES: dict[str, tuple[re.Pattern[str], str]] = {
     "calque": (
         _words(
             r"anew|likewise|thereof|whereof|wherein|thereupon|whereupon|thereby|altogether|ere|amiss"
-            r"|stands? in|lies? in|stands? beside|lay in|beside|besides|goes on|go on|went on|found out"
-            r"|comes? to naught|as it were|of its own accord|in vain|for good|to and fro|in company"
-            r"|company|is no truth value|are to be|is to be|at a time of|by and by|asked for|ask for"
-            r"|foreign|strangers?|alike|meant for|for nothing|by hand of|makes? do"
+            r"|stands? in|lies? in|stands? beside|lay in|beside|besides|goes on|go on|went on"
+            r"|found out|comes? to naught|as it were|of its own accord|in vain|for good|to and fro"
+            r"|company|is no truth value|are to be|is to be|by and by|asked for|ask for"
+            r"|foreign|strangers?|alike|meant for|for nothing|makes? do"
         ),
         "use the ordinary word: again, also, is in, continues, next to, compared with",
     ),
@@ -71,8 +72,8 @@ RULES: dict[str, tuple[re.Pattern[str], str]] = {
     ),
     "because": (
         re.compile(
-            r", for (?:it|they|there|nothing|this is|that is|no \w+ (?:is|has|can|may)|both|each|one|all"
-            r"|\w+ (?:is|are|has|have|does|do|can|cannot|may|would)) ",
+            r", for (?:it|they|there|nothing|this is|that is|no \w+ (?:is|has|can|may)|both|each"
+            r"|one|all|\w+ (?:is|are|has|have|does|do|can|cannot|may|would)) ",
         ),
         "write because",
     ),
@@ -92,7 +93,7 @@ RULES: dict[str, tuple[re.Pattern[str], str]] = {
 DOCSTRING_RULES = ("whether", "start")
 _NAME = re.compile(r"^test_(?:what|who|whoever|those|nobody|that_which|whose|nothing_that)_")
 _WORD = re.compile(r"[A-Za-z0-9][\w'/.-]*")
-_SENTENCE_END = re.compile(r"(?<=[.!?])[\")]*\s+(?=[A-Z`\"(])|(?<=:)\s*$")
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\")]*\s+(?=[A-Z`\"(]|[\w-]+\.md)|(?<=:)\s*$")
 Kind = Literal["prose", "cell", "docstring", "comment", "message", "name"]
 
 
