@@ -165,7 +165,7 @@ class LLM:
           unaffected.
 
         Raises:
-          RequestError: if a prompt or parameter cannot be served. Nothing has been generated then.
+          RequestError: if a prompt or parameter cannot be served. No prompt has run then.
         """
         batch: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
         return self._run([self._encode(p) for p in batch], batch, params, lora, progress)
@@ -190,7 +190,7 @@ class LLM:
           lora: as in `generate`.
 
         Raises:
-          RequestError: if a prompt cannot be served. Nothing has been computed then.
+          RequestError: if a prompt cannot be served. No prompt has run then.
           ForgeError: the error that ended a request, for example hidden states that are not finite.
         """
         batch: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
@@ -410,8 +410,7 @@ def _is_prompt(prompts: Any) -> bool:
 
 
 class _Interrupts:
-    """A context that defers Ctrl-C in the main thread until `check`. In other threads it does
-    nothing.
+    """A context that defers Ctrl-C until `check`. Outside the main thread it has no effect.
 
     An interrupted step cannot be undone, and a KeyboardInterrupt that is raised inside a
     garbage-collector callback is lost.
@@ -432,9 +431,7 @@ class _Interrupts:
             signal.signal(signal.SIGINT, self._before or signal.default_int_handler)
 
     def check(self) -> None:
-        """Run the previous SIGINT handler if Ctrl-C arrived. By default it raises
-        KeyboardInterrupt.
-        """
+        """Run the deferred SIGINT handler, which raises KeyboardInterrupt by default."""
         if self._arrived:
             args, self._arrived = self._arrived[0], []
             if callable(self._before):

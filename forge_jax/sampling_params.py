@@ -117,7 +117,7 @@ class SamplingParams:
             )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
-                f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIAS}",
+                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed",
                 param="logit_bias",
             )
         for token, bias in self.logit_bias.items():
@@ -127,7 +127,7 @@ class SamplingParams:
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise RequestError(
                 f"stop_token_ids has {len(self.stop_token_ids)} entries; "
-                f"the limit is {MAX_STOP_TOKEN_IDS}",
+                f"at most {MAX_STOP_TOKEN_IDS} are allowed",
                 param="stop_token_ids",
             )
         for token in self.stop_token_ids:
@@ -163,7 +163,7 @@ class SamplingParams:
 
     @property
     def needs_host_token(self) -> bool:
-        """True if the allowed next tokens depend on the tokens before, so the host must read those."""
+        """True if the mask depends on earlier output tokens, so the host must read those."""
         return self.constrained or bool(self.bad_words)
 
     @property
@@ -200,7 +200,9 @@ def _texts(name: str, texts: Sequence[str], most: int, most_chars: int) -> None:
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise RequestError(f"{name} must be a list of strings", param=name)
     if len(texts) > most:
-        raise RequestError(f"{name} has {len(texts)} strings; the limit is {most}", param=name)
+        raise RequestError(
+            f"{name} has {len(texts)} strings; at most {most} are allowed", param=name
+        )
     for text in texts:
         if not isinstance(text, str) or not text:
             raise RequestError(f"{name} must contain non-empty strings", param=name)
@@ -217,6 +219,6 @@ def _token_ids(name: str, ids: Sequence[int], most: int) -> None:
     if not ids:
         raise RequestError(f"{name} must not be empty: omit it to allow all tokens", param=name)
     if len(ids) > most:
-        raise RequestError(f"{name} has {len(ids)} entries; the limit is {most}", param=name)
+        raise RequestError(f"{name} has {len(ids)} entries; at most {most} are allowed", param=name)
     if min(ids) < 0 or max(ids) > 2**31 - 1:
         raise RequestError(f"{name} must be between 0 and {2**31 - 1}", param=name)

@@ -1,7 +1,7 @@
-"""Commands to the thread or the process that computes: one type each, frozen.
+"""Commands to the thread or process that computes: one frozen type each.
 
-`Submit` and `Abort` are the same for both. They are msgspec structs with a tag, so that a process
-can receive them (`process/messages.py` has its other messages). The rest is for the engine thread.
+Both accept `Submit` and `Abort`. These are tagged msgspec structs, so that a process can receive
+them (`process/messages.py` has its other messages). The rest is for the engine thread.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """Give a request up; nothing happens if it has ended."""
+    """Abort a request. No effect if it has ended."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call a function between two steps. What it raises is raised by `done`."""
+    """Call a function between two steps. `done` receives its exception, if any."""
 
     function: Callable[[], None]
     done: Future[None]

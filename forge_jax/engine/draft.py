@@ -1,4 +1,4 @@
-"""The draft model that the configuration names, and its weights."""
+"""The configured draft model and its weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Draft:
     """
 
     model: Model
-    folder: Path | None  # None: its weights are the first layers of the model's
+    folder: Path | None  # None: the target's first layers
     implementation: Implementation
 
     @property
@@ -35,7 +35,7 @@ class Draft:
     def load(
         self, target: Model, leaves: Leaves, device: jax.Device | jax.sharding.Sharding
     ) -> Leaves:
-        """Return the weights: read from the folder, or the arrays of the target itself."""
+        """Return the weights: read from the folder, or the target's own arrays."""
         if self.folder is not None:
             return load_weights(self.model, self.folder, device=device)
         named = dict(zip(target.names, leaves, strict=True))

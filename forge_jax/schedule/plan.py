@@ -44,8 +44,8 @@ class ScheduledSequence:
     """`len(token_ids)` tokens of one sequence, at positions `start`, `start + 1`, ...
 
     The last `num_rows` of them get logits: 0 in the middle of a prompt, 1 to sample the next token,
-    1 + k to verify k drafts. With `scoring`, row i gives the logprob of `targets[i]`, the prompt's
-    own next token; a row at the prompt's end has no target. The last row samples if `samples` is
+    1 + k to verify k drafts. If `scoring`, row i gives the logprob of `targets[i]`, the prompt's
+    own next token. A row at the prompt's end has no target. The last row samples if `samples` is
     True. A prompt without output (max_tokens 0) ends with a row that does not sample.
     """
 
