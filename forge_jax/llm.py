@@ -470,7 +470,7 @@ class _Collected:
         return False
 
     def pooled(self) -> bytes:
-        """Return the pooled vector, the bytes of f32[d], or raise the error that ended the request."""
+        """Return the pooled vector as bytes of f32[d], or raise the request's error."""
         last = self._samples[0].last
         assert last is not None
         if last.error is not None:

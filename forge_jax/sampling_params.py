@@ -117,7 +117,8 @@ class SamplingParams:
             )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
-                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed",
+                f"logit_bias has {len(self.logit_bias)} entries; "
+                f"at most {MAX_LOGIT_BIAS} are allowed",
                 param="logit_bias",
             )
         for token, bias in self.logit_bias.items():
@@ -163,7 +164,7 @@ class SamplingParams:
 
     @property
     def needs_host_token(self) -> bool:
-        """True if the mask depends on earlier output tokens, so the host must read those."""
+        """True if the mask depends on earlier output tokens, which the host must read first."""
         return self.constrained or bool(self.bad_words)
 
     @property

@@ -170,7 +170,7 @@ class Constraints:
         return self.hold_up([seq for seq in seqs if seq.num_pending > 0], len(seqs))
 
     def hold_up(self, seqs: Seq[Sequence], of: int | None = None) -> bool:
-        """Return True if a third of a step of `of` (or `seqs`) sequences needs tokens on the host."""
+        """Return True if a third of a step (`of` or `seqs` sequences) needs tokens on the host."""
         blocked = sum(seq.needs_host_token and seq in self.held for seq in seqs)
         return blocked > 0 and blocked * MANY >= (len(seqs) if of is None else of)
 
@@ -333,7 +333,7 @@ class Constraints:
 def _too_slow(charge: _Charge) -> GrammarLimitError:
     return GrammarLimitError(
         f"the grammar takes too long to follow: {charge.masks} masks took "
-        f"{1e3 * charge.spent_s:.0f} ms of CPU time, over the limit of {1e3 * MASK_BURST_S:.0f} ms and "
+        f"{1e3 * charge.spent_s:.0f} ms of CPU time. The limit is {1e3 * MASK_BURST_S:.0f} ms and "
         f"{1e3 * MASK_S:.0f} ms per mask: simplify the grammar"
     )
 

@@ -1,9 +1,9 @@
 """Settings of Python's cyclic garbage collector for a process that serves.
 
-A collection holds the interpreter lock, which stops the engine thread and the event loop. By
-default Python scans new objects after every 700 allocations, several times in one step of 256
-sequences. Occasionally it scans all objects. Most of these belong to JAX and the model: 250,000
-objects that live as long as the process. Scanning them takes 60 ms and more.
+A collection holds the interpreter lock, which stops the engine thread and the event loop. Python's
+defaults scan new objects after every 700 allocations, several times in one step of 256 sequences.
+Occasionally they scan all objects. Most of these belong to JAX and the model: 250,000 objects that
+live as long as the process. Scanning them takes 60 ms and more.
 """
 
 from __future__ import annotations

@@ -92,7 +92,9 @@ class Preparation:
 
     def _failed(self, request: Request, _: BaseException) -> None:
         self._waiting.pop(request.request_id, None)
-        self._end(request, "error", EngineError("a compilation for the request failed"))
+        self._end(
+            request, "error", EngineError("its grammar or pooling steps could not be compiled")
+        )
 
     def _end(self, request: Request, reason: FinishReason, error: ForgeError | None = None) -> None:
         self._deliver([{request.request_id: last_deltas(samples_of(request), reason, error)}])

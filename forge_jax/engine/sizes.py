@@ -221,8 +221,9 @@ def log_if_small(config: EngineConfig, sizes: Sizes) -> None:
     room = sizes.kv.num_blocks * sizes.kv.block_size
     if config.cache.num_blocks is None and room < seqs * min(512, sizes.max_model_len):
         log.info(
-            "the KV cache has room for %d tokens, %d for each of %d sequences. Longer ones make others "
-            "wait. --num-blocks enlarges the cache, --kv-dtype int8 halves the bytes per token",
+            "the KV cache has room for %d tokens, %d for each of %d sequences. Longer ones make "
+            "others wait. --num-blocks enlarges the cache, --kv-dtype int8 halves its bytes per "
+            "token",
             room,
             room // seqs,
             seqs,

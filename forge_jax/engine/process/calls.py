@@ -112,12 +112,12 @@ class Calls:
         self, question: ToEngine, futures: deque[asyncio.Future[T]], future: asyncio.Future[T]
     ) -> None:
         if self._lifecycle.ended or not self._send(question):
-            raise EngineError("the engine process is not running")
+            raise EngineError("no engine process is running")
         futures.append(future)
 
     async def _load(self, ref: LoraRef, path: str) -> LoadedAdapter:
         if self._lifecycle.ended:
-            raise EngineError(f"no adapter can be loaded: the engine is {self._lifecycle.state}")
+            raise EngineError(f"the engine cannot load adapters: it is {self._lifecycle.state}")
         future: asyncio.Future[LoadedAdapter] = asyncio.get_running_loop().create_future()
         if not self._send(LoadLora(ref, path)):
             raise OverloadedError("the engine is restarting: try again later")
