@@ -22,8 +22,8 @@ Each message names the problem and the remedy. `assert` is for bugs in forge-jax
 class ForgeError(Exception):
     """The base class of all exceptions that forge-jax raises.
 
-    `str()` names options as Python arguments if Python code set them. `on_command_line` is the same
-    message with options as flags; None if the two are equal.
+    `str()` names options as Python arguments in the Python API. `on_command_line` is then the
+    message with options as flags. If it is None, `str()` has the flags itself.
     """
 
     on_command_line: str | None = None

@@ -49,7 +49,7 @@ class LLM:
 
     def __init__(self, model: str = "forge-tiny", **options: Any):
         with python_names():
-            # offline calls have no inter-token latency to protect
+            # Offline calls have no inter-token latency to protect.
             options.setdefault("itl_target_ms", 0)
             self._start(assemble(EngineConfig.from_options(model=str(model), **options)))
 

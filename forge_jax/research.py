@@ -69,10 +69,10 @@ def load(
         folder keep the layout they were written in, which may be packed for the CPU kernels.
       dtype: of weights and activations: auto (the checkpoint's), bfloat16, float16 or float32.
       revision: branch, tag or commit of a Hugging Face id.
-      gguf_weights: how to hold the matrices of a GGUF file. "packed" keeps their blocks and rounds
-        activations to int8. "packed-exact" keeps the blocks and does not round activations, also in
-        a converted folder that is packed. "decoded" converts the matrices to floats, which
-        gradients need.
+      gguf_weights: how to hold the matrices of a GGUF file. "packed" keeps their blocks.
+        "packed-exact" also does, and does not round activations to int8, as "packed" does in a
+        converted folder that is packed. "decoded" converts the matrices to floats, which gradients
+        need.
       progress: show a progress bar on a terminal.
 
     Raises:

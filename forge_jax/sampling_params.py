@@ -76,7 +76,7 @@ class SamplingParams:
 
     n: int = field(default=1, metadata={"doc": "number of samples of each prompt"})
     max_tokens: int | None = None  # None: up to the context length
-    # output tokens before an EOS token, stop token or stop string may end the sequence
+    # Output tokens that must come before an EOS token, stop token or stop string ends the output.
     min_tokens: int = 0
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0: off
@@ -87,7 +87,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float], hash=False)
-    # most likely tokens to report per output token, 0 to 20; None: no logprobs
+    # Most likely tokens to report per output token, 0 to 20. None: no logprobs at all.
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for prompt tokens (`echo` with `logprobs`)
     stop: Sequence[str] = ()
@@ -169,7 +169,7 @@ class SamplingParams:
 
     @property
     def held_tokens(self) -> int:
-        """Output tokens before which the sampler masks stop tokens; 0 with a grammar."""
+        """Output tokens before which the sampler masks stop tokens; 0 if a grammar's masks do."""
         return 0 if self.constrained else self.min_tokens
 
     @property

@@ -63,14 +63,14 @@ class EngineStats:
     preemptions: int
     recoveries: int  # after steps that raised
     restarts: int  # of an engine in its own process
-    stalled_s: float  # seconds since a step last completed, 0 without work
+    stalled_s: float  # seconds without a completed step, while there is work
     prefix_cache_queries: int  # in tokens
     prefix_cache_hits: int
     compilations_after_ready: int
     step_phases: dict[Phase, PhaseTotals]  # the host's time by phase of a step
     startup_seconds: dict[str, float]  # by phase; "serving" and "ready" since the beginning
     step_token_budget: int  # token limit of the latest step that could take prompts
-    # expected time of such a step, None without measurements
+    # expected time of such a step, None if unknown
     expected_step_s: float | None
     speculation: SpeculationStats | None = None  # None: speculation is off
 

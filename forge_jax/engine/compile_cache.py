@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def default_cache_folder() -> Path:
-    """Return the compilation cache, unless a flag or JAX's own setting names another folder."""
+    """Return the compilation cache's folder, unless a flag or JAX's own setting names another."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "forge-jax" / "xla"
 

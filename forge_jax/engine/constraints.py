@@ -55,7 +55,7 @@ class _Held:
     matcher: Matcher | None
     follower: Follower | None
     charge: _Charge
-    # mask for min_tokens; None if the device applies min_tokens
+    # The mask that the device applies for min_tokens, or None.
     not_stops: np.ndarray | None = None
 
     @property
@@ -111,7 +111,7 @@ class Constraints:
         self.clock = clock
         self.held: dict[Sequence, _Held] = {}  # the constrained sequences
         self._charges: WeakValueDictionary[str, _Charge] = WeakValueDictionary()  # by request id
-        # sequences advanced by `follow_early`, with its error
+        # Sequences that `follow_early` has advanced, with its error.
         self._followed: dict[Sequence, GrammarError | None] = {}
         self._dead_ends: dict[Sequence, RequestError] = {}  # after drafts of the step in flight
         self._words = mask_width(vocab_size)
@@ -170,7 +170,7 @@ class Constraints:
         return self.hold_up([seq for seq in seqs if seq.num_pending > 0], len(seqs))
 
     def hold_up(self, seqs: Seq[Sequence], of: int | None = None) -> bool:
-        """Return True if a third of a step (`of` or `seqs` sequences) needs tokens on the host."""
+        """Return True if a third of `of` (default: `len(seqs)`) sequences need the host's tokens."""
         blocked = sum(seq.needs_host_token and seq in self.held for seq in seqs)
         return blocked > 0 and blocked * MANY >= (len(seqs) if of is None else of)
 
@@ -202,7 +202,7 @@ class Constraints:
         if not rows:
             return None, []
         masks = np.full((plan.num_rows, self._words), -1, np.int32)
-        # a stopped row is void: it ended the step before
+        # The row of a stopped sequence is void: the sequence ended in the step before.
         rows = [row for row in rows if not row.held.stopped]
         failed: dict[Sequence, ForgeError] = {**self._fill_by_grammars(rows, masks)}
         for row in rows:

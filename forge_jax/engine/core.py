@@ -171,7 +171,7 @@ class EngineCore:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since a step last completed, 0 without work. Thread-safe."""
+        """Seconds without a completed step, while there is work. Thread-safe."""
         return self._clock() - self._progress_s if self.has_work else 0.0
 
     @property
@@ -207,7 +207,7 @@ class EngineCore:
             return
         for seq in seqs:
             try:
-                # complete when its previous engine died
+                # The output may be complete already if the request comes from another process.
                 if not self.constraints.add(seq, grammar, tokens):
                     self.scheduler.finish(seq, "stop")
                     self._end(seq, Delta(seq.index, finish_reason="stop"))

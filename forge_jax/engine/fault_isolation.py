@@ -1,4 +1,4 @@
-"""`Bisection`: selects the jobs that may run after a failure, and isolates the one that caused it.
+"""`Bisection`: selects the jobs that may run after a failure, and isolates the culprit.
 
 Neither a step that raises nor a process that dies loses tokens: these are on the host, so every job
 is recomputed. This suffices after a sporadic failure. A request that causes the failure each time

@@ -64,9 +64,9 @@ class EngineParts:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     rng: random.Random
-    # context manager around every `tick`
+    # Returns the context in which every `tick` runs.
     guard: Callable[[], AbstractContextManager[Any]] = nullcontext
-    compilations: Callable[[], int] = lambda: 0  # number since the engine became ready
+    compilations: Callable[[], int] = lambda: 0  # the count since the engine became ready
     clock: Callable[[], float] = time.monotonic
     system_fingerprint: str | None = None  # None outside the deterministic tier
     architecture: str | None = None  # as in the model's config.json

@@ -271,7 +271,7 @@ class StreamTable:
 
     def _fan_out(self) -> None:
         """Distribute the deltas of all steps since the last call."""
-        # cleared before the queue is read, so later updates schedule another call
+        # Cleared before the queue is read, so that later updates schedule another call.
         self._fan_out_due = False
         waiting = self._queue.waiting
         for request_id, deltas in self._merged_updates().items():

@@ -64,11 +64,11 @@ class LiveRequests:
         seed = request.seed if request.seed is not None else params.seed
         if seed is None:
             seed = self._rng.getrandbits(64)
-        # a grammar decides where the output may end
+        # A grammar determines where the output may end.
         ends = params.constrained or not params.ignore_eos
         stop_ids = config.eos_token_ids if ends else frozenset()
         if params.stop_token_ids and not params.constrained:
-            # otherwise all sequences share one set
+            # Without stop_token_ids, all sequences share one set.
             stop_ids = stop_ids.union(params.stop_token_ids)
         seqs = [
             Sequence(

@@ -43,10 +43,10 @@ class Admission:
 class ScheduledSequence:
     """`len(token_ids)` tokens of one sequence, at positions `start`, `start + 1`, ...
 
-    The last `num_rows` of them get logits: 0 in the middle of a prompt, 1 to sample the next token,
-    1 + k to verify k drafts. If `scoring`, row i gives the logprob of `targets[i]`, the prompt's
-    own next token. A row at the prompt's end has no target. The last row samples if `samples` is
-    True. A prompt without output (max_tokens 0) ends with a row that does not sample.
+    The last `num_rows` get logits: 0 in the middle of a prompt, 1 to sample the next token, 1 + k
+    to verify k drafts. If `scoring`, row i gives the logprob of `targets[i]`, the prompt's own next
+    token. A row at the prompt's end has no target. The last row samples if `samples` is True. A
+    prompt without output (max_tokens 0) ends with a row that does not sample.
     """
 
     slot: int
@@ -61,7 +61,7 @@ class ScheduledSequence:
     targets: tuple[int, ...] = ()  # with `scoring`: the next prompt token of each row that has one
     seq_key: tuple[str, int] = ("", 0)
     salt: str = ""
-    pooling: Pooling | None = None  # pool the hidden states up to the row, if there is one
+    pooling: Pooling | None = None  # how to pool hidden states; the last row returns them
 
     @property
     def num_tokens(self) -> int:
@@ -75,8 +75,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decodes:
-    """Columns of the sequences that compute one token and sample from it. Row i is the i-th of
-    each.
+    """Columns of the sequences that compute one token and sample from it.
 
     Row i is the i-th entry of each. The fields are as in `ScheduledSequence`, except `new_blocks`.
     """

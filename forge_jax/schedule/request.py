@@ -144,11 +144,11 @@ class Sequence:
     request: Request
     index: int
     seed: int
-    # tokens that end the output; empty with ignore_eos and no stop_token_ids
+    # Tokens that end the output. Empty with ignore_eos and no stop_token_ids.
     stop_ids: frozenset[int]
     max_tokens: int  # resolved: never exceeds the context length
     tokens: list[int]
-    max_blocks: int = 0  # that it can ever hold
+    max_blocks: int = 0  # limit over its lifetime
     leads: bool = True  # first of its request's sequences: the others may wait for its prompt
     scores_prompt: bool = False  # request's prompt logprobs go to sequence 0
     order: int = 0  # arrival order over all sequences; larger is newer
@@ -165,7 +165,7 @@ class Sequence:
     queue_s: float = 0.0  # from arrival to first admission
     told: bool = False  # True once `num_cached` and `queue_s` have been reported
     num_scored: int = 0  # prompt tokens whose logprobs have been read
-    # leading blocks that are in the prefix cache, or need not be registered
+    # Leading blocks that are in the prefix cache, or need not be registered.
     num_registered: int = 0
     num_preemptions: int = 0
     epoch: int = 0

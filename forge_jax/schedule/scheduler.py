@@ -11,7 +11,7 @@ been computed. A step computes part of the difference. The caller runs one step 
 Two properties make this safe. First, the device executes steps in order. The slot and blocks of a
 finished sequence can therefore be reused at once, even while a step that uses them is in flight.
 Second, a block enters the prefix cache only in `commit`, up to the tokens whose step has been read.
-If a sequence stopped in the step before, its row is discarded. That row writes past those tokens,
+If a sequence stopped in the step before, its row is discarded. The row writes past those tokens,
 into a block that is neither shared nor registered.
 
 A step that verifies drafts computes them after the last known token and samples at each. `commit`

@@ -59,7 +59,7 @@ class TokenBudget:
         assert target_s > 0
         self.target_s = target_s
         self.latest: int | None = None  # token limit of the latest step that could take prompts
-        # expected seconds of such a step; None without measurements
+        # Expected seconds of such a step; None without measurements.
         self.expected_s: float | None = None
         self._fixed = None if sizes is None else sorted(sizes)
         # The key is (has prompts, size class). The latest measurement comes last.

@@ -45,7 +45,7 @@ def read_result(pending: Pending) -> StepResult:
         logprobs = _RowLogprobs(*map(np.asarray, scores))
     results: list[SequenceResult] = []
     sequences = plan.sequences if any_fault or logprobs is not None else plan.chunks
-    # fast path: decodes have one row each and nothing but their tokens
+    # Fast path: decodes have one row each and nothing but their tokens.
     if sequences is plan.chunks:
         results = [SequenceResult((token,)) for token in tokens[: len(plan.decodes)]]
     first = len(results)

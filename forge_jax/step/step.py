@@ -43,7 +43,7 @@ class Pooled(NamedTuple):
 class StepOut(NamedTuple):
     """The results of a step. The host always reads `packed`, and the rest only for logprobs."""
 
-    # i32[2R + S]: sampled tokens, faults (0 or 1), then accepted drafts per sequence
+    # i32[2R + S]: sampled tokens, faults (0 or 1), accepted drafts per seq
     packed: jax.Array
     logprob: jax.Array  # f32[R], of the row's target, or of its sampled token
     rank: jax.Array  # i32[R], of the same token

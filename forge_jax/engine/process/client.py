@@ -205,7 +205,7 @@ class EngineProcess(AsyncEngine):
         message = Submit(request)
         sent = not self._journal.searching and self._supervisor.send(message)
         if not sent:
-            # raises if it cannot be encoded, which would also fail in every later process
+            # Raise now if it cannot be encoded, because sending it to a later process would fail.
             frame(message)
         self._journal.accept(request, sent=sent)
 

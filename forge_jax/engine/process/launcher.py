@@ -54,7 +54,7 @@ class ChildProcess:
     sock: socket.socket
     hello: Hello
     frames: Frames = field(default_factory=Frames)
-    # messages received right after `Hello`
+    # Messages received right after `Hello`.
     early: list[FromEngine] = field(default_factory=list[FromEngine])
     launch_s: float = 0.0  # seconds until `Hello`
 

@@ -177,7 +177,7 @@ class Hello(msgspec.Struct, tag="hello"):
     stats: EngineStats
     lora_places: int = 0  # maximum number of adapters
     adapters: list[LoadedAdapter] = []
-    # adapters of `Start` that could not be loaded: name -> reason
+    # Adapters of `Start` that could not be loaded: name -> reason.
     lost_adapters: dict[str, str] = {}
 
 

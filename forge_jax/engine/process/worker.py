@@ -204,7 +204,7 @@ class _Worker(asyncio.Protocol):
         self._updates.setdefault(request_id, []).extend(deltas)
 
     def _send_news(self) -> None:
-        # updates of a failed engine must not end requests, which the next process continues
+        # Updates of a failed engine must not end requests, which the next process continues.
         self._end_if_failed()
         updates, self._updates = self._updates, {}
         self._send(Updates.of(updates))
@@ -260,7 +260,7 @@ async def _serve(sock: socket.socket) -> None:
 
 def main() -> None:
     gc.disable()  # until the engine is ready
-    # a terminal sends them to the whole process group
+    # A terminal sends these signals to the whole process group.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("jax").setLevel(logging.WARNING)
