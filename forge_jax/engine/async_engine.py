@@ -41,19 +41,19 @@ class EngineStats:
     healthy: bool
     num_running: int
     num_waiting: int
-    num_deferred: int  # of these, sequences that wait for another sequence, not for room
+    num_deferred: int  # waiting for another sequence, not for room
     num_slots: int  # maximum number of running sequences
-    policy: str  # admission order of waiting requests
+    policy: str
     tensor_parallel: int  # devices that share the model
     completed_requests: int  # neither aborted nor failed
-    block_size: int  # tokens per block
+    block_size: int
     num_blocks: int
     num_free_blocks: int  # free, or cached and evictable
     num_used_blocks: int  # held by live sequences
     num_cached_blocks: int  # of the free ones: in the prefix cache until they are evicted
     evictions: int  # of cached blocks
     steps: int
-    step_tokens: TokenTotals  # tokens per step
+    step_tokens: TokenTotals
     step_sequences: int  # over all steps
     max_step_sequences: int  # of the largest step
     prompt_tokens: int
@@ -67,11 +67,10 @@ class EngineStats:
     prefix_cache_queries: int  # in tokens
     prefix_cache_hits: int
     compilations_after_ready: int
-    step_phases: dict[Phase, PhaseTotals]  # the host's time by phase of a step
-    startup_seconds: dict[str, float]  # by phase; "serving" and "ready" since the beginning
+    step_phases: dict[Phase, PhaseTotals]
+    startup_seconds: dict[str, float]  # by phase; "serving" and "ready" are totals
     step_token_budget: int  # token limit of the latest step that could take prompts
-    # expected time of such a step, None if unknown
-    expected_step_s: float | None
+    expected_step_s: float | None  # of such a step; None: unknown
     speculation: SpeculationStats | None = None  # None: speculation is off
 
 
@@ -307,7 +306,6 @@ class AsyncEngine(ABC):
             stream.abort()
 
     def abort_all(self) -> None:
-        """Abort every request."""
         self.streams.abort_all()
 
     def shed(self) -> bool:

@@ -142,7 +142,7 @@ def assemble(
         )
     with startup.phase("weights"):
         leaves, draft_leaves = _load_weights(design)
-    with startup.phase("compile"):  # the rest of the compilation
+    with startup.phase("compile"):  # the rest of it
         design, runner = _fit_memory(design, runner)
     draft_model = None if design.draft is None else _make_draft_model(design, design.draft, runner)
     with startup.phase("warm-up"):
@@ -224,7 +224,6 @@ def _design(config: EngineConfig, startup: StartupTimes, folder: Path | None) ->
 
 
 def _load_weights(design: _Design) -> tuple[Leaves, Leaves]:
-    """Return the weights of the model and of the draft model."""
     leaves = load_weights(
         design.model,
         design.folder,

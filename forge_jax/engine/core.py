@@ -101,7 +101,7 @@ class _Tick:
     """The progress of a tick, which survives a step that raises halfway."""
 
     before_wait: Callable[[], None] | None = None
-    updates: list[SequenceUpdate] | None = None  # of the step that was committed
+    updates: list[SequenceUpdate] | None = None  # of the committed step
     without_mask: Iterable[tuple[Sequence, ForgeError]] = ()
 
 
@@ -215,7 +215,6 @@ class EngineCore:
                 self._give_up(seq, error)
 
     def num_requests_with(self, lora: LoraRef) -> int:
-        """Return the number of unfinished requests that use an adapter."""
         return sum(request.lora == lora for request in self.scheduler.requests())
 
     def compile_grammar(self, request: Request) -> Grammar | None:
@@ -322,7 +321,6 @@ class EngineCore:
         return step
 
     def _read(self, step: _InFlight) -> StepResult:
-        """Wait for the result of a step."""
         try:
             if self._tick.before_wait is not None:
                 self._tick.before_wait()
@@ -336,7 +334,6 @@ class EngineCore:
         return result
 
     def _commit(self, step: _InFlight, result: StepResult) -> None:
-        """Apply the result of a step to its sequences."""
         speculator = self.speculator
         with span("commit"):
             now_s = self._clock()
@@ -491,7 +488,6 @@ def _masks_late(core: EngineCore) -> None:
 
 
 def _synchronous(core: EngineCore) -> None:
-    """Dispatch a step and wait for it."""
     plan = core._schedule()
     if plan is not None:
         step = core._dispatch(plan)

@@ -69,9 +69,9 @@ class EngineParts:
     compilations: Callable[[], int] = lambda: 0  # the count since the engine became ready
     clock: Callable[[], float] = time.monotonic
     system_fingerprint: str | None = None  # None outside the deterministic tier
-    architecture: str | None = None  # as in the model's config.json
+    architecture: str | None = None
     shards: int = 1  # devices that share the model
-    pooling: Pooling = "last"  # default of requests
+    pooling: Pooling = "last"
     adapters: Adapters | None = None  # None: LoRA is off
     pooler: Pooler | None = None  # None: the device can pool from the start
     steps: Steps | None = None  # None: the device is fake

@@ -106,8 +106,6 @@ class Residents:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes that the configuration leaves to the model and the machine."""
-
     max_model_len: int
     max_num_batched_tokens: int
     kv: KVShape
@@ -256,7 +254,7 @@ def _fit_context(asked: int | None, max_model_len: int, room: int) -> int:
 
 
 def _memory_bytes(device: jax.Device, shards: int) -> int:
-    """Return the device's usable bytes."""
+    """Return the bytes of the device that can be used at all."""
     memory = device_bytes(device)
     return _host_bytes(shards) if memory is None else memory[0]
 

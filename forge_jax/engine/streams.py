@@ -162,7 +162,6 @@ class StreamTable:
         return self._queue.refusals
 
     def num_requests_with(self, lora: LoraRef) -> int:
-        """Return the number of open streams that use an adapter."""
         return sum(stream.lora == lora for stream in self._streams.values())
 
     def loras_in_use(self) -> tuple[set[str], set[str]]:
@@ -250,7 +249,6 @@ class StreamTable:
         self._fan_out()
 
     def fail(self, error: EngineError) -> None:
-        """End every stream with an error."""
         for stream in list(self._streams.values()):
             try:
                 stream._end(error)

@@ -146,7 +146,6 @@ class Engine(AsyncEngine):
         )
 
     def start(self) -> None:
-        """Start the engine thread. The engine takes requests from now on."""
         if not self.lifecycle.enter("serving"):
             raise AssertionError(f"start of an engine that is {self.lifecycle.state}")
         self._parts.startup.reached("serving")
@@ -162,7 +161,6 @@ class Engine(AsyncEngine):
             late.on_compiled(activate)
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Reject new requests, wait up to `drain_s` seconds for running ones, abort the rest."""
         if self.lifecycle.state == "stopped":
             return
         self.lifecycle.enter("stopping")
@@ -179,17 +177,10 @@ class Engine(AsyncEngine):
         self.lifecycle.enter("stopped")
 
     def abort(self, request_id: str) -> None:
-        """Abort a request, whose stream ends with finish reason "abort"."""
         if not self._preparation.abort(request_id):
             self._thread.send(Abort(request_id))
 
     async def prepare(self, params: SamplingParams) -> None:
-        """Compile the grammar of a later `submit`, off the event loop.
-
-        Raises:
-          RequestError: if the grammar cannot be used.
-          OverloadedError: if it could not be compiled now.
-        """
         if params.structured_outputs is not None and self.grammars is not None:
             await self.grammars.compile_soon(params.structured_outputs)
 
@@ -380,7 +371,6 @@ class EngineThread:
                     self._deliver_held()
 
     def _sleep(self) -> None:
-        """Wait for a command."""
         self._turn_began_s = None
         with self._wake:
             while not self._commands:

@@ -44,11 +44,7 @@ class Committer:
     def commit(
         self, step: Dispatched, plan: StepPlan, results: Seq[SequenceResult]
     ) -> list[SequenceUpdate]:
-        """Commit the results of a step, one for each row of its plan.
-
-        Returns:
-          One update for each sequence that gained tokens or logprobs, or ended, in plan order.
-        """
+        """Commit the results of a step, one for each row of its plan. See `Scheduler.commit`."""
         updates: list[SequenceUpdate] = []
         self._commit_decodes(step, plan.decodes.starts, results, updates)
         if plan.chunks:
@@ -98,7 +94,7 @@ class Committer:
             if seq.status is _FINISHED:
                 continue
             seq.num_pending -= row.samples
-            # True if it still has the blocks that the row wrote to
+            # True if it still has the blocks that the row wrote
             holds_blocks = epoch == seq.epoch
             if got.fault and row.num_drafts:
                 self._retry_without_drafts(seq, holds_blocks)

@@ -12,7 +12,7 @@ class SchedulerConfig:
     max_num_seqs: int  # slots
     max_num_batched_tokens: int  # per step
     max_rows: int  # tokens that get logits, per step
-    max_model_len: int  # prompt and output tokens
+    max_model_len: int
     prefill_chunk_size: int | None = None  # maximum tokens of one prompt per step
     chunked_prefill: bool = True  # False: cut only prompts that no step can hold
     batching: Batching = "continuous"  # static: admit only when no sequence runs

@@ -25,8 +25,6 @@ class _Standing(NamedTuple):
 
 
 class DecodePart:
-    """Chooses the decodes of a step and writes their columns."""
-
     def __init__(self, slots: Slots):
         self._slots = slots
         self._standing = _Standing(-1, [], [], [], [], [])

@@ -31,8 +31,6 @@ def verifiable(running: Iterable[Sequence]) -> list[Sequence]:
 
 
 class DraftPart:
-    """Adds drafts to the decodes of a step."""
-
     def __init__(self, slots: Slots):
         self._slots = slots
         self._pool = slots.pool

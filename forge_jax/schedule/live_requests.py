@@ -44,8 +44,7 @@ class LiveRequests:
         self.by_id[request.request_id] = seqs
         self._backlog.push(seqs[0])
         num_shared = (len(request.prompt_token_ids) - 1) // self._pool.block_size
-        # A static batch takes all samples at once: followers would miss it and wait for the next
-        # batch.
+        # A static batch takes all samples at once: followers would miss it.
         follows = self._pool.prefix_cache and num_shared and config.batching == "continuous"
         if len(seqs) > 1 and follows:
             self._backlog.follow(request.request_id, seqs[1:])
@@ -111,7 +110,6 @@ class LiveRequests:
             del self.by_id[request_id]
 
     def abort(self, request_id: str) -> list[Sequence]:
-        """End the unfinished sequences of a request, and return them."""
         live = [seq for seq in self.by_id.get(request_id, ()) if not seq.finished]
         for seq in live:
             self.finish(seq, "abort")
@@ -123,7 +121,6 @@ class LiveRequests:
             yield from seqs
 
     def waiting(self) -> Iterator[Sequence]:
-        """Yield unfinished sequences without a slot, in order of arrival."""
         for seq in self.sequences():
             if seq.slot is None and seq.status is not Status.FINISHED:
                 yield seq

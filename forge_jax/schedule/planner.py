@@ -122,8 +122,7 @@ class Planner:
             others = plan.drafts | {chunk.seq: self._prefill.row(chunk) for chunk in plan.chunks}
             for seq in plan.drafts:
                 seq.verify()
-            # Single tokens come first, like the decodes, and drafts before prompts. The sort is
-            # stable.
+            # Single tokens first, like the decodes, and drafts before prompts. The sort is stable.
             ordered = sorted(others, key=lambda seq: others[seq].num_tokens > 1)
             rows = [others[seq] for seq in ordered]
             seqs = seqs + ordered

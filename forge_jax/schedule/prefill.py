@@ -11,8 +11,6 @@ from forge_jax.schedule.step_budget import StepBudget
 
 
 class PrefillPart:
-    """Cuts chunks and writes their rows."""
-
     def __init__(self, slots: Slots):
         self._slots = slots
 
@@ -44,7 +42,7 @@ class PrefillPart:
         if config.prefill_chunk_size is not None:
             num_tokens = min(num_tokens, config.prefill_chunk_size)
         if seq.scoring:
-            # Each unscored token needs a row. Tokens that were scored before a preemption are only
+            # Each unscored token needs a row. Tokens scored before a preemption are only
             # recomputed.
             scored = max(seq.num_scored - start, 0)
             num_tokens = min(num_tokens, scored + budget.rows)

@@ -65,6 +65,7 @@ class Request:
     priority: int = 0  # lower is served first
     cache_salt: str = ""  # only requests with the same salt share prefix-cache blocks
     seed: int | None = None  # 64 bits; None: `params.seed`, or drawn by the scheduler
+
     # For a request that continues after a restart: each unfinished sample's tokens, by index.
     outputs: Mapping[int, Seq[int]] | None = None
     # Returns the prompt's pooled hidden states instead of an output; max_tokens is then 0.
@@ -148,22 +149,23 @@ class Sequence:
     stop_ids: frozenset[int]
     max_tokens: int  # resolved: never exceeds the context length
     tokens: list[int]
-    max_blocks: int = 0  # limit over its lifetime
-    leads: bool = True  # first of its request's sequences: the others may wait for its prompt
-    scores_prompt: bool = False  # request's prompt logprobs go to sequence 0
-    order: int = 0  # arrival order over all sequences; larger is newer
-    queued_s: float = 0.0  # the scheduler's clock at arrival
+    max_blocks: int = 0
+    leads: bool = True  # first of its request: the others may wait for its prompt
+    scores_prompt: bool = False  # sequence 0 gets prompt logprobs
+    order: int = 0  # arrival order, larger is newer
+    queued_s: float = 0.0
     status: Status = Status.QUEUED  # changed only by the methods below
     slot: int | None = None
     blocks: list[int] = field(default_factory=list[int])
     num_computed: int = 0
     num_pending: int = 0
     takes_drafts: bool = True
-    num_drafted: int = 0  # drafts verified, and how many of them were accepted
+    num_drafted: int = 0  # verified drafts
     num_accepted: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     queue_s: float = 0.0  # from arrival to first admission
     told: bool = False  # True once `num_cached` and `queue_s` have been reported
+
     num_scored: int = 0  # prompt tokens whose logprobs have been read
     # Leading blocks that are in the prefix cache, or need not be registered.
     num_registered: int = 0

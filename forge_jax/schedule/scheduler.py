@@ -70,9 +70,8 @@ class Scheduler:
     prompt tokens as the budget allows. The order of the prompts stays the same.
 
     Two switches disable these gains, so that they can be measured. Static batching admits sequences
-    only when none is running. Without chunked prefill, the scheduler does not cut a waiting
-    sequence that would fit an empty step. Such a sequence waits instead. A sequence that fits no
-    step is still cut, so all are served.
+    only when none is running. If chunked prefill is off, a waiting sequence that would fit an empty
+    step is not cut, but waits. A sequence that fits no step is still cut, so all are served.
 
     Progress. `add` rejects requests that would not fit the pool alone. The running sequence of the
     first rank can take blocks from all others, so it always gets its tokens, and ends.
@@ -174,7 +173,6 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if any sequence is unfinished."""
         return bool(self._requests.by_id)
 
     @property

@@ -79,7 +79,6 @@ class Slots:
         self.backlog.push(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """End a running sequence."""
         self._take_back(seq)
         seq.finish(reason, stop_reason)
 

@@ -20,17 +20,17 @@ from dataclasses import dataclass, field
 
 from forge_jax.schedule.plan import StepPlan
 
-MIN_CHUNK = 8  # minimum prompt tokens in a step
-SHARE = 0.5  # minimum share of a step's time for prompts
-AIM = 0.9  # fraction of the target to aim at, because measured times are noisy
-LATEST = 3  # times per size, of which the median counts
+MIN_CHUNK = 8  # minimum prompt tokens per step
+SHARE = 0.5  # minimum time share of prompts
+AIM = 0.9  # fraction of the target, because measured times are noisy
+LATEST = 3  # times per median
 
 
 @dataclass(slots=True)
 class _Size:
     """Measurements of steps with about the same number of tokens."""
 
-    tokens: float  # mean
+    tokens: float
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))  # seconds
 
 

@@ -22,18 +22,22 @@ class StepInputs(NamedTuple):
     """The segments of the packed array. Padding rows have zero tokens, padding indices PADDING."""
 
     header: jax.Array  # i32[4]: num_seqs, num_tokens, num_rows, flags
+
     slot: jax.Array  # i32[S]
-    start: jax.Array  # i32[S], position of the first token
+    start: jax.Array  # i32[S], the first token's position
     cu_q_lens: jax.Array  # i32[S+1]
     cu_rows: jax.Array  # i32[S+1]
-    samples: jax.Array  # i32[S], 1 if the sequence's next token is sampled
+    samples: jax.Array  # i32[S], 1 if a token is sampled
     scoring: jax.Array  # i32[S]
     num_output: jax.Array  # i32[S]
+
     tokens: jax.Array  # i32[T], FED_BACK for the slot's last token
     token_seq: jax.Array  # i32[T]
-    row_token: jax.Array  # i32[R], index of the row's token among the T
+
+    row_token: jax.Array  # i32[R], the row's index among the T
     row_seq: jax.Array  # i32[R], S for padding
     row_target: jax.Array  # i32[R], the token to score, FED_BACK for the sampled one
+
     table_index: jax.Array  # i32[U], slot * max_blocks + index
     table_block: jax.Array  # i32[U]
 
@@ -47,10 +51,11 @@ class StepShape:
     num_seqs: int  # S
     num_rows: int  # R
     num_updates: int  # U
+
     max_q_len: int  # maximum tokens of one sequence
     max_drafts: int = 0  # maximum drafts of one sequence
-    prompts: bool = False  # takes chunks of prompts, and so any plan within its sizes
-    pools: bool = False  # pools hidden states, takes only plans that pool
+    prompts: bool = False  # takes prompts, so any plan within its sizes
+    pools: bool = False  # pools hidden states, for such plans only
 
     @classmethod
     def decode(cls, batch: int) -> StepShape:

@@ -34,7 +34,6 @@ DETERMINISTIC_GPU_OPTIONS: CompilerOptions = {
 def compiler_options(
     platform: str, *, command_buffers: bool, deterministic: bool
 ) -> CompilerOptions:
-    """Return XLA's options for the steps."""
     options: CompilerOptions = {}
     if platform != "cpu" and not command_buffers:
         options["xla_gpu_enable_command_buffer"] = ""  # an empty list of operations to include

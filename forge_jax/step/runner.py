@@ -60,7 +60,6 @@ class Runner:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The choices that determine the bits of a step; see `StepBuilder.settings`."""
         return self._builder.settings
 
     @property
@@ -70,7 +69,6 @@ class Runner:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that a device holds between two steps: weights, KV cache, slots and masks."""
         return self._builder.resident_bytes
 
     def compile(self) -> None:
@@ -121,7 +119,6 @@ class Runner:
         self.state.release()
 
     def reset(self) -> None:
-        """Recreate the KV cache and slots after a step has raised: its donated arrays are lost."""
         self._uploads.reset()
         self.state.renew(self._executables["new_state"])
 
@@ -138,31 +135,21 @@ class Runner:
 
     @property
     def can_pool(self) -> bool:
-        """True once the steps that pool hidden states are active."""
         return bool(self._pooling.ready)
 
     def compile_pooling(self) -> None:
-        """Compile the steps that pool hidden states. Further calls only wait. Thread-safe.
-
-        Raises:
-          EngineError: if the device has too little memory for them.
-        """
         self._pooling.compile(self._builder)
 
     def activate_pooling(self) -> None:
-        """Activate the steps that `compile_pooling` has compiled. Call it between steps."""
         self._pooling.activate(self.state)
 
     def compiled(self) -> dict[str, jax.stages.Compiled]:
-        """Return the active executables by name. Thread-safe."""
         return self.state.compiled.copy()
 
     def settle(self) -> None:
-        """Block until the device has finished everything that was dispatched."""
         jax.block_until_ready((self.state.kv, self.state.slots))
 
     def dispatch(self, plan: StepPlan) -> Pending:
-        """Start a step. `read` waits for its result."""
         for name, packed in self._uploads.admissions(plan.admissions):
             self.state.update_slots(name, packed)
         shape = self._choose(plan)
@@ -172,7 +159,6 @@ class Runner:
         return Pending(plan, shape, out, params, pooled)
 
     def read(self, pending: Pending) -> StepResult:
-        """Wait for a step and return its result."""
         return read_result(pending)
 
     def _choose(self, plan: StepPlan) -> StepShape:

@@ -17,8 +17,8 @@ from forge_jax.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from forge_jax.schedule.plan import Admission
 from forge_kernels.sampling.api import IN_PROMPT
 
-ADMISSIONS = 8  # rows written by one `admit`
-MIN_TEMPERATURE = 1e-5  # smaller values would overflow the scaled logits, and change nothing
+ADMISSIONS = 8  # rows per `admit`
+MIN_TEMPERATURE = 1e-5  # a smaller value samples the same, but overflows the scaled logits
 PADDING = 2**31 - 1  # an out-of-range index: a scatter with mode="drop" skips it
 
 
@@ -49,8 +49,10 @@ class Slots(NamedTuple):
     last_token: jax.Array  # i32[S]
     block_tables: jax.Array  # i32[S, max_blocks]
     params: jax.Array  # i32[S, NUM_COLUMNS]
+
     bias_ids: jax.Array  # i32[S, MAX_LOGIT_BIAS], only read if BIASED
     bias: jax.Array  # f32[S, MAX_LOGIT_BIAS]
+
     counts: jax.Array  # i32[S, V]: IN_PROMPT + count in the output, only read if PENALISED
     lora: jax.Array | None = None  # i32[S], the adapter's slot, None if LoRA is off
 

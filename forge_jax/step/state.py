@@ -51,12 +51,10 @@ class StepState:
         self.leaves = (*weights, *jax.block_until_ready(new))
 
     def new_sums(self) -> None:
-        """Recreate the sums of pooled hidden states."""
         zeros = np.zeros(self._builder.sums.shape, np.float32)
         self._sums = jax.device_put(zeros, self._sharding)
 
     def release(self) -> None:
-        """Release the KV cache and slots."""
         self.kv, self.slots = (), None
 
     def renew(self, new_state: jax.stages.Compiled) -> None:
@@ -81,7 +79,6 @@ class StepState:
     def run(
         self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None
     ) -> tuple[StepOut, Pooled | None]:
-        """Dispatch the step of a shape."""
         # The call uploads the inputs: a `device_put` before it would take half as long again.
         inputs = (packed, self._no_masks[shape.name] if masks is None else masks)
         step, proposed = self.compiled[shape.name], ()

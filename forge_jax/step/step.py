@@ -2,7 +2,7 @@
 
 Pure, built once per `StepShape`, and compiled before the first request. Each sequence's data is in
 its slot, and the data of this step is in `meta`. The last token that a slot sampled is fed back on
-the device. The host therefore needs no value of token t to dispatch step t + 1.
+the device. The host therefore dispatches step t + 1 without the value of token t.
 """
 
 from __future__ import annotations
@@ -161,7 +161,6 @@ def _batch(shape: StepShape, m: StepInputs, slots: Slots, block_size: int, num_k
 def _split_adapters(
     leaves: tuple[jax.Array, ...], slots: Slots, batch: _Batch, num_weights: int
 ) -> tuple[tuple[jax.Array, ...], Lora | None]:
-    """Split `leaves` into the weights and the stacks of adapters."""
     if slots.lora is None:
         return leaves, None
     return leaves[:num_weights], Lora(leaves[num_weights:], slots.lora[batch.slot])
@@ -242,7 +241,6 @@ def _sample(
     sampler: Sampler,
     drafts: sampling.Drafts | None,
 ) -> jax.Array:  # i32[R]
-    """Apply the sampling parameters of each row to its logits, and sample."""
     flags = m.header[3]
     params = slots.params[rows.slot]  # [R, NUM_COLUMNS]
     # Drafts before a row are output if they are accepted. Scored tokens belong to the prompt.

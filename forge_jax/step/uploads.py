@@ -35,7 +35,6 @@ class Uploads:
         self.reset()
 
     def reset(self) -> None:
-        """Drop every admission."""
         self._params: list[SamplingParams | None] = [None] * self._num_slots
         self._flags = SlotFlags(self._num_slots)
 

@@ -32,11 +32,9 @@ class Backoff:
         self._useful = False
 
     def progress(self) -> None:
-        """Record that the process has produced tokens."""
         self._useful = True
 
     def died(self) -> None:
-        """Record that a process that served has died."""
         if self._useful or self._clock() - self._begun_s >= EARLY_S:
             self._failures = 0
         else:

@@ -146,7 +146,6 @@ class EngineProcess(AsyncEngine):
         self._supervisor.start()
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Reject new requests, wait up to `drain_s` seconds for running ones, abort the rest."""
         self.lifecycle.enter("stopping")
         await self.streams.drain(drain_s)
         for _ in range(STOP_TURNS):
@@ -162,7 +161,6 @@ class EngineProcess(AsyncEngine):
             self.grammars.close()
 
     def abort(self, request_id: str) -> None:
-        """Abort a request, whose stream ends with finish reason "abort"."""
         entry = self._journal.find(request_id)
         if entry is None:
             return

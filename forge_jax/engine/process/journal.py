@@ -23,7 +23,7 @@ class Entry:
     """An accepted request, and the tokens of its samples."""
 
     request: Request
-    outputs: dict[int, list[int]]  # of unfinished samples, by index
+    outputs: dict[int, list[int]]  # of unfinished samples
     num_tokens: int = 0  # over all samples
     sent: bool = False  # to the current process
     aborted: bool = False

@@ -39,6 +39,7 @@ from forge_jax.host import supervise
 RECEIVE_BYTES = 1 << 20
 EXIT_S = 5.0  # time for a process to exit by itself
 KILL_S = 10.0  # time for a killed process to exit, which a driver call may delay
+
 # Successors reuse downloads and compiled executables, but may take this many times as long.
 LAUNCH_FACTOR = 10
 WORKER = ("-m", "forge_jax.engine.process.worker")

@@ -80,7 +80,6 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the latest process; None after `stop`."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -199,7 +198,6 @@ class Supervisor:
     # ---- its successors ------------------------------------------------------------------------
 
     def _lost(self, connection: Connection) -> None:
-        """Replace the process of a connection that has closed."""
         if connection is self._connection:  # otherwise it has been replaced already
             self._died(connection.process)
 
