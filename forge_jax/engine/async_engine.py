@@ -68,10 +68,10 @@ class EngineStats:
     prefix_cache_hits: int
     compilations_after_ready: int
     step_phases: dict[Phase, PhaseTotals]
-    startup_seconds: dict[str, float]  # by phase; "serving" and "ready" are totals
+    startup_seconds: dict[str, float]  # by phase, "serving" and "ready" since the start
     step_token_budget: int  # token limit of the latest step that could take prompts
-    expected_step_s: float | None  # of such a step; None: unknown
-    speculation: SpeculationStats | None = None  # None: speculation is off
+    expected_step_s: float | None  # of such a step, None if unknown
+    speculation: SpeculationStats | None = None  # None: off
 
 
 class AsyncEngine(ABC):

@@ -24,7 +24,7 @@ class StepInputs(NamedTuple):
     header: jax.Array  # i32[4]: num_seqs, num_tokens, num_rows, flags
 
     slot: jax.Array  # i32[S]
-    start: jax.Array  # i32[S], the first token's position
+    start: jax.Array  # i32[S], first token's position
     cu_q_lens: jax.Array  # i32[S+1]
     cu_rows: jax.Array  # i32[S+1]
     samples: jax.Array  # i32[S], 1 if a token is sampled

@@ -252,7 +252,7 @@ class Frames:
             while len(received) - start >= 4:
                 length = int.from_bytes(received[start : start + 4], "big")
                 if length > MAX_FRAME_BYTES:
-                    raise ValueError(f"a frame of {length} bytes exceeds {MAX_FRAME_BYTES}")
+                    raise ValueError(f"a frame of {length} bytes exceeds the limit")
                 if len(received) - start - 4 < length:
                     break
                 payload = bytes(received[start + 4 : start + 4 + length])
