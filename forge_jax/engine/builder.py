@@ -653,7 +653,7 @@ def _choose_draft(
 def use_compilation_cache(config: EngineConfig) -> None:
     """Turn JAX's persistent compilation cache on or off, for the whole process.
 
-    Only the user may write to its folder, because cached executables are executed. This also
+    Only the user may write to its folder, because JAX runs the executables in it. This also
     applies to a folder of JAX's own setting, unless it is a URL.
 
     Raises:

@@ -164,8 +164,8 @@ class Constraints:
         steps cost more than waiting.
 
         There are C constrained and F free sequences. A step takes s seconds, and the host keeps the
-        device waiting for g seconds. Waiting then gives more tokens per second if s / g > 2 F / C +
-        1. The measured s / g is 4 or more.
+        device waiting for g seconds. Waiting gives more tokens per second if s / g > 1 + 2 F / C.
+        The measured s / g is 4 or more.
         """
         return self.hold_up([seq for seq in seqs if seq.num_pending > 0], len(seqs))
 
@@ -333,7 +333,7 @@ class Constraints:
 def _too_slow(charge: _Charge) -> GrammarLimitError:
     return GrammarLimitError(
         f"the grammar takes too long to follow: {charge.masks} masks took "
-        f"{1e3 * charge.spent_s:.0f} ms of CPU time. The limit is {1e3 * MASK_BURST_S:.0f} ms and "
+        f"{1e3 * charge.spent_s:.0f} ms of CPU time. The limit is {1e3 * MASK_BURST_S:.0f} ms plus "
         f"{1e3 * MASK_S:.0f} ms per mask: simplify the grammar"
     )
 
