@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
-    """Queue a request that has been checked."""
+    """Command to queue a request that has been checked."""
 
     request: Request
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """Abort a request. No effect if it has ended."""
+    """Command to abort a request. No effect if it has ended."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call a function between two steps. `done` receives its exception, if any."""
+    """Command to call a function between two steps. `done` receives its exception, if any."""
 
     function: Callable[[], None]
     done: Future[None]
@@ -50,21 +50,21 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ActivateExecutables:
-    """Use the executables that have been compiled since the engine started."""
+    """Command to use the executables that have been compiled since the engine started."""
 
     late: BackgroundCompile
 
 
 @dataclass(frozen=True, slots=True)
 class ActivatePooling:
-    """Use the executables that pool hidden states."""
+    """Command to use the executables that pool hidden states."""
 
     pooler: Pooler
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Abort what is left and end the thread."""
+    """Command to abort what is left and end the thread."""
 
 
 Command = Submit | Abort | Call | ActivateExecutables | ActivatePooling | Stop

@@ -15,7 +15,7 @@ MAX_FAILURES = 3
 
 
 class Bisection[Job: Hashable]:
-    """Counts failures by job and restricts which jobs may run.
+    """Failure counts by job, and the resulting restriction on which jobs may run.
 
     A job is a sequence if steps raise, and a request if processes die. Call `failed` after each
     failure, and `drop` for jobs that made progress or ended. Then `only` may run.

@@ -26,7 +26,7 @@ type CompileSoon = Callable[[], Awaitable[object]]
 
 
 class Preparation:
-    """Compiles in other threads, then sends requests to the engine thread.
+    """The stage before the engine thread: compiles what a request needs, then sends it on.
 
     Args:
       send: sends commands to the engine thread; thread-safe.

@@ -310,7 +310,7 @@ class QueueLimits:
 
 
 class WaitingQueue:
-    """Counts requests that wait for their first token, and measures how fast the queue drains.
+    """The requests that wait for their first token, and the rate at which the queue drains.
 
     Attributes:
       waiting: (samples, prompt tokens) by request id, the newest request last.

@@ -23,7 +23,7 @@ Outputs = dict[str, list[Delta]]  # by request id
 
 
 class SequenceText:
-    """Converts the token ids of one sequence to text that is safe to send."""
+    """The text of one sequence, converted from token ids and safe to send."""
 
     __slots__ = ("_detokenizer", "_min_tokens", "_stops", "push_plain")
 

@@ -268,7 +268,7 @@ class Engine(AsyncEngine):
 
 
 class EngineThread:
-    """Runs an engine core: takes commands, delivers the outputs of each step, sleeps without work.
+    """The thread of an engine core: takes commands, delivers outputs, and sleeps without work.
 
     Args:
       deliver: receives the outputs of steps; called in the thread.

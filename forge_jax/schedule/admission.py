@@ -14,7 +14,7 @@ from forge_jax.schedule.slots import Slots
 
 
 class AdmissionPart:
-    """Admits waiting sequences in the order of the policy. None is overtaken.
+    """The admission of waiting sequences in the order of the policy. None is overtaken.
 
     To avoid thrashing, a sequence is admitted only if the blocks for all its known tokens are free.
     Blocks that running prompts still need, and one for each running sequence that can grow, are

@@ -20,7 +20,7 @@ _FINISHED = Status.FINISHED
 
 
 class Committer:
-    """Appends sampled tokens, finishes sequences, and registers the blocks that were filled.
+    """The code that appends tokens, finishes sequences, and registers filled blocks.
 
     Rows of sequences that have finished meanwhile are discarded. A sequence that was preempted
     meanwhile still gets its token, which was sampled from a correct prefix.

@@ -17,7 +17,7 @@ class Dispatched(NamedTuple):
 
 
 class InFlight:
-    """Numbers steps, and keeps the sequences of those in flight, oldest first.
+    """The numbers of steps, and the sequences of those in flight, oldest first.
 
     Attributes:
       last_scheduled, last_read: step numbers; -1 before the first.

@@ -20,7 +20,7 @@ from forge_jax.schedule.slots import Slots
 
 
 class LiveRequests:
-    """Creates the sequences of requests, and keeps them until all of a request have finished.
+    """The sequences of each request, from its arrival until all of them have finished.
 
     Args:
       rng: draws the seeds of requests that have none.

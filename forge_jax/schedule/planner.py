@@ -20,7 +20,7 @@ from forge_jax.schedule.token_budget import TokenBudget
 
 
 class Planner:
-    """Fills each part of a step from one shared budget, then writes the plan.
+    """A planner that fills each part of a step from one budget, then writes the plan.
 
     A step that preempted a sequence admits none.
 

@@ -39,7 +39,7 @@ class WaitingQueue(Protocol):
 
 
 class RankedQueue:
-    """Admits by rank alone.
+    """A queue that admits by rank alone.
 
     `by_priority` ranks `request.priority` before arrival. The order is strict: if requests of a
     better priority fill the engine, those of a worse one wait.
@@ -83,7 +83,7 @@ class RankedQueue:
 
 
 class PrefixQueue:
-    """Admits the longest cached prefix first, among the `WINDOW` oldest sequences.
+    """A queue that admits the longest cached prefix first, among the `WINDOW` oldest sequences.
 
     Sequences that have waited longer than `aging_s` are admitted first, in arrival order, so that a
     popular prefix starves none. Preemption goes by arrival.

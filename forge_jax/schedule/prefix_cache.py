@@ -10,7 +10,7 @@ from forge_jax.schedule.request import Sequence
 
 
 class PrefixCache:
-    """Hashes each block of a sequence once, and finds or registers it in the pool."""
+    """The prefix index of sequences. Each block is hashed once, and found or registered."""
 
     def __init__(self, pool: BlockPool):
         self._pool = pool

@@ -11,7 +11,7 @@ from forge_jax.schedule.request import FinishReason, Sequence
 
 
 class Slots:
-    """Allocates and releases slots and blocks.
+    """The allocator of slots and blocks.
 
     Blocks are allocated as tokens need them. If none is left, the running sequence of the last rank
     releases all its blocks and is queued again. The tokens are recomputed later, except those whose

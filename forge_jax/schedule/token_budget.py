@@ -35,7 +35,7 @@ class _Size:
 
 
 class TokenBudget:
-    """Chooses the number of tokens in a step with prompts while other sequences decode.
+    """The number of tokens in a step with prompts while other sequences decode.
 
     The step is the largest that is expected to take at most the target. However, prompts always get
     about half of its time (`SHARE`). If decodes alone take more than half of the target, a step may

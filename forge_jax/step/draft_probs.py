@@ -24,7 +24,7 @@ class Proposed(NamedTuple):
 
 
 class DraftProbs:
-    """Holds the arrays. The draft model replaces `latest` and steps read it. Neither donates it.
+    """The current arrays. The draft model replaces `latest`, steps read it, neither donates it.
 
     Args:
       num_slots: slots of the runner.

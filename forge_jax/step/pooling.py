@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Pooling:
-    """Compiles the steps in any thread, and activates them in the thread that dispatches."""
+    """The pooling steps: compiled in any thread, activated in the thread that dispatches."""
 
     def __init__(self, options: RunnerOptions):
         self.ready: list[StepShape] = []  # active, smallest first

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """Owns the device state (weights, KV cache, slots) and the executables.
+    """The owner of the device state (weights, KV cache, slots) and the executables.
 
     Call `compile`, then `start` with the weights. Then plans within `limits` run, and
     `background.activate` between two of them adds new executables.

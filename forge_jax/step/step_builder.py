@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class StepBuilder:
-    """Adds the steps of a model, and the updates of its slots, to `Executables`."""
+    """A builder that adds a model's steps and slot updates to `Executables`."""
 
     def __init__(self, model: Model, options: RunnerOptions):
         self._model = model

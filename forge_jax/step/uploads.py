@@ -25,7 +25,7 @@ class Upload(NamedTuple):
 
 
 class Uploads:
-    """Packs plans and admissions. Stores the sampling parameters of each slot."""
+    """A packer of plans and admissions, with the sampling parameters of each slot."""
 
     def __init__(self, options: RunnerOptions, vocab_size: int):
         self._max_blocks = options.max_blocks

@@ -15,7 +15,7 @@ EARLY_S = 60.0  # an idle process that dies later counts as useful
 
 
 class Backoff:
-    """Counts consecutive failed processes, and doubles the pause with each.
+    """A count of consecutive failed processes, each of which doubles the pause.
 
     A process fails if it dies before `Hello`, or within `EARLY_S` after it without any output. Any
     other process resets the count.

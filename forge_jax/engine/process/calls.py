@@ -30,7 +30,7 @@ from forge_jax.telemetry.engine_state import EngineState
 
 
 class Calls:
-    """Sends calls and matches the answers.
+    """The calls in progress, each waiting for its answer.
 
     Args:
       send: sends a message; False if no process is connected.

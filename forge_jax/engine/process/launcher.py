@@ -95,7 +95,7 @@ class PendingLaunch:
 
 
 class Launcher:
-    """Launches successors of a first process.
+    """A launcher of successors of a first process.
 
     Attributes:
       start: what a successor loads, without the adapters.

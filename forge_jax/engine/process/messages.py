@@ -136,26 +136,26 @@ class Start(msgspec.Struct, tag="start"):
 
 
 class LoadLora(msgspec.Struct, tag="load_lora"):
-    """Load an adapter into its slot. Answered by `LoraLoaded`."""
+    """Command to load an adapter into its slot. Answered by `LoraLoaded`."""
 
     ref: LoraRef
     path: str
 
 
 class UnloadLora(msgspec.Struct, tag="unload_lora"):
-    """Remove an adapter that no request uses."""
+    """Command to remove an adapter that no request uses."""
 
     name: str
 
 
 class Profile(msgspec.Struct, tag="profile"):
-    """Start a profile, or end it."""
+    """Command to start or end a profile. Answered by `Profiled`."""
 
     folder: str | None  # where to write the profile; None: end it
 
 
 class Look(msgspec.Struct, tag="look"):
-    """Return the engine's state."""
+    """Command to report the engine's state. Answered by `Looked`."""
 
 
 ToEngine = Start | Submit | Abort | LoadLora | UnloadLora | Profile | Look
@@ -166,7 +166,7 @@ class Loading(msgspec.Struct, tag="loading"):
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """The process can serve. The first message after the heartbeats."""
+    """Notice that the process can serve: the first message after the heartbeats."""
 
     name: str
     max_model_len: int
@@ -182,7 +182,7 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """The process cannot serve. Sent instead of `Hello`."""
+    """Notice that the process cannot serve, instead of `Hello`."""
 
     error: WireError
 
@@ -234,7 +234,7 @@ def frame(message: ToEngine | FromEngine) -> bytes:
 
 
 class Frames:
-    """Splits a byte stream into payloads."""
+    """A splitter of a byte stream into payloads."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()

@@ -48,7 +48,7 @@ class Hooks:
 
 
 class Supervisor:
-    """Connects an engine process, watches it, and launches its successors.
+    """The owner of an engine process: connects and watches it, and launches successors.
 
     Args:
       process: the first process, which has sent `Hello`.
@@ -198,7 +198,7 @@ class Supervisor:
     # ---- its successors ------------------------------------------------------------------------
 
     def _lost(self, connection: Connection) -> None:
-        if connection is self._connection:  # otherwise it has been replaced already
+        if connection is self._connection:  # otherwise the supervisor has dropped it
             self._died(connection.process)
 
     def _died(self, process: ChildProcess) -> None:

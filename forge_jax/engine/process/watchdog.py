@@ -18,7 +18,7 @@ MAX_PATIENCE = 8
 
 
 class Watchdog:
-    """Watches one process after the other. Call `look` every `LOOK_S`.
+    """A watchdog for one process after the other. Call `look` every `LOOK_S`.
 
     If a process is replaced because of a step, the timeout of the next step doubles, up to
     `MAX_PATIENCE` times the original, until tokens arrive. A step that is merely slow therefore
