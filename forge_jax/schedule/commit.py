@@ -1,4 +1,4 @@
-"""Applies the results of a step to its sequences."""
+"""Commit of a step: its results are applied to its sequences."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ class DraftProbs:
     """The current arrays. The draft model replaces `latest`, steps read it, neither donates it.
 
     Args:
-      num_slots: slots of the runner.
       max_drafts: k.
       vocab_size: K is the smaller of this and `SUPPORT`.
       device: where to put the arrays; with several devices they are replicated.

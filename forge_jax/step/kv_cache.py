@@ -126,7 +126,6 @@ def cpu_kv_bytes(wanted_bytes: int, available_bytes: int) -> int:
 
     Args:
       wanted_bytes: for `CPU_SEQUENCE_TOKENS` of each sequence.
-      available_bytes: free host memory.
     """
     least, most = CPU_KV_BYTES
     return min(max(least, min(wanted_bytes, most)), int(available_bytes * CPU_MEMORY_PART))

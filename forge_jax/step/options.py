@@ -50,9 +50,7 @@ class RunnerOptions:
       shapes: of all executables, smallest first; the last takes any plan.
       first: shapes that `Runner.start` waits for; one of them takes prompts. Default: all.
       kv_shape: of one shard, if a mesh divides the model.
-      num_slots: maximum number of running sequences.
       max_blocks: of one sequence.
-      device: the device that runs the steps.
       mesh: the devices that share the model, of which `device` is one. None: only `device`.
       implementation: of attention.
       sampler: of sampling.

@@ -66,9 +66,6 @@ def make_step(
     If the slots have adapters, their stacks follow the weights in `leaves`.
 
     Args:
-      model: gives the architecture. The weights are an argument of the step.
-      shape: the static sizes.
-      block_size: tokens per KV cache block.
       implementation: of attention.
       sampler: of sampling.
       verification: of drafts. For rejection, the step takes the draft model's distributions as one
