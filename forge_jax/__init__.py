@@ -1,7 +1,7 @@
 """forge-jax: an LLM inference engine compiled by JAX/XLA.
 
-`__all__` is the public surface. Names are imported on first use, so `import forge_jax` imports
-neither jax nor any other dependency.
+`__all__` is the public API. Names are imported on first use, so `import forge_jax` imports neither
+JAX nor any other dependency.
 """
 
 import importlib
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from forge_jax.schedule.request import FinishReason
     from forge_jax.speculate.speculator import SpeculationStats
 
-__version__ = "0.1.0"  # the only copy: pyproject.toml reads it from here
+__version__ = "0.1.0"  # The only definition: pyproject.toml reads it from here.
 
 _MODULES = {
     "forge_jax.engine.adapters": ("LoadedAdapter",),

@@ -1,54 +1,54 @@
-"""Every exception that forge-jax raises on purpose.
+"""The exceptions that forge-jax raises.
 
     ForgeError
     ├── ConfigError            a flag or a field of EngineConfig is wrong
     ├── ModelError             the model cannot be served
-    │   ├── UnsupportedModelError   an architecture, rope type or option nobody has implemented
-    │   └── CheckpointError         a file is missing, broken, or holds the wrong tensors
-    ├── RequestError           the client asked for something that cannot be done; `param` names it
+    │   ├── UnsupportedModelError   an architecture, RoPE type or option is not implemented
+    │   └── CheckpointError         a file is missing, corrupt, or has the wrong tensors
+    ├── RequestError           the request cannot be served; `param` names the field
     │   └── ContextLengthError      it can never fit the context or the KV cache
-    ├── OverloadedError        the queue is full: try again later
+    ├── OverloadedError        the queue is full: retry later
     └── EngineError            the engine failed or has been shut down
-        ├── NumericalError          one request's logits were not finite
-        ├── GrammarError            one request's output could not be held to its grammar
-        │   └── GrammarLimitError       because that costs more than one request may cost
-        ├── StepError               one request made the step fail that computes it, each time
-        └── LostAdapterError        its LoRA adapter could not be loaded again after a crash
+        ├── NumericalError          a request's logits were not finite
+        ├── GrammarError            a request's output no longer matches its grammar
+        │   └── GrammarLimitError       its grammar exceeds the cost limit
+        ├── StepError               every step that computes this request fails
+        └── LostAdapterError        its LoRA adapter could not be reloaded after a crash
 
-`assert` is for our own bugs. These are for theirs: each message names what is wrong and what to do.
+Each message names the problem and the remedy. `assert` is for bugs in forge-jax itself.
 """
 
 
 class ForgeError(Exception):
-    """The root: catch this to catch everything that forge-jax raises on purpose.
+    """The base class of all exceptions that forge-jax raises.
 
-    `str()` names options as Python arguments where Python code set them. `on_command_line` is then
-    the same message with options as flags; None where the two do not differ.
+    `str()` names options as Python arguments in the Python API. `on_command_line` is then the
+    message with options as flags. If it is None, `str()` has the flags itself.
     """
 
     on_command_line: str | None = None
 
 
 class ConfigError(ForgeError):
-    """A flag or a field of `EngineConfig` is wrong."""
+    """A wrong flag or field of `EngineConfig`."""
 
 
 class ModelError(ForgeError):
-    """The model cannot be loaded or served."""
+    """A model that cannot be loaded or served."""
 
 
 class UnsupportedModelError(ModelError):
-    """The model needs something that is not implemented: the message names it."""
+    """A model that needs an unimplemented feature, which the message names."""
 
 
 class CheckpointError(ModelError):
-    """A file of the checkpoint is missing or broken, or holds the wrong tensors."""
+    """A checkpoint with a missing or corrupt file, or with the wrong tensors."""
 
 
 class RequestError(ForgeError):
-    """The request cannot be served as it was asked.
+    """A request that cannot be served as given.
 
-    `param` is the field to change, in the words of the protocol (`"temperature"`).
+    `param` is the protocol's name of the field to change, for example `"temperature"`.
     """
 
     def __init__(self, message: str, *, param: str | None = None):
@@ -57,11 +57,11 @@ class RequestError(ForgeError):
 
 
 class ContextLengthError(RequestError):
-    """The request can never fit into the model's context or into the KV cache."""
+    """A request that can never fit into the model's context or the KV cache."""
 
 
 class OverloadedError(ForgeError):
-    """The queue is full; `retry_after_s` is a guess at when it may not be."""
+    """A full queue. `retry_after_s` estimates when to retry, in seconds."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0):
         super().__init__(message)
@@ -69,24 +69,24 @@ class OverloadedError(ForgeError):
 
 
 class EngineError(ForgeError):
-    """The engine failed, or has been shut down."""
+    """A failure or shutdown of the engine."""
 
 
 class NumericalError(EngineError):
-    """The model gave NaN or infinite logits for this request; other requests are not affected."""
+    """NaN or infinite logits of one request. Other requests are unaffected."""
 
 
 class GrammarError(EngineError):
-    """The output of this request cannot be held to its grammar any further."""
+    """An output that can no longer follow its grammar."""
 
 
 class GrammarLimitError(GrammarError):
-    """The grammar of this request costs more than one may: a simpler one is needed."""
+    """A grammar that exceeds the cost limit. Simplify it."""
 
 
 class LostAdapterError(EngineError):
-    """The LoRA adapter of this request could not be loaded again after the engine's crash."""
+    """A LoRA adapter that could not be reloaded after the engine crashed."""
 
 
 class StepError(EngineError):
-    """The step that computes this request fails each time; other requests are not affected."""
+    """A request whose steps fail every time. Other requests are unaffected."""

@@ -1,4 +1,4 @@
-"""`LLM`: the offline face. Runs `EngineCore` in the caller's thread, for any number of prompts."""
+"""`LLM`: the offline API, which runs `EngineCore` in the caller's thread."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from forge_jax.schedule.request import LoraRef, Request, TokenIds
 
 Prompt = str | Seq[int]
 Messages = Seq[Mapping[str, Any]]
-Lora = str | Seq[str | None] | None  # the name of an adapter, for all prompts or for each
-_Mailbox = list[tuple[str, list[Delta]]]  # (request id, its news), what one call waits for
+Lora = str | Seq[str | None] | None  # one adapter name for all prompts, or one per prompt
+_Mailbox = list[tuple[str, list[Delta]]]  # (request id, its new deltas) for one call
 
 
 class LLM:
-    """A model to generate with, offline.
+    """A model for offline generation.
 
     >>> llm = LLM("forge-tiny")
     >>> [output] = llm.generate("Once upon a time", SamplingParams(max_tokens=32, temperature=0))
@@ -39,27 +39,28 @@ class LLM:
 
     Args:
       model: a folder, a .gguf file, a Hugging Face id, or "forge-tiny", the bundled model.
-      options: any field of `EngineConfig`'s sections: `LLM("forge-tiny", dtype="float32")`. Names
-        that vLLM gives them are accepted, too: `tensor_parallel_size=2`.
+      options: any field of `EngineConfig`'s sections: `LLM("forge-tiny", dtype="float32")`. vLLM's
+        names for them are also accepted: `tensor_parallel_size=2`.
 
     Raises:
-      ModelError: the model cannot be served; the message says why.
-      ConfigError: an option is wrong or does not fit the model.
+      ModelError: if the model cannot be served. The message names the reason.
+      ConfigError: if an option is wrong or does not fit the model.
     """
 
     def __init__(self, model: str = "forge-tiny", **options: Any):
         with python_names():
-            options.setdefault("itl_target_ms", 0)  # nobody waits for single tokens
+            # Offline calls have no inter-token latency to protect.
+            options.setdefault("itl_target_ms", 0)
             self._start(assemble(EngineConfig.from_options(model=str(model), **options)))
 
     @classmethod
     def from_pretrained(cls, model: str, **options: Any) -> LLM:
-        """The same as `LLM(model, **options)`, under the name people know."""
+        """Return `LLM(model, **options)`. The name matches Hugging Face's constructors."""
         return cls(model, **options)
 
     @classmethod
     def from_parts(cls, parts: EngineParts) -> LLM:
-        """An `LLM` on an engine that has been put together by hand (a fake device, say)."""
+        """Return an `LLM` for engine parts that the caller assembled, for example a fake device."""
         llm = cls.__new__(cls)
         llm._start(parts)
         return llm
@@ -73,11 +74,11 @@ class LLM:
             num_requests_with=parts.core.num_requests_with, between_steps=self._between_steps
         )
         self._num_requests = 0
-        self._mailboxes: dict[str, _Mailbox] = {}  # by request; its caller's
-        self._lock = threading.Lock()  # held in a step; taken before the adapters' own
+        self._mailboxes: dict[str, _Mailbox] = {}  # by request id
+        self._lock = threading.Lock()  # held during a step; acquired before the adapters' own lock
 
     def close(self) -> None:
-        """Ends the threads and the process that it began for grammars. It takes none any more."""
+        """Stop the threads and the process that compile grammars. Later grammars are rejected."""
         if self._core.grammars is not None:
             self._core.grammars.close()
 
@@ -97,7 +98,7 @@ class LLM:
 
     @property
     def system_fingerprint(self) -> str | None:
-        """Names what decides the bits of the logits; None without `deterministic=True`."""
+        """Hash of everything that determines the logits' bits; None unless `deterministic=True`."""
         return self._parts.system_fingerprint
 
     @property
@@ -108,23 +109,26 @@ class LLM:
 
     @property
     def loras(self) -> list[LoadedAdapter]:
-        """The adapters that requests may name."""
+        """The adapters that requests can use."""
         return self._adapters.all()
 
     def load_lora(self, name: str, path: str) -> None:
-        """Load a LoRA adapter in PEFT's format; needs the option `max_loras`. Nothing is compiled.
+        """Load a LoRA adapter in PEFT's format, without compiling anything.
+
+        The option `max_loras` must be set.
 
         Raises:
-          RequestError: the name is in use, there is no room, or the adapter does not fit the model.
+          RequestError: if the name is in use, no adapter slot is free, or the adapter does not fit
+            the model.
         """
         with python_names():
             self._adapters.load(name, str(path))
 
     def unload_lora(self, name: str) -> None:
-        """Forget a LoRA adapter.
+        """Unload a LoRA adapter.
 
         Raises:
-          RequestError: there is none of the name, or a request that has not ended takes it.
+          RequestError: if no adapter has this name, or an unfinished request uses it.
         """
         with python_names(), self._lock:
             self._adapters.unload(name)
@@ -145,22 +149,23 @@ class LLM:
         lora: Lora = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Continues prompts: texts, or lists of token ids.
+        """Generate a continuation of each prompt.
 
         Args:
-          prompts: one prompt or many; they run together.
-          params: one for all, or one for each; default: `SamplingParams()`.
-          lora: the name of a LoRA adapter for all, or one for each (None: the model as it is).
-          progress: show a bar.
+          prompts: one prompt or many, each a text or a list of token ids. They run together.
+          params: one for all prompts, or one per prompt. Default: `SamplingParams()`.
+          lora: the name of a LoRA adapter for all prompts, or one name per prompt. None uses the
+            base model.
+          progress: show a progress bar.
 
         Returns:
           One output per prompt, in the order of the prompts.
 
-          A sample whose logits were not finite has the finish reason "error"; the others are
-          not affected.
+          A sample whose logits are not finite has the finish reason "error". Other samples are
+          unaffected.
 
         Raises:
-          RequestError: a prompt or parameter cannot be served; nothing has been generated then.
+          RequestError: if a prompt or parameter cannot be served. No prompt has run then.
         """
         batch: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
         return self._run([self._encode(p) for p in batch], batch, params, lora, progress)
@@ -174,18 +179,19 @@ class LLM:
         lora: Lora = None,
         progress: bool = True,
     ) -> np.ndarray:
-        """The final hidden states of texts (or lists of token ids), pooled: f32[len(prompts), d].
+        """Return the pooled final hidden states of prompts, f32[len(prompts), d].
 
-        The first call compiles the steps that do it.
+        Prompts are texts or lists of token ids. The first call compiles the pooling steps.
 
         Args:
-          pooling: "last": that of the last token; "mean": of all; default: the option `pooling`.
-          normalize: to a length of one (L2).
+          pooling: "last" for the last token's hidden state, "mean" for the mean over all tokens.
+            Default: the option `pooling`.
+          normalize: scale each vector to an L2 norm of 1.
           lora: as in `generate`.
 
         Raises:
-          RequestError: a prompt cannot be served; nothing has been computed then.
-          ForgeError: what ended a request: hidden states that are not finite, say.
+          RequestError: if a prompt cannot be served. No prompt has run then.
+          ForgeError: the error that ended a request, for example hidden states that are not finite.
         """
         batch: list[Any] = [prompts] if _is_prompt(prompts) else list(prompts)
         pooling = self._parts.pooling if pooling is None else pooling
@@ -212,7 +218,10 @@ class LLM:
         progress: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answers one conversation (a list of messages) or many, in the model's chat template."""
+        """Answer one conversation (a list of messages) or many, using the model's chat template.
+
+        `template_options` are passed to the chat template. See `generate` for the rest.
+        """
         one = bool(messages) and isinstance(messages[0], Mapping)
         batch: list[Any] = [messages] if one else list(messages)
         ids = [self._encode_chat(conversation, **template_options) for conversation in batch]
@@ -225,11 +234,11 @@ class LLM:
         *,
         lora: str | None = None,
     ) -> Iterator[Delta]:
-        """The deltas of one prompt (text, token ids or chat messages) as they come.
+        """Yield the deltas of one prompt (text, token ids or chat messages) as they are generated.
 
-        Several streams may be read in turn, also beside `generate` and from other threads.
+        Several streams can be read in turn, also while `generate` runs and from other threads.
 
-        Closing the iterator early aborts the request. After a delta with an error, it is raised.
+        Closing the iterator early aborts the request. A delta's error is raised after that delta.
         """
         if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
             ids = self._encode_chat(prompt)  # type: ignore[arg-type]
@@ -300,12 +309,12 @@ class LLM:
 
     @contextmanager
     def _running(self, requests: Seq[Request]) -> Generator[_Mailbox]:
-        """Queues requests, and gives up what is left of them at the end, however it comes."""
+        """Queue requests; on exit, abort the unfinished ones."""
         mailbox: _Mailbox = []
         try:
             with self._lock:
                 for request in requests:
-                    if request.lora is not None:  # it may have been found long ago
+                    if request.lora is not None:  # it may have been unloaded since it was resolved
                         self._adapters.check(request.lora)
                     self._mailboxes[request.request_id] = mailbox
                     self._core.add(request)
@@ -317,10 +326,10 @@ class LLM:
                     self._mailboxes.pop(request.request_id, None)
 
     def _updates(self, mailbox: _Mailbox) -> _Mailbox:
-        """What has come into a mailbox; runs a step if there is nothing yet.
+        """Return and clear a mailbox's updates. If it is empty, run a step first.
 
-        A step serves every request of this engine: what it brings the others waits in their
-        mailboxes, for another stream or another thread to fetch.
+        A step serves every request of this engine. Updates for other callers wait in their
+        mailboxes.
         """
         with self._lock:
             if not mailbox:
@@ -346,7 +355,7 @@ class LLM:
             pooler.activate_pooling()
 
     def _check(self, request: Request) -> None:
-        """Refuses what cannot be served, its grammar among it, which is compiled here."""
+        """Raise if a request cannot be served. Compile its grammar, if it has one."""
         self._core.check(request)
         self._core.compile_grammar(request)
 
@@ -401,10 +410,10 @@ def _is_prompt(prompts: Any) -> bool:
 
 
 class _Interrupts:
-    """Puts Ctrl-C off until `check`, in the main thread; elsewhere there is nothing to put off.
+    """A context that defers Ctrl-C until `check`. Outside the main thread it has no effect.
 
-    A step that is cut in half cannot be taken back, and a KeyboardInterrupt that falls into a
-    callback of the garbage collector is lost.
+    An interrupted step cannot be undone, and a KeyboardInterrupt that is raised inside a
+    garbage-collector callback is lost.
     """
 
     def __enter__(self) -> _Interrupts:
@@ -422,7 +431,7 @@ class _Interrupts:
             signal.signal(signal.SIGINT, self._before or signal.default_int_handler)
 
     def check(self) -> None:
-        """Does now what Ctrl-C would have done: by default, raises KeyboardInterrupt."""
+        """Run the deferred SIGINT handler, which raises KeyboardInterrupt by default."""
         if self._arrived:
             args, self._arrived = self._arrived[0], []
             if callable(self._before):
@@ -438,7 +447,7 @@ class _Sample:
 
 
 class _Collected:
-    """The deltas of one request, put together."""
+    """The accumulated deltas of one request."""
 
     def __init__(self, request: Request):
         self.request = request
@@ -447,7 +456,7 @@ class _Collected:
         self._num_cached_tokens = 0
 
     def take(self, delta: Delta) -> bool:
-        """Returns whether the request is complete."""
+        """Add a delta. Return True once the request is complete."""
         sample = self._samples[delta.index]
         sample.text.append(delta.text)
         sample.token_ids.extend(delta.token_ids)
@@ -461,7 +470,7 @@ class _Collected:
         return False
 
     def pooled(self) -> bytes:
-        """f32[d]. Raises what ended the request, if that was an error."""
+        """Return the pooled vector as bytes of f32[d], or raise the request's error."""
         last = self._samples[0].last
         assert last is not None
         if last.error is not None:

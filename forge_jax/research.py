@@ -1,12 +1,12 @@
-"""The model as pure functions, for research: load it, step it, differentiate it, look inside.
+"""The model as pure functions, for research: load, step, differentiate and inspect it.
 
     model = forge_jax.load("forge-tiny")
     kv = forge_jax.new_kv(model, num_blocks=64, block_size=16)
     kv, hidden = forge_jax.forward(model, model.leaves, kv, tokens, positions, slot_mapping, ...)
     scores = forge_jax.logits(model, model.leaves, hidden)
 
-The weights are an argument, not a part of the model: jit over them, take gradients of them, replace
-them.
+The weights are an argument of each function, so you can jit over them, differentiate with respect
+to them, or replace them.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from forge_kernels.embed import embed
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model, its weights, and where they came from."""
+    """A model, its weights, and the folder or GGUF file they were read from."""
 
     model: Model
     leaves: Leaves
-    folder: Path  # or GGUF file
+    folder: Path
 
     @property
     def spec(self) -> ModelSpec:
         return self.model.spec
 
     def leaf(self, name: str) -> jax.Array:
-        """A weight by its name in `model.names`, for example "layers.0.attention.qkv.weight"."""
+        """Return a weight by its name in `model.names`, e.g. "layers.0.attention.qkv.weight"."""
         return self.leaves[self.model.names.index(name)]
 
 
@@ -62,19 +62,21 @@ def load(
     gguf_weights: GGUFWeights = "packed",
     progress: bool = True,
 ) -> LoadedModel:
-    """Reads a model and its weights.
+    """Read a model and its weights.
 
     Args:
-      model: "forge-tiny", a folder, a .gguf file, or a Hugging Face id. Of a converted folder the
-        leaves are as they were written, which may be packed for the kernels of CPUs.
+      model: "forge-tiny", a folder, a .gguf file, or a Hugging Face id. The leaves of a converted
+        folder keep the layout they were written in, which may be packed for the CPU kernels.
       dtype: of weights and activations: auto (the checkpoint's), bfloat16, float16 or float32.
       revision: branch, tag or commit of a Hugging Face id.
-      gguf_weights: "decoded" makes floats of the matrices of a GGUF file, as gradients need;
-        "packed-exact" rounds no activations, in a converted folder that is packed.
+      gguf_weights: how to hold the matrices of a GGUF file. "packed" keeps their blocks.
+        "packed-exact" also does, and does not round activations to int8, as "packed" does in a
+        converted folder that is packed. "decoded" converts the matrices to floats, which gradients
+        need.
       progress: show a progress bar on a terminal.
 
     Raises:
-      ModelError: no such model, an unsupported one, or a broken checkpoint.
+      ModelError: if the model does not exist, is not supported, or its checkpoint is corrupt.
     """
     folder = resolve(model, revision)
     record = read_record(folder)
@@ -84,7 +86,7 @@ def load(
         formats = dataclasses.replace(formats, rounded=record.rounded, **dict(record.formats))
         if record.packed and not (jax.default_backend() == "cpu" and cpu.available()):
             raise ModelError(
-                f"{folder} is packed for the C++ kernels of CPUs, which cannot be used here: "
+                f"{folder} is packed for the C++ CPU kernels, which are not available here: "
                 "convert the original model with --kernels xla"
             )
     spec = read_spec(folder)
@@ -100,22 +102,25 @@ def load(
 
 
 def new_kv(model: LoadedModel | Model, num_blocks: int, block_size: int, dtype: Any = None) -> KV:
-    """An empty KV cache: one array [num_blocks, 2, K, block_size, D] per layer.
+    """Return an empty KV cache: one array [num_blocks, 2, K, block_size, D] per layer.
 
     Args:
-      dtype: float32, the model's own, "fp8" or "int8"; the model's by default. On CPU 16-bit types
-        are held as their bits, in uint16 arrays. The cache in 8 bits is a `QuantizedKV` per layer:
-        the elements, and a scale for each token and head.
+      model: its spec gives the number of layers, K and D.
+      num_blocks: blocks per layer.
+      block_size: tokens per block.
+      dtype: float32, the model's dtype (default), "fp8" or "int8". On CPU, 16-bit types are stored
+        as their bits in uint16 arrays. An 8-bit cache is one `QuantizedKV` per layer: the elements,
+        and one scale per token and head.
 
     Raises:
-      ValueError: another type.
+      ValueError: if the dtype is not one of these.
     """
     built = model.model if isinstance(model, LoadedModel) else model
     dtype = jnp.dtype(EIGHT_BITS.get(dtype, dtype or built.dtype))
     if dtype not in (built.dtype, jnp.float32, *EIGHT_BITS.values()):
         raise ValueError(
-            f"the cache of a {built.dtype} model is {built.dtype}, float32, "
-            f"{' or '.join(EIGHT_BITS)}, not {dtype}"
+            f"the KV cache of a {built.dtype} model must be {built.dtype}, float32, "
+            f"{' or '.join(EIGHT_BITS)}, got {dtype}"
         )
     return kv_shape(
         built.spec,
@@ -127,13 +132,13 @@ def new_kv(model: LoadedModel | Model, num_blocks: int, block_size: int, dtype: 
 
 
 def forward(model: LoadedModel | Model, leaves: Leaves, kv: KV, *args: Any, **kwargs: Any) -> Any:
-    """`Model.forward`: (leaves, kv, tokens, positions, ...) -> (kv, hidden)."""
+    """Call `Model.forward`: (leaves, kv, tokens, positions, ...) -> (kv, hidden)."""
     built = model.model if isinstance(model, LoadedModel) else model
     return built.forward(leaves, kv, *args, **kwargs)
 
 
 def logits(model: LoadedModel | Model, leaves: Leaves, hidden: jax.Array) -> jax.Array:
-    """dtype[B, d], after the final norm -> f32[B, V]."""
+    """Return logits f32[B, V] of hidden states dtype[B, d], which include the final norm."""
     built = model.model if isinstance(model, LoadedModel) else model
     return built.logits(leaves, hidden)
 
@@ -149,19 +154,24 @@ def decode_step(
     *,
     implementation: Implementation = "auto",
 ) -> tuple[KV, jax.Array, jax.Array]:
-    """One greedy step of S sequences: feeds each its rows, and says which token comes next.
+    """Run one greedy step of S sequences and return each one's next token.
 
-    A row may be one token (decoding), or a prompt or a part of one. Positions and places in the
-    cache follow from the lengths. Pure and jit-able: `jax.jit(partial(decode_step, model))`.
+    A sequence's new tokens may be one token (decode), a whole prompt, or a chunk of one. Positions
+    and cache slots follow from the lengths. Pure and jittable: `jax.jit(partial(decode_step,
+    model))`.
 
     Args:
-      tokens: i32[T], the sequences' new tokens, one sequence after the other.
-      cu_q_lens: i32[S + 1], where each sequence's tokens start; the last is T or less.
-      kv_lens: i32[S], tokens of each sequence, the new ones included.
-      block_tables: i32[S, max_blocks], blocks of each sequence, enough for `kv_lens`.
+      model: gives the architecture. The weights are `leaves`.
+      leaves: the weights, for example `LoadedModel.leaves`.
+      kv: the KV cache, as `new_kv` returns it.
+      tokens: i32[T], the sequences' new tokens, concatenated. T may exceed their number (padding).
+      cu_q_lens: i32[S + 1], the offset of each sequence's first token. The last entry is at most T.
+      kv_lens: i32[S], tokens of each sequence, including the new ones.
+      block_tables: i32[S, max_blocks], the KV cache blocks of each sequence, enough for `kv_lens`.
+      implementation: the attention kernel; "auto" selects one for the platform.
 
     Returns:
-      (kv, next tokens i32[S], logits f32[S, V] of each sequence's last row).
+      (kv, next tokens i32[S], logits f32[S, V] of each sequence's last token).
     """
     rows, seqs = tokens.shape[0], kv_lens.shape[0]
     blocks, _, _, block_size, _ = kv[0].shape

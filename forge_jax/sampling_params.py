@@ -1,7 +1,6 @@
-"""What a client may ask of the sampler: one frozen object per request, checked where it is made."""
+"""A request's sampling parameters: frozen, and validated on construction."""
 
 # Values are checked at run time because callers may not use a type checker.
-# pyright: reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
 
@@ -25,15 +24,15 @@ MAX_N = 128
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Which numbers a field may have."""
+    """The allowed values of a numeric field."""
 
     low: float
     high: float
     whole: bool = False
-    open_low: bool = False  # more than `low`
+    open_low: bool = False  # exclude `low` itself
 
     def check(self, name: str, value: Any) -> None:
-        """Raises `RequestError`, with `param` named, for anything else."""
+        """Raise `RequestError`, with `param` set to `name`, if the value is not allowed."""
         if self.whole:
             _int(name, value, self.low, self.high)
         else:
@@ -42,7 +41,7 @@ class Range:
 
 TOKEN_ID = Range(0, 2**31 - 1, whole=True)
 BIAS = Range(-100.0, 100.0)
-RANGES = {  # of the fields that are numbers
+RANGES = {  # of the numeric fields
     "n": Range(1, MAX_N, whole=True),
     "max_tokens": Range(0, 2**31 - 1, whole=True),
     "min_tokens": Range(0, 2**31 - 1, whole=True),
@@ -64,42 +63,46 @@ _MAY_BE_NONE = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
 class SamplingParams:
     """How to continue a prompt.
 
-    Penalties follow OpenAI (presence and frequency look at the output only) and CTRL
-    (arXiv:1909.05858; `repetition_penalty` looks at prompt and output). The filters are applied to
-    the temperature-scaled distribution in the order top_k, top_p (arXiv:1904.09751),
-    min_p (arXiv:2407.01082). `logprobs` are of the model's own distribution, before penalties,
-    bias, temperature and filters.
+    Presence and frequency penalties follow OpenAI and count output tokens only.
+    `repetition_penalty` follows CTRL (arXiv:1909.05858) and counts prompt and output tokens.
 
-    Raises `RequestError`, with `param` named, for a value out of range.
+    The filters apply to the temperature-scaled distribution in this order: top_k, top_p
+    (arXiv:1904.09751), min_p (arXiv:2407.01082). `logprobs` describe the model's own distribution,
+    before penalties, bias, temperature and filters.
+
+    Raises:
+      RequestError: if a value is out of range. `param` names the field.
     """
 
     n: int = field(default=1, metadata={"doc": "number of samples of each prompt"})
     max_tokens: int | None = None  # None: up to the context length
-    min_tokens: int = 0  # no end token or stop string ends the output before
+    # Output tokens that must come before an EOS token, stop token or stop string ends the output.
+    min_tokens: int = 0
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int | None = None  # None: a random seed is drawn at admission
+    seed: int | None = None  # None: drawn when the request is submitted
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float], hash=False)
-    logprobs: int | None = None  # alternatives per token, 0..20; None: no logprobs at all
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens (echo with logprobs)
+    # Most likely tokens to report per output token, 0 to 20. None: no logprobs at all.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for prompt tokens (`echo` with `logprobs`)
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    # The form that each output must have. It ends where its grammar ends, so stop, stop_token_ids,
-    # min_tokens and ignore_eos do not cut it short, nor make it longer than its grammar.
+    # The grammar of the output. The output ends where the grammar ends: stop, stop_token_ids,
+    # min_tokens and ignore_eos neither shorten nor extend it.
     structured_outputs: GrammarSpec | None = None
-    # Only these may be sampled; the end token, too, only if it is among them. None: any.
+    # The only tokens that may be sampled. EOS tokens must be listed, too. None: all tokens.
     allowed_token_ids: Sequence[int] | None = None
-    # No output has the tokens of one of these, as they are written with or without a space before
-    # them; the same text in other tokens is not found.
+    # Texts whose tokens never appear in the output, tokenized with and without a leading space.
+    # Other tokenizations of the same text are not detected.
     bad_words: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -114,7 +117,8 @@ class SamplingParams:
             )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
-                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}",
+                f"logit_bias has {len(self.logit_bias)} entries; "
+                f"at most {MAX_LOGIT_BIAS} are allowed",
                 param="logit_bias",
             )
         for token, bias in self.logit_bias.items():
@@ -124,7 +128,7 @@ class SamplingParams:
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise RequestError(
                 f"stop_token_ids has {len(self.stop_token_ids)} entries; "
-                f"at most {MAX_STOP_TOKEN_IDS}",
+                f"at most {MAX_STOP_TOKEN_IDS} are allowed",
                 param="stop_token_ids",
             )
         for token in self.stop_token_ids:
@@ -138,7 +142,7 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         if self.stop and not self.detokenize:
-            raise RequestError("stop strings need detokenize=True", param="stop")
+            raise RequestError("stop strings require detokenize=True", param="stop")
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "bad_words", tuple(self.bad_words))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -150,27 +154,27 @@ class SamplingParams:
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar says which tokens may come."""
+        """True if a grammar restricts the output."""
         return self.structured_outputs is not None
 
     @property
     def masked(self) -> bool:
-        """Whether some tokens may not be sampled, which a mask says."""
+        """True if a mask forbids some tokens."""
         return self.constrained or self.allowed_token_ids is not None or bool(self.bad_words)
 
     @property
     def needs_host_token(self) -> bool:
-        """Whether what may come next depends on the tokens before, so that they must be known."""
+        """True if the mask depends on earlier output tokens, which the host must read first."""
         return self.constrained or bool(self.bad_words)
 
     @property
     def held_tokens(self) -> int:
-        """Output tokens before which the sampler forbids end tokens. With a grammar, masks do."""
+        """Output tokens before which the sampler masks stop tokens; 0 if a grammar's masks do."""
         return 0 if self.constrained else self.min_tokens
 
     @property
     def penalised(self) -> bool:
-        """Whether the sampler must know which tokens have appeared before."""
+        """True if the sampler needs the counts of the sequence's earlier tokens."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
@@ -188,7 +192,7 @@ def _int(name: str, value: Any, low: float, high: float) -> None:
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} must be a number, not {type(value).__name__}", param=name)
-    if not low <= value <= high or (open_low and value == low):  # NaN and infinity among them
+    if not low <= value <= high or (open_low and value == low):  # also catches NaN and infinity
         bound = "greater than" if open_low else "at least"
         raise RequestError(f"{name} must be {bound} {low} and at most {high}", param=name)
 
@@ -197,10 +201,12 @@ def _texts(name: str, texts: Sequence[str], most: int, most_chars: int) -> None:
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise RequestError(f"{name} must be a list of strings", param=name)
     if len(texts) > most:
-        raise RequestError(f"{name} has {len(texts)} strings; at most {most}", param=name)
+        raise RequestError(
+            f"{name} has {len(texts)} strings; at most {most} are allowed", param=name
+        )
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise RequestError(f"{name} must hold non-empty strings", param=name)
+            raise RequestError(f"{name} must contain non-empty strings", param=name)
         if len(text) > most_chars:
             raise RequestError(
                 f"{name}: a string is longer than {most_chars} characters", param=name
@@ -208,12 +214,12 @@ def _texts(name: str, texts: Sequence[str], most: int, most_chars: int) -> None:
 
 
 def _token_ids(name: str, ids: Sequence[int], most: int) -> None:
-    """Without a loop over the ids: there may be as many as a vocabulary has."""
+    """Check token ids without a Python loop: the list can be as long as the vocabulary."""
     if not isinstance(ids, Sequence) or set(map(type, ids)) - {int}:
         raise RequestError(f"{name} must be a list of integers", param=name)
     if not ids:
-        raise RequestError(f"{name} must not be empty: leave it out for all", param=name)
+        raise RequestError(f"{name} must not be empty: omit it to allow all tokens", param=name)
     if len(ids) > most:
-        raise RequestError(f"{name} has {len(ids)} entries; at most {most}", param=name)
+        raise RequestError(f"{name} has {len(ids)} entries; at most {most} are allowed", param=name)
     if min(ids) < 0 or max(ids) > 2**31 - 1:
         raise RequestError(f"{name} must be between 0 and {2**31 - 1}", param=name)

@@ -1,8 +1,8 @@
-"""The LoRA adapters of an engine: loaded, named by requests and unloaded.
+"""The LoRA adapters of an engine: load, find and unload them.
 
-`LLM`, `Engine` and `EngineProcess` share this one implementation. `bind` gives it the two things
-that differ: how to do something between two steps, and which requests take an adapter.
-`checkpoint/adapter.py` reads the files.
+`LLM`, `Engine` and `EngineProcess` share this implementation. `bind` provides what differs: how to
+call a function between two steps, and how many requests use an adapter. `checkpoint/adapter.py`
+reads the files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Run = Callable[[Callable[[], None]], None]  # calls a function between two steps
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedAdapter:
-    """An adapter that requests may take."""
+    """An adapter that requests can use."""
 
     ref: LoraRef
     path: str
@@ -39,13 +39,13 @@ Install = Callable[[LoraRef, str, Run], LoadedAdapter]
 class Adapters:
     """The adapters of one engine. Thread-safe.
 
-    The place of an unloaded adapter is given to the next one, its identity never.
+    The slot of an unloaded adapter is reused, but its identity is not.
 
     Args:
-      places: how many adapters there can be at once; 0: everything about adapters is refused.
-      install: reads the adapter in a folder and puts it at its place on the device, by its last
-        argument between two steps.
-      loaded: adapters that are on the device already.
+      places: maximum number of adapters at once. 0: adapters are disabled.
+      install: reads the adapter in a folder and writes it to its slot on the device. The last
+        argument runs a function between two steps.
+      loaded: adapters that are already on the device.
     """
 
     def __init__(self, places: int, install: Install, loaded: Iterable[LoadedAdapter] = ()):
@@ -61,7 +61,7 @@ class Adapters:
 
     @classmethod
     def none(cls) -> Adapters:
-        """Return the adapters of an engine that was built without places for any."""
+        """Return the adapters of an engine that was built without slots for them."""
 
         def install(ref: LoraRef, path: str, run: Run) -> LoadedAdapter:
             raise AssertionError("an adapter got a place where there is none")
@@ -71,13 +71,13 @@ class Adapters:
     def bind(
         self, *, num_requests_with: Callable[[LoraRef], int], between_steps: Run | None = None
     ) -> None:
-        """Serve an engine that runs from now on. Before, no request takes an adapter.
+        """Serve an engine that runs from now on. Before this, no request uses an adapter.
 
         Args:
-          num_requests_with: how many requests that have not ended take an adapter. Called with
-            this object's lock held.
-          between_steps: calls a function when no step is running, and returns after it; None: at
-            once, for an engine whose process takes care of it.
+          num_requests_with: returns how many unfinished requests use an adapter. Called with this
+            object's lock held.
+          between_steps: calls a function while no step is running, and returns after it. None: call
+            it at once, for an engine whose process handles this.
         """
         self._num_requests_with = num_requests_with
         self._between_steps = between_steps or _at_once
@@ -87,13 +87,13 @@ class Adapters:
             return list(self._loaded.values())
 
     def settled(self) -> list[LoadedAdapter]:
-        """Return all, once no load is under way: none is left out that is about to be there."""
+        """Return all adapters once no load is in progress, so that none is missed."""
         with self._load_ended:
             self._load_ended.wait_for(lambda: not self._loading)
             return list(self._loaded.values())
 
     def find(self, name: str) -> LoraRef:
-        """Return the adapter of a name. Raises `RequestError` if there is none."""
+        """Return the adapter with a name. Raise `RequestError` if there is none."""
         self._check_places()
         with self._lock:
             if name not in self._loaded:
@@ -112,14 +112,14 @@ class Adapters:
             raise RequestError("the LoRA adapter has been unloaded", param="lora")
 
     def load(self, name: str, path: str, *, ref: LoraRef | None = None) -> LoadedAdapter:
-        """Read an adapter and put it on the device; requests can name it afterwards. Blocks.
+        """Read an adapter and write it to the device. Requests can use it afterwards. Blocks.
 
         Args:
-          ref: its place and identity; default: a free place and a new identity.
+          ref: its slot and identity. Default: a free slot and a new identity.
 
         Raises:
-          RequestError: the name is invalid or in use, there is no place left, or the adapter does
-            not fit the model. Nothing has changed then.
+          RequestError: if the name is invalid or in use, no slot is free, or the adapter does not
+            fit the model. No state has changed then.
         """
         self._check_places()
         ref = self._begin(name, ref)
@@ -136,10 +136,10 @@ class Adapters:
                 self._load_ended.notify_all()
 
     def restore(self, adapters: Iterable[LoadedAdapter]) -> dict[str, str]:
-        """Load the adapters of an engine before this one from the same folders.
+        """Load the adapters of a previous engine from the same folders.
 
         Returns:
-          The reason for each adapter that is lost, by its name: its files have changed, say.
+          The reason for each lost adapter by its name, for example that its files have changed.
         """
         lost: dict[str, str] = {}
         for before in adapters:
@@ -154,15 +154,15 @@ class Adapters:
         return lost
 
     def drop(self, name: str) -> None:
-        """Forget an adapter without looking for requests that take it."""
+        """Remove an adapter without checking for requests that use it."""
         with self._lock:
             self._loaded.pop(name, None)
 
     def unload(self, name: str) -> None:
-        """Forget an adapter; its place is free for another.
+        """Remove an adapter and free its slot.
 
         Raises:
-          RequestError: there is none of the name, or a request that has not ended takes it.
+          RequestError: if no adapter has this name, or an unfinished request uses it.
         """
         self._check_places()
         with self._lock:
@@ -174,7 +174,7 @@ class Adapters:
             count = self._num_requests_with(self._loaded[name].ref)
             if count:
                 raise RequestError(
-                    f"{count} requests take this LoRA adapter: unload it when they have ended",
+                    f"{count} requests use this LoRA adapter: unload it when they have ended",
                     param="lora_name",
                 )
             del self._loaded[name]
@@ -187,12 +187,12 @@ class Adapters:
         with self._lock:
             if not LORA_NAME.fullmatch(name):
                 raise RequestError(
-                    "the name of a LoRA adapter has 1 to 128 letters, digits and any of ._:/@+-",
+                    "the name of a LoRA adapter must have 1 to 128 letters, digits or ._:/@+-",
                     param="lora_name",
                 )
             if name in self._loaded or name in self._loading:
                 raise RequestError(
-                    "a LoRA adapter of this name has been loaded already", param="lora_name"
+                    "a LoRA adapter of this name is already loaded", param="lora_name"
                 )
             if ref is not None:
                 self._loading[name] = ref
@@ -201,7 +201,7 @@ class Adapters:
             free = set(range(1, self.places + 1)) - {ref.place for ref in refs}
             if not free:
                 raise RequestError(
-                    f"there are {self.places} LoRA adapters already (--max-loras): unload one",
+                    f"all {self.places} LoRA adapter slots are in use (--max-loras): unload one",
                     param="lora_name",
                 )
             self._num_loads += 1
@@ -211,5 +211,5 @@ class Adapters:
 
 
 def _at_once(call: Callable[[], None]) -> None:
-    """Call a function of an engine that does not run yet."""
+    """Call a function of an engine that is not running yet."""
     call()

@@ -1,7 +1,7 @@
-"""The engine as the event loop sees it: requests in, streams out.
+"""The engine's event-loop interface: requests in, streams out.
 
-`Engine` computes requests in a thread, `EngineProcess` in another process. Both hand over the
-outputs of a step together, by request, and `StreamTable` gives each stream its part.
+`Engine` computes requests in a thread, `EngineProcess` in another process. Both deliver the outputs
+of a step together, by request, and `StreamTable` distributes them to the streams.
 """
 
 from __future__ import annotations
@@ -41,57 +41,57 @@ class EngineStats:
     healthy: bool
     num_running: int
     num_waiting: int
-    num_deferred: int  # of them: they wait for another sequence, and not for room
-    num_slots: int  # how many can run
-    policy: str  # in which order waiting requests are admitted
+    num_deferred: int  # waiting for another sequence, not for room
+    num_slots: int  # maximum number of running sequences
+    policy: str
     tensor_parallel: int  # devices that share the model
-    completed_requests: int  # that ended by themselves: neither aborted nor failed
-    block_size: int  # tokens of a block
+    completed_requests: int  # neither aborted nor failed
+    block_size: int
     num_blocks: int
     num_free_blocks: int  # free, or cached and evictable
     num_used_blocks: int  # held by live sequences
-    num_cached_blocks: int  # of the free ones: kept by the prefix cache until they are evicted
-    evictions: int  # of such blocks
+    num_cached_blocks: int  # of the free ones: in the prefix cache until they are evicted
+    evictions: int  # of cached blocks
     steps: int
-    step_tokens: TokenTotals  # tokens that a step computes
-    step_sequences: int  # of all steps together
+    step_tokens: TokenTotals
+    step_sequences: int  # over all steps
     max_step_sequences: int  # of the largest step
     prompt_tokens: int
-    cached_prompt_tokens: int  # of admitted requests; the others were computed
+    cached_prompt_tokens: int  # of admitted requests; the rest of their prompts were computed
     computed_prompt_tokens: int
     generation_tokens: int
     preemptions: int
     recoveries: int  # after steps that raised
-    restarts: int  # of an engine in a process of its own
-    stalled_s: float  # for how long there has been work, and no step has come back
+    restarts: int  # of an engine in its own process
+    stalled_s: float  # seconds without a completed step, while there is work
     prefix_cache_queries: int  # in tokens
     prefix_cache_hits: int
     compilations_after_ready: int
-    step_phases: dict[Phase, PhaseTotals]  # the host's time by phase of a step
-    startup_seconds: dict[str, float]  # by phase; "serving" and "ready" since the beginning
-    step_token_budget: int  # tokens of the latest step that could take prompts, at most
-    expected_step_s: float | None  # how long such a step takes; None: without a target, or unknown
-    speculation: SpeculationStats | None = None  # where it is off
+    step_phases: dict[Phase, PhaseTotals]
+    startup_seconds: dict[str, float]  # by phase, "serving" and "ready" since the start
+    step_token_budget: int  # token limit of the latest step that could take prompts
+    expected_step_s: float | None  # of such a step, None if unknown
+    speculation: SpeculationStats | None = None  # None: off
 
 
 class AsyncEngine(ABC):
-    """Requests in, streams out, on one event loop; a subclass has them computed.
+    """Requests in, streams out, on one event loop. Subclasses compute the requests.
 
     Attributes that are None or 0 until the engine can serve are set by then.
 
     Attributes:
-      limits: what a request must keep to.
-      adapters: the LoRA adapters; without places if the engine was built for none.
+      limits: limits of every request.
+      adapters: the LoRA adapters; without slots if the engine was built for none.
       lifecycle: the engine's state.
       streams: the open streams, and the requests that wait for their first token.
-      news_interval_s: how long a step's deltas may wait for those of later steps, in seconds, so
-        that the event loop is woken less often. For whole answers that nobody reads as they grow.
-        An engine in a process of its own hands them over at once.
+      news_interval_s: how long a step's deltas may wait for those of later steps, in seconds.
+        Larger values wake the event loop less often. Use it for responses that are not streamed. An
+        engine in its own process delivers deltas at once.
 
     Args:
       rng: draws the seeds of requests that have none.
       clock: seconds, for arrivals.
-      queue_limits: how much may wait for its first token before `submit` refuses more.
+      queue_limits: limits on requests that wait for their first token; `submit` rejects more.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class AsyncEngine(ABC):
         self.limits = Limits(vocab_size=0, context=0, kv_tokens=0)
         self.system_fingerprint: str | None = None
         self.architecture: str | None = None
-        self.pooling: Pooling = "last"  # of requests that name none
+        self.pooling: Pooling = "last"  # default of requests
         self.news_interval_s = 0.0
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
@@ -131,26 +131,26 @@ class AsyncEngine(ABC):
 
     @abstractmethod
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Take no more requests, wait up to `drain_s` for the running ones, abort the rest."""
+        """Reject new requests, wait up to `drain_s` seconds for running ones, abort the rest."""
 
     @abstractmethod
     def stats(self) -> EngineStats: ...
 
     @abstractmethod
     async def look(self) -> EngineState:
-        """Return what the engine holds between two steps, and its steps since the last look.
+        """Return the engine's state between two steps, and its steps since the last call.
 
         Raises:
-          EngineError: the engine is not running.
+          EngineError: if the engine is not running.
         """
 
     @abstractmethod
     async def start_profile(self, folder: Path) -> None:
-        """Start a trace of the engine; `stop_profile` writes it into the folder.
+        """Start a trace of the engine. `stop_profile` writes it into the folder.
 
         Raises:
-          RequestError: a profile is being taken, or the folder cannot be written to.
-          EngineError: the engine is not running.
+          RequestError: if a profile is already running, or the folder is not writable.
+          EngineError: if the engine is not running.
         """
 
     @abstractmethod
@@ -158,65 +158,66 @@ class AsyncEngine(ABC):
         """End the trace and write it.
 
         Raises:
-          RequestError: no profile is being taken, or it could not be written.
-          EngineError: the engine is not running.
+          RequestError: if no profile is running, or it could not be written.
+          EngineError: if the engine is not running.
         """
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Give a request up; its stream ends with finish reason "abort"."""
+        """Abort a request, whose stream ends with finish reason "abort"."""
 
     @abstractmethod
     def _add(self, request: Request) -> None:
-        """Compute a request that has been checked. Raises EngineError if nothing can."""
+        """Compute a request that has been checked. Raise EngineError if that is not possible."""
 
     @abstractmethod
     def _fail(self, error: BaseException) -> None:
-        """End an engine that cannot go on, and every stream with an error; on the event loop."""
+        """Fail the engine, and end every stream with an error. Call it on the event loop."""
 
     # ---- LoRA adapters -------------------------------------------------------------------------
 
     @property
     def loras(self) -> list[LoadedAdapter]:
-        """The adapters that requests may name."""
+        """The adapters that requests can use."""
         return self.adapters.all()
 
     async def load_lora(self, name: str, path: str) -> None:
-        """Load a LoRA adapter in PEFT's format. Requests go on meanwhile, and nothing is compiled.
+        """Load a LoRA adapter in PEFT's format, without a compilation. Requests continue meanwhile.
 
         Raises:
-          RequestError: the name is in use, there is no room, or the adapter does not fit the model.
-          OverloadedError: its process died meanwhile, and is started again without the adapter.
-          EngineError: the engine failed or was stopped meanwhile.
+          RequestError: if the name is in use, no adapter slot is free, or the adapter does not fit
+            the model.
+          OverloadedError: if the engine process died meanwhile. It restarts without the adapter.
+          EngineError: if the engine failed or was stopped meanwhile.
         """
         await asyncio.to_thread(self.adapters.load, name, path)
 
     async def unload_lora(self, name: str) -> None:
-        """Forget a LoRA adapter.
+        """Unload a LoRA adapter.
 
         Raises:
-          RequestError: there is none of the name, or a request that has not ended takes it.
+          RequestError: if no adapter has this name, or an unfinished request uses it.
         """
         self.adapters.unload(name)
 
     # ---- requests ------------------------------------------------------------------------------
 
     def check(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> None:
-        """Refuse what `submit` would refuse because of its content; queue nothing.
+        """Reject a request whose content `submit` would reject, without queueing it.
 
         Raises:
-          RequestError: the request can never be served; `param` names the field.
+          RequestError: if the request can never be served. `param` names the field.
         """
         ids = TokenIds.of(prompt_token_ids)
         request = Request(request_id="", prompt_token_ids=ids, params=params)
         check_request(request, self.limits, self.tokenizer)
 
     async def prepare(self, params: SamplingParams) -> None:
-        """Do the slow part of a `submit` ahead, off the event loop: compile the grammar.
+        """Do the slow part of a later `submit` off the event loop: compile the grammar.
 
         Raises:
-          RequestError: the grammar cannot be used.
-          OverloadedError: it could not be tried now.
+          RequestError: if the grammar cannot be used.
+          OverloadedError: if it could not be compiled now.
         """
         if params.structured_outputs is not None and self.grammars is not None:
             await self.grammars.check_soon(params.structured_outputs)
@@ -235,15 +236,20 @@ class AsyncEngine(ABC):
         """Queue a request. Call it on the event loop that will read the stream.
 
         Args:
-          pooling: asks for the prompt's hidden states, pooled so, in the last delta's `pooled`,
-            instead of an output; `max_tokens` must be 0.
-          lora: the name of a LoRA adapter; None: the model as it is.
+          prompt_token_ids: the prompt, within the model's vocabulary.
+          params: how to continue it.
+          request_id: unique among unfinished requests.
+          priority: lower is served first, if the scheduling policy is "priority".
+          cache_salt: only requests with the same salt share prefix cache blocks.
+          pooling: return the prompt's pooled hidden states in the last delta's `pooled`, instead of
+            an output. `max_tokens` must be 0.
+          lora: the name of a LoRA adapter. None: the base model.
 
         Raises:
-          RequestError: the request can never be served; `param` names the field.
-          OverloadedError: too much waits already.
-          EngineError: the engine has failed or is stopping, or streams of another event loop
-            are being read.
+          RequestError: if the request can never be served. `param` names the field.
+          OverloadedError: if the queue is full.
+          EngineError: if the engine has failed or is stopping, or streams of another event loop are
+            being read.
         """
         seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
         request = Request(
@@ -260,10 +266,10 @@ class AsyncEngine(ABC):
         return self.submit_request(request)
 
     def submit_request(self, request: Request) -> Stream:
-        """Queue a request that has been built. Its `outputs` so far are not streamed again.
+        """Queue a prepared request. Existing `outputs` are not streamed again.
 
         Raises:
-          as `submit`.
+          ForgeError: as `submit`.
         """
         if not self.lifecycle.takes_requests:
             raise EngineError(f"the engine takes no requests: it is {self.lifecycle.state}")
@@ -284,7 +290,7 @@ class AsyncEngine(ABC):
     async def generate(
         self, prompt: str | list[int], params: SamplingParams | None = None, **kwargs: Any
     ) -> AsyncIterator[Delta]:
-        """Stream the deltas of one prompt: text or token ids. Leaving the loop early aborts it."""
+        """Stream the deltas of one prompt, text or token ids. Leaving the loop early aborts it."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("this model has no tokenizer: pass token ids", param="prompt")
@@ -300,9 +306,8 @@ class AsyncEngine(ABC):
             stream.abort()
 
     def abort_all(self) -> None:
-        """Give every request up."""
         self.streams.abort_all()
 
     def shed(self) -> bool:
-        """End the newest request that has had no token, with an OverloadedError; False if none."""
+        """End the newest request without a token with an OverloadedError. False if none."""
         return self.streams.shed()

@@ -1,8 +1,9 @@
-"""Puts an engine together from its configuration: the one place that knows all the parts.
+"""Assembly of an engine from its configuration. Only this module imports all parts.
 
-First the files are checked, and executables start to compile from shapes alone while the weights
-are read. When the first executables are ready, XLA's figures are compared with the memory, the KV
-cache is made, and each of them runs once: the engine can serve. The others are activated later.
+The files are checked first. Executables then compile from shapes alone while the weights are read.
+When the first executables are ready, their memory needs, as XLA reports them, are compared with the
+available memory. The KV cache is then allocated, each executable runs once, and the engine can
+serve. The other executables are activated later.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ CPU_ITL_TARGET_MS = 200.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Design:
-    """Everything that is chosen and checked before the first executable compiles."""
+    """All choices and checks before the first executable compiles."""
 
     config: EngineConfig
     folder: Path
@@ -108,18 +109,18 @@ class _Design:
 
     @property
     def place(self) -> jax.Device | jax.sharding.Sharding:
-        """Where arrays lie that every device has whole."""
+        """The placement of arrays that are replicated on every device."""
         return self.device if self.mesh is None else self.mesh.whole
 
     def missing_bytes(self, runner: Runner) -> int:
-        """Return how much more memory the first executables need than there is. Waits for them."""
+        """Return the bytes by which the first executables exceed the memory. Waits for them."""
         return runner.memory_bytes() + self.sizes.draft_bytes - self.memory_limit
 
 
 def assemble(
     config: EngineConfig, startup: StartupTimes | None = None, folder: Path | None = None
 ) -> EngineParts:
-    """Resolve, check, compile and load; block until the engine can run.
+    """Resolve, check, compile and load. Block until the engine can run.
 
     Executables that are not ready by then are in `EngineParts.late`.
 
@@ -128,8 +129,8 @@ def assemble(
       folder: of the model, as `resolve` returned it. Default: resolved here.
 
     Raises:
-      ModelError: the model cannot be served.
-      ConfigError: the configuration does not fit the model or the machine.
+      ModelError: if the model cannot be served.
+      ConfigError: if the configuration does not fit the model or the machine.
     """
     startup = startup or StartupTimes()
     design = _design(config, startup, folder)
@@ -184,7 +185,7 @@ def _design(config: EngineConfig, startup: StartupTimes, folder: Path | None) ->
         mesh = choose_mesh(config, device)
         shards = 1 if mesh is None else mesh.shards
         check_shards(spec, shards)
-        if mesh is not None:  # sizes that fit the one with the least memory fit all
+        if mesh is not None:  # sizes that fit the device with the least memory fit all
             device = min(mesh.devices, key=lambda each: free_bytes(each, shards))
         record = read_converted(config, folder)
     with startup.phase("kernels"):  # C++ kernels are compiled at the first start
@@ -194,11 +195,11 @@ def _design(config: EngineConfig, startup: StartupTimes, folder: Path | None) ->
         if lora is not None and record is not None and record.packed:
             raise ConfigError(
                 f"LoRA adapters: {folder} was converted with gates and ups packed together, which "
-                "adapters forbid; serve the model that it was made of"
+                "adapters do not support: serve the original model"
             )
         formats = dataclasses.replace(kernels.formats, lora=lora is not None)
         model = build_model(spec, config.model.dtype, formats, shards)
-        check_weights(model, folder)  # before anything that takes long
+        check_weights(model, folder)  # before anything slow
         if lora is not None:
             _check_adapters(config, model, lora)
         draft = _choose_draft(config, model, kernels, device)
@@ -216,14 +217,13 @@ def _design(config: EngineConfig, startup: StartupTimes, folder: Path | None) ->
         mesh=mesh,
         lora=lora,
         draft=draft,
-        memory_limit=free_bytes(device, shards),  # before the arrays below take some of it
+        memory_limit=free_bytes(device, shards),  # before the arrays below use some of it
         draft_probs=_make_draft_probs(config, draft, device if mesh is None else mesh.whole),
         sizes=sizes,
     )
 
 
 def _load_weights(design: _Design) -> tuple[Leaves, Leaves]:
-    """Return the weights of the model and of the draft model."""
     leaves = load_weights(
         design.model,
         design.folder,
@@ -237,17 +237,17 @@ def _load_weights(design: _Design) -> tuple[Leaves, Leaves]:
 
 
 def _fit_memory(design: _Design, runner: Runner) -> tuple[_Design, Runner]:
-    """Compare XLA's figures with the memory; return a smaller design if there is too little.
+    """Compare XLA's memory needs with the memory. Return a smaller design if there is too little.
 
     Raises:
-      ConfigError: no smaller KV cache makes room.
+      ConfigError: if even a smaller KV cache does not fit.
     """
     runner.allocate()
     missing = design.missing_bytes(runner)
     if missing <= 0:
         return design, runner
     runner.background.cancel()
-    runner.release()  # the caller still refers to it, and the next KV cache needs its room
+    runner.release()  # the caller still references it, and the next KV cache needs its memory
     design = dataclasses.replace(design, sizes=design.sizes.smaller(design.config, missing))
     runner = _make_runner(design)
     missing = design.missing_bytes(runner)
@@ -255,7 +255,7 @@ def _fit_memory(design: _Design, runner: Runner) -> tuple[_Design, Runner]:
         runner.background.cancel()
         raise ConfigError(
             f"the steps need {missing / GIB:.2f} GiB more than the device has, with "
-            f"{design.sizes.kv.num_blocks} KV blocks: set --num-blocks to less"
+            f"{design.sizes.kv.num_blocks} KV cache blocks: lower --num-blocks"
         )
     return design, runner
 
@@ -294,7 +294,7 @@ def _make_core(
 ) -> EngineCore:
     config, sizes, spec = design.config, design.sizes, design.spec
     eos_token_ids = _eos_token_ids(spec, tokenizer)
-    # The C++ kernels leave unused rows out.
+    # The C++ kernels skip unused rows.
     step_sizes = None if design.model.packings else runner.options.prompt_sizes
     scheduler = make_scheduler(
         config,
@@ -320,10 +320,10 @@ def _make_core(
 def choose_budget(
     config: EngineConfig, step_sizes: list[int] | None, device: jax.Device
 ) -> TokenBudget | None:
-    """Return the budget of steps with an inter-token latency target; None without one.
+    """Return the token budget for the inter-token latency target; None without a target.
 
     Args:
-      step_sizes: tokens that a step with prompts may have; None: any number.
+      step_sizes: possible token counts of a step with prompts; None: any.
     """
     target_ms = config.batch.itl_target_ms
     if target_ms is None:
@@ -344,7 +344,7 @@ def choose_budget(
 def _finish_later(
     runner: Runner, scheduler: Scheduler, compilations: SinceReady
 ) -> BackgroundCompile | None:
-    """Raise the scheduler's limits as executables become active; None if all of them are."""
+    """Raise the scheduler's limits as executables become active. None if all of them are."""
     background = runner.background
 
     def keep_to_limits() -> None:
@@ -360,7 +360,7 @@ def _finish_later(
 
 
 def _lora_shape(config: EngineConfig) -> LoraShape | None:
-    """Return None without adapters: then nothing is compiled for them."""
+    """Return the adapters' shape; None without adapters, for which nothing is compiled then."""
     asked = config.model.max_loras
     places = len(config.model.lora) if asked is None else asked
     return LoraShape(places=places, rank=config.model.max_lora_rank) if places else None
@@ -375,7 +375,7 @@ def _check_adapters(config: EngineConfig, model: Model, shape: LoraShape) -> Non
 
 
 def _load_adapters(design: _Design, shape: LoraShape, runner: Runner) -> Adapters:
-    """Load the adapters that `--lora` names. Nothing runs yet: everything is between two steps."""
+    """Load the adapters of `--lora`. No step is running yet."""
 
     def install(ref: LoraRef, path: str, run: Run) -> LoadedAdapter:
         adapter = read_adapter(Path(path), design.model, shape)
@@ -395,7 +395,7 @@ def _load_adapters(design: _Design, shape: LoraShape, runner: Runner) -> Adapter
 def _make_draft_probs(
     config: EngineConfig, draft: Draft | None, device: jax.Device | jax.sharding.Sharding
 ) -> DraftProbs | None:
-    """Return the place where a draft model leaves its distributions; None if no step needs them."""
+    """Return the buffer for a draft model's distributions; None if no step needs them."""
     if draft is None or config.speculation.draft_verification == "coupled":
         return None
     return DraftProbs(
@@ -471,10 +471,10 @@ def _make_draft_model(design: _Design, draft: Draft, runner: Runner) -> DraftMod
 
 
 def choose_device(config: EngineConfig) -> jax.Device:
-    """Return the device that `--backend` and `--device` name.
+    """Return the device that `--backend` and `--device` select.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: if it does not exist.
     """
     backend, index = config.parallel.backend, config.parallel.device
     try:
@@ -482,7 +482,7 @@ def choose_device(config: EngineConfig) -> jax.Device:
     except RuntimeError as error:
         raise ConfigError(
             f"--backend {backend}: JAX finds no such device here"
-            + (" (a CUDA host needs the extra cuda13 of this project)" if backend == "cuda" else "")
+            + (" (CUDA needs this project's extra cuda13)" if backend == "cuda" else "")
         ) from error
     if not 0 <= index < len(devices):
         raise ConfigError(f"--device {index}: there are {len(devices)} devices (0 is the first)")
@@ -502,7 +502,7 @@ def read_converted(config: EngineConfig, folder: Path) -> Record | None:
     """Return the record of a converted folder; None for any other.
 
     Raises:
-      CheckpointError: it is broken, or not of what `--dtype` and `--quantization` ask for.
+      CheckpointError: if it is corrupt, or does not match `--dtype` and `--quantization`.
     """
     record = read_record(folder)
     if record is not None:
@@ -512,13 +512,13 @@ def read_converted(config: EngineConfig, folder: Path) -> Record | None:
 
 
 def read_model_spec(config: EngineConfig, folder: Path) -> ModelSpec:
-    """Return the spec, without blocks if the matrices of a GGUF file are to be decoded.
+    """Return the spec. If a GGUF file's matrices must be decoded, it has no blocks.
 
-    `--quantization` rounds what they decode to.
+    `--quantization` then rounds the decoded values.
 
     Raises:
       ModelError: as `read_spec`.
-      CheckpointError: a converted folder has them in blocks, which can only stay.
+      CheckpointError: if a converted folder has them in blocks, which cannot be decoded.
     """
     spec, wanted = read_spec(folder), config.model
     if spec.ggml_types is None or (
@@ -530,33 +530,33 @@ def read_model_spec(config: EngineConfig, folder: Path) -> ModelSpec:
         if wanted.quantization != "none":
             option = f"--quantization {wanted.quantization}"
         raise CheckpointError(
-            f"{option}: {folder} was converted with its matrices in blocks: leave it out, or "
+            f"{option}: {folder} was converted with its matrices in blocks: omit the option, or "
             "convert the original model again with it"
         )
     return decoded(spec)
 
 
 def may_map(config: EngineConfig, device: jax.Device) -> bool:
-    """True if the device may compute on the files of a converted folder, mapped into memory."""
+    """Return True if the device may use the files of a converted folder by memory mapping."""
     return config.model.mmap and device.platform == "cpu"
 
 
 def choose_kernels(
     config: EngineConfig, spec: ModelSpec, device: jax.Device, record: Record | None = None
 ) -> Kernels:
-    """The C++ kernels where they can be used, the plain XLA forms elsewhere.
+    """Return the C++ kernels if they can be used, and plain XLA otherwise.
 
     Args:
-      record: of a converted folder, whose matrices stay in the formats that they have there.
+      record: of a converted folder, whose matrices keep their formats.
 
     Raises:
-      ConfigError: quantised or packed weights where there are no kernels for them.
+      ConfigError: if weights are quantised or packed but no kernel supports them.
     """
     quantization = config.model.quantization if record is None else record.quantization
     if quantization != "none" and spec.quantization is not None:
         raise ConfigError(
-            f"--quantization {quantization}: the checkpoint is quantised already "
-            f"({spec.quantization.method}, by {spec.quantization.where}); leave the flag out"
+            f"--quantization {quantization}: the checkpoint is already quantised "
+            f"({spec.quantization.method}, by {spec.quantization.where}): omit the flag"
         )
     dtype = resolve_dtype(spec, config.model.dtype)
     packed: Format = quantization if quantization in ("int8", "int4") else "bf16"
@@ -572,7 +572,7 @@ def choose_kernels(
         reason = f"{record.folder} has plain matrices: convert the original model here to use them"
         log.warning("plain XLA, without the CPU kernels: %s", reason)
     else:
-        # int4 is too coarse for the vocabulary. A plain embedding is the fastest to take rows from.
+        # int4 is too coarse for the vocabulary. A plain embedding has the fastest row lookup.
         formats = WeightFormats(
             layers=packed,
             head="int8" if packed == "int4" else packed,
@@ -599,10 +599,10 @@ def choose_kernels(
 
 
 def _has_cpu_kernels(config: EngineConfig) -> bool:
-    """Load the C++ kernels; False if they cannot be had.
+    """Load the C++ kernels. Return False if they are not available.
 
     Raises:
-      ConfigError: the instruction set that is asked for cannot be used.
+      ConfigError: if the requested instruction set cannot be used.
     """
     isa = None if config.model.kernels == "auto" else config.model.kernels
     try:
@@ -617,8 +617,8 @@ def _choose_draft(
     """Return the model that `--draft-model` names; None without one.
 
     Raises:
-      ModelError: it cannot be served.
-      ConfigError: it does not fit the model.
+      ModelError: if it cannot be served.
+      ConfigError: if it does not fit the model.
     """
     name, layers = config.speculation.draft_model, config.speculation.draft_layers
     if name is None:
@@ -641,8 +641,8 @@ def _choose_draft(
     record = read_converted(config, folder)
     if record is not None and record.shards > 1:
         raise ConfigError(
-            f"--draft-model {name} was converted for {record.shards} devices, and a draft model of "
-            "its own is whole on each: convert the original model without --tensor-parallel"
+            f"--draft-model {name} was converted for {record.shards} devices, but a separate draft "
+            "model is replicated on each: convert the original model without --tensor-parallel"
         )
     own = choose_kernels(config, spec, device, record)
     model = build_model(spec, config.model.dtype, own.formats)
@@ -653,11 +653,11 @@ def _choose_draft(
 def use_compilation_cache(config: EngineConfig) -> None:
     """Turn JAX's persistent compilation cache on or off, for the whole process.
 
-    Only the user may write to its folder: an executable that is read from it is run. A folder that
-    JAX's own setting names is held to that too, unless it is a URL.
+    Only the user may write to its folder, because JAX runs the executables in it. This also
+    applies to a folder of JAX's own setting, unless it is a URL.
 
     Raises:
-      ConfigError: `--compile-cache` or JAX's setting names a folder that cannot be used, or that
+      ConfigError: if `--compile-cache` or JAX's setting names a folder that cannot be used, or that
         others can write to.
     """
     parallel = config.parallel
@@ -674,7 +674,7 @@ def use_compilation_cache(config: EngineConfig) -> None:
                 f"JAX_COMPILATION_CACHE_DIR {from_jax}: {fault}, or use --no-compile-cache"
             )
         if fault:
-            log.warning("no compilation cache, every start compiles anew: %s: %s", folder, fault)
+            log.warning("no compilation cache, every start recompiles: %s: %s", folder, fault)
             enabled = False
         else:
             drop_broken_entries(folder)
@@ -691,7 +691,7 @@ def use_compilation_cache(config: EngineConfig) -> None:
 def _eos_token_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> frozenset[int]:
     if len(spec.eos_token_ids) > MAX_END_TOKENS:
         raise UnsupportedModelError(
-            f"eos_token_id: {len(spec.eos_token_ids)} ids, and {MAX_END_TOKENS} are supported"
+            f"eos_token_id: {len(spec.eos_token_ids)} ids; at most {MAX_END_TOKENS} are supported"
         )
     if spec.eos_token_ids:
         return frozenset(spec.eos_token_ids)

@@ -1,7 +1,7 @@
-"""Commands to the thread or the process that computes: one type each, frozen.
+"""Commands to the thread or process that computes: one frozen type each.
 
-`Submit` and `Abort` are the same for both. They are msgspec structs with a tag, so that a process
-can receive them (`process/messages.py` has its other messages). The rest is for the engine thread.
+Both accept `Submit` and `Abort`. These are tagged msgspec structs, so that a process can receive
+them (`process/messages.py` has its other messages). The rest is for the engine thread.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
-    """Queue a request that has been checked."""
+    """Command to queue a request that has been checked."""
 
     request: Request
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """Give a request up; nothing happens if it has ended."""
+    """Command to abort a request. No effect if it has ended."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call a function between two steps. What it raises is raised by `done`."""
+    """Command to call a function between two steps. `done` receives its exception, if any."""
 
     function: Callable[[], None]
     done: Future[None]
@@ -50,21 +50,21 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ActivateExecutables:
-    """Use the executables that have been compiled since the engine started."""
+    """Command to use the executables that have been compiled since the engine started."""
 
     late: BackgroundCompile
 
 
 @dataclass(frozen=True, slots=True)
 class ActivatePooling:
-    """Use the executables that pool hidden states."""
+    """Command to use the executables that pool hidden states."""
 
     pooler: Pooler
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Abort what is left and end the thread."""
+    """Command to abort what is left and end the thread."""
 
 
 Command = Submit | Abort | Call | ActivateExecutables | ActivatePooling | Stop

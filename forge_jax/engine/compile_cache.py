@@ -1,4 +1,4 @@
-"""Where compiled executables are kept, and what a folder for them must be."""
+"""The folder of compiled executables, and the checks that it must pass."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from pathlib import Path
 
 from forge_kernels.private_files import file_fault, foreign_write_fault
 
-ENTRIES = "*-cache"  # JAX's names of executables
-LOOKED = ".looked"  # its time: when the last look at the entries began
+ENTRIES = "*-cache"  # JAX's file names of executables
+LOOKED = ".looked"  # its mtime is the start of the last scan
 ZSTD = b"\x28\xb5\x2f\xfd"
 
 log = logging.getLogger(__name__)
 
 
 def default_cache_folder() -> Path:
-    """Of the compilation cache, unless a flag or JAX's own setting names another."""
+    """Return the compilation cache's folder, unless a flag or JAX's own setting names another."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "forge-jax" / "xla"
 
 
 def is_url(place: str | None) -> bool:
-    """True of a bucket (`gs://...`), which JAX takes for a cache and which has no mode."""
+    """Return True for a bucket (`gs://...`), which JAX accepts as a cache and which has no mode."""
     return place is not None and "://" in place
 
 
 def foreign_entries_fault(folder: Path) -> str | None:
-    """Remove files that others wrote, or can write to. Return what cannot be removed, or None.
+    """Remove files that other users wrote, or can write to.
 
-    They may have been put there before the folder became private, and JAX runs what it finds.
+    They may have been put there before the folder became private, and JAX executes cache entries.
+
+    Returns:
+      A description of an entry that cannot be removed, or None.
     """
     for base, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -57,30 +60,30 @@ def foreign_entries_fault(folder: Path) -> str | None:
 
 
 def drop_broken_entries(folder: Path) -> None:
-    """Removes entries of the compilation cache that a process was killed in the middle of writing.
+    """Remove cache entries that a process was writing when it was killed.
 
-    JAX writes them in place, and never again what is there: every start would fail to read it, warn
-    and compile anew. Looked at is what has been written since the last look. One that another
-    process is writing just now may go, too, which costs no more than a compilation.
+    JAX writes entries in place and never replaces them. Every start would fail to read such an
+    entry, warn and compile again. Only entries written since the last scan are checked. An entry
+    that another process is writing may also be removed, which costs at most one compilation.
     """
     mark, begun = folder / LOOKED, folder / f"{LOOKED}-new"
-    with contextlib.suppress(FileNotFoundError):  # another process has looked, too
+    with contextlib.suppress(FileNotFoundError):  # another process has scanned, too
         begun.touch()
         since = mark.stat().st_mtime_ns if mark.exists() else 0
         for file in folder.glob(ENTRIES):
             _drop_if_broken(file, since)
-        begun.replace(mark)  # not before the end: who is killed while he looks has not looked
+        begun.replace(mark)  # only at the end, so that an interrupted scan is repeated
 
 
 def _drop_if_broken(file: Path, since: int) -> None:
     try:
         if file.stat().st_mtime_ns >= since and not _is_whole(file.read_bytes()):
             file.unlink()
-            log.warning("removed half of a compiled executable: %s", file.name)
+            log.warning("removed an incomplete compiled executable: %s", file.name)
     except FileNotFoundError:  # another process has removed it
         pass
     except OSError as error:
-        log.warning("cannot look at a compiled executable: %s: %s", file.name, error.strerror)
+        log.warning("cannot read a compiled executable: %s: %s", file.name, error.strerror)
 
 
 def _is_whole(data: bytes) -> bool:
@@ -90,7 +93,7 @@ def _is_whole(data: bytes) -> bool:
         from compression import zstd
 
         decompressor, broken = zstd.ZstdDecompressor(), zstd.ZstdError
-    else:  # in another form, which cannot be looked into here
+    else:  # unknown compression, which cannot be checked
         return bool(data)
     try:
         decompressor.decompress(data)

@@ -1,9 +1,9 @@
 """`Constraints`: the masks that grammars and token lists apply to the rows of a step.
 
-A constrained row samples under a mask. The mask of a grammar depends on all tokens before it, and
-the mask of bad words on the last ones. So the last token of such a sequence must be on the host
+A constrained row samples under a mask. A grammar's mask depends on all tokens before it, and the
+mask of bad words on the last ones. The last token of such a sequence must therefore be on the host
 before its next step. The masks of a step are filled together, in threads, without the GIL. A list
-of allowed tokens alone has the same mask at each step, and waits for nothing.
+of allowed tokens alone has the same mask at each step, so it needs no token on the host.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from forge_jax.grammar.token_filter import Follower, TokenFilter
 
 MAX_THREADS = 8
-MASK_BURST_S, MASK_S = 0.5, 0.01  # CPU time of a request's masks: at once, and for each mask
-MANY = 3  # one in so many
+MASK_BURST_S, MASK_S = 0.5, 0.01  # CPU time per request: initial allowance, and per mask
+MANY = 3  # threshold of `hold_up`: one constrained sequence in three
 
 
 @dataclass(slots=True, weakref_slot=True)
 class _Charge:
-    """The CPU time that the masks of a request have taken, for all of its samples together."""
+    """The CPU time that the masks of a request have taken, over all of its samples."""
 
-    spent_s: float = 0.0  # CPU time
+    spent_s: float = 0.0
     masks: int = 0
 
     @property
     def over(self) -> bool:
-        """True if it is more than one request may cost."""
+        """True if it exceeds the limit for one request."""
         return self.spent_s > MASK_BURST_S + MASK_S * self.masks
 
 
@@ -55,18 +55,19 @@ class _Held:
     matcher: Matcher | None
     follower: Follower | None
     charge: _Charge
-    not_stops: np.ndarray | None = None  # the mask of min_tokens, if the step applies one
+    # The mask that the device applies for min_tokens, or None.
+    not_stops: np.ndarray | None = None
 
     @property
     def stopped(self) -> bool:
-        """True if the output is complete and nothing can be added."""
+        """True if the output is complete and no token may follow."""
         return self.matcher is not None and self.matcher.stopped
 
     def accept(self, token_ids: Seq[int]) -> None:
-        """Follow the output by some tokens.
+        """Advance by output tokens.
 
         Raises:
-          GrammarError: one of them is not allowed there.
+          GrammarError: if a token is not allowed.
         """
         if self.follower is not None:
             self.follower.accept(token_ids)
@@ -82,22 +83,22 @@ class _Held:
 
 
 class _Rows(NamedTuple):
-    """The rows of one sequence that sample: `first`, and one more after each draft."""
+    """A sequence's rows that sample: `first`, and one more after each draft token."""
 
     seq: Sequence
     held: _Held
     first: int
-    num_output: int  # before the first
+    num_output: int  # output tokens before the first row
     drafts: tuple[int, ...] = ()
 
 
 class Constraints:
-    """The constraints of all live sequences. One thread owns it.
+    """The constraints of all live sequences, owned by one thread.
 
     Args:
       vocab_size: the model's output width.
       end_ids: the tokens that end an output.
-      clock: CPU seconds of the calling thread, charged to requests for their masks.
+      clock: CPU seconds of the calling thread, to charge requests for their masks.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class Constraints:
         self.clock = clock
         self.held: dict[Sequence, _Held] = {}  # the constrained sequences
         self._charges: WeakValueDictionary[str, _Charge] = WeakValueDictionary()  # by request id
-        self._followed: dict[Sequence, GrammarError | None] = {}  # their next update is known
-        self._dead_ends: dict[Sequence, RequestError] = {}  # behind drafts of the step in flight
+        # Sequences that `follow_early` has advanced, with its error.
+        self._followed: dict[Sequence, GrammarError | None] = {}
+        self._dead_ends: dict[Sequence, RequestError] = {}  # after drafts of the step in flight
         self._words = mask_width(vocab_size)
         self._vocab_size = vocab_size
         self._not_ends = self._all_but(end_ids)
@@ -126,14 +128,14 @@ class Constraints:
         return MaskPool(min(os.cpu_count() or 1, MAX_THREADS), clock=self.clock)
 
     def __bool__(self) -> bool:
-        """True if any sequence has a constraint."""
+        """Return True if any sequence has a constraint."""
         return bool(self.held)
 
     def add(self, seq: Sequence, grammar: Grammar | None, tokens: TokenFilter | None) -> bool:
-        """Begin a sequence after the output that it has; return False if that is complete.
+        """Add a sequence and advance past its existing output. Return False if that is complete.
 
         Raises:
-          GrammarError: its constraints do not allow the output.
+          GrammarError: if its constraints do not allow the output.
         """
         held = _Held(
             None if grammar is None else grammar.matcher(),
@@ -149,28 +151,31 @@ class Constraints:
         return True
 
     def end(self, seq: Sequence) -> None:
-        """Drop a sequence that has ended, whether it has a constraint or not."""
+        """Drop a sequence that has ended. It need not have a constraint."""
         for known in (self.held, self._followed, self._dead_ends):
             known.pop(seq, None)
 
     def waits(self, seqs: Seq[Sequence]) -> bool:
-        """True if the step in flight, which is of `seqs`, should be read before the next begins.
+        """Return True if the step in flight, of `seqs`, should be read before the next is planned.
 
-        Sequences that need their last token on the host cannot be in the next step before that. If
-        they are few, the others go ahead, and the masks are filled while the device is busy: they
-        follow in the step after. If they are many, half-empty steps cost more than waiting. With C
-        of them beside F others, steps of s seconds and a host that keeps the device waiting for g,
-        waiting gives more tokens per second if s / g > 2 F / C + 1; s / g is 4 and more.
+        Sequences that need their last token on the host cannot be in the next step before it is
+        read. If they are few, the others go ahead. The masks are then filled while the device is
+        busy, and the constrained sequences follow in the step after. If they are many, half-empty
+        steps cost more than waiting.
+
+        There are C constrained and F free sequences. A step takes s seconds, and the host keeps the
+        device waiting for g seconds. Waiting gives more tokens per second if s / g > 1 + 2 F / C.
+        The measured s / g is 4 or more.
         """
         return self.hold_up([seq for seq in seqs if seq.num_pending > 0], len(seqs))
 
     def hold_up(self, seqs: Seq[Sequence], of: int | None = None) -> bool:
-        """True if sequences that need the host are a third of a step of `of`, or of `seqs`."""
+        """Return True if a third of `of` (default: `len(seqs)`) sequences need the host's tokens."""
         blocked = sum(seq.needs_host_token and seq in self.held for seq in seqs)
         return blocked > 0 and blocked * MANY >= (len(seqs) if of is None else of)
 
     def cut(self, drafts: Mapping[Sequence, tuple[int, ...]]) -> dict[Sequence, tuple[int, ...]]:
-        """Return the drafts, each cut at its first invalid token, without empty ones."""
+        """Truncate each draft at its first invalid token, and omit empty ones."""
         kept: dict[Sequence, tuple[int, ...]] = {}
         for seq, draft in drafts.items():
             held = self.held.get(seq)
@@ -186,18 +191,19 @@ class Constraints:
         """Fill the masks of a plan. Rows of sequences that fail may sample anything.
 
         Args:
-          seqs: of the plan, in its order.
+          seqs: the plan's sequences, in its order.
 
         Returns:
-          i32[num_rows, mask_width], or None if no row has a constraint; and the sequences that
-          cannot go on, each with its error.
+          i32[num_rows, mask_width], or None if no row has a constraint, and the sequences that
+          cannot continue, each with its error.
         """
         self._dead_ends.clear()
         rows = list(self._rows(plan, seqs))
         if not rows:
             return None, []
         masks = np.full((plan.num_rows, self._words), -1, np.int32)
-        rows = [row for row in rows if not row.held.stopped]  # else void: it ended the step before
+        # The row of a stopped sequence is void: the sequence ended in the step before.
+        rows = [row for row in rows if not row.held.stopped]
         failed: dict[Sequence, ForgeError] = {**self._fill_by_grammars(rows, masks)}
         for row in rows:
             if row.seq not in failed and (error := self._finish(row, masks)) is not None:
@@ -224,7 +230,7 @@ class Constraints:
     def _fill_by_grammars(
         self, rows: list[_Rows], masks: np.ndarray
     ) -> dict[Sequence, GrammarError]:
-        """Fill the rows of sequences with a grammar; return the sequences whose grammar failed."""
+        """Fill the rows of sequences with a grammar. Return the sequences whose grammar failed."""
         work = {row.held.matcher: row for row in rows if row.held.matcher is not None}
         if not work:
             return {}
@@ -250,7 +256,8 @@ class Constraints:
         """Clear the tokens that a sequence's lists exclude, and stop tokens that come too early.
 
         Returns:
-          The error if no token is left. Behind a draft it is kept instead: the draft may be wrong.
+          The error if no token is left. After a draft the error is stored instead, because the
+          draft may be rejected.
         """
         seq, follower, matcher = row.seq, row.held.follower, row.held.matcher
         if follower is None and row.held.not_stops is None and not _holds(seq, row.num_output):
@@ -263,7 +270,7 @@ class Constraints:
             left = mask
             if matcher is not None and _holds(seq, num_output):
                 left = mask & self._not_ends
-                if left.any():  # else it is complete: the grammar has the last word
+                if left.any():  # otherwise the grammar is complete and overrides min_tokens
                     mask[:] = left
                 left = mask
             elif row.held.not_stops is not None and num_output < seq.params.held_tokens:
@@ -272,7 +279,7 @@ class Constraints:
                 if not ahead:
                     return _dead_end(seq, num_output)
                 self._dead_ends[seq] = _dead_end(seq, num_output)
-                mask[:] = -1  # if the draft is right, the token is not valid
+                mask[:] = -1  # if the draft is accepted, the token sampled here is invalid
         return None
 
     def _accept(self, held: _Held, token_ids: Seq[int]) -> None:
@@ -283,7 +290,7 @@ class Constraints:
             held.charge.spent_s += self.clock() - begin_s
 
     def follow_early(self, results: Iterable[tuple[Sequence, SequenceResult]]) -> None:
-        """Follow the results of a step of single tokens before `follow` gets its updates."""
+        """Advance by the results of a step of single tokens, before `follow` gets its updates."""
         for seq, got in results:
             held = self.held.get(seq)
             if held is None or got.fault or not got.token_ids:
@@ -295,10 +302,10 @@ class Constraints:
                 self._followed[seq] = error
 
     def follow(self, updates: Iterable[SequenceUpdate]) -> list[tuple[Sequence, ForgeError | None]]:
-        """Follow the updates of a step, and drop the sequences that end with them.
+        """Advance by the updates of a step, and drop the sequences that end with them.
 
         Returns:
-          Sequences whose output is complete, with None, or not allowed, with the error.
+          The sequences whose output is complete, with None, or invalid, with the error.
         """
         over: list[tuple[Sequence, ForgeError | None]] = []
         for seq, got in updates:
@@ -326,18 +333,18 @@ class Constraints:
 def _too_slow(charge: _Charge) -> GrammarLimitError:
     return GrammarLimitError(
         f"the grammar takes too long to follow: {charge.masks} masks took "
-        f"{1e3 * charge.spent_s:.0f} ms of CPU time, at most {1e3 * MASK_BURST_S:.0f} ms and "
-        f"{1e3 * MASK_S:.0f} ms for each mask: send a simpler one"
+        f"{1e3 * charge.spent_s:.0f} ms of CPU time. The limit is {1e3 * MASK_BURST_S:.0f} ms plus "
+        f"{1e3 * MASK_S:.0f} ms per mask: simplify the grammar"
     )
 
 
 def _holds(seq: Sequence, num_output: int) -> bool:
-    """True if the output may not end yet, unless its grammar is complete."""
+    """Return True if the output may not end yet, unless its grammar is complete."""
     return seq.params.ignore_eos or num_output < seq.params.min_tokens
 
 
 def _dead_end(seq: Sequence, num_output: int) -> RequestError:
-    """Return the error of an output with no valid next token: its constraints contradict."""
+    """Return the error of an output whose constraints leave no valid next token."""
     params = seq.params
     asked = {
         "allowed_token_ids": params.allowed_token_ids is not None,
@@ -347,6 +354,6 @@ def _dead_end(seq: Sequence, num_output: int) -> RequestError:
     }
     causes = [name for name, is_asked in asked.items() if is_asked]
     return RequestError(
-        f"{' and '.join(causes)} leave no token that may come after {num_output} of the output",
+        f"{' and '.join(causes)} leave no token to sample after {num_output} output tokens",
         param=causes[0],
     )

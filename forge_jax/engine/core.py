@@ -1,10 +1,10 @@
 """The engine's loop body, one step ahead of the device, without a thread of its own.
 
 `EngineCore` owns the scheduler, the device and every live sequence. `LLM` calls `tick` in the
-caller's thread, `Engine` in its engine thread. asyncio and HTTP are not part of it.
+caller's thread, `Engine` in its engine thread. The core uses neither asyncio nor HTTP.
 
-A tick runs in one of four modes. They are the functions at the end of this file, each of them one
-step from top to bottom.
+A tick runs in one of four modes. They are the functions at the end of this file, each one step from
+top to bottom.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make_scheduler(
     rng: random.Random,
     budget: TokenBudget | None = None,
 ) -> Scheduler:
-    """Return the scheduler and block pool of a configuration whose sizes have been resolved."""
+    """Return the scheduler and block pool of a configuration with resolved sizes."""
     batch, cache = config.batch, config.cache
     limits = SchedulerConfig(
         max_num_seqs=batch.max_num_seqs,
@@ -82,7 +82,7 @@ def make_scheduler(
 
 
 def max_rows(max_num_seqs: int) -> int:
-    """Return the rows with logits of one step: one per sequence, and enough to score a prompt."""
+    """Return the maximum rows per step: one per sequence, and enough to score a prompt."""
     return max(max_num_seqs, SCORING_ROWS)
 
 
@@ -92,16 +92,16 @@ class _InFlight:
 
     plan: StepPlan
     pending: Any
-    alone: bool  # nothing else was in flight when it was dispatched
+    alone: bool  # True if no other step was in flight when it was dispatched
     dispatched_s: float
 
 
 @dataclass(slots=True)
 class _Tick:
-    """What a tick has done so far; it outlives a step that raises in the middle."""
+    """The progress of a tick, which survives a step that raises halfway."""
 
     before_wait: Callable[[], None] | None = None
-    updates: list[SequenceUpdate] | None = None  # of the step that was committed
+    updates: list[SequenceUpdate] | None = None  # of the committed step
     without_mask: Iterable[tuple[Sequence, ForgeError]] = ()
 
 
@@ -115,14 +115,14 @@ class _StepFailed(Exception):
 
 
 class EngineCore:
-    """Schedules, dispatches, reads and turns into text; one call of `tick` per step.
+    """Schedules, dispatches and reads steps, and produces text. One call of `tick` per step.
 
-    Not thread-safe: one thread owns it.
+    One thread owns a core: it is not thread-safe.
 
     Args:
       one_step_ahead: dispatch a step while the previous one runs. Otherwise a tick waits for the
         step that it has dispatched.
-      unrecoverable: exceptions of a device that `tick` raises instead of recovering from them.
+      unrecoverable: exceptions of the device that `tick` raises instead of recovering.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class EngineCore:
         self.generation_tokens = 0
         self.phases = PhaseTimes()
         self.step_tokens = StepTokens()
-        self.step_sequences = 0  # of all steps together
+        self.step_sequences = 0  # over all steps
         self.max_step_sequences = 0
         self.watcher = Watcher(scheduler, clock)
         self._device = device
@@ -171,7 +171,7 @@ class EngineCore:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which there has been work and no step has come back. Thread-safe."""
+        """Seconds without a completed step, while there is work. Thread-safe."""
         return self._clock() - self._progress_s if self.has_work else 0.0
 
     @property
@@ -185,10 +185,10 @@ class EngineCore:
         )
 
     def check(self, request: Request) -> None:
-        """Refuse a request that can never be served. Thread-safe.
+        """Reject a request that can never be served. Thread-safe.
 
         Raises:
-          RequestError: with `param` named.
+          RequestError: `param` names the field.
         """
         check_request(request, self.limits, self.tokenizer)
 
@@ -207,31 +207,31 @@ class EngineCore:
             return
         for seq in seqs:
             try:
-                if not self.constraints.add(seq, grammar, tokens):  # complete when it moved here
+                # The output may be complete already if the request comes from another process.
+                if not self.constraints.add(seq, grammar, tokens):
                     self.scheduler.finish(seq, "stop")
                     self._end(seq, Delta(seq.index, finish_reason="stop"))
             except GrammarError as error:
                 self._give_up(seq, error)
 
     def num_requests_with(self, lora: LoraRef) -> int:
-        """Return the number of requests that use an adapter and have not ended."""
         return sum(request.lora == lora for request in self.scheduler.requests())
 
     def compile_grammar(self, request: Request) -> Grammar | None:
-        """Return the grammar of a request; compile it if it is not in the cache.
+        """Return the grammar of a request. Compile it if it is not in the cache.
 
         Raises:
-          RequestError: it cannot be compiled.
+          RequestError: if it cannot be compiled.
         """
         spec = request.params.structured_outputs
         if spec is None:
             return None
         if self.grammars is None:
-            raise refused("this engine has no grammars")
+            raise refused("this engine does not support grammars")
         return self.grammars.compile(spec)
 
     def abort(self, request_id: str) -> None:
-        """Free the request's slots and blocks at once; its last deltas come with the next tick."""
+        """Free the request's slots and blocks at once. The next tick returns its last deltas."""
         aborted = self.scheduler.abort(request_id)
         for seq in aborted:
             self._end(seq, Delta(seq.index, finish_reason="abort"))
@@ -239,7 +239,7 @@ class EngineCore:
             self.scheduler.restrict(self._bisection.only)
 
     def drain(self) -> Outputs:
-        """Abort everything and wait for the device; return the last deltas."""
+        """Abort everything and wait for the device. Return the last deltas."""
         for request_id in self.scheduler.request_ids():
             self.abort(request_id)
         outputs = self.tick()
@@ -250,20 +250,20 @@ class EngineCore:
         """Dispatch the next step and read one: the previous step, or the same one.
 
         A tick waits for the device at most once, and returns the deltas of the step that it has
-        read. A step that raises does not fail the tick. The device is reset and every sequence is
-        computed again from its tokens. A sequence that keeps failing is isolated and ended.
+        read. A step that raises does not fail the tick. The device is reset, and every sequence is
+        recomputed from its tokens. A sequence that keeps failing is isolated and ended.
 
         Args:
-          before_wait: called before this thread waits for the device, to do what would delay a
-            step elsewhere. A tick that reads no step does not call it.
+          before_wait: called before this thread waits for the device, for work that would delay a
+            step at any other time. A tick that reads no step does not call it.
 
         Raises:
-          EngineError: an earlier tick failed; the state of the device is unknown.
-          Exception: the device could not be reset, or the failure was not the device's.
+          EngineError: if an earlier tick failed. The state of the device is then unknown.
+          Exception: if the device could not be reset, or the failure was not the device's.
         """
         if self._failed:
-            raise EngineError("an earlier step failed: make a new engine")
-        self._failed = True  # until this tick has come to its end
+            raise EngineError("an earlier step failed: create a new engine")
+        self._failed = True  # until this tick has completed
         self._tick = tick = _Tick(before_wait)
         with step_span(self.num_steps):
             self.phases.begin()
@@ -280,14 +280,14 @@ class EngineCore:
                 for seq, error in tick.without_mask:  # after its last delta; its new row is void
                     if not seq.finished:
                         self._give_up(seq, error)
-        self._tick = _Tick()  # which refers to sequences that may have ended
+        self._tick = _Tick()  # drop references to sequences that may have ended
         self._failed = False
         return outputs
 
     # ---- the parts of a step, shared by the modes ------------------------------------------------
 
     def _schedule(self, *, masks_late: bool = False) -> StepPlan | None:
-        """Decide the next step. It begins with drafts if no token is still on the device."""
+        """Plan the next step. It may verify drafts if no step is in flight."""
         drafts = None
         if self.speculator is not None and self._in_flight is None:
             with span("draft"):
@@ -321,7 +321,6 @@ class EngineCore:
         return step
 
     def _read(self, step: _InFlight) -> StepResult:
-        """Wait for the result of a step."""
         try:
             if self._tick.before_wait is not None:
                 self._tick.before_wait()
@@ -335,7 +334,6 @@ class EngineCore:
         return result
 
     def _commit(self, step: _InFlight, result: StepResult) -> None:
-        """Give the sequences of a step their tokens."""
         speculator = self.speculator
         with span("commit"):
             now_s = self._clock()
@@ -362,7 +360,7 @@ class EngineCore:
                     self.speculator.end(seq)
 
     def _recover(self, plan: StepPlan, error: Exception) -> Outputs:
-        """Reset the device after the step of `plan` has raised, and compute everything again.
+        """Reset the device after the step of `plan` has raised, and recompute everything.
 
         Steps in flight are dropped with their unread tokens, which are sampled again.
         """
@@ -370,7 +368,7 @@ class EngineCore:
             raise error
         self._add_deltas(self._tick.updates or [], self._immediate)
         log.warning(
-            "a step of %d sequences failed and is computed anew: %s: %s",
+            "a step of %d sequences failed and is retried: %s: %s",
             plan.num_sequences,
             type(error).__name__,
             error,
@@ -388,7 +386,7 @@ class EngineCore:
             if not seq.finished
         ]
         for seq in self._bisection.failed(reached):
-            log.error("request %s made its step fail each time", seq.request_id)
+            log.error("request %s: every step that computes it fails", seq.request_id)
             self._give_up(seq, StepError("the model could not compute this request"))
         self.scheduler.restrict(self._bisection.only)
         outputs, self._immediate = self._immediate, {}
@@ -397,8 +395,8 @@ class EngineCore:
     # ---- the end of a sequence -------------------------------------------------------------------
 
     def _give_up(self, seq: Sequence, error: ForgeError) -> None:
-        """End one sequence with an error, which is returned by this tick or the next."""
-        log.warning("request %s is given up: %s", seq.request_id, error)
+        """End one sequence with an error, which this tick or the next returns."""
+        log.warning("request %s failed: %s", seq.request_id, error)
         self._end(seq, Delta(seq.index, finish_reason="error", error=error))
         self.scheduler.finish(seq, "error")
 
@@ -410,7 +408,7 @@ class EngineCore:
 
 
 def _follow(core: EngineCore, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-    """End the outputs that their constraints end; return the updates of valid outputs."""
+    """End the outputs that their constraints end. Return the updates of valid outputs."""
     broken = set()
     for seq, error in core.constraints.follow(updates):
         if error is None:
@@ -430,7 +428,7 @@ def _drafts(
 
 
 def _drafts_need(core: EngineCore, speculator: Speculator, plan: StepPlan) -> bool:
-    """True if the step of `plan`, which is in flight, is to be read before the next is decided."""
+    """Return True if the step in flight must be read before the next one is planned."""
     constraints = core.constraints
     if constraints and constraints.waits(core.scheduler.sequences_of(plan)):
         return True
@@ -442,8 +440,8 @@ def _drafts_need(core: EngineCore, speculator: Speculator, plan: StepPlan) -> bo
 
 # ---- the modes: one step from top to bottom ----------------------------------------------------
 #
-# Each leaves what it has read in `core._tick` and the step that goes on running in
-# `core._in_flight`. A step that raises ends the mode with `_StepFailed`; `tick` recovers.
+# Each mode stores its updates in `core._tick`, and a step that is still running in
+# `core._in_flight`. A step that raises ends the mode with `_StepFailed`, and `tick` recovers.
 
 
 def _mode_of(core: EngineCore) -> Callable[[EngineCore], None]:
@@ -468,10 +466,10 @@ def _one_step_ahead(core: EngineCore) -> None:
 
 
 def _masks_late(core: EngineCore) -> None:
-    """Decide the next step, read the previous one, and dispatch with masks that follow from it.
+    """Plan the next step, read the previous one, and dispatch with the resulting masks.
 
-    The device waits for no more than the masks: the commit runs behind the dispatch. For steps in
-    which many sequences are held to a grammar or to bad words.
+    The device waits only for the masks: the commit runs after the dispatch. Used for steps in which
+    many sequences have a grammar or bad words.
     """
     previous = core._in_flight
     assert previous is not None
@@ -485,12 +483,11 @@ def _masks_late(core: EngineCore) -> None:
     core.constraints.follow_early(zip(seqs, result.sequences, strict=True))
     try:
         core._in_flight = core._dispatch(plan)
-    finally:  # even if the step raises: these tokens are known
+    finally:  # these tokens are valid even if the step raises
         core._commit(previous, result)
 
 
 def _synchronous(core: EngineCore) -> None:
-    """Dispatch a step and wait for it."""
     plan = core._schedule()
     if plan is not None:
         step = core._dispatch(plan)
@@ -500,7 +497,7 @@ def _synchronous(core: EngineCore) -> None:
 
 
 def _speculative(core: EngineCore) -> None:
-    """Read the previous step first if drafts are worth it, as they follow its tokens.
+    """Read the previous step first if drafts pay off, because they continue its tokens.
 
     Otherwise dispatch the next step while the previous one runs.
     """
@@ -510,7 +507,7 @@ def _speculative(core: EngineCore) -> None:
         core._in_flight = None
         core._commit(previous, core._read(previous))
         previous = None
-    plan = core._schedule()  # with drafts if nothing is in flight
+    plan = core._schedule()  # includes drafts if no step is in flight
     core._in_flight = None if plan is None else core._dispatch(plan)
     if previous is not None:
         core._commit(previous, core._read(previous))

@@ -1,4 +1,4 @@
-"""The draft model that the configuration names, and its weights."""
+"""The configured draft model and its weights."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """The draft model that the configuration names.
+    """The configured draft model.
 
-    If it is the target's first layers, several devices share it as they share the target. Any other
-    is whole on each device: it is small, and communication would take longer than its computation.
+    If it consists of the target's first layers, several devices share it in the same way as the
+    target. Any other draft model is replicated on each device: it is small, and communication would
+    take longer than its computation.
     """
 
     model: Model
-    folder: Path | None  # None: its weights are the first layers of the model's
+    folder: Path | None  # None: the target's first layers
     implementation: Implementation
 
     @property
@@ -35,7 +36,6 @@ class Draft:
     def load(
         self, target: Model, leaves: Leaves, device: jax.Device | jax.sharding.Sharding
     ) -> Leaves:
-        """Return the weights: read from the folder, or the arrays of the target itself."""
         if self.folder is not None:
             return load_weights(self.model, self.folder, device=device)
         named = dict(zip(target.names, leaves, strict=True))

@@ -1,7 +1,7 @@
 """An engine without a model: `forge-jax serve --fake`, and tests of everything above the device.
 
-The scheduler, the block pool and the text side are the real ones; `FakeDevice` takes the place of
-the model. The same request gives the same text every time, at any speed that is asked for.
+The scheduler, the block pool and the text side are real. `FakeDevice` replaces the model. The same
+request gives the same text every time, at any configured speed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORDS = (
     "today café naïve 日本 мир"
 ).split()
 NextToken = Callable[[Seq[int], int], int]
-# A character whose bytes are two tokens, the second always after the first.
+# A character whose bytes are two tokens. The second always follows the first.
 SMILE = ("🙂".encode()[:2], "🙂".encode()[2:])
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
@@ -42,7 +42,7 @@ TEMPLATE = (
 
 @cache
 def fake_tokenizer() -> Tokenizer:
-    """A byte-level BPE: words and the halves of a smile first, then the bytes, then "</s>"."""
+    """Return a byte-level BPE tokenizer: words, the halves of a smile, the bytes, then "</s>"."""
     alphabet = _byte_alphabet()
 
     def spell(data: bytes) -> str:
@@ -74,13 +74,14 @@ def assemble_fake(
     has_text: bool = True,
     vocab_size: int | None = None,
 ) -> EngineParts:
-    """Assemble a fake engine. The configuration's limits hold; its model is ignored.
+    """Assemble a fake engine. The configuration's limits apply; its model is ignored.
 
     Args:
-      tokenizer: instead of `fake_tokenizer`; it needs an EOS token.
-      next_token: (tokens so far, seed) -> token, instead of random words.
+      step_time_s: of one step.
+      tokenizer: replaces `fake_tokenizer`; it needs an EOS token.
+      next_token: (tokens so far, seed) -> token; replaces random words.
       has_text: if False, the engine has no tokenizer and no template, as some model folders.
-      vocab_size: of the model; default: the tokenizer's.
+      vocab_size: of the model. Default: the tokenizer's.
     """
     tokenizer = tokenizer or fake_tokenizer()
     vocab_size = vocab_size or tokenizer.vocab_size
@@ -141,8 +142,10 @@ def _make_scheduler(
 
 
 def _next_word(tokens: Seq[int], seed: int) -> int:
-    """A word picked by seed, position and the token before; the first half of a smile forces the
-    second."""
+    """Return a word chosen by seed, position and the previous token.
+
+    After the first half of a smile, return the second.
+    """
     first_half = len(WORDS)
     if tokens[-1] == first_half:
         return first_half + 1
@@ -151,7 +154,7 @@ def _next_word(tokens: Seq[int], seed: int) -> int:
 
 
 def _byte_alphabet() -> list[str]:
-    """GPT-2's printable stand-in for each byte, in the order of the bytes."""
+    """Return GPT-2's printable stand-in for each byte, in the order of the bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     stand_in = {byte: chr(256 + i) for i, byte in enumerate(others)}

@@ -1,9 +1,9 @@
-"""`Bisection`: which jobs may run after a failure, and which one caused it.
+"""`Bisection`: selects the jobs that may run after a failure, and isolates the culprit.
 
-A step that raises loses nothing, nor does a process that dies: the tokens are on the host, so every
-job is computed again. That is all after a chance failure. A request that causes the failure each
-time would block all jobs beside it. So jobs that took part in `MAX_FAILURES` failures without
-progress run by halves, one half at a time, until one job fails by itself.
+Neither a step that raises nor a process that dies loses tokens: these are on the host, so every job
+is recomputed. This suffices after a sporadic failure. A request that causes the failure each time
+would block all other jobs. Therefore, jobs that took part in `MAX_FAILURES` failures without
+progress run in halves, one half at a time, until a job fails alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_FAILURES = 3
 
 
 class Bisection[Job: Hashable]:
-    """Counts failures by job and restricts which jobs may run.
+    """Failure counts by job, and the resulting restriction on which jobs may run.
 
     A job is a sequence if steps raise, and a request if processes die. Call `failed` after each
     failure, and `drop` for jobs that made progress or ended. Then `only` may run.
@@ -23,17 +23,17 @@ class Bisection[Job: Hashable]:
 
     def __init__(self) -> None:
         self._failures: dict[Job, int] = {}  # since the job's last progress
-        self._furthest: dict[Job, int] = {}  # tokens at which it has failed
-        self._groups: deque[dict[Job, None]] = deque()  # of suspects; the first one runs alone
+        self._furthest: dict[Job, int] = {}  # token counts at which it has failed
+        self._groups: deque[dict[Job, None]] = deque()  # of suspects; only the first group runs
 
     @property
     def active(self) -> bool:
-        """True while suspects run by halves."""
+        """True while suspects run in halves."""
         return bool(self._groups)
 
     @property
     def only(self) -> Iterable[Job] | None:
-        """The jobs that may run; None: all of them."""
+        """The jobs that may run; None: all."""
         return self._groups[0] if self._groups else None
 
     def failed(self, reached: Iterable[tuple[Job, int]]) -> list[Job]:
@@ -43,7 +43,7 @@ class Bisection[Job: Hashable]:
           reached: the unfinished jobs that ran, with the tokens that each would have reached.
 
         Returns:
-          The jobs that caused it: they must not run again.
+          The jobs that caused it, which must not run again.
         """
         ran = []
         for job, tokens in reached:
@@ -69,7 +69,7 @@ class Bisection[Job: Hashable]:
         return []
 
     def drop(self, jobs: Iterable[Job]) -> bool:
-        """Clear jobs that made progress or ended; return True if `only` has changed."""
+        """Clear jobs that made progress or ended. Return True if `only` has changed."""
         if not self._failures:
             return False
         for job in jobs:

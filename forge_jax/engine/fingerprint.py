@@ -1,7 +1,7 @@
-"""`system_fingerprint`: a short name for everything that decides the bits of a request's logits.
+"""`system_fingerprint`: a short hash of everything that determines the bits of a request's logits.
 
-Two engines with the same fingerprint, in the deterministic tier, give the same bits for the same
-request. Knows files and versions; what the settings mean is the caller's matter.
+In the deterministic tier, two engines with the same fingerprint compute the same bits for the same
+request. This module handles files and versions. The caller supplies the settings.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from forge_jax.errors import CheckpointError
 from forge_jax.host.files import file_size
 
 MODEL_FILES = ("*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja")
-WHOLE_BYTES = 16 << 20  # of a file that is read whole; of a larger one, samples
+WHOLE_BYTES = 16 << 20  # limit for hashing a whole file; larger ones are sampled
 NUM_SAMPLES, SAMPLE_BYTES = 256, 4096
-ARRAY_BYTES, ARRAY_SAMPLES = 64 << 10, 16  # of a converted folder, where each array is a file
+ARRAY_BYTES, ARRAY_SAMPLES = 64 << 10, 16  # for converted folders, where each array is a file
 CPU_INFO = Path("/proc/cpuinfo")
 
 
 def system_fingerprint(folder: Path, device: jax.Device, settings: dict[str, Any]) -> str:
-    """ "fp_" and 12 hexadecimal digits.
+    """Return the fingerprint: "fp_" and 12 hexadecimal digits.
 
     Args:
-      folder: of the model, or its one file: files count by name, size and content, the content of
-        large ones by samples.
-      device: what it runs on.
-      settings: everything else that decides the bits, as JSON.
+      folder: the model's folder, or its only file. Files count by name, size and content; the
+        content of large files is sampled.
+      device: the device that the model runs on.
+      settings: everything else that determines the bits, JSON-serializable.
     """
     identity = {
         "versions": [forge_jax.__version__, jax.__version__, version("jaxlib")],
@@ -60,14 +60,14 @@ def _model_files(folder: Path) -> list[tuple[str, Path]]:
 
 
 def _array_files(folder: Path) -> list[tuple[str, Path]]:
-    """Of a converted folder, by their paths in it."""
+    """Return the arrays of a converted folder, with their paths in it."""
     files = (folder / WEIGHTS).rglob("*")
     found = (file for file in files if not file.is_dir() and _counts(file, folder))
     return sorted((file.relative_to(folder).as_posix(), file) for file in found)
 
 
 def _counts(file: Path, folder: Path) -> bool:
-    """False for what no reader takes: pipes, devices, broken links and files of others."""
+    """Return False for files that readers ignore: pipes, devices, broken links, links out of it."""
     try:
         file_size(file, folder)
     except (CheckpointError, FileNotFoundError):
@@ -76,10 +76,10 @@ def _counts(file: Path, folder: Path) -> bool:
 
 
 def _file_digest(file: Path, whole_bytes: int, num_samples: int) -> bytes:
-    """Of the size and all of a small file; of a large one its head and samples at even distances.
+    """Hash a file's size and content. A large file's head and evenly spaced samples are hashed.
 
-    The header of safetensors and the pickle of a .bin file are at the head, so a changed name,
-    shape or type is always seen; so are the header and tokenizer of GGUF.
+    The headers of safetensors, GGUF (with its tokenizer) and .bin pickles are at the head. Changed
+    names, shapes or types are therefore always detected.
     """
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -93,7 +93,7 @@ def _file_digest(file: Path, whole_bytes: int, num_samples: int) -> bytes:
 
 
 def _instructions(device: jax.Device) -> str:
-    """What XLA:CPU compiles for: another set of instructions sums in another order."""
+    """Return the instruction set that XLA:CPU targets: it determines the order of sums."""
     if device.platform != "cpu":
         return ""
     try:

@@ -1,9 +1,9 @@
-"""When Python's cycle collector runs in a process that serves.
+"""Settings of Python's cyclic garbage collector for a process that serves.
 
-A collection holds the interpreter lock: the engine thread and the event loop stand still. Python's
-defaults look at new objects after every 700, which is several times in one step of 256 sequences,
-and now and then at all objects there are. Most of these are jax's and the model's, a quarter of a
-million that live as long as the process; looking at them takes 60 ms and more.
+A collection holds the interpreter lock, which stops the engine thread and the event loop. Python's
+defaults scan new objects after every 700 allocations, several times in one step of 256 sequences.
+Occasionally they scan all objects. Most of these belong to JAX and the model: 250,000 objects that
+live as long as the process. Scanning them takes 60 ms and more.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# A step makes about five objects a sequence and drops them again, so that what counts is what
-# requests leave behind: a collection of so many objects takes less than a millisecond.
+# A step creates about five objects per sequence and drops them again, so only objects that requests
+# leave behind count. Collecting this many takes less than a millisecond.
 NEW_OBJECTS = 10_000
 
 _lock = threading.Lock()
@@ -24,10 +24,10 @@ _thresholds = (0, 0, 0)
 
 @contextmanager
 def short_pauses() -> Iterator[None]:
-    """While an engine is ready: what exists now is not looked at, and new objects more rarely.
+    """Exempt existing objects from garbage collection, and scan new ones less often.
 
-    Turns the collector on: a start leaves little garbage, and is faster without it. The settings
-    are the process's. They come back with the end of the last engine.
+    The collector, which is off during the start, is turned on: a start leaves little garbage and is
+    faster without it. The settings apply to the process and are restored when the last engine ends.
     """
     _enter()
     try:
@@ -42,7 +42,7 @@ def _enter() -> None:
         _engines += 1
         if _engines > 1:
             return
-        gc.collect()  # what is garbage now would be kept for ever
+        gc.collect()  # objects that are garbage now would otherwise be kept forever
         gc.freeze()
         gc.enable()
         _thresholds = gc.get_threshold()

@@ -22,31 +22,28 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
 class Lifecycle:
     """The state of one engine. Thread-safe.
 
-    ==========  ==========  =======================================================
-    from        to          when
-    ==========  ==========  =======================================================
-    starting    serving     `start`: the engine takes requests while it compiles
-    starting    ready       `start` of a process in which everything is compiled
-    starting    stopping    `stop` before `start`
-    starting    failed      an error that nothing recovers from
-    serving     ready       the last executable is compiled and in use
-    serving     recovering  the engine process ended: a successor is launched
-    serving     stopping    `stop`: no new requests, running ones may finish
-    serving     failed      an error that nothing recovers from
-    ready       recovering  the engine process ended: a successor is launched
-    ready       stopping    `stop`
-    ready       failed      an error that nothing recovers from
-    recovering  serving     the successor is connected and still compiles
-    recovering  ready       the successor is connected
-    recovering  stopping    `stop`: the launch goes on while requests drain
-    recovering  failed      no successor could be launched
-    stopping    stopped     every stream has ended
-    stopping    failed      an error while requests drained
-    failed      stopped     `stop`
-    ==========  ==========  =======================================================
+        from        to          when
+        starting    serving     `start`: the engine takes requests while it compiles
+        starting    ready       `start` of a process in which everything is compiled
+        starting    stopping    `stop` before `start`
+        starting    failed      an unrecoverable error
+        serving     ready       the last executable is compiled and in use
+        serving     recovering  the engine process ended: a successor is launched
+        serving     stopping    `stop`: no new requests, running ones may finish
+        serving     failed      an unrecoverable error
+        ready       recovering  the engine process ended: a successor is launched
+        ready       stopping    `stop`
+        ready       failed      an unrecoverable error
+        recovering  serving     the successor is connected and still compiles
+        recovering  ready       the successor is connected
+        recovering  stopping    `stop`: the launch continues while requests drain
+        recovering  failed      no successor could be launched
+        stopping    stopped     every stream has ended
+        stopping    failed      an error while requests drained
+        failed      stopped     `stop`
 
-    A process that ends while the engine is stopping is replaced without a transition. An engine
-    in a thread is never recovering: its core repeats failed steps.
+    A process that ends while the engine is stopping is replaced without a transition. An engine in
+    a thread never enters "recovering": its core retries failed steps.
     """
 
     def __init__(self) -> None:
@@ -64,20 +61,20 @@ class Lifecycle:
 
     @property
     def healthy(self) -> bool:
-        """True if requests that were accepted are being computed."""
+        """True if accepted requests are being computed."""
         return self._state in ("serving", "ready", "stopping")
 
     @property
     def ended(self) -> bool:
-        """True if nothing will be computed any more."""
+        """True if no request will be computed any more."""
         return self._state in ("stopped", "failed")
 
     def enter(self, state: State) -> bool:
         """Make a transition.
 
         Returns:
-          True if the state has changed. False if the table has no such transition: the state is
-          what it was, for example because the engine was stopped in another thread.
+          True if the state has changed. False if the table has no such transition, for example
+          because another thread has stopped the engine. The state is then unchanged.
         """
         with self._lock:
             if state not in TRANSITIONS[self._state]:

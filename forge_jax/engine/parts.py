@@ -1,4 +1,4 @@
-"""`EngineParts`: an engine that has been put together, for `LLM` and `Engine` to run."""
+"""`EngineParts`: an assembled engine, for `LLM` and `Engine` to run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Steps(Protocol):
-    """The device's steps, as a profile sees them."""
+    """The device's steps, as needed by a profile."""
 
     def compiled(self) -> Mapping[str, jax.stages.Compiled]:
         """Return the active executables by name. Thread-safe."""
@@ -34,7 +34,7 @@ class Steps(Protocol):
 
 
 class Pooler(Protocol):
-    """Executables that pool hidden states, compiled for the first request that needs them."""
+    """The executables that pool hidden states, compiled for the first request that needs them."""
 
     @property
     def can_pool(self) -> bool:
@@ -42,21 +42,21 @@ class Pooler(Protocol):
         ...
 
     def compile_pooling(self) -> None:
-        """Compile them, in any thread but the one that ticks; a further call only waits.
+        """Compile them. Further calls only wait. Do not call it in the engine thread.
 
         Raises:
-          EngineError: there is no room for them.
+          EngineError: if the device has too little memory for them.
         """
         ...
 
     def activate_pooling(self) -> None:
-        """Activate the compiled executables: between two ticks, in the thread that ticks."""
+        """Activate the compiled executables. Call it in the engine thread, between two ticks."""
         ...
 
 
 @dataclass(kw_only=True)
 class EngineParts:
-    """An engine that can run."""
+    """An assembled engine."""
 
     name: str
     core: EngineCore
@@ -64,16 +64,17 @@ class EngineParts:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     rng: random.Random
-    guard: Callable[[], AbstractContextManager[Any]] = nullcontext  # `tick` runs under it
-    compilations: Callable[[], int] = lambda: 0  # since ready
+    # Returns the context in which every `tick` runs.
+    guard: Callable[[], AbstractContextManager[Any]] = nullcontext
+    compilations: Callable[[], int] = lambda: 0  # the count since the engine became ready
     clock: Callable[[], float] = time.monotonic
-    system_fingerprint: str | None = None  # in the deterministic tier
-    architecture: str | None = None  # as in the model's config.json
+    system_fingerprint: str | None = None  # None outside the deterministic tier
+    architecture: str | None = None
     shards: int = 1  # devices that share the model
-    pooling: Pooling = "last"  # default of requests
+    pooling: Pooling = "last"
     adapters: Adapters | None = None  # None: LoRA is off
-    pooler: Pooler | None = None  # None: the device can pool from its start on
-    steps: Steps | None = None  # None: there is no real device
+    pooler: Pooler | None = None  # None: the device can pool from the start
+    steps: Steps | None = None  # None: the device is fake
     late: BackgroundCompile | None = None  # None: everything is compiled and active
     startup: StartupTimes = field(default_factory=StartupTimes)
 

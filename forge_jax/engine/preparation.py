@@ -1,7 +1,7 @@
-"""Requests that wait for a compilation before the engine thread can take them.
+"""Requests that wait for a compilation before they can run.
 
-A request whose grammar is new waits for the grammar. The first requests that ask for pooled hidden
-states wait for the executables. Both are compiled in threads, and other requests go on meanwhile.
+A request with a new grammar waits for the grammar. The first requests with `pooling` wait for the
+pooling executables. Both are compiled in other threads, while other requests continue.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ type CompileSoon = Callable[[], Awaitable[object]]
 
 
 class Preparation:
-    """Compiles on the event loop's behalf, then sends requests to the engine thread.
+    """The stage before the engine thread: compiles what a request needs, then sends it on.
 
     Args:
-      send: takes commands to the engine thread; thread-safe.
-      deliver: takes the last deltas of requests that end here.
+      send: sends commands to the engine thread; thread-safe.
+      deliver: receives the last deltas of requests that end here.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Preparation:
         self._send = send
         self._deliver = deliver
         self._waiting: dict[str, tuple[Request, asyncio.Task[None]]] = {}
-        self._pooling: Future[None] | None = None  # until the pooling executables can run
+        self._pooling: Future[None] | None = None  # done once the pooling executables can run
 
     def __len__(self) -> int:
         """Return the number of requests that wait for a compilation."""
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:
-        """Send a request to the engine thread, as soon as all that it needs is compiled."""
+        """Send a request to the engine thread as soon as everything it needs is compiled."""
         compile_soon = self._missing(request)
         if compile_soon is None:
             self._send(Submit(request))
@@ -72,7 +72,7 @@ class Preparation:
         return True
 
     def _missing(self, request: Request) -> CompileSoon | None:
-        """Return what compiles the missing part of a request; None if nothing is missing."""
+        """Return a function that compiles what the request lacks; None if nothing is missing."""
         spec, grammars = request.params.structured_outputs, self._parts.core.grammars
         if spec is not None and grammars is not None and grammars.kept(spec) is None:
             return partial(grammars.compile_soon, spec)
@@ -92,7 +92,9 @@ class Preparation:
 
     def _failed(self, request: Request, _: BaseException) -> None:
         self._waiting.pop(request.request_id, None)
-        self._end(request, "error", EngineError("what the request needs could not be compiled"))
+        self._end(
+            request, "error", EngineError("its grammar or pooling steps could not be compiled")
+        )
 
     def _end(self, request: Request, reason: FinishReason, error: ForgeError | None = None) -> None:
         self._deliver([{request.request_id: last_deltas(samples_of(request), reason, error)}])
@@ -103,8 +105,8 @@ class Preparation:
             thread = ThreadPoolExecutor(1, thread_name_prefix="forge-pooling")
             self._pooling = thread.submit(self._compile_pooling, pooler)
             thread.shutdown(wait=False)
-            # The requests that wait for it may have been aborted by its end.
-            supervise.watch(self._pooling, "compiling what pools", expected=(ForgeError,))
+            # The requests that wait for it may have been aborted before it ends.
+            supervise.watch(self._pooling, "compiling pooling steps", expected=(ForgeError,))
         await asyncio.shield(asyncio.wrap_future(self._pooling))
 
     def _compile_pooling(self, pooler: Pooler) -> None:

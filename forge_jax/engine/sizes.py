@@ -1,4 +1,4 @@
-"""The sizes that the configuration leaves to the model and the machine: context, blocks, tokens."""
+"""Sizes that the configuration leaves to the model and machine: context, blocks, tokens."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Residents:
         return [self.model] if self.draft is None else [self.model, self.draft.model]
 
     def kv_shape(self, model: Model, num_blocks: int, block_size: int) -> KVShape:
-        """Return the KV cache of one of the models, of one shard."""
-        # A draft model's cache is small, and in the model's own type.
+        """Return the KV cache shape of one of the models, per shard."""
+        # A draft model's cache is small and uses the model's own dtype.
         kv_dtype = self.config.cache.kv_dtype if model is self.model else "auto"
         return kv_shape(
             shard_spec(model.spec, model.shards),
@@ -70,7 +70,7 @@ class Residents:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights and adapters, of one shard."""
+        """Bytes of all weights and adapters, per shard."""
         total = self.model.param_bytes + (0 if self.draft is None else self.draft.param_bytes)
         if self.lora is not None:
             of_shard = shard_spec(self.model.spec, self.model.shards)
@@ -78,21 +78,21 @@ class Residents:
         return total
 
     def activation_bytes(self, max_tokens: int) -> int:
-        """Return an upper bound on what one step holds besides weights and KV cache."""
+        """Return an upper bound on a step's memory, excluding weights and the KV cache."""
         num_rows = max_rows(self.config.batch.max_num_seqs)
         specs = [shard_spec(each.spec, each.shards) for each in self.models]
         bound = max(activation_bytes(spec, max_tokens, num_rows) for spec in specs)
         if self.lora is None:
             return bound
-        # Between the two matrices of each adapter, and their sum.
+        # Intermediate values between the two matrices of each adapter, and their sum.
         width = self.lora.places * self.lora.rank + 2 * specs[0].intermediate_size
         return bound + 4 * max_tokens * width
 
     def kv_bytes(self, max_tokens: int, wanted: int) -> int:
-        """Return the bytes for the KV caches, after weights and a bound on activations.
+        """Return the bytes available for the KV caches, after weights and a bound on activations.
 
         Args:
-          wanted: bytes that they should have on a CPU.
+          wanted: target size in bytes on a CPU.
         """
         memory = device_bytes(self.device)
         shards, weights = self.model.shards, self.weight_bytes
@@ -106,12 +106,10 @@ class Residents:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes that the configuration leaves to the model and the machine."""
-
     max_model_len: int
     max_num_batched_tokens: int
     kv: KVShape
-    draft_kv: KVShape | None  # of the draft model: as many blocks
+    draft_kv: KVShape | None  # of the draft model, with as many blocks
     draft_bytes: int  # of the draft model: its own weights, and `draft_kv`
 
     @property
@@ -123,7 +121,7 @@ class Sizes:
         """Choose the sizes that fit into the device's memory.
 
         Raises:
-          ConfigError: the sizes that are set do not fit the model or the memory.
+          ConfigError: if configured sizes do not fit the model or the memory.
         """
         config, spec = residents.config, residents.model.spec
         asked = config.model.max_model_len
@@ -159,7 +157,7 @@ class Sizes:
         """Return sizes with a KV cache that is smaller by at least `excess` bytes.
 
         Raises:
-          ConfigError: there is no room for one, or `--num-blocks` asked for this many.
+          ConfigError: if no cache fits, or `--num-blocks` was set.
         """
         draft_block_bytes = 0 if self.draft_kv is None else self.draft_kv.block_bytes
         block_bytes = self.kv.block_bytes + draft_block_bytes
@@ -190,7 +188,7 @@ def _check_blocks(residents: Residents, num_blocks: int, block_size: int) -> Non
     needed, free = num_blocks * block_bytes, _memory_bytes(residents.device, residents.model.shards)
     if needed > free:
         raise ConfigError(
-            f"--num-blocks {num_blocks} needs {needed / GIB:,.1f} GiB, and the device has "
+            f"--num-blocks {num_blocks} needs {needed / GIB:,.1f} GiB, but the device has "
             f"{free / GIB:,.1f}: at most {free // block_bytes} blocks fit"
         )
 
@@ -198,7 +196,7 @@ def _check_blocks(residents: Residents, num_blocks: int, block_size: int) -> Non
 def _fitting_blocks(
     residents: Residents, block_size: int, context: int, max_tokens: int
 ) -> tuple[int, int]:
-    """Return the number of blocks that fit, and the context, cut to them unless it is set."""
+    """Return the number of blocks that fit, and the context, reduced to fit unless it is set."""
     config = residents.config
     block_bytes, max_num_seqs = residents.block_bytes(block_size), config.batch.max_num_seqs
     wanted = max_num_seqs * CPU_SEQUENCE_TOKENS // block_size
@@ -221,8 +219,9 @@ def log_if_small(config: EngineConfig, sizes: Sizes) -> None:
     room = sizes.kv.num_blocks * sizes.kv.block_size
     if config.cache.num_blocks is None and room < seqs * min(512, sizes.max_model_len):
         log.info(
-            "the KV cache has room for %d tokens, %d for each of %d sequences: more of them wait "
-            "(--num-blocks gives it more memory, --kv-dtype int8 takes half of it)",
+            "the KV cache has room for %d tokens, %d for each of %d sequences. Longer ones make "
+            "others wait. --num-blocks enlarges the cache, --kv-dtype int8 halves its bytes per "
+            "token",
             room,
             room // seqs,
             seqs,
@@ -230,14 +229,14 @@ def log_if_small(config: EngineConfig, sizes: Sizes) -> None:
 
 
 def _step_tokens(config: EngineConfig, on_cpu: bool) -> int:
-    """Return the tokens of a step. In the deterministic tier XLA computes unused rows as well."""
+    """Return the default tokens per step. The deterministic tier also computes unused rows."""
     if config.model.deterministic:
         return 64 if on_cpu else 256
     return 512 if on_cpu else 2048
 
 
 def _fit_context(asked: int | None, max_model_len: int, room: int) -> int:
-    """Return the context, cut to the room of the KV cache unless it was set."""
+    """Return the context, reduced to the KV cache's capacity unless it was set."""
     if room >= max_model_len:
         return max_model_len
     if asked is not None:
@@ -246,8 +245,8 @@ def _fit_context(asked: int | None, max_model_len: int, room: int) -> int:
             "tokens: raise --num-blocks or lower --max-model-len"
         )
     log.warning(
-        "the KV cache has room for %d tokens: the context is cut from %d to that "
-        "(--num-blocks gives it more)",
+        "the KV cache has room for %d tokens: the context is reduced from %d to that "
+        "(--num-blocks enlarges the cache)",
         room,
         max_model_len,
     )
@@ -255,7 +254,7 @@ def _fit_context(asked: int | None, max_model_len: int, room: int) -> int:
 
 
 def _memory_bytes(device: jax.Device, shards: int) -> int:
-    """Return the bytes of the device that could be used."""
+    """Return the bytes of the device that can be used at all."""
     memory = device_bytes(device)
     return _host_bytes(shards) if memory is None else memory[0]
 
@@ -267,12 +266,12 @@ def free_bytes(device: jax.Device, shards: int) -> int:
 
 
 def _host_bytes(shards: int) -> int:
-    """Return the memory of a device that is a part of the host."""
+    """Return the memory of one shard whose device is part of the host."""
     return available_host_bytes() // shards
 
 
 def activation_bytes(spec: ModelSpec, max_tokens: int, num_rows: int) -> int:
-    """Return a bound on what one step holds besides weights and KV: float32, four live copies."""
+    """Return a bound on a step's memory without weights and KV: float32, four live copies."""
     width = max(
         2 * spec.intermediate_size,
         (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim,
@@ -281,6 +280,6 @@ def activation_bytes(spec: ModelSpec, max_tokens: int, num_rows: int) -> int:
     bound = 4 * 4 * (max_tokens * (width + 2 * spec.hidden_size) + num_rows * spec.vocab_size)
     if spec.experts is None:
         return bound
-    # On a GPU each expert computes each token: gates and ups, their products, and what comes out.
+    # On a GPU, each expert computes each token: gates and ups, their products, and outputs.
     of_expert = 3 * spec.experts.intermediate_size + spec.hidden_size
     return bound + 4 * max_tokens * spec.experts.count * of_expert

@@ -1,7 +1,7 @@
 """Streams of deltas on the event loop, and the limit on requests that wait for their first token.
 
-A step's outputs arrive from whatever computes them, for all requests together. `StreamTable` gives
-each stream its part. It knows neither cores nor processes.
+A step's outputs arrive for all requests together. `StreamTable` distributes them to the streams. It
+depends on neither the core nor the engine process.
 """
 
 # `Stream` and `StreamTable` use each other's private attributes.
@@ -43,10 +43,10 @@ def last_deltas(
 
 
 class Stream:
-    """The deltas of one request, on the event loop that submitted it: iterate, or `push_to`.
+    """The deltas of one request, on the event loop that submitted it: iterate, or use `push_to`.
 
-    Each item is a list of deltas: one step's, or several steps' if the reader was slower than
-    the engine. The iteration ends when all `n` samples have finished.
+    Each item is a list of deltas: one step's, or several steps' if the reader was slower than the
+    engine. The iteration ends when all `n` samples have finished.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Stream:
     ):
         self.request_id = request_id
         self.lora = lora
-        self.completed = True  # until a sample is aborted or fails
+        self.completed = True  # False once a sample is aborted or fails
         self._abort = abort
-        self._open = set(samples)  # that have not finished
+        self._open = set(samples)  # unfinished samples
         self._deltas: list[Delta] = []
         self._arrived = asyncio.Event()
         self._receive: Callable[[list[Delta]], None] | None = None
@@ -85,8 +85,9 @@ class Stream:
     def push_to(self, receive: Callable[[list[Delta]], None]) -> None:
         """Call `receive` with each item as it arrives, on the event loop, instead of iterating.
 
-        It saves waking a task for every step of every request. `receive` must be quick: the next
-        request gets its deltas of the same step after it. If it raises, its request is aborted.
+        This avoids waking a task for every step of every request. `receive` must be fast, because
+        the next request gets its deltas of the same step after it. If it raises, its request is
+        aborted.
         """
         self._receive = receive
         if self._deltas:
@@ -94,7 +95,7 @@ class Stream:
             receive(deltas)
 
     def abort(self) -> None:
-        """Give the request up: its blocks are free within two steps. No-op after its end."""
+        """Abort the request, which frees its blocks within two steps. No-op after its end."""
         if self._open:
             self._abort(self.request_id)
 
@@ -107,7 +108,7 @@ class Stream:
             self._receive(deltas)
             return
         self._deltas.extend(deltas)
-        with contextlib.suppress(RuntimeError):  # its reader waited on a loop that was closed
+        with contextlib.suppress(RuntimeError):  # the reader's event loop may be closed
             self._arrived.set()
 
     def _end(self, error: ForgeError) -> None:
@@ -121,7 +122,7 @@ class StreamTable:
 
     Args:
       clock: seconds.
-      abort: gives up a request by its id.
+      abort: aborts a request by its id.
       on_error: called with an exception after which streams may have lost deltas.
     """
 
@@ -133,14 +134,14 @@ class StreamTable:
         abort: Callable[[str], None],
         on_error: Callable[[BaseException], None],
     ):
-        self.num_completed = 0  # requests that ended neither aborted nor with an error
+        self.num_completed = 0  # requests that ended without an abort or an error
         self.queue_limits = queue_limits
         self._abort = abort
         self._guarded_fan_out = supervise.guarded(self._fan_out, "handing out deltas", on_error)
         self._streams: dict[str, Stream] = {}
         self._queue = WaitingQueue(queue_limits, clock)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._updates: deque[Outputs] = deque()  # of the steps that the loop has not seen
+        self._updates: deque[Outputs] = deque()  # of steps that the loop has not processed
         self._fan_out_due = False
         self._idle = asyncio.Event()
 
@@ -152,20 +153,19 @@ class StreamTable:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a token."""
+        """Requests that have no token yet."""
         return len(self._queue.waiting)
 
     @property
     def refusals(self) -> Mapping[QueueLimit, int]:
-        """How many requests were refused because too much waited, by the limit."""
+        """Number of requests rejected because too many were waiting, by limit."""
         return self._queue.refusals
 
     def num_requests_with(self, lora: LoraRef) -> int:
-        """Return how many open streams take an adapter."""
         return sum(stream.lora == lora for stream in self._streams.values())
 
     def loras_in_use(self) -> tuple[set[str], set[str]]:
-        """Return the names of adapters that requests take: of waiting requests, and of others."""
+        """Return the names of adapters in use: by waiting requests, and by other requests."""
         waiting: set[str] = set()
         running: set[str] = set()
         for stream in self._streams.values():
@@ -174,15 +174,15 @@ class StreamTable:
                 (waiting if waits else running).add(stream.lora.name)
         return waiting, running
 
-    # ---- opening and giving up -----------------------------------------------------------------
+    # ---- opening and aborting -----------------------------------------------------------------
 
     def attach_loop(self) -> None:
         """Feed streams on the running event loop from now on.
 
-        Streams of a loop that has been closed have no reader: they are aborted.
+        Streams of a closed loop have no reader, so they are aborted.
 
         Raises:
-          EngineError: streams of another loop are being read.
+          EngineError: if streams of another loop are being read.
         """
         loop = asyncio.get_running_loop()
         if self._loop is loop:
@@ -192,11 +192,11 @@ class StreamTable:
                 raise EngineError("the engine is in use on another event loop")
             self.abort_all()
         self._loop = loop
-        # The loop before may have been closed before it handed out what it was called for.
+        # The previous loop may have closed before it ran its scheduled fan-out.
         loop.call_soon(self._guarded_fan_out)
 
     def open(self, request: Request) -> Stream:
-        """Open the stream of a request. Raises OverloadedError if too much waits already."""
+        """Open the stream of a request. Raise OverloadedError if the queue is full."""
         request_id, samples = request.request_id, list(samples_of(request))
         self._queue.push(request_id, len(samples), len(request.prompt_token_ids))
         stream = Stream(request_id, samples, self._abort, request.lora)
@@ -204,7 +204,7 @@ class StreamTable:
         return stream
 
     def discard(self, request_id: str) -> None:
-        """Forget a stream whose request could not be queued."""
+        """Remove the stream of a request that could not be queued."""
         if request_id in self._queue.waiting:
             self._queue.pop(request_id)
         self._streams.pop(request_id, None)
@@ -214,20 +214,20 @@ class StreamTable:
             self._abort(request_id)
 
     def shed(self) -> bool:
-        """End the newest request without a token, with an OverloadedError; False if none."""
+        """End the newest request without a token with an OverloadedError. False if none."""
         request_id = next(reversed(self._queue.waiting), None)
         if request_id is None:
             return False
         self._queue.pop(request_id)
         stream = self._streams.pop(request_id, None)
         if stream is not None:
-            error = OverloadedError("given up to save memory: try again later", retry_after_s=10.0)
+            error = OverloadedError("dropped to save memory: try again later", retry_after_s=10.0)
             stream._end(error)
         self._abort(request_id)
         return True
 
     async def drain(self, seconds: float) -> None:
-        """Wait so long for running requests to finish, then abort the rest."""
+        """Wait up to `seconds` for running requests to finish, then abort the rest."""
         if self._streams and seconds > 0:
             self._idle.clear()
             with contextlib.suppress(TimeoutError):
@@ -237,40 +237,40 @@ class StreamTable:
     # ---- updates -------------------------------------------------------------------------------
 
     def deliver(self, outputs: Iterable[Outputs]) -> None:
-        """Hand steps' outputs to the event loop, from any thread."""
+        """Pass steps' outputs to the event loop. Thread-safe."""
         self._updates.extend(outputs)
         if not self._fan_out_due:
             self._fan_out_due = True
             self._call_soon(self._guarded_fan_out)
 
     def deliver_now(self, outputs: Outputs) -> None:
-        """Give each stream its part of a step's outputs, on the event loop."""
+        """Distribute a step's outputs to the streams. Call it on the event loop."""
         self._updates.append(outputs)
         self._fan_out()
 
     def fail(self, error: EngineError) -> None:
-        """End every stream with an error."""
         for stream in list(self._streams.values()):
             try:
                 stream._end(error)
-            except Exception:  # the other streams have to end, too
+            except Exception:  # the other streams must still end
                 log.exception("request %s: its error could not be received", stream.request_id)
         self._streams.clear()
         self._queue.clear()
         self._idle.set()
 
     def fail_soon(self, error: EngineError) -> None:
-        """Have the event loop end every stream with an error, from any thread."""
+        """Schedule `fail` on the event loop. Thread-safe."""
         self._call_soon(self.fail, error)
 
     def _call_soon[*Ts](self, function: Callable[[*Ts], None], *arguments: *Ts) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody listens
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no reader
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     def _fan_out(self) -> None:
-        """Give each stream the deltas of all steps since the last call."""
-        self._fan_out_due = False  # before the queue is read: later updates call for it again
+        """Distribute the deltas of all steps since the last call."""
+        # Cleared before the queue is read, so that later updates schedule another call.
+        self._fan_out_due = False
         waiting = self._queue.waiting
         for request_id, deltas in self._merged_updates().items():
             if request_id in waiting:
@@ -280,7 +280,7 @@ class StreamTable:
                 continue
             try:
                 stream._put(deltas)
-            except Exception:  # costs this request, not the others
+            except Exception:  # only this request fails
                 log.exception("request %s: its deltas could not be received", request_id)
                 stream.abort()
             if not stream._open:
@@ -303,18 +303,18 @@ class StreamTable:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueLimits:
-    """What may wait for its first token, over all requests; None: any number."""
+    """Limits on requests that wait for their first token, in total. None: unlimited."""
 
     samples: int | None = None
     prompt_tokens: int | None = None
 
 
 class WaitingQueue:
-    """Counts what waits for its first token, and how fast the queue drains.
+    """The requests that wait for their first token, and the rate at which the queue drains.
 
     Attributes:
-      waiting: samples and prompt tokens by request, the newest request last.
-      refusals: how many requests were refused, by the limit.
+      waiting: (samples, prompt tokens) by request id, the newest request last.
+      refusals: number of rejected requests, by limit.
 
     Args:
       clock: seconds.
@@ -327,10 +327,11 @@ class WaitingQueue:
         self._clock = clock
         self._samples = 0
         self._tokens = 0
-        self._left: deque[tuple[float, int]] = deque(maxlen=64)  # (when, tokens), the latest
+        # (time, prompt tokens) of the latest requests to leave
+        self._left: deque[tuple[float, int]] = deque(maxlen=64)
 
     def push(self, request_id: str, samples: int, prompt_tokens: int) -> None:
-        """Raise OverloadedError if there is no room. An empty queue has room for anything."""
+        """Add a request; raise OverloadedError at a limit. An empty queue accepts any request."""
         limits = self._limits
         if self.waiting:
             if limits.samples is not None and self._samples + samples > limits.samples:
@@ -356,11 +357,11 @@ class WaitingQueue:
 
     def _overloaded(self, load: str) -> OverloadedError:
         return OverloadedError(
-            f"{load} are waiting already: try again later", retry_after_s=self._drain_s()
+            f"the queue is full ({load} waiting): try again later", retry_after_s=self._drain_s()
         )
 
     def _drain_s(self) -> float:
-        """Return how long the queue takes at the pace of the latest 64 to leave: 1 to 60 s."""
+        """Return the seconds to drain the queue, at the rate of the latest 64 exits: 1 to 60."""
         if len(self._left) < 2:
             return 1.0
         seconds = self._clock() - self._left[0][0]

@@ -1,4 +1,4 @@
-"""The text side of live sequences: token ids in, `Delta`s with text that is safe to send out."""
+"""The text of live sequences: token ids in, `Delta`s with text that is safe to send out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Outputs = dict[str, list[Delta]]  # by request id
 
 
 class SequenceText:
-    """Turns the token ids of one sequence into text that is safe to send."""
+    """The text of one sequence, converted from token ids and safe to send."""
 
     __slots__ = ("_detokenizer", "_min_tokens", "_stops", "push_plain")
 
@@ -35,14 +35,14 @@ class SequenceText:
         )
         self._stops = stops
         self._min_tokens = request.params.min_tokens
-        # The text of tokens; None if there are stop strings to look for.
+        # Converts tokens to text; None if there are stop strings to search for.
         self.push_plain = self._detokenizer.push if stops is None else None
 
     def push(self, token_ids: tuple[int, ...], num_before: int) -> tuple[str, str | None, int]:
-        """Take the output tokens that follow the first `num_before`.
+        """Add the output tokens that follow the first `num_before`.
 
         Returns:
-          The text to send, the stop string that matched, and the number of tokens it took.
+          The text to send, the stop string that matched, and the number of tokens used.
         """
         if self._stops is None:
             return self._detokenizer.push(token_ids), None, len(token_ids)
@@ -66,11 +66,11 @@ class SequenceText:
 
 
 class TextOutput:
-    """The text of each live sequence, and the logprobs of prompts that are still computed.
+    """The text of each live sequence, and the logprobs of prompts that are still being computed.
 
     Args:
       scheduler: finishes sequences that reach a stop string.
-      constraints: of the same sequences, which they end with.
+      constraints: of the same sequences. They are dropped together.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TextOutput:
         self._prompt_logprobs: dict[Sequence, tuple[TokenLogprobs, ...]] = {}
 
     def new_texts(self, request: Request) -> list[SequenceText]:
-        """Return the text of each sample; nothing without a tokenizer or `detokenize`."""
+        """Return the text of each sample; empty without a tokenizer or `detokenize`."""
         params = request.params
         if self._tokenizer is None or not params.detokenize:
             return []
@@ -100,24 +100,24 @@ class TextOutput:
         texts = []
         for output in request.outputs.values():
             text = SequenceText(self._tokenizer, request, copy.copy(stops))
-            text.push(tuple(output), 0)  # has been sent
+            text.push(tuple(output), 0)  # already sent
             texts.append(text)
         return texts
 
     def begin(self, seqs: list[Sequence], texts: list[SequenceText]) -> None:
-        """Start the output of new sequences; the texts are those of `new_texts`."""
+        """Start the output of new sequences with texts from `new_texts`."""
         self._texts.update(zip(seqs, texts, strict=False))
 
     def forget(self, seq: Sequence) -> None:
-        """Drop a sequence that has ended, and what it is held to."""
+        """Drop a sequence that has ended, and its constraints."""
         self._constraints.end(seq)
         self._texts.pop(seq, None)
         self._prompt_logprobs.pop(seq, None)
 
     def add_deltas(self, updates: list[SequenceUpdate], outputs: Outputs) -> int:
-        """Add each sequence's delta to `outputs`; return how many tokens were generated.
+        """Add each sequence's delta to `outputs`. Return the number of generated tokens.
 
-        An error in the text of one sequence ends that sequence alone.
+        An error in the text of one sequence ends only that sequence.
         """
         texts, prompt_logprobs = self._texts, self._prompt_logprobs
         num_tokens = 0
@@ -126,7 +126,7 @@ class TextOutput:
             num_tokens += len(token_ids)
             try:
                 state = texts.get(seq)
-                if (  # a token in the middle of an output, and nothing else: nearly every row
+                if (  # fast path of nearly every row: a token in the middle of an output
                     state is not None
                     and seq.finish_reason is None
                     and got.logprobs is None
@@ -142,7 +142,7 @@ class TextOutput:
                     delta = self._delta(seq, got)
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException:  # a panic inside tokenizers is no Exception
+            except BaseException:  # a panic inside tokenizers is not an Exception
                 delta = self._without_text(seq)
             if delta is None:
                 continue
@@ -154,10 +154,10 @@ class TextOutput:
         return num_tokens
 
     def _without_text(self, seq: Sequence) -> Delta:
-        log.exception("request %s: its tokens could not be turned into text", seq.request_id)
+        log.exception("request %s: the output could not be converted to text", seq.request_id)
         self.forget(seq)
         self._scheduler.finish(seq, "error")
-        error = EngineError("the output could not be turned into text")
+        error = EngineError("the output could not be converted to text")
         return Delta(seq.index, finish_reason="error", error=error)
 
     def _delta(self, seq: Sequence, got: SequenceResult) -> Delta | None:
@@ -171,7 +171,7 @@ class TextOutput:
             return None
         if got.fault:
             self.forget(seq)
-            error = NumericalError("the model gave logits that are not finite for this request")
+            error = NumericalError("the model computed non-finite logits for this request")
             return Delta(seq.index, finish_reason="error", error=error)
         text, logprobs = "", got.logprobs
         state = self._texts.get(seq)
@@ -202,9 +202,9 @@ class TextOutput:
     def _text_to_an_end(
         self, seq: Sequence, token_ids: tuple[int, ...], state: SequenceText
     ) -> tuple[str, int]:
-        """Return the text of tokens that may end the sequence, and how many tokens it takes.
+        """Return the text of tokens that may end the sequence, and the number of tokens used.
 
-        A stop string ends the sequence. At its end the text that was held back is added.
+        A stop string ends the sequence. At the end, the text that was held back is added.
         """
         # The token that ended the output is not part of its text.
         ended = seq.finish_reason == "stop" and token_ids and token_ids[-1] in seq.stop_ids

@@ -1,8 +1,8 @@
 """`Engine`: an engine core in a thread, and an event loop that reads its streams.
 
-Typed commands go to the thread through one queue. The outputs of a step come back together, and one
-`call_soon_threadsafe` wakes the loop for all steps that it has not seen. The thread never waits for
-a reader.
+One queue passes typed commands to the thread. The outputs of a step return together. One
+`call_soon_threadsafe` wakes the loop for all steps that it has not processed. The thread never
+waits for a reader.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from forge_jax.step.executables import BackgroundCompile
     from forge_jax.telemetry.trace_recorder import Recorder
 
-CALL_S = 1.0  # between two looks at whether the engine thread is alive
+CALL_S = 1.0  # interval between checks that the engine thread is alive
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Engine(AsyncEngine):
             on_error=self._thread_failed,
         )
         self._preparation = Preparation(parts, self._thread.send, self.streams.deliver)
-        self._recorder: Recorder | None = None  # made with the first profile
+        self._recorder: Recorder | None = None  # created for the first profile
 
     @classmethod
     def load(
@@ -90,16 +90,17 @@ class Engine(AsyncEngine):
         startup: StartupTimes | None = None,
         queue_limits: QueueLimits | None = None,
     ) -> Engine:
-        """Load the model and compile its first executables; block until the engine can serve.
+        """Load the model and compile its first executables. Block until the engine can serve.
 
-        The other executables go on compiling in threads. They are used as soon as they are ready.
+        The other executables continue to compile in threads. They are used as soon as they are
+        ready.
 
         Args:
-          startup: records the phases of the start; default: from now on.
+          startup: records the phases of the start. Default: from now on.
 
         Raises:
-          ModelError: the model cannot be served; the message says why.
-          ConfigError: the configuration does not fit the model or the machine.
+          ModelError: if the model cannot be served. The message names the reason.
+          ConfigError: if the configuration does not fit the model or the machine.
         """
         startup = startup or StartupTimes()
         with python_names():
@@ -107,8 +108,8 @@ class Engine(AsyncEngine):
                 folder = resolve(config.model.model, config.model.revision)
             device = config.parallel
             log.info(
-                "loading %s%s: the first start with these settings compiles for some ten seconds "
-                "or more, later ones take seconds",
+                "loading %s%s: the first start with these settings compiles for ten seconds or "
+                "more, later ones take seconds",
                 config.model.model,
                 "" if device.backend == "auto" else f" on {device.backend}:{device.device}",
             )
@@ -129,8 +130,8 @@ class Engine(AsyncEngine):
     ) -> Engine:
         """Return an engine on a fake device: no weights, a byte tokenizer, deterministic text.
 
-        `step_time_s` is the time one step takes. With `check` the device verifies on every step
-        that each sequence's KV is exactly its prefix (slow).
+        `step_time_s` is the time of one step in seconds. If `check`, the device verifies on every
+        step that each sequence's KV is exactly its prefix (slow).
         """
         from forge_jax.engine.fake import assemble_fake
 
@@ -145,7 +146,6 @@ class Engine(AsyncEngine):
         )
 
     def start(self) -> None:
-        """Start the engine thread. The engine takes requests from now on."""
         if not self.lifecycle.enter("serving"):
             raise AssertionError(f"start of an engine that is {self.lifecycle.state}")
         self._parts.startup.reached("serving")
@@ -161,7 +161,6 @@ class Engine(AsyncEngine):
             late.on_compiled(activate)
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Take no more requests, wait up to `drain_s` for the running ones, abort the rest."""
         if self.lifecycle.state == "stopped":
             return
         self.lifecycle.enter("stopping")
@@ -171,24 +170,17 @@ class Engine(AsyncEngine):
             await self.streams.drain(drain_s)
             self._thread.send(Stop())
             await asyncio.to_thread(self._thread.join)
-            await asyncio.sleep(0)  # the last outputs of the thread are delivered
+            await asyncio.sleep(0)  # delivers the last outputs of the thread
             self.streams.fail(EngineError("the engine has been stopped"))
             if self.grammars is not None:
                 self.grammars.close()
         self.lifecycle.enter("stopped")
 
     def abort(self, request_id: str) -> None:
-        """Give a request up; its stream ends with finish reason "abort"."""
         if not self._preparation.abort(request_id):
             self._thread.send(Abort(request_id))
 
     async def prepare(self, params: SamplingParams) -> None:
-        """Compile the grammar of a `submit` ahead, off the event loop.
-
-        Raises:
-          RequestError: the grammar cannot be used.
-          OverloadedError: it could not be tried now.
-        """
         if params.structured_outputs is not None and self.grammars is not None:
             await self.grammars.compile_soon(params.structured_outputs)
 
@@ -196,7 +188,7 @@ class Engine(AsyncEngine):
         return await asyncio.to_thread(self._look)
 
     def _look(self) -> EngineState:
-        """Block until the engine thread is between two steps; capture its state there."""
+        """Wait until the engine thread is between two steps, and capture its state there."""
         captures: list[Capture] = []
         self._thread.between_steps(lambda: captures.append(self._capture()))
         return captures[0].state()
@@ -208,7 +200,7 @@ class Engine(AsyncEngine):
         await asyncio.to_thread(self._profiles().stop)
 
     def _profiles(self) -> Recorder:
-        """Return what takes profiles of this engine. The first call imports jax if nothing has."""
+        """Return the profile recorder. The first call imports JAX if it is not loaded."""
         if self._recorder is None:
             from forge_jax.telemetry.trace_recorder import Recorder
 
@@ -265,22 +257,22 @@ class Engine(AsyncEngine):
         return self._core.watcher.capture()
 
     def _thread_failed(self, error: BaseException) -> None:
-        """End every stream with an error, from any thread."""
+        """End every stream with an error. Thread-safe."""
         self.lifecycle.enter("failed")
         self.streams.fail_soon(EngineError(f"the engine failed: {type(error).__name__}"))
 
     def _fail(self, error: BaseException) -> None:
         self.lifecycle.enter("failed")
-        self.streams.abort_all()  # or they would be computed further
+        self.streams.abort_all()  # otherwise they would still be computed
         self.streams.fail(EngineError(f"the engine failed: {type(error).__name__}"))
 
 
 class EngineThread:
-    """Runs an engine core: commands in, the outputs of each step out, asleep without work.
+    """The thread of an engine core: takes commands, delivers outputs, and sleeps without work.
 
     Args:
-      deliver: takes the outputs of steps; called in the thread.
-      delay_s: how long outputs may wait for those of later steps, in seconds.
+      deliver: receives the outputs of steps; called in the thread.
+      delay_s: returns how long outputs may wait for those of later steps, in seconds.
       on_error: called in the thread with an exception that ended it.
     """
 
@@ -304,7 +296,7 @@ class EngineThread:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._while_ready = contextlib.ExitStack()
-        self._held: list[Outputs] = []  # that have not been delivered
+        self._held: list[Outputs] = []  # not yet delivered
         self._delivered_s = self._clock()
         self._turn_began_s: float | None = None  # None: the thread waits for work
 
@@ -323,17 +315,17 @@ class EngineThread:
 
     @property
     def turn_s(self) -> float:
-        """For how long the thread has been in one turn, in seconds: a command may hang."""
+        """Seconds since the current turn of the thread began. A command may hang."""
         began_s = self._turn_began_s
         return 0.0 if began_s is None else self._clock() - began_s
 
     def check_alive(self) -> None:
-        """Raise EngineError if nothing obeys commands."""
+        """Raise EngineError if the thread has ended."""
         if not self.alive:
             raise EngineError("the engine takes no requests: its thread has ended")
 
     def send(self, command: Command) -> None:
-        """Have a command carried out before the next step. Thread-safe."""
+        """Queue a command, which runs before the next step. Thread-safe."""
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
@@ -342,7 +334,7 @@ class EngineThread:
         """Call a function in the thread, between two steps, and wait for it. Thread-safe.
 
         Raises:
-          EngineError: the thread has ended.
+          EngineError: if the thread has ended.
           Exception: any that the function raises.
         """
         done: Future[None] = Future()
@@ -379,15 +371,14 @@ class EngineThread:
                     self._deliver_held()
 
     def _sleep(self) -> None:
-        """Wait for a command."""
         self._turn_began_s = None
         with self._wake:
             while not self._commands:
                 self._wake.wait()
 
     def _obey(self, command: Command) -> bool:
-        """Carry out a command. Returns False if it ends the thread."""
-        if not isinstance(command, (Submit, Abort)):  # the others may take long
+        """Run a command. Return False if it ends the thread."""
+        if not isinstance(command, (Submit, Abort)):  # the other commands may take long
             self._deliver_held()
         match command:
             case Submit(request):
@@ -408,7 +399,7 @@ class EngineThread:
     def _queue(self, request: Request) -> None:
         try:
             self._core.add(request)
-        except BaseException as error:  # costs this request, not the engine
+        except BaseException as error:  # only this request fails
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             if not isinstance(error, ForgeError):
@@ -417,7 +408,7 @@ class EngineThread:
             self._deliver([{request.request_id: last_deltas(samples_of(request), "error", error)}])
 
     def _activate(self, late: BackgroundCompile) -> None:
-        """Use late executables. With the last of them the engine is ready."""
+        """Use late executables. After the last of them, the engine is ready."""
         if late.activate() and self._ready():
             self._while_ready.enter_context(short_pauses())
 
@@ -429,10 +420,10 @@ class EngineThread:
         return True
 
     def _before_wait(self) -> None:
-        """Deliver the outputs that were read last.
+        """Deliver the latest outputs.
 
-        The event loop needs the interpreter to handle them, which would delay the dispatch of the
-        next step. So they are held until this thread waits for the device.
+        The event loop needs the interpreter to process them, which would delay the dispatch of the
+        next step. They are therefore held until this thread waits for the device.
         """
         if self._held and self._clock() - self._delivered_s >= self._delay_s():
             self._deliver_held()

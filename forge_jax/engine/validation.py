@@ -1,4 +1,4 @@
-"""What an engine refuses before it queues a request: limits, token ids, salts, stop strings."""
+"""Checks of a request before it is queued: limits, token ids, salts, stop strings."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Limits(NamedTuple):
 
     vocab_size: int  # the model's output width
     context: int  # prompt and output of a sequence
-    kv_tokens: int  # the KV cache of the engine
+    kv_tokens: int  # capacity of the engine's KV cache
 
 
 def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None) -> None:
-    """Refuse a request that an engine of these limits can never serve.
+    """Reject a request that an engine with these limits can never serve.
 
     Raises:
-      RequestError: with `param` named.
+      RequestError: `param` names the field.
     """
     check_token_ids(request, limits.vocab_size)
     check_salt(request.cache_salt)
@@ -47,10 +47,10 @@ def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None)
 def token_filter(
     params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int
 ) -> TokenFilter | None:
-    """Return the filter of `allowed_token_ids` and `bad_words`; None if they exclude nothing.
+    """Return the filter of `allowed_token_ids` and `bad_words`; None if neither is set.
 
     Raises:
-      RequestError: they leave nothing, or a word has no tokens.
+      RequestError: if they exclude every token, or a bad word has no tokens.
     """
     if params.allowed_token_ids is None and not params.bad_words:
         return None
@@ -67,15 +67,15 @@ def _check_pooling(request: Request) -> None:
         raise RequestError("pooling must be last or mean", param="pooling")
     if params.max_tokens != 0 or params.n != 1 or params.constrained:
         raise RequestError(
-            "with pooling there is no output: max_tokens must be 0 and n 1", param="max_tokens"
+            "pooling returns no output: max_tokens must be 0 and n must be 1", param="max_tokens"
         )
 
 
 def check_salt(salt: str) -> None:
-    """Refuse a salt that cannot be hashed.
+    """Reject a salt that cannot be hashed.
 
     Raises:
-      RequestError: naming the field.
+      RequestError: `param` names the field.
     """
     try:
         salt.encode()
@@ -84,7 +84,7 @@ def check_salt(salt: str) -> None:
 
 
 def without_unknown_stops(request: Request, vocab_size: int) -> Request:
-    """Return the request without stop token ids beyond the vocabulary: no token matches them."""
+    """Return the request without stop token ids outside the vocabulary, which never match."""
     stops = request.params.stop_token_ids
     if not stops or max(stops) < vocab_size:
         return request
@@ -93,10 +93,10 @@ def without_unknown_stops(request: Request, vocab_size: int) -> Request:
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:
-    """Refuse token ids outside the model's output width (`vocab_size`).
+    """Reject token ids outside the model's output width (`vocab_size`).
 
     Raises:
-      RequestError: naming the field.
+      RequestError: `param` names the field.
     """
     ids = TokenIds.of(request.prompt_token_ids)
     if not ids:

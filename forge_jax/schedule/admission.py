@@ -1,4 +1,4 @@
-"""The part of a step that admits: waiting sequences that get a slot, blocks and a first chunk."""
+"""Admissions of a step: waiting sequences that get a slot, blocks and a first chunk."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from forge_jax.schedule.slots import Slots
 
 
 class AdmissionPart:
-    """Admits waiting sequences in the order of the policy; none is overtaken.
+    """The admission of waiting sequences in the order of the policy. None is overtaken.
 
-    To avoid thrashing, a sequence is admitted only if the blocks for all its known tokens are free,
-    besides what running prompts still need and one block for each running sequence that can grow.
+    To avoid thrashing, a sequence is admitted only if the blocks for all its known tokens are free.
+    Blocks that running prompts still need, and one for each running sequence that can grow, are
+    reserved.
 
     Attributes:
-      cached_prompt_tokens: of admitted requests, found in the prefix cache.
-      computed_prompt_tokens: of admitted requests, not found there.
+      cached_prompt_tokens: prompt tokens of admitted requests that the prefix cache had.
+      computed_prompt_tokens: prompt tokens of admitted requests that it did not have.
     """
 
     def __init__(
@@ -40,22 +41,22 @@ class AdmissionPart:
         self._clock = clock
 
     def fill(self, plan: PartialPlan, config: SchedulerConfig, pools: bool | None) -> None:
-        """Admit sequences as far as the budget goes, and add their first chunks.
+        """Admit sequences within the budget, and add their first chunks.
 
         Args:
-          pools: admit only sequences with (True) or without (False) `pooling`; None: both.
+          pools: admit only sequences with (True) or without (False) `pooling`. None: both.
         """
         budget, queue, slots = plan.budget, self._slots.backlog.queue, self._slots
         if not (budget.tokens and budget.sequences and len(queue)):
             return
         reserved = slots.reserved_blocks()
         if reserved >= self._pool.num_free:
-            return  # every sequence needs a block; so the queue need not be put in order
+            return  # every sequence needs a block, so sorting the queue can be skipped
         for seq in queue.in_order(self._clock()):
             if not (budget.tokens and budget.sequences):
                 break
             if pools is not None and (seq.pooling is not None) != pools:
-                break  # its turn comes, and it is not overtaken
+                break  # it is admitted in the next step of its kind, and not overtaken
             chunk = self._admit(seq, plan, config, reserved)
             if chunk is None:
                 break
@@ -95,10 +96,10 @@ class AdmissionPart:
         return Chunk(seq, num_tokens, num_rows, ())
 
     def _count_first(self, seq: Sequence, num_cached: int) -> None:
-        """Take down what the first admission of a sequence found, and when it came."""
+        """Record the cached tokens and the queue time of a sequence's first admission."""
         seq.num_cached = num_cached
         seq.queue_s = max(self._clock() - seq.queued_s, 0.0)
-        if seq.leads:  # a prompt counts once, whatever n is
+        if seq.leads:  # a prompt counts once, regardless of n
             cached = min(num_cached, seq.prompt_len)
             self.cached_prompt_tokens += cached
             self.computed_prompt_tokens += seq.prompt_len - cached

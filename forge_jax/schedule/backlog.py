@@ -1,4 +1,4 @@
-"""Sequences without a slot: queued, or waiting for something that comes before the queue."""
+"""Sequences without a slot: queued, or waiting to be queued."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from forge_jax.schedule.request import Sequence
 
 
 class Backlog:
-    """Keeps waiting sequences.
+    """The waiting sequences.
 
     QUEUED sequences are in `queue`. FOLLOWING ones wait until the first sequence of their request
-    has filled the prefix cache. HELD ones are not among those that admissions are restricted to.
+    has filled the prefix cache. HELD ones are excluded while admissions are restricted.
 
     Args:
-      make_queue: an empty queue of the policy.
+      make_queue: returns an empty queue of the policy.
 
     Attributes:
       queue: the QUEUED sequences.
-      followers: the FOLLOWING sequences, by request; no entry without any.
+      followers: the FOLLOWING sequences by request, without empty entries.
     """
 
     def __init__(self, make_queue: Callable[[], WaitingQueue]):
@@ -29,11 +29,11 @@ class Backlog:
         self.followers: dict[str, list[Sequence]] = {}
         self._make_queue = make_queue
         self._num_followers = 0
-        self._only: frozenset[Sequence] | None = None  # may be admitted; None: all
+        self._only: frozenset[Sequence] | None = None  # sequences that may be admitted; None: all
         self._held: list[Sequence] = []
 
     def rank(self, seq: Sequence) -> Rank:
-        """Return the place of a sequence among all; the first is served first."""
+        """Return the rank of a sequence among all; the lowest is served first."""
         return self.queue.rank(seq)
 
     def push(self, seq: Sequence) -> None:
@@ -45,7 +45,7 @@ class Backlog:
             self._held.append(seq)
 
     def follow(self, request_id: str, seqs: Seq[Sequence]) -> None:
-        """Keep sequences until `release_followers` of their request."""
+        """Keep sequences until `release_followers` is called for their request."""
         for seq in seqs:
             seq.follow()
         self.followers[request_id] = list(seqs)
@@ -87,7 +87,7 @@ class Backlog:
 
     @property
     def num_deferred(self) -> int:
-        """Sequences that wait for another sequence, not for room."""
+        """Sequences that wait for another sequence, not for a slot or blocks."""
         return self._num_followers + len(self._held)
 
     def __len__(self) -> int:

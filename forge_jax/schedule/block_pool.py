@@ -1,13 +1,13 @@
-"""The host's view of the KV cache: which blocks are free, who shares them, what they hold.
+"""The host's view of the KV cache: which blocks are free, shared or cached.
 
 A block is in exactly one of three states:
 
     used       referenced by one or more sequences; registered in the prefix cache or not
     cached     unreferenced but registered: it can be acquired again, or evicted
-    free       unreferenced, its content means nothing
+    free       unreferenced; its content is invalid
 
-The pool knows neither sequences nor the device. It never moves or clears KV: a block's old content
-stays until its next owner overwrites it.
+The pool has no access to sequences or the device. It never moves or clears KV: a block's old
+content stays until its next owner overwrites it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class BlockPool:
 
     Only full blocks are registered, under a hash chained over everything before them
     (`hash_block`), so equal hashes mean equal KV. A registered or shared block is never written
-    again: the owner of a block may write to it only while its reference is the only one and
-    the block is not yet registered.
+    again. A block's owner may write to it only while it holds the only reference and the block is
+    not registered.
 
-    `eviction` chooses which cached block gives way when no free one is left: the least recently
-    used, or the one registered first.
+    `eviction` selects the cached block to evict when no free one is left: the least recently used,
+    or the one registered first.
     """
 
     def __init__(
@@ -47,26 +47,26 @@ class BlockPool:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.eviction: Eviction = eviction
-        self.queried_tokens = 0  # looked up at admissions
-        self.hit_tokens = 0  # of those, found
+        self.queried_tokens = 0  # tokens looked up at admissions
+        self.hit_tokens = 0  # tokens among them that were found
         self.num_evictions = 0
         self.reset()
 
     def reset(self) -> None:
-        """Forgets every reference and everything cached; the counters go on."""
+        """Drop every reference and all cached blocks. The counters keep their values."""
         self._refs = [0] * self.num_blocks
         self._hashes: list[bytes | None] = [None] * self.num_blocks
         self._index: dict[bytes, int] = {}
         self._free = list(range(self.num_blocks - 1, -1, -1))  # a stack
         self._cached: OrderedDict[int, None] = OrderedDict()  # by last release, oldest first
-        self._num_registered = 0  # ever, since the reset: the age of a block for FIFO
+        self._num_registered = 0  # since the reset: the age of a block for FIFO
         self._ages = [0] * self.num_blocks
         self._oldest: list[tuple[int, int]] = []  # heap of (age, block)
         self._queued_ages = [0] * self.num_blocks  # the age under which a block is in the heap
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give out: free and cached ones."""
+        """Blocks that `allocate` can return: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -79,7 +79,7 @@ class BlockPool:
         return len(self._cached)
 
     def references(self) -> tuple[list[int], list[int]]:
-        """Copies: the references to each block, and which blocks are cached."""
+        """Return copies of the reference counts and of the list of cached blocks."""
         return self._refs.copy(), list(self._cached)
 
     def ref_count(self, block: int) -> int:
@@ -89,21 +89,21 @@ class BlockPool:
         return self._hashes[block] is not None
 
     def is_writable(self, block: int) -> bool:
-        """Whether the one owner of this block may still write to it."""
+        """Return True if the block's only owner may still write to it."""
         return self._refs[block] == 1 and self._hashes[block] is None
 
     def hash_block(self, parent: bytes | None, tokens: Sequence[int], salt: str) -> bytes:
-        """The name of a full block: 32 bytes over the salt and every token up to the block's end.
+        """Return the 32-byte key of a full block: a hash of the salt and every token up to its end.
 
-        `parent` is the hash of the block before, None for the first. The salt enters with the
-        first block and reaches the others through their parents.
+        `parent` is the hash of the block before, None for the first. The salt enters with the first
+        block and reaches the others through their parents.
         """
         if parent is None:
             parent = hashlib.blake2b(salt.encode(), digest_size=32).digest()
         return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=32).digest()
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix. Takes no reference: `acquire_cached` does.
+        """Return the blocks of the longest cached prefix, without referencing them.
 
         `hashes` is read only up to the first miss, so it may be a generator that computes them.
         """
@@ -119,12 +119,12 @@ class BlockPool:
         return blocks
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
-        """How much `num_free` would fall if these blocks were acquired."""
+        """Return by how much `num_free` would fall if these blocks were acquired."""
         refs = self._refs
         return sum(refs[block] == 0 for block in blocks)
 
     def acquire_cached(self, blocks: Iterable[int]) -> None:
-        """Takes a reference to each of these registered blocks."""
+        """Add a reference to each of these registered blocks."""
         for block in blocks:
             assert self._hashes[block] is not None, f"block {block} is not cached"
             if self._refs[block] == 0:
@@ -132,12 +132,12 @@ class BlockPool:
             self._refs[block] += 1
 
     def record_lookup(self, queried_tokens: int, hit_tokens: int) -> None:
-        """Counts an admission's use of the prefix cache, in tokens."""
+        """Count an admission's use of the prefix cache, in tokens."""
         self.queried_tokens += queried_tokens
         self.hit_tokens += hit_tokens
 
     def allocate(self, n: int) -> list[int] | None:
-        """`n` writable blocks, evicting cached ones if it must; None if there are not enough."""
+        """Return `n` writable blocks, evicting cached ones if needed. None if there are too few."""
         if n > self.num_free:
             return None
         blocks = []
@@ -149,10 +149,10 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Gives back one reference to each block.
+        """Drop one reference to each block.
 
-        In reverse: the tail of a chain is then evicted before its head, without which it could
-        not be found.
+        Blocks are released in reverse, so that the tail of a chain is evicted before its head.
+        If the head is gone, the tail cannot be found.
         """
         for block in reversed(blocks):
             assert self._refs[block] > 0, f"block {block} is released twice"
@@ -168,10 +168,10 @@ class BlockPool:
                 heapq.heappush(self._oldest, (self._ages[block], block))
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Makes a full block findable. If the hash is another block's already, that one stays."""
+        """Make a full block findable. If another block already has this hash, that one stays."""
         if not self.prefix_cache or block_hash in self._index:
             return
-        assert self._refs[block] > 0, f"block {block} is registered but nobody's"
+        assert self._refs[block] > 0, f"block {block} is registered but unreferenced"
         assert self._hashes[block] is None, f"block {block} is registered twice"
         self._index[block_hash] = block
         self._hashes[block] = block_hash
@@ -179,7 +179,7 @@ class BlockPool:
         self._ages[block] = self._num_registered
 
     def check(self) -> None:
-        """Raises AssertionError if an invariant is broken. For tests: costs O(num_blocks)."""
+        """Raise AssertionError if an invariant is broken. For tests: takes O(num_blocks)."""
         free, cached = set(self._free), set(self._cached)
         used = {block for block, refs in enumerate(self._refs) if refs}
         assert all(refs >= 0 for refs in self._refs), "a negative reference count"

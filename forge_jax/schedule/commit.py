@@ -1,4 +1,4 @@
-"""What sequences get from a step that has been read."""
+"""Commit of a step: its results are applied to its sequences."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from forge_jax.schedule.prefix_cache import PrefixCache
 from forge_jax.schedule.request import Sequence
 from forge_jax.schedule.slots import Slots
 
-# What a sequence gained in a step that has been read. `seq.finish_reason` is set if these were its
-# last tokens; with a fault it has been finished with "error", and there are no tokens.
+# A sequence's gain from a step. `seq.finish_reason` is set if these were its last tokens. After a
+# fault, the sequence has finished with "error" and there are no tokens.
 SequenceUpdate = tuple[Sequence, SequenceResult]
 
 _FINISHED = Status.FINISHED
 
 
 class Committer:
-    """Appends sampled tokens, finishes sequences, and registers the blocks that were filled.
+    """The code that appends tokens, finishes sequences, and registers filled blocks.
 
-    Rows of sequences that have finished meanwhile are burnt: they bring nothing. A sequence that
-    was preempted meanwhile still gets its token, which was sampled from a correct prefix.
+    Rows of sequences that have finished meanwhile are discarded. A sequence that was preempted
+    meanwhile still gets its token, which was sampled from a correct prefix.
     """
 
     def __init__(
@@ -44,10 +44,7 @@ class Committer:
     def commit(
         self, step: Dispatched, plan: StepPlan, results: Seq[SequenceResult]
     ) -> list[SequenceUpdate]:
-        """Take the results of a step, one for each row of its plan.
-
-        Returns one for each sequence that gained tokens or logprobs, or ended, in plan order.
-        """
+        """Commit the results of a step, one for each row of its plan. See `Scheduler.commit`."""
         updates: list[SequenceUpdate] = []
         self._commit_decodes(step, plan.decodes.starts, results, updates)
         if plan.chunks:
@@ -61,7 +58,7 @@ class Committer:
         results: Seq[SequenceResult],
         updates: list[SequenceUpdate],
     ) -> None:
-        """Commit as many of the first rows as there are `starts`."""
+        """Commit the first `len(starts)` rows."""
         block_size, registers = self._block_size, self._registers
         followers = self._backlog.followers
         for start, seq, epoch, got in zip(starts, step.seqs, step.epochs, results, strict=False):
@@ -90,14 +87,15 @@ class Committer:
         results: Seq[SequenceResult],
         updates: list[SequenceUpdate],
     ) -> None:
-        """Commit the rows behind the decodes: drafts and prefill chunks."""
+        """Commit the rows after the decodes: drafts and prefill chunks."""
         first = len(plan.decodes)
         seqs, epochs = step.seqs[first:], step.epochs[first:]
         for seq, epoch, row, got in zip(seqs, epochs, plan.chunks, results[first:], strict=True):
             if seq.status is _FINISHED:
                 continue
             seq.num_pending -= row.samples
-            holds_blocks = epoch == seq.epoch  # those that the row wrote to
+            # True if it still has the blocks that the row wrote
+            holds_blocks = epoch == seq.epoch
             if got.fault and row.num_drafts:
                 self._retry_without_drafts(seq, holds_blocks)
                 continue
@@ -117,7 +115,7 @@ class Committer:
     def _settle(
         self, seq: Sequence, holds_blocks: bool, row: ScheduledSequence, num_accepted: int
     ) -> int:
-        """Count drafts as accepted or not; returns how many tokens have been computed."""
+        """Count accepted and rejected drafts. Return the number of computed tokens."""
         seq.num_drafted += row.num_drafts
         seq.num_accepted += num_accepted
         if holds_blocks:
@@ -125,7 +123,7 @@ class Committer:
         return row.start + 1 + num_accepted
 
     def _retry_without_drafts(self, seq: Sequence, holds_blocks: bool) -> None:
-        """Compute the sequence again, without drafts: one of them may have been the fault."""
+        """Recompute the sequence without drafts: a draft may have caused the fault."""
         seq.takes_drafts = False
         if holds_blocks:
             self._slots.preempt(seq)
@@ -133,7 +131,7 @@ class Committer:
     def _publish(
         self, seq: Sequence, end: int, row: ScheduledSequence, got: SequenceResult
     ) -> None:
-        """Let other sequences have what the first `end` tokens have computed."""
+        """Share the first `end` computed tokens with other sequences."""
         num_full = end // self._block_size
         if self._registers and num_full > seq.num_registered:
             accepted = got.token_ids[:-1]
@@ -160,7 +158,7 @@ class Committer:
         return SequenceResult(got.token_ids[:accepted], False, logprobs, got.prompt_logprobs)
 
     def _end(self, seq: Sequence, token: int) -> bool:
-        """Finish the sequence if `token`, its last, ends it or is the last it may have."""
+        """Finish the sequence if `token`, its last, is a stop token or reaches the limit."""
         params = seq.params
         if token in seq.stop_ids and seq.num_output >= params.held_tokens:
             ends = params.constrained or not params.ignore_eos

@@ -10,16 +10,16 @@ from forge_jax.config import Batching, Policy
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     max_num_seqs: int  # slots
-    max_num_batched_tokens: int  # of one step
-    max_rows: int  # that get logits in one step
-    max_model_len: int  # prompt and output
-    prefill_chunk_size: int | None = None  # most tokens of one prompt in one step
-    chunked_prefill: bool = True  # else only prompts that no step can hold are cut
-    batching: Batching = "continuous"  # static: admissions only when nothing runs
+    max_num_batched_tokens: int  # per step
+    max_rows: int  # tokens that get logits, per step
+    max_model_len: int
+    prefill_chunk_size: int | None = None  # maximum tokens of one prompt per step
+    chunked_prefill: bool = True  # False: cut only prompts that no step can hold
+    batching: Batching = "continuous"  # static: admit only when no sequence runs
     policy: Policy = "fcfs"
-    pools_apart: bool = False  # requests with `pooling` get steps and cached blocks of their own
+    pools_apart: bool = False  # requests with `pooling` have separate steps and cached blocks
     eos_token_ids: frozenset[int] = frozenset()
-    aging_s: float = 5.0  # after which a waiting request goes first, whatever its prefix
+    aging_s: float = 5.0  # after this wait, a sequence is admitted first, regardless of its prefix
 
     def __post_init__(self) -> None:
         limits = (self.max_num_seqs, self.max_num_batched_tokens, self.max_rows)

@@ -1,4 +1,4 @@
-"""The part of a step that decodes: one token of each sequence that waits for its next."""
+"""Decodes of a step: one token of each sequence that waits for its next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DECODING, _PREFILLING = Status.DECODING, Status.PREFILLING
 
 
 class _Standing(NamedTuple):
-    """What the plans of the same decodes have in common: nearly every plan is like the last."""
+    """Columns that plans with the same decodes share. Nearly every plan is like the last."""
 
     num_changes: int  # of the slots
     seqs: list[Sequence]
@@ -25,8 +25,6 @@ class _Standing(NamedTuple):
 
 
 class DecodePart:
-    """Chooses the decodes of a step, and writes their columns."""
-
     def __init__(self, slots: Slots):
         self._slots = slots
         self._standing = _Standing(-1, [], [], [], [], [])
@@ -39,15 +37,15 @@ class DecodePart:
         """Add the decodes of a step.
 
         Returns:
-          The running sequences that prefill, by rank, and whether any sequence waits for its next
+          The running sequences that prefill, by rank, and True if any sequence waits for its next
           token.
         """
         decodes, grown, block_size = plan.decodes, plan.grown, self._slots.pool.block_size
         prompts: list[Sequence] = []
         awaited = False
         room = plan.budget.sampled_tokens
-        # Preemption takes from the end of `running`, where this loop has not been. So no decode is
-        # taken back here, and the loop ends at the shortened end.
+        # Preemption takes from the end of `running`, which this loop has not reached. No decode is
+        # therefore dropped here, and the loop ends at the shortened end.
         for seq in self._slots.running:
             if seq.status is not _DECODING:
                 if seq.status is _PREFILLING:
@@ -58,7 +56,7 @@ class DecodePart:
                 continue
             if len(decodes) == room:
                 continue
-            if not seq.num_computed % block_size:  # else its last block has room
+            if not seq.num_computed % block_size:  # otherwise its last block has a free position
                 added = self._slots.grow(seq, seq.num_computed + 1)
                 if added is None:
                     continue
@@ -69,7 +67,7 @@ class DecodePart:
         return prompts, awaited
 
     def columns(self, plan: PartialPlan) -> tuple[Decodes, list[int]]:
-        """The decodes of a plan as columns, and the epochs of their sequences."""
+        """Return the decodes of a plan as columns, and the epochs of their sequences."""
         standing = self._standing_of(plan.decodes)
         seqs = standing.seqs
         columns = Decodes(

@@ -1,4 +1,4 @@
-"""The part of a step that verifies drafts: guesses for the tokens that decodes go on with."""
+"""Drafts of a step: proposed next tokens of decodes, which the step verifies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Drafts = Mapping[Sequence, Seq[int]]
 
 
 def verifiable(running: Iterable[Sequence]) -> list[Sequence]:
-    """Those whose next step could verify drafts.
+    """Return the sequences whose next step could verify drafts.
 
-    All of their tokens have been read, the last is all that has to be computed, and there is room
-    for an output token after the next.
+    All of their tokens have been read, only the last one is uncomputed, and at least two more
+    output tokens are allowed.
     """
     return [
         seq
@@ -31,16 +31,14 @@ def verifiable(running: Iterable[Sequence]) -> list[Sequence]:
 
 
 class DraftPart:
-    """Adds drafts to decodes of a step."""
-
     def __init__(self, slots: Slots):
         self._slots = slots
         self._pool = slots.pool
 
     def fill(self, plan: PartialPlan, drafts: Drafts) -> None:
-        """Let decodes verify drafts with what is left of the budget, in the order of `drafts`.
+        """Let decodes verify drafts within the remaining budget, in the order of `drafts`.
 
-        They get only blocks that are free and not reserved.
+        They get only free blocks that are not reserved.
         """
         row_of = {seq: row for row, seq in enumerate(plan.decodes)}
         blocks_of = {row: ((index, block),) for row, index, block in plan.grown}
@@ -72,7 +70,7 @@ class DraftPart:
         _take_out_of_decodes(plan)
 
     def _place(self, seq: Sequence, count: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """How many of `count` drafts there are blocks for, and new blocks for them."""
+        """Return how many of `count` drafts there are blocks for, and the new blocks."""
         if count < 1:
             return 0, ()
         end = len(seq.tokens)

@@ -12,15 +12,15 @@ class Dispatched(NamedTuple):
     """The sequences of one step in flight."""
 
     step: int
-    seqs: list[Sequence]  # of its rows
-    epochs: list[int]  # theirs, when the step was scheduled
+    seqs: list[Sequence]  # one per row
+    epochs: list[int]  # of the sequences, when the step was scheduled
 
 
 class InFlight:
-    """Numbers steps, and keeps the sequences of those in flight, oldest first.
+    """The numbers of steps, and the sequences of those in flight, oldest first.
 
     Attributes:
-      last_scheduled, last_read: steps; -1 before the first.
+      last_scheduled, last_read: step numbers; -1 before the first.
     """
 
     def __init__(self) -> None:
@@ -29,13 +29,13 @@ class InFlight:
         self._steps: deque[Dispatched] = deque()
 
     def add(self, seqs: list[Sequence], epochs: list[int]) -> int:
-        """Number a new step."""
+        """Add a step and return its number."""
         self.last_scheduled += 1
         self._steps.append(Dispatched(self.last_scheduled, seqs, epochs))
         return self.last_scheduled
 
     def take_oldest(self) -> Dispatched:
-        """Remove the step that has been read."""
+        """Remove and return the oldest step, which has been read."""
         oldest = self._steps.popleft()
         self.last_read = oldest.step
         return oldest
@@ -44,7 +44,7 @@ class InFlight:
         return next(each.seqs for each in self._steps if each.step == step).copy()
 
     def forget(self) -> None:
-        """Drop all steps in flight: they count as read, and brought nothing."""
+        """Drop all steps in flight: they count as read, without results."""
         self._steps.clear()
         self.last_read = self.last_scheduled
 

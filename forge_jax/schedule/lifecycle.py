@@ -1,4 +1,4 @@
-"""The life of a sequence: its statuses, and the transitions between them.
+"""The lifecycle of a sequence: its statuses, and the transitions between them.
 
     status          event    next        when
     QUEUED          follow   FOLLOWING   another sample of its request computes their prompt first
@@ -11,23 +11,23 @@
     PREFILLING      prefill  DRAINING    the chunk computes all that the request needs
     DECODING        decode   DECODING    the step computes one token and samples the next
     DECODING        decode   DRAINING    the next is the last that the sequence may have
-    DECODING        verify   VERIFYING   the step computes one token, and drafts behind it
+    DECODING        verify   VERIFYING   the step computes one token, and drafts after it
     VERIFYING       settle   DECODING    the step has been read: the sequence's length is known
     any with slot   requeue  QUEUED      it was preempted, or a step failed
     any unfinished  finish   FINISHED    it ended by itself, was aborted, or failed
 
     status                             holds
     QUEUED, FOLLOWING, HELD            its tokens
-    PREFILLING                         also a slot, blocks, and tokens that are left to compute
-    DECODING                           also a slot, blocks, and one token that is left to compute
+    PREFILLING                         also a slot, blocks, and several tokens to compute
+    DECODING                           also a slot, blocks, and one token to compute
     VERIFYING                          also a slot, blocks, and drafts in flight
     DRAINING                           also a slot, blocks, and results in flight
-    FINISHED                           its tokens, and the reason why it finished
+    FINISHED                           its tokens, and its finish reason
 
 A sequence begins QUEUED. The events are methods of `Sequence`, which check `TRANSITIONS`; `decode`
-is a function of all sequences that decode in a step. A status follows from what has been scheduled,
-not from what has been read: while a sequence decodes, the value of its last token may be known to
-the device only (`Sequence.num_pending`).
+is a function over all sequences that decode in a step. A status depends on the steps that have been
+scheduled, not on those that have been read. While a sequence decodes, the value of its last token
+may exist only on the device (`Sequence.num_pending`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ WAITING = frozenset({Status.QUEUED, Status.FOLLOWING, Status.HELD})
 RUNNING = frozenset({Status.PREFILLING, Status.DECODING, Status.VERIFYING, Status.DRAINING})
 
 _END = frozenset({Status.FINISHED})
-_LEAVE = frozenset({Status.QUEUED, Status.FINISHED})  # slot and blocks
+_LEAVE = frozenset({Status.QUEUED, Status.FINISHED})  # release slot and blocks
 
 TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.QUEUED: _END | {Status.FOLLOWING, Status.HELD, Status.PREFILLING},

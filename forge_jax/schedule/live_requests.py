@@ -20,7 +20,7 @@ from forge_jax.schedule.slots import Slots
 
 
 class LiveRequests:
-    """Makes the sequences of requests, and keeps them until all of a request have finished.
+    """The sequences of each request, from its arrival until all of them have finished.
 
     Args:
       rng: draws the seeds of requests that have none.
@@ -44,7 +44,7 @@ class LiveRequests:
         self.by_id[request.request_id] = seqs
         self._backlog.push(seqs[0])
         num_shared = (len(request.prompt_token_ids) - 1) // self._pool.block_size
-        # A static batch takes all samples at once: followers would come into the batch after it.
+        # A static batch takes all samples at once: followers would miss it.
         follows = self._pool.prefix_cache and num_shared and config.batching == "continuous"
         if len(seqs) > 1 and follows:
             self._backlog.follow(request.request_id, seqs[1:])
@@ -63,10 +63,12 @@ class LiveRequests:
         seed = request.seed if request.seed is not None else params.seed
         if seed is None:
             seed = self._rng.getrandbits(64)
-        ends = params.constrained or not params.ignore_eos  # a grammar decides where its end may be
+        # A grammar determines where the output may end.
+        ends = params.constrained or not params.ignore_eos
         stop_ids = config.eos_token_ids if ends else frozenset()
         if params.stop_token_ids and not params.constrained:
-            stop_ids = stop_ids.union(params.stop_token_ids)  # else one object for all sequences
+            # Without stop_token_ids, all sequences share one set.
+            stop_ids = stop_ids.union(params.stop_token_ids)
         seqs = [
             Sequence(
                 request=request,
@@ -77,7 +79,7 @@ class LiveRequests:
                 tokens=[*request.prompt_token_ids, *output],
                 max_blocks=self._slots.blocks_for(max(prompt_len, prompt_len + max_tokens - 1)),
                 scores_prompt=params.prompt_logprobs is not None and index == 0,
-                # The scores of a prompt come before its first output.
+                # Prompt logprobs come before the first output token.
                 num_scored=prompt_len if output else 0,
                 order=next(self._orders),
                 queued_s=now_s,
@@ -88,13 +90,13 @@ class LiveRequests:
             seq.leads = False
         if config.pools_apart and request.pooling is not None:
             for seq in seqs:
-                seq.salt += "\0pooling"  # other executables have written its blocks
+                seq.salt += "\0pooling"  # its blocks were written by other executables
         return seqs
 
     def finish(
         self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
-        """End an unfinished sequence, and forget its request if it was the last of it."""
+        """End an unfinished sequence. Drop its request if it was the last one."""
         if seq.slot is not None:
             self._slots.finish(seq, reason, stop_reason)
         else:
@@ -108,19 +110,17 @@ class LiveRequests:
             del self.by_id[request_id]
 
     def abort(self, request_id: str) -> list[Sequence]:
-        """End what is left of a request; returns the sequences that this ended."""
         live = [seq for seq in self.by_id.get(request_id, ()) if not seq.finished]
         for seq in live:
             self.finish(seq, "abort")
         return live
 
     def sequences(self) -> Iterator[Sequence]:
-        """All sequences of unfinished requests, finished ones too, in order of arrival."""
+        """Yield all sequences of unfinished requests, finished ones too, in order of arrival."""
         for seqs in self.by_id.values():
             yield from seqs
 
     def waiting(self) -> Iterator[Sequence]:
-        """Unfinished sequences without a slot, in order of arrival."""
         for seq in self.sequences():
             if seq.slot is None and seq.status is not Status.FINISHED:
                 yield seq

@@ -1,4 +1,4 @@
-"""What the engine hands out: one `Delta` per sequence and step that brought it something."""
+"""The engine's output: one `Delta` per sequence and step that changed it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from forge_jax.schedule.plan import TokenLogprobs
 from forge_jax.schedule.request import FinishReason
 
 
-# Made once per sequence and step: never changed, but not frozen, which would take 0.7 us longer.
+# One is created per sequence and step. It is never changed, but not frozen, because creating a
+# frozen one takes 0.7 us longer.
 @dataclass(slots=True)
 class Delta:
-    """News of sample `index` of a request.
+    """An increment of sample `index` of a request.
 
-    `text` is whole characters and never a part of a stop string; it may lag behind `token_ids`.
-    The last delta of a sample has a `finish_reason`; with "error" it has an `error`.
-    `prompt_logprobs` comes once; entry i is of prompt token i + 1. How many drafts were verified,
-    and how many of them were right, comes with the last delta, and so does how often the sample was
-    preempted. The first delta says how many prompt tokens were cached and how long the sample
-    waited for its first step.
+    `text` contains whole characters and never part of a stop string. It may lag behind `token_ids`.
+    `prompt_logprobs` comes once; entry i belongs to prompt token i + 1.
+
+    The first delta has `num_cached_tokens` and `queue_s`, the seconds until the sample's first
+    step. The last delta has a `finish_reason`, and an `error` if that is "error". It also has the
+    numbers of verified and accepted draft tokens, and of preemptions.
     """
 
     index: int
@@ -40,7 +41,7 @@ class Delta:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One finished sample; with finish reason "error", why, and what it had until then."""
+    """A finished sample. If the finish reason is "error", `error` is set and the output partial."""
 
     index: int
     text: str
@@ -49,8 +50,8 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: int | str | None
     error: ForgeError | None = None
-    num_draft_tokens: int = 0  # that were verified
-    num_accepted_tokens: int = 0  # of them; these are part of `token_ids`
+    num_draft_tokens: int = 0  # draft tokens that were verified
+    num_accepted_tokens: int = 0  # accepted ones, which are part of `token_ids`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A plan for one step while its parts add to it."""
+"""A plan for one step while it is being assembled."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from forge_jax.schedule.step_budget import StepBudget
 
 
 class Chunk(NamedTuple):
-    """Tokens of one sequence, from the first that has not been computed."""
+    """Tokens of one sequence, starting at the first uncomputed one."""
 
     seq: Sequence
     num_tokens: int
-    num_rows: int  # last tokens that get logits
+    num_rows: int  # number of last tokens that get logits
     new_blocks: tuple[tuple[int, int], ...]  # (index in the block table, block)
 
 
 class PartialPlan:
-    """Rows that have been decided, and the budget that is left.
+    """Rows that have been decided, and the remaining budget.
 
-    Nothing is counted as computed or sampled before the plan is complete.
+    Tokens do not count as computed or sampled before the plan is complete.
 
     Attributes:
       decodes: sequences that decode, by rank.
       grown: new blocks of decodes: (row, index in the block table, block).
       chunks: of running sequences, then of admitted ones.
-      drafts: rows that verify drafts; their sequences are no longer in `decodes`.
+      drafts: rows that verify drafts. Their sequences are no longer in `decodes`.
     """
 
-    # Made for each step: a dataclass takes three times as long to make its lists.
+    # One is created per step: a dataclass takes three times as long to create its lists.
     __slots__ = ("admissions", "budget", "chunks", "decodes", "drafts", "grown")
 
     def __init__(self, budget: StepBudget):
@@ -48,7 +48,7 @@ class PartialPlan:
     def drop_preempted(self) -> None:
         """Remove decodes that have lost their slots.
 
-        Preemption takes the last ranks, so these are the last rows.
+        Preemption starts from the last rank, so these are the last rows.
         """
         decodes, grown = self.decodes, self.grown
         while decodes and decodes[-1].slot is None:

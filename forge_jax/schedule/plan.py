@@ -1,10 +1,9 @@
-"""The host's decision for one step, and what comes back: plain ints, no arrays.
+"""The host's decision for one step, and the step's result: plain ints, no arrays.
 
 A step serves its sequences in the order of `StepPlan.sequences`: those with one token first
-(decode), then prompt chunks. The decodes are columns, not objects: at 256 sequences making the
-objects would take as long as all other decisions of the step. A device (the real one in
-step/runner.py, the fake one in testing.py) turns a plan into a `StepResult` whose rows stand in the
-same order.
+(decodes), then prompt chunks. The decodes are stored as columns. At 256 sequences, creating one
+object per decode would take as long as all other decisions of the step. A device (`step/runner.py`,
+or the fake one in `testing.py`) turns a plan into a `StepResult` with its rows in the same order.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from typing import Any, Protocol
 from forge_jax.config import Pooling
 from forge_jax.sampling_params import SamplingParams
 
-FED_BACK = -1  # a token the host has not read: the device takes the slot's last token
+FED_BACK = -1  # a token that the host has not read: the device uses the slot's last token
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence takes a slot: everything the device must know of it before its first step.
+    """The device's initial data for a sequence that takes a slot.
 
-    `tokens` are those known at admission (prompt, and output where it was preempted);
-    the device needs them only if the sequence is penalised.
+    `tokens` are those known at admission: the prompt, and the output of a preempted sequence. The
+    device needs them only if the sequence is penalised.
     """
 
     slot: int
@@ -35,33 +34,34 @@ class Admission:
     block_table: tuple[int, ...]
     tokens: Seq[int]
     seq_key: tuple[str, int]  # (request_id, index)
-    lora: int = 0  # the place of its adapter; 0: none
+    lora: int = 0  # slot of its adapter in the device's arrays; 0: none
 
 
-# What exists once per row and step is not frozen, only never changed: a frozen dataclass takes five
-# times as long to make (0.9 us).
+# Objects that exist once per row and step are not frozen, but never changed: creating a frozen
+# dataclass takes five times as long (0.9 us).
 @dataclass(slots=True)
 class ScheduledSequence:
     """`len(token_ids)` tokens of one sequence, at positions `start`, `start + 1`, ...
 
-    The last `num_rows` of them get logits: 0 in the middle of a prompt, 1 to sample the next token,
-    1 + k to verify k drafts. With `scoring`, row i gives the logprob of `targets[i]`, the prompt's
-    own next token; a row at the prompt's end has no target. The last row samples if `samples` says
-    so; a prompt without output (max_tokens 0) ends with one that does not.
+    The last `num_rows` get logits: 0 in the middle of a prompt, 1 to sample the next token, 1 + k
+    to verify k drafts. If `scoring`, row i gives the logprob of `targets[i]`, the prompt's own next
+    token. A row at the prompt's end has no target. The last row samples if `samples` is True. A
+    prompt without output (max_tokens 0) ends with a row that does not sample.
     """
 
     slot: int
     start: int
-    token_ids: tuple[int, ...]  # FED_BACK where only the device knows it
+    token_ids: tuple[int, ...]  # FED_BACK if only the device has the token
     num_rows: int
-    samples: bool  # whether the last row's token is the sequence's next token
-    new_blocks: tuple[tuple[int, int], ...]  # (index in the block table, block), since last step
+    samples: bool  # True if the last row's token is the sequence's next token
+    # (index in the block table, block), since the last step
+    new_blocks: tuple[tuple[int, int], ...]
     num_output: int  # output tokens before the first sampled one (for min_tokens)
     scoring: bool = False
-    targets: tuple[int, ...] = ()  # scoring: the next prompt token of each row that has one
+    targets: tuple[int, ...] = ()  # with `scoring`: the next prompt token of each row that has one
     seq_key: tuple[str, int] = ("", 0)
     salt: str = ""
-    pooling: Pooling | None = None  # with a row: the pooled hidden states are wanted
+    pooling: Pooling | None = None  # how to pool hidden states; the last row returns them
 
     @property
     def num_tokens(self) -> int:
@@ -69,20 +69,20 @@ class ScheduledSequence:
 
     @property
     def num_drafts(self) -> int:
-        """How many of the last tokens are drafts, to be verified."""
+        """Number of the last tokens that are drafts to verify."""
         return self.num_rows - 1 if self.samples and not self.scoring else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decodes:
-    """The sequences of a step that compute one token and sample from it: row i is the i-th of each.
+    """Columns of the sequences that compute one token and sample from it.
 
-    The fields are those of `ScheduledSequence`, except `new_blocks`.
+    Row i is the i-th entry of each. The fields are as in `ScheduledSequence`, except `new_blocks`.
     """
 
     slots: Seq[int] = ()
     starts: Seq[int] = ()
-    tokens: Seq[int] = ()  # FED_BACK where only the device knows it
+    tokens: Seq[int] = ()  # FED_BACK if only the device has the token
     num_outputs: Seq[int] = ()
     new_blocks: Seq[tuple[int, int, int]] = ()  # (row, index in the block table, block)
     seq_keys: Seq[tuple[str, int]] = ()
@@ -92,7 +92,7 @@ class Decodes:
         return len(self.slots)
 
     def rows(self) -> list[ScheduledSequence]:
-        """The same, one object for each."""
+        """Return the rows as one object each."""
         new_blocks = {row: ((index, block),) for row, index, block in self.new_blocks}
         return [
             ScheduledSequence(
@@ -114,16 +114,15 @@ class Decodes:
 class StepPlan:
     step: int
     admissions: tuple[Admission, ...]
-    chunks: tuple[ScheduledSequence, ...]  # what comes after the decodes: drafts, then prompts
+    chunks: tuple[ScheduledSequence, ...]  # the rows after the decodes: drafts, then prompts
     decodes: Decodes = Decodes()
-    # i32[num_rows, mask_width]: which tokens each row may sample, those of a row without a
-    # constraint being all; None: every row may sample anything. Token t is bit t % 32 of word
-    # t // 32.
+    # i32[num_rows, mask_width]: the tokens that each row may sample. All bits are set in a row
+    # without a constraint. Token t is bit t % 32 of word t // 32. None: no row is constrained.
     masks: Any = None
 
     @property
     def sequences(self) -> tuple[ScheduledSequence, ...]:
-        """Every row of the step in order, made anew at each call."""
+        """Every row of the step in order, as new objects on each access."""
         return (*self.decodes.rows(), *self.chunks)
 
     @property
@@ -140,7 +139,7 @@ class StepPlan:
 
     @property
     def pools(self) -> bool:
-        """Whether hidden states are pooled, which takes executables of its own."""
+        """True if the step pools hidden states, which needs separate executables."""
         return any(s.pooling is not None for s in self.chunks)
 
     @property
@@ -150,9 +149,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprob of one token, and the most likely alternatives, best first.
+    """The logprob of one token, and the most likely alternatives, best first.
 
-    `rank` is one more than the number of likelier tokens.
+    `rank` is one more than the number of more likely tokens.
     """
 
     token_id: int
@@ -163,13 +162,13 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class SequenceResult:
-    """What one scheduled sequence got: `token_ids` is empty where it did not sample.
+    """The result of one scheduled sequence. `token_ids` is empty if it did not sample.
 
-    Of verified drafts, `token_ids` are those that were accepted, and the token sampled after them.
+    If the row verified drafts, `token_ids` are the accepted ones and the token sampled after them.
     """
 
     token_ids: tuple[int, ...] = ()
-    fault: bool = False  # its logits were not finite; the tokens mean nothing
+    fault: bool = False  # its logits were not finite; ignore the tokens
     logprobs: tuple[TokenLogprobs, ...] | None = None  # of token_ids
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of `targets`
     pooled: bytes | None = None  # f32[d], not normalised
@@ -182,9 +181,9 @@ class StepResult:
 
 
 class Device(Protocol):
-    """Runs plans in the order they are dispatched. `dispatch` does not wait; `read` does.
+    """A device that runs plans in dispatch order. `dispatch` returns at once; `read` blocks.
 
-    Either may raise; then no step in flight counts, and after `reset` the device is as at first.
+    Both may raise. All steps in flight are then lost, and `reset` restores the initial state.
     """
 
     def dispatch(self, plan: StepPlan) -> Any: ...
@@ -192,5 +191,5 @@ class Device(Protocol):
     def read(self, pending: Any) -> StepResult: ...
 
     def reset(self) -> None:
-        """Gives up all KV, slots and steps in flight. Raises if the device is beyond repair."""
+        """Drop all KV, slots and steps in flight. Raise if the device cannot recover."""
         ...

@@ -1,4 +1,4 @@
-"""Plans one step out of its parts: decodes, prefill chunks, admissions, drafts."""
+"""Planning of one step from its parts: decodes, prefill chunks, admissions, drafts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from forge_jax.schedule.token_budget import TokenBudget
 
 
 class Planner:
-    """Lets each part of a step draw from one budget, then writes the plan.
+    """A planner that fills each part of a step from one budget, then writes the plan.
 
-    No sequence is admitted in a step that preempted one.
+    A step that preempted a sequence admits none.
 
     Args:
       clock: seconds, for the aging of waiting requests.
-      latency_budget: the size of steps in which prompts and decodes meet; None: as large as any.
+      latency_budget: limits the size of steps that contain both prompts and decodes. None: no such
+        limit.
 
     Attributes:
       admission: the part that counts cached and computed prompt tokens.
@@ -54,10 +55,10 @@ class Planner:
         masks_late: bool,
         pools: bool | None,
     ) -> StepPlan | None:
-        """The next step; None if no sequence can be part of it.
+        """Return the next step, or None if no sequence can be part of it.
 
         Args:
-          pools: plan only sequences with (True) or without (False) `pooling`; None: both.
+          pools: plan only sequences with (True) or without (False) `pooling`. None: both.
         """
         slots = self._slots
         num_preemptions = slots.num_preemptions
@@ -86,7 +87,10 @@ class Planner:
         return self._written(plan)
 
     def _pooling_prompts(self) -> list[Sequence]:
-        """Sequences with `pooling` never decode: their running ones prefill, or are done."""
+        """Return the running sequences with `pooling` that still prefill.
+
+        Sequences with `pooling` never decode: the other running ones only await results.
+        """
         return [
             seq
             for seq in self._slots.running
@@ -101,7 +105,7 @@ class Planner:
         awaited: bool,
         config: SchedulerConfig,
     ) -> None:
-        """Keep tokens that are left from prompts, but never all of them."""
+        """Withhold tokens from prompts to meet the latency target, but never all of them."""
         most = config.max_num_batched_tokens
         size = latency_budget.choose(max(num_decodes, 1) if awaited else 0, most)
         if size < most:
@@ -109,7 +113,7 @@ class Planner:
             plan.budget.hold_back(max(plan.budget.tokens - for_prompts, 0))
 
     def _written(self, plan: PartialPlan) -> StepPlan:
-        """The plan, whose tokens count as computed and sampled from now on."""
+        """Write the plan, and count its tokens as computed and sampled."""
         seqs = plan.decodes
         columns, epochs = self._decodes.columns(plan)
         decode(seqs)
@@ -118,7 +122,7 @@ class Planner:
             others = plan.drafts | {chunk.seq: self._prefill.row(chunk) for chunk in plan.chunks}
             for seq in plan.drafts:
                 seq.verify()
-            # Single tokens first, as the decodes; drafts before prompts. The sort is stable.
+            # Single tokens first, like the decodes, and drafts before prompts. The sort is stable.
             ordered = sorted(others, key=lambda seq: others[seq].num_tokens > 1)
             rows = [others[seq] for seq in ordered]
             seqs = seqs + ordered

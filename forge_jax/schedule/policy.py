@@ -1,7 +1,7 @@
-"""In which order waiting sequences are admitted, and in which order running ones give way.
+"""The order in which waiting sequences are admitted, and in which running ones are preempted.
 
-A queue holds the waiting sequences. `rank` orders all sequences, the first to be served first; when
-blocks run out the running sequence of the last rank is preempted.
+A queue holds the waiting sequences. `rank` orders all sequences; the lowest rank is served first.
+If blocks run out, the running sequence with the last rank is preempted.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ class WaitingQueue(Protocol):
     def push(self, seq: Sequence) -> None: ...
 
     def in_order(self, now_s: float) -> Iterator[Sequence]:
-        """Yields the next to admit. The caller removes it before it asks for another, or stops."""
+        """Yield the next to admit. The caller must `remove` it before the next one, or stop."""
         ...
 
     def remove(self, seq: Sequence) -> None:
-        """Takes out the sequence that `in_order` has just yielded."""
+        """Remove the sequence that `in_order` has just yielded."""
         ...
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence has finished while it was waiting."""
+        """Drop a sequence that finished while it was waiting."""
         ...
 
     def __len__(self) -> int: ...
 
 
 class RankedQueue:
-    """Admits by rank alone.
+    """A queue that admits by rank alone.
 
-    `by_priority` puts `request.priority` before arrival. It is strict: as long as requests of a
-    better class arrive fast enough to fill the engine, those of a worse class wait.
+    `by_priority` ranks `request.priority` before arrival. The order is strict: if requests of a
+    better priority fill the engine, those of a worse one wait.
     """
 
     def __init__(self, *, by_priority: bool):
         self._by_priority = by_priority
         self._heap: list[tuple[Rank, Sequence]] = []
-        # Of those in the heap. Other threads read it while the heap changes.
+        # Number of QUEUED entries in the heap. Other threads read it while the heap changes.
         self._num_waiting = 0
 
     def rank(self, seq: Sequence) -> Rank:
@@ -83,10 +83,10 @@ class RankedQueue:
 
 
 class PrefixQueue:
-    """Admits the longest cached prefix first, among the `WINDOW` that have waited longest.
+    """A queue that admits the longest cached prefix first, among the `WINDOW` oldest sequences.
 
-    Who has waited longer than `aging_s` goes before all others, in arrival order, so that nobody
-    starves behind a popular prefix. Who gives way is decided by arrival.
+    Sequences that have waited longer than `aging_s` are admitted first, in arrival order, so that a
+    popular prefix starves none. Preemption goes by arrival.
     """
 
     WINDOW = 64
@@ -105,7 +105,7 @@ class PrefixQueue:
         if not self._window or entry > self._window[-1]:
             self._behind.push(seq)
             return
-        insort(self._window, entry)  # preempted: it came before those in the window
+        insort(self._window, entry)  # a preempted sequence is older than those in the window
         if len(self._window) > self.WINDOW:
             self._behind.push(self._window.pop()[1])
 
@@ -119,7 +119,7 @@ class PrefixQueue:
         aged = [seq for _, seq in self._window if now_s - seq.queued_s > self._aging_s]
         fresh = [seq for _, seq in self._window if now_s - seq.queued_s <= self._aging_s]
         yield from aged
-        yield from sorted(fresh, key=self._cached_tokens, reverse=True)  # stable: then by arrival
+        yield from sorted(fresh, key=self._cached_tokens, reverse=True)  # stable: ties by arrival
 
     def remove(self, seq: Sequence) -> None:
         self._window.remove((self.rank(seq), seq))
@@ -138,7 +138,7 @@ class PrefixQueue:
 def make_queue(
     policy: Policy, *, aging_s: float, cached_tokens: Callable[[Sequence], int]
 ) -> WaitingQueue:
-    """The queue of a policy; `cached_tokens`: how much of a sequence the prefix cache holds."""
+    """Return a policy's queue. `cached_tokens` counts a sequence's tokens in the prefix cache."""
     if policy == "prefix":
         return PrefixQueue(aging_s=aging_s, cached_tokens=cached_tokens)
     return RankedQueue(by_priority=policy == "priority")

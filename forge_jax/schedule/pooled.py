@@ -1,4 +1,4 @@
-"""Vectors out of what `Delta.pooled` holds."""
+"""Conversion of `Delta.pooled` to vectors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 
 def stacked(pooled: Seq[bytes]) -> np.ndarray:
-    """The vectors of P requests as f32[P, d]."""
+    """Return the vectors of P requests as f32[P, d]."""
     return np.stack([np.frombuffer(vector, "<f4") for vector in pooled])
 
 
 def normalized(vectors: np.ndarray) -> np.ndarray:
-    """f32[P, d] of the same directions, with a length of one (L2)."""
+    """Scale f32[P, d] vectors to an L2 norm of 1."""
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

@@ -1,4 +1,4 @@
-"""The part of a step that prefills: chunks of prompts, and of what preempted sequences lost."""
+"""Prefill chunks of a step: of prompts, and of tokens that preempted sequences recompute."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from forge_jax.schedule.step_budget import StepBudget
 
 
 class PrefillPart:
-    """Cuts chunks, and writes their rows."""
-
     def __init__(self, slots: Slots):
         self._slots = slots
 
     def fill(self, plan: PartialPlan, prompts: list[Sequence], config: SchedulerConfig) -> None:
-        """Add a chunk of each of these running sequences, as far as the budget goes."""
+        """Add a chunk of each of these running sequences, within the budget."""
         running = self._slots.running
         for seq in prompts:
             if not plan.budget.tokens:
                 break
             if seq.slot is None:
-                continue  # preempted by one before it
+                continue  # preempted by an earlier one
             start = seq.num_computed
             num_tokens, num_rows = self.chunk_size(seq, start, plan.budget, config)
             if not num_tokens:
@@ -38,14 +36,14 @@ class PrefillPart:
     def chunk_size(
         self, seq: Sequence, start: int, budget: StepBudget, config: SchedulerConfig
     ) -> tuple[int, int]:
-        """How many tokens to compute from `start` on, and how many of them get logits."""
+        """Return the number of tokens to compute from `start`, and how many of them get logits."""
         known = len(seq.tokens)
         num_tokens = min(known - start, budget.tokens)
         if config.prefill_chunk_size is not None:
             num_tokens = min(num_tokens, config.prefill_chunk_size)
         if seq.scoring:
-            # A row for each token that has not been scored. Tokens that were scored before a
-            # preemption are only recomputed.
+            # Each unscored token needs a row. Tokens scored before a preemption are only
+            # recomputed.
             scored = max(seq.num_scored - start, 0)
             num_tokens = min(num_tokens, scored + budget.rows)
             return num_tokens, max(num_tokens - scored, 0)
@@ -58,14 +56,14 @@ class PrefillPart:
     def is_cut_needlessly(
         self, seq: Sequence, start: int, num_tokens: int, config: SchedulerConfig
     ) -> bool:
-        """True if an empty step would hold the rest of the tokens, and this one does not."""
+        """Return True if an empty step would hold all remaining tokens, but this step does not."""
         rest = len(seq.tokens) - start
         if num_tokens == rest:
             return False
         return self.chunk_size(seq, start, StepBudget(config, 0), config)[0] == rest
 
     def row(self, chunk: Chunk) -> ScheduledSequence:
-        """The row of a chunk, which counts as scheduled from now on."""
+        """Return the row of a chunk, and count it as scheduled."""
         seq, num_tokens, num_rows, new_blocks = chunk
         assert seq.slot is not None
         start, end = seq.num_computed, seq.num_computed + num_tokens

@@ -1,4 +1,4 @@
-"""Blocks of sequences in the prefix cache: looked up before they run, registered after."""
+"""Blocks of sequences in the prefix cache: lookup before they run, registration after."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from forge_jax.schedule.request import Sequence
 
 
 class PrefixCache:
-    """Hashes the blocks of sequences, each once, and finds or registers them in the pool."""
+    """The prefix index of sequences. Each block is hashed once, and found or registered."""
 
     def __init__(self, pool: BlockPool):
         self._pool = pool
 
     def match(self, seq: Sequence) -> list[int]:
-        """The cached blocks that `seq` can begin with; takes no reference to them."""
+        """Return the cached blocks that `seq` can begin with, without referencing them."""
         return self._pool.match(self._hashes(seq, self.cacheable_blocks(seq)))
 
     def cached_tokens(self, seq: Sequence) -> int:
         return len(self.match(seq)) * self._pool.block_size
 
     def cacheable_blocks(self, seq: Sequence) -> int:
-        """Leading blocks that may come from the cache: tokens that need logits are computed."""
+        """Return how many leading blocks may be cached. Tokens that need logits are computed."""
         if seq.pooling == "mean":
-            return 0  # each of its tokens counts
+            return 0  # the mean needs the hidden states of all tokens
         limit = seq.num_scored if seq.scoring else len(seq.tokens) - 1
         return limit // self._pool.block_size
 
@@ -34,7 +34,8 @@ class PrefixCache:
 
         Args:
           seen: logits that depend on these blocks were finite. A chunk in the middle of a prompt
-            has no logits, so its blocks are only hashed, and registered with the prompt's last.
+            has no logits, so its blocks are only hashed. They are registered with the prompt's last
+            chunk.
           more: tokens in these blocks that are not in `seq.tokens` yet: accepted drafts.
         """
         while len(seq.block_hashes) < num_full:
@@ -45,7 +46,7 @@ class PrefixCache:
             seq.num_registered = num_full
 
     def hash_next_block(self, seq: Sequence, more: Seq[int] = ()) -> None:
-        """Append to `seq.block_hashes`. The block must be full, with the tokens of `more`."""
+        """Append to `seq.block_hashes`. The block must be full, including the tokens of `more`."""
         hashes, block_size, known = seq.block_hashes, self._pool.block_size, len(seq.tokens)
         start = len(hashes) * block_size
         tokens = seq.tokens[start : start + block_size]
@@ -56,7 +57,7 @@ class PrefixCache:
         hashes.append(self._pool.hash_block(parent, tokens, seq.salt))
 
     def _hashes(self, seq: Sequence, count: int) -> Iterator[bytes]:
-        """The hashes of the first `count` blocks, computed when they are first needed."""
+        """Yield the hashes of the first `count` blocks, computing missing ones on demand."""
         for index in range(count):
             if index == len(seq.block_hashes):
                 self.hash_next_block(seq)

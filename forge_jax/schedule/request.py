@@ -1,4 +1,4 @@
-"""What the scheduler moves: a request, and its sequences (one per sample)."""
+"""The scheduler's units of work: a request, and its sequences (one per sample)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class TokenIds(tuple[int, ...]):
-    """Token ids as plain ints, with their bounds: to check them again costs nothing.
+    """Token ids as plain ints with their bounds, so that range checks cost nothing.
 
     Attributes:
-      low: the smallest; 0 without any.
-      high: the largest; -1 without any.
+      low: the smallest id; 0 if empty.
+      high: the largest id; -1 if empty.
     """
 
     low: int
@@ -30,10 +30,10 @@ class TokenIds(tuple[int, ...]):
 
     @classmethod
     def of(cls, ids: Iterable[int]) -> TokenIds:
-        """Any integers, numpy's too; a copy that nobody else can change.
+        """Return an immutable copy of any integers, including NumPy's.
 
         Raises:
-          RequestError: something else is among them.
+          RequestError: if an element is not an integer.
         """
         if isinstance(ids, TokenIds):
             return ids
@@ -47,16 +47,16 @@ class TokenIds(tuple[int, ...]):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraRef:
-    """The adapter that a request takes: this very loading of it, and no other of the name."""
+    """The adapter of a request, tied to one load of it. Reloads under the same name differ."""
 
     name: str
-    place: int  # in the device's arrays, from 1
-    identity: str  # that no other adapter of the engine has, or has had
+    place: int  # index in the device's arrays, from 1
+    identity: str  # unique among all adapters the engine has ever had
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a client sent, after tokenisation. Prompt ids are already known to be in range."""
+    """A client's request after tokenization. Prompt ids have been checked to be in range."""
 
     request_id: str
     prompt_token_ids: Seq[int]
@@ -65,18 +65,20 @@ class Request:
     priority: int = 0  # lower is served first
     cache_salt: str = ""  # only requests with the same salt share prefix-cache blocks
     seed: int | None = None  # 64 bits; None: `params.seed`, or drawn by the scheduler
-    # Of a request that goes on elsewhere: the tokens of each unfinished sample, by index.
+
+    # For a request that continues after a restart: each unfinished sample's tokens, by index.
     outputs: Mapping[int, Seq[int]] | None = None
-    # Asks for the prompt's hidden states, pooled, instead of an output: max_tokens is 0 then.
+    # Returns the prompt's pooled hidden states instead of an output; max_tokens is then 0.
     pooling: Pooling | None = None
-    lora: LoraRef | None = None  # None: the model as it is
+    lora: LoraRef | None = None  # None: the base model
 
 
 def cache_name(request: Request) -> str:
-    """What tells a request's cached blocks, and what is learnt for drafts, from those of others.
+    """Return the namespace of a request's cached blocks and of learned draft tokens.
 
-    Its salt, and its adapter, whose keys and values are other ones. No salt of a client's can be
-    taken for an adapter: one that begins as those do gets a zero character more.
+    It consists of the salt and the adapter, because an adapter changes keys and values. A salt
+    cannot collide with an adapter: a salt that starts with a zero character gets another one in
+    front.
     """
     salt, adapter = request.cache_salt, request.lora
     if adapter is not None:
@@ -85,15 +87,15 @@ def cache_name(request: Request) -> str:
 
 
 def output_room(request: Request, context: int, kv_tokens: int) -> int:
-    """How many tokens each output may have.
+    """Return the maximum number of output tokens per sequence.
 
     Args:
-      context: tokens of the longest sequence, output included.
-      kv_tokens: what the KV cache holds, for all sequences together.
+      context: maximum tokens of a sequence, including output.
+      kv_tokens: capacity of the KV cache in tokens, shared by all sequences.
 
     Raises:
-      ContextLengthError: it can never fit the context or the KV cache.
-      RequestError: the prompt is empty.
+      ContextLengthError: if the request can never fit the context or the KV cache.
+      RequestError: if the prompt is empty.
     """
     prompt_len, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
     if not prompt_len:
@@ -122,58 +124,61 @@ def output_room(request: Request, context: int, kv_tokens: int) -> int:
 
 
 def sequence_seed(request_seed: int, index: int) -> int:
-    """The 64-bit noise seed of sample `index`: independent streams for the samples of a request."""
+    """Return the 64-bit noise seed of sample `index`, which is independent of the others."""
     text = f"{request_seed % 2**64}:{index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One sample of a request, as the host knows it.
+    """One sample of a request, as the host tracks it.
 
-    `tokens` are the tokens that the host knows: prompt, then output. `num_pending` more have been
-    sampled by dispatched steps whose results have not been read (their values are on the device).
-    `num_computed` counts the tokens whose KV a dispatched step has written; drafts count once they
-    have been accepted. `lifecycle.py` has the statuses, and says which method leads where.
+    `tokens` are the tokens that the host has read: prompt, then output. `num_pending` more have
+    been sampled by dispatched steps that the host has not read; their values are on the device.
+    `num_computed` counts the tokens whose KV a dispatched step has written. Drafts count once
+    accepted. `lifecycle.py` lists the statuses, and the method for each transition.
 
-    A sequence that is requeued keeps its tokens and loses its slot and blocks. `epoch` counts how
-    often, so that a result that comes back late is not taken for one of the blocks it holds now.
+    A sequence that is requeued keeps its tokens and loses its slot and blocks. `epoch` counts the
+    requeues, so that a late result is not applied to the blocks that the sequence holds now.
     """
 
     request: Request
     index: int
     seed: int
-    stop_ids: frozenset[int]  # that end the output; empty with ignore_eos and no stop_token_ids
-    max_tokens: int  # resolved: never past the context length
+    # Tokens that end the output. Empty with ignore_eos and no stop_token_ids.
+    stop_ids: frozenset[int]
+    max_tokens: int  # resolved: never exceeds the context length
     tokens: list[int]
-    max_blocks: int = 0  # that it can ever hold
-    leads: bool = True  # first of its request's sequences: others may wait for its prompt
-    scores_prompt: bool = False  # prompt logprobs belong to the request: sequence 0 gets them
-    order: int = 0  # arrival order over all sequences; the larger is the newer
-    queued_s: float = 0.0  # the scheduler's clock at arrival
-    status: Status = Status.QUEUED  # changed by the methods below only
+    max_blocks: int = 0
+    leads: bool = True  # first of its request: the others may wait for its prompt
+    scores_prompt: bool = False  # sequence 0 gets prompt logprobs
+    order: int = 0  # arrival order, larger is newer
+    queued_s: float = 0.0
+    status: Status = Status.QUEUED  # changed only by the methods below
     slot: int | None = None
     blocks: list[int] = field(default_factory=list[int])
     num_computed: int = 0
     num_pending: int = 0
     takes_drafts: bool = True
-    num_drafted: int = 0  # drafts that have been verified, and how many of them were accepted
+    num_drafted: int = 0  # verified drafts
     num_accepted: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     queue_s: float = 0.0  # from arrival to first admission
-    told: bool = False  # whether these two have been told
+    told: bool = False  # True once `num_cached` and `queue_s` have been reported
+
     num_scored: int = 0  # prompt tokens whose logprobs have been read
-    num_registered: int = 0  # leading blocks that are in the prefix cache, or need not be
+    # Leading blocks that are in the prefix cache, or need not be registered.
+    num_registered: int = 0
     num_preemptions: int = 0
     epoch: int = 0
-    resume_after: int = -1  # a preempted sequence may run again once this step has been read
+    resume_after: int = -1  # a preempted sequence may run again after this step has been read
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     block_hashes: list[bytes] = field(default_factory=list[bytes])  # of full blocks, chained
-    # Fixed from here on, and read for every row of every step.
+    # Constant from here on, and read for every row of every step.
     key: tuple[str, int] = field(init=False)
     salt: str = field(init=False)
-    # What may come next depends on the last token, so the host must have read it.
+    # The next token's constraints depend on the last token, so the host must read it first.
     needs_host_token: bool = field(init=False)
     prompt_len: int = field(init=False)
     max_len: int = field(init=False)  # prompt and output
@@ -197,12 +202,12 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """Output tokens the host knows."""
+        """Output tokens that the host has read."""
         return len(self.tokens) - self.prompt_len
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that exist, whether or not the host has read them."""
+        """Tokens that exist, including those that the host has not read."""
         return len(self.tokens) + self.num_pending
 
     @property
@@ -216,13 +221,13 @@ class Sequence:
 
     @property
     def scoring(self) -> bool:
-        """True as long as prompt logprobs are missing: rows that score have to come first."""
+        """True while prompt logprobs are missing: scoring rows must come first."""
         return self.scores_prompt and self.num_scored < self.prompt_len - 1
 
-    # ---- events of its life --------------------------------------------------------------------
+    # ---- lifecycle events -----------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Wait for the prompt of another sample."""
+        """Wait for another sample to compute the prompt."""
         self._become(Status.FOLLOWING)
 
     def hold(self) -> None:
@@ -230,12 +235,12 @@ class Sequence:
         self._become(Status.HELD)
 
     def release(self) -> None:
-        """Wait for room only, from now on."""
+        """Wait for a slot and blocks only, from now on."""
         assert self.status is Status.FOLLOWING or self.status is Status.HELD, self.status
         self._become(Status.QUEUED)
 
     def admit(self, slot: int, blocks: list[int], *, num_shared: int, num_computed: int) -> None:
-        """Take a slot and blocks, of which the first `num_shared` come from the prefix cache."""
+        """Take a slot and blocks. The first `num_shared` come from the prefix cache."""
         assert self.status is Status.QUEUED, self.status
         self._become(Status.PREFILLING)
         self.slot = slot
@@ -244,7 +249,7 @@ class Sequence:
         self.num_computed = num_computed
 
     def prefill(self, num_tokens: int) -> bool:
-        """Count a chunk as scheduled; returns True if its last row samples the next token."""
+        """Count a chunk as scheduled. Return True if its last row samples the next token."""
         assert self.status is Status.PREFILLING, self.status
         self.num_computed += num_tokens
         samples = self.num_computed == len(self.tokens) and self.max_tokens > 0
@@ -258,7 +263,7 @@ class Sequence:
         return samples
 
     def verify(self) -> None:
-        """Count a row with drafts as scheduled: one token at least comes of it."""
+        """Count a row with drafts as scheduled. It yields at least one token."""
         self._become(Status.VERIFYING)
         self.num_computed += 1
         self.num_pending += 1
@@ -270,7 +275,7 @@ class Sequence:
         self.num_computed += num_accepted
 
     def requeue(self) -> None:
-        """Lose slot and blocks, and wait for others."""
+        """Release the slot and blocks, and wait for new ones."""
         assert self.slot is not None, self.status
         self._become(Status.QUEUED)
         self._let_go()
@@ -294,9 +299,9 @@ class Sequence:
 
 
 def decode(seqs: list[Sequence]) -> None:
-    """Count the next token of each as computed and the one after as sampled.
+    """Count the next token of each sequence as computed, and the one after as sampled.
 
-    One function for all of them: it runs for every sequence in nearly every step.
+    One function handles all sequences, because this runs for each of them in nearly every step.
     """
     decoding, draining = Status.DECODING, Status.DRAINING
     for seq in seqs:

@@ -1,25 +1,25 @@
-"""Decides what each step computes: which sequences run, how many tokens of each, in which blocks.
+"""The scheduler: decides which sequences each step computes, how many tokens, in which blocks.
 
 There are no prefill and decode phases. A sequence has tokens that exist and tokens whose KV has
-been computed. A step computes some of the difference. The caller runs one step ahead:
+been computed. A step computes part of the difference. The caller runs one step ahead:
 
-    plan = scheduler.schedule()          # from counts: the last token may not have been read yet
+    plan = scheduler.schedule()          # from counts: the last token may still be unread
     pending = device.dispatch(plan)
     result = device.read(the step before)
     updates = scheduler.commit(the plan before, result)
 
-Two things make that safe. The device executes steps in order. So the slot and blocks of a finished
-sequence can be given out again at once, even while a step that uses them is in flight. And a block
-enters the prefix cache only in `commit`, up to the tokens whose step has been read. The row of a
-sequence that stopped in the step before is burnt: it writes behind those tokens, into a block that
-is neither shared nor registered.
+Two properties make this safe. First, the device executes steps in order. The slot and blocks of a
+finished sequence can therefore be reused at once, even while a step that uses them is in flight.
+Second, a block enters the prefix cache only in `commit`, up to the tokens whose step has been read.
+If a sequence stopped in the step before, its row is discarded. The row writes past those tokens,
+into a block that is neither shared nor registered.
 
-A step that verifies drafts computes them behind the last known token, and samples at each; `commit`
-gets the number that was accepted. KV of the others lies behind the sequence's tokens, like that of
-a burnt row, and is written over. The length of the sequence is not known before, so it cannot be
-scheduled: such a step is read before the next is scheduled, or its sequences stay out of the next.
-The same holds for a sequence with a grammar or with bad words, because the last token decides which
-tokens may come next.
+A step that verifies drafts computes them after the last known token and samples at each. `commit`
+gets the number of accepted drafts. The KV of rejected drafts is past the sequence's end, like that
+of a discarded row, and is overwritten later. The sequence's new length is unknown until the step is
+read, so the sequence cannot be scheduled before that. Either the caller reads the step first, or
+the next step omits the sequence. The same holds for a sequence with a grammar or bad words, because
+its last token determines the allowed next tokens.
 
     config.py           limits and switches
     request.py          requests and sequences; lifecycle.py: the statuses of a sequence
@@ -27,8 +27,8 @@ tokens may come next.
     backlog.py          sequences without a slot; policy.py: the order of their queue
     slots.py            sequences with a slot: blocks and preemption; block_pool.py: the blocks
     prefix_cache.py     finds and registers the blocks of sequences
-    planner.py          one step, out of decodes.py, prefill.py, admission.py and drafts.py
-    step_budget.py      what a step may still hold; token_budget.py: its size for a latency target
+    planner.py          one step, from decodes.py, prefill.py, admission.py and drafts.py
+    step_budget.py      remaining capacity of a step; token_budget.py: its size for a latency target
     plan.py             the plan of a step, and its result
     in_flight.py        steps that have not been committed
     commit.py           results
@@ -60,33 +60,33 @@ from forge_jax.schedule.token_budget import TokenBudget
 
 
 class Scheduler:
-    """Admits, schedules, preempts and finishes sequences.
+    """The facade that admits, schedules, preempts and finishes sequences.
 
-    Order. Decodes come first in every step, then the prompts of running sequences, then waiting
+    Order. Each step takes decodes first, then the prompts of running sequences, then waiting
     sequences in the order of the policy. A decode never waits for a prompt. A waiting sequence that
     cannot be admitted is not overtaken.
 
-    With a `budget`, a step in which a sequence waits for its next token takes only as many prompt
-    tokens as the budget allows. The order of the prompts stays the same.
+    If there is a `budget` and a sequence waits for its next token, the step takes only as many
+    prompt tokens as the budget allows. The order of the prompts stays the same.
 
-    Two switches disable these gains, to measure them. Static batching admits only when nothing
-    runs. Without chunked prefill, a waiting sequence that an empty step would hold is not admitted
-    to a step that would cut it. One that no step can hold is still cut, so all are served.
+    Two switches disable these gains, so that they can be measured. Static batching admits sequences
+    only when none is running. If chunked prefill is off, a waiting sequence that would fit an empty
+    step is not cut, but waits. A sequence that fits no step is still cut, so all are served.
 
-    Progress. `add` refuses requests that do not fit the pool alone. The first running sequence in
-    rank can take blocks from every other, so it always gets its tokens, and ends.
+    Progress. `add` rejects requests that would not fit the pool alone. The running sequence of the
+    first rank can take blocks from all others, so it always gets its tokens, and ends.
 
     Args:
-      config: the limits of a step; may be replaced between steps by one with the same slots,
+      config: the limits of a step. It may be replaced between steps by one with the same slots,
         policy, aging and EOS tokens.
-      pool: the blocks; only this scheduler allocates from it.
+      pool: the blocks. Only this scheduler allocates from it.
       clock: seconds, for the aging of waiting requests.
       rng: draws the seeds of requests that have none.
-      budget: the size of steps in which prompts and decodes meet; None: as large as any.
+      budget: limits the size of steps that contain both prompts and decodes. None: no such limit.
 
     Attributes:
-      running: the sequences with a slot, by rank. Not to be changed.
-      slots, backlog, prefixes: parts, for tests and tools.
+      running: the sequences with a slot, by rank. Read-only.
+      slots, backlog, prefixes: internal parts, exposed for tests and tools.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Scheduler:
         rng: random.Random,
         budget: TokenBudget | None = None,
     ):
-        assert budget is None or config.chunked_prefill, "it cuts prompts"
+        assert budget is None or config.chunked_prefill, "a token budget needs chunked prefill"
         self.config = config
         self.pool = pool
         self.budget = budget
@@ -119,7 +119,7 @@ class Scheduler:
         self.admission = self._planner.admission
         self._committer = Committer(config.eos_token_ids, self._requests, self.slots, prefixes)
         self._clock = clock
-        self._pools_next = False  # with `pools_apart`: whose turn it is
+        self._pools_next = False  # with `pools_apart`: True if the next step is a pooling step
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -127,26 +127,26 @@ class Scheduler:
         """Queue a request: one sequence for each of its `params.n` samples, or of its `outputs`.
 
         Raises:
-          ContextLengthError: it can never fit the context or the KV cache.
-          RequestError: the id is in use, or the prompt is empty.
+          ContextLengthError: if it can never fit the context or the KV cache.
+          RequestError: if the id is in use, or the prompt is empty.
         """
         return self._requests.add(request, self.config, self._clock())
 
     def abort(self, request_id: str) -> list[Sequence]:
-        """End what is left of a request with "abort"; returns the sequences that this ended.
+        """End the unfinished sequences of a request with "abort", and return them.
 
-        Slots and blocks are free at once; results that are still in flight are dropped. An unknown
-        or finished id is no error, because a request may finish while its abort is on the way.
+        Their slots and blocks are free at once, and results in flight are dropped. An unknown or
+        finished id is not an error, because a request may finish before its abort arrives.
         """
         return self._requests.abort(request_id)
 
     def finish(
         self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
-        """End one sequence, for a reason that only the caller can see (a stop string).
+        """End one sequence for a reason that only the caller can detect, such as a stop string.
 
-        A sequence that has just finished by itself (the stop string ended in its very last token)
-        only takes the new reason.
+        If the sequence has already finished (the stop string ended in its last token), only the
+        reason changes.
         """
         if seq.finished:
             seq.finish_reason, seq.stop_reason = reason, stop_reason
@@ -154,15 +154,15 @@ class Scheduler:
             self._requests.finish(seq, reason, stop_reason)
 
     def request_ids(self) -> list[str]:
-        """The ids of the unfinished requests, in order of arrival."""
+        """Return the ids of the unfinished requests, in order of arrival."""
         return list(self._requests.by_id)
 
     def requests(self) -> list[Request]:
-        """The unfinished requests, in order of arrival."""
+        """Return the unfinished requests, in order of arrival."""
         return [seqs[0].request for seqs in self._requests.by_id.values()]
 
     def waiting(self) -> Iterator[Sequence]:
-        """Unfinished sequences without a slot, in order of arrival."""
+        """Yield unfinished sequences without a slot, in order of arrival."""
         return self._requests.waiting()
 
     def restrict(self, only: Iterable[Sequence] | None) -> None:
@@ -173,7 +173,6 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if any sequence is unfinished."""
         return bool(self._requests.by_id)
 
     @property
@@ -182,7 +181,7 @@ class Scheduler:
 
     @property
     def num_deferred(self) -> int:
-        """Waiting sequences that wait for another sequence, not for room."""
+        """Waiting sequences that wait for another sequence, not for a slot or blocks."""
         return self.backlog.num_deferred
 
     @property
@@ -200,29 +199,29 @@ class Scheduler:
 
     @property
     def token_budget(self) -> int:
-        """Tokens of the latest step that could take prompts, at most."""
+        """Token limit of the latest step that could take prompts."""
         latest = None if self.budget is None else self.budget.latest
         return self.config.max_num_batched_tokens if latest is None else latest
 
     # ---- steps ---------------------------------------------------------------------------------
 
     def verifiable(self) -> list[Sequence]:
-        """Sequences whose next step could verify drafts, by rank."""
+        """Return the sequences whose next step could verify drafts, by rank."""
         return verifiable(self.running)
 
     def schedule(
         self, drafts: Drafts | None = None, *, masks_late: bool = False
     ) -> StepPlan | None:
-        """The next step, to be dispatched before any other call of this scheduler.
+        """Return the next step. Dispatch it before any other call of this scheduler.
 
-        None if nothing can run before a step in flight is committed, or there is no work.
+        None if there is no work, or a step in flight must be committed first.
 
         Args:
-          drafts: guesses for what `verifiable` sequences go on with. They get what is left of the
-            step when everything else has been scheduled, in the order of the mapping. They get only
-            free blocks that are not reserved.
-          masks_late: the caller reads what is in flight before it dispatches this step, so that
-            sequences whose next token depends on the last may be part of it.
+          drafts: draft tokens of `verifiable` sequences. They get the capacity that remains after
+            all other scheduling, in the order of the mapping, and only free blocks that are not
+            reserved.
+          masks_late: the caller reads the steps in flight before it dispatches this one. The step
+            may then include sequences whose next token depends on the last.
         """
         if not self.config.pools_apart:
             plan = self._planner.plan(self.config, drafts, masks_late=masks_late, pools=None)
@@ -234,33 +233,34 @@ class Scheduler:
                     break
         if plan is None:
             stuck = self.has_work and not self._in_flight
-            assert not stuck, "there is work, and none of it can run"
+            assert not stuck, "there is work, but none of it can run"
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """Take the result of the oldest step in flight.
+        """Commit the result of the oldest step in flight.
 
         Sequences that have finished meanwhile get nothing. A preempted one still gets its token.
 
-        Returns one for each sequence that gained tokens or logprobs, or ended, in plan order.
+        Returns:
+          One update for each sequence that gained tokens or logprobs, or ended, in plan order.
         """
         step = self._in_flight.take_oldest()
         assert plan.step == result.step == step.step, (
-            "steps are committed in the order of their plans"
+            "steps must be committed in the order of their plans"
         )
         assert len(step.seqs) == len(result.sequences) == plan.num_sequences
         return self._committer.commit(step, plan, result.sequences)
 
     def sequences_of(self, plan: StepPlan) -> list[Sequence]:
-        """The sequences of a plan that has not been committed, in its order."""
+        """Return the sequences of an uncommitted plan, in its order."""
         return self._in_flight.sequences_of(plan.step)
 
     def recover(self) -> None:
-        """Forget every step in flight and everything on the device, and compute it again.
+        """Drop every step in flight and all device state, and requeue the running sequences.
 
-        Call it when a step has raised. Tokens that were sampled but not read are sampled again, to
-        the same values, because their noise depends on seed and position alone. The caller rebuilds
-        the device's KV.
+        Call it when a step has raised. Tokens that were sampled but not read are sampled again,
+        with the same values, because their noise depends on seed and position alone. The caller
+        rebuilds the device's KV.
         """
         self._in_flight.forget()
         for seq in self._requests.sequences():

@@ -11,20 +11,20 @@ from forge_jax.schedule.request import FinishReason, Sequence
 
 
 class Slots:
-    """Gives out slots and blocks, and takes them back.
+    """The allocator of slots and blocks.
 
-    Blocks are allocated as tokens need them. When none is left, the running sequence of the last
-    rank gives back all of its own and is queued again. Its tokens are recomputed later, from the
-    prefix cache where that still has its blocks.
+    Blocks are allocated as tokens need them. If none is left, the running sequence of the last rank
+    releases all its blocks and is queued again. The tokens are recomputed later, except those whose
+    blocks are still in the prefix cache.
 
-    A step that is in flight may still write to a slot or a block that is given out again. It comes
-    before any step of the next owner, because the device executes steps in order.
+    A step in flight may still write to a slot or block that has been reallocated. It runs before
+    any step of the next owner, because the device executes steps in order.
 
     Attributes:
-      running: the sequences with a slot, by rank. Not to be changed.
+      running: the sequences with a slot, by rank. Read-only.
       free: slots.
       pool, backlog, in_flight: the blocks, the sequences without a slot, and the steps in flight.
-      num_changes: how often a slot was given out or taken back.
+      num_changes: how often a slot was allocated or released.
       num_preemptions: of all sequences.
     """
 
@@ -52,9 +52,10 @@ class Slots:
         insort(self.running, seq, key=self.backlog.rank)
 
     def grow(self, seq: Sequence, num_tokens: int) -> tuple[tuple[int, int], ...] | None:
-        """Give `seq` the blocks for its first `num_tokens`, preempting others if it must.
+        """Allocate the blocks for the first `num_tokens` of `seq`, preempting others if needed.
 
-        Returns the new (index, block) pairs; None if the sequence itself had to give way.
+        Returns:
+          The new (index, block) pairs. None if the sequence itself was preempted.
         """
         held = len(seq.blocks)
         missing = self.blocks_for(num_tokens) - held
@@ -69,7 +70,7 @@ class Slots:
         return tuple(enumerate(blocks, held))
 
     def preempt(self, seq: Sequence) -> None:
-        """Queue a running sequence again. Results in flight are still valid, and still come."""
+        """Queue a running sequence again. Results in flight remain valid and are committed."""
         self._take_back(seq)
         seq.requeue()
         seq.num_preemptions += 1
@@ -78,7 +79,6 @@ class Slots:
         self.backlog.push(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """End a running sequence."""
         self._take_back(seq)
         seq.finish(reason, stop_reason)
 
@@ -91,7 +91,7 @@ class Slots:
         self.pool.reset()
 
     def reserved_blocks(self) -> int:
-        """Free blocks that running sequences need soon: the rest of a prompt, and one to grow."""
+        """Return the free blocks that running sequences need soon: for prompts, and one to grow."""
         reserved, block_size = 0, self.pool.block_size
         for seq in self.running:
             held, most = len(seq.blocks), seq.max_blocks

@@ -1,4 +1,4 @@
-"""What one step may still hold, while it is planned."""
+"""The remaining capacity of one step while it is planned."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ class StepBudget:
     """Tokens, rows and sequences that a step can still take.
 
     The parts of a plan draw from one budget, in this order: decodes, prefill chunks, admissions,
-    drafts. Tokens that are held back from the prefill chunks are left for drafts.
+    drafts. Tokens that are held back from prefill chunks are left for drafts.
 
     Attributes:
-      tokens: that may still be computed.
-      rows: that may still get logits.
-      sequences: that may still be admitted: free slots.
+      tokens: tokens that may still be computed.
+      rows: tokens that may still get logits.
+      sequences: sequences that may still be admitted, which is the number of free slots.
     """
 
     __slots__ = ("_held_back", "rows", "sequences", "tokens")
@@ -27,7 +27,7 @@ class StepBudget:
 
     @property
     def sampled_tokens(self) -> int:
-        """Decodes or drafts that there is room for: each takes a token and a row."""
+        """Decodes or drafts that still fit: each takes a token and a row."""
         return self.tokens if self.tokens < self.rows else self.rows
 
     def take(self, tokens: int, rows: int) -> None:
@@ -43,11 +43,11 @@ class StepBudget:
         self.sequences -= 1
 
     def hold_back(self, tokens: int) -> None:
-        """Keep so many of the tokens that are left from prefill chunks."""
+        """Withhold this many remaining tokens from prefill chunks."""
         self.tokens -= tokens
         self._held_back += tokens
 
     def release_held_back(self) -> None:
-        """Let drafts have the tokens that were held back."""
+        """Make the tokens that were held back available to drafts."""
         self.tokens += self._held_back
         self._held_back = 0

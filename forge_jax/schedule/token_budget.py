@@ -1,12 +1,12 @@
-"""How many tokens a step may compute, so that running decodes keep an inter-token latency target.
+"""Token budgets that keep the inter-token latency of running decodes at a target.
 
 A step takes as long as its tokens take, and every sequence that decodes in it waits for all of
-them. So the size of a step with prompts follows the measured times of the steps before: it is the
-largest that is expected to stay within the target. Sarathi-Serve (Agrawal et al. 2024,
-arXiv:2403.02310) finds one such size by profiling before it serves; here it is found while the
-engine runs, and follows the machine.
+them. The size of a step with prompts therefore follows measured step times: the largest size that
+is expected to stay within the target. Sarathi-Serve (Agrawal et al. 2024, arXiv:2403.02310) finds
+one such size by profiling before it serves. This module measures while the engine runs, and adapts
+to the machine.
 
-Everything here only decides how a prompt is cut, never what is computed.
+The budget only determines how prompts are cut, never the values that are computed.
 """
 
 from __future__ import annotations
@@ -20,58 +20,60 @@ from dataclasses import dataclass, field
 
 from forge_jax.schedule.plan import StepPlan
 
-MIN_CHUNK = 8  # tokens of prompts in a step, at least
-SHARE = 0.5  # of the time of a step that prompts get at least
-AIM = 0.9  # of the target: measured times are noisy
-LATEST = 3  # times of a size, of which the median counts
+MIN_CHUNK = 8  # minimum prompt tokens per step
+SHARE = 0.5  # minimum time share of prompts
+AIM = 0.9  # fraction of the target, because measured times are noisy
+LATEST = 3  # times per median
 
 
 @dataclass(slots=True)
 class _Size:
-    """What is known of steps of about as many tokens."""
+    """Measurements of steps with about the same number of tokens."""
 
-    tokens: float  # mean
+    tokens: float
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))  # seconds
 
 
 class TokenBudget:
-    """Chooses how many tokens a step with prompts may have while other sequences decode.
+    """The number of tokens in a step with prompts while other sequences decode.
 
-    Bounded on both sides. The step is the largest that is expected to take at most the target. But
-    prompts always get about half of its time (`SHARE`): where decodes alone take more than half of
-    the target, a step may take twice as long as they do. Where a step costs a constant and its
-    tokens, the time to first token therefore at most about doubles, and no prompt starves.
+    The step is the largest that is expected to take at most the target. However, prompts always get
+    about half of its time (`SHARE`). If decodes alone take more than half of the target, a step may
+    take twice as long as the decodes. If a step's cost is a constant plus a cost per token, the
+    time to first token at most about doubles, and no prompt starves.
 
-    How long a step takes is learned from the median of the latest times of each size. A step takes
-    no less than a smaller one, and no more per token: an older time that contradicts a newer one
-    is corrected by that. So all sizes follow at once when the machine becomes slower or faster.
-    Steps grow at most twofold beyond the largest that has been measured.
+    The expected time of a step is the median of the latest times of its size. A step takes no less
+    than a smaller one, and no more per token. An older time that contradicts a newer one is
+    corrected to these bounds. All sizes therefore adapt at once when the machine becomes slower or
+    faster. Steps grow at most twofold beyond the largest measured size.
 
     One thread schedules and records; any thread may read `latest` and `expected_s`.
 
     Args:
-      target_s: between two tokens of a sequence.
-      sizes: of executables that compute unused rows as well: other sizes would cost as much as the
-        next of these. None: a step costs what its tokens cost.
+      target_s: inter-token latency target, in seconds.
+      sizes: token counts of executables that also compute unused rows. Any other size would cost as
+        much as the next of these. None: a step costs what its tokens cost.
     """
 
     def __init__(self, target_s: float, sizes: Iterable[int] | None = None):
         assert target_s > 0
         self.target_s = target_s
-        self.latest: int | None = None  # tokens of the latest step that could take prompts, at most
-        self.expected_s: float | None = None  # seconds of such a step, if anything is known
+        self.latest: int | None = None  # token limit of the latest step that could take prompts
+        # Expected seconds of such a step; None without measurements.
+        self.expected_s: float | None = None
         self._fixed = None if sizes is None else sorted(sizes)
-        # By whether there were prompts, and tokens; the one that was measured last comes last.
+        # The key is (has prompts, size class). The latest measurement comes last.
         self._measured: dict[tuple[bool, int], _Size] = {}
-        self._known: list[tuple[float, float]] | None = []  # (tokens, seconds); None: to be made
+        # (tokens, seconds); None: must be recomputed
+        self._known: list[tuple[float, float]] | None = []
         self._read_s = -math.inf  # when the last step was read
 
     def choose(self, num_decodes: int, most: int) -> int:
-        """The tokens of the next step, `num_decodes` among them; at most `most`.
+        """Return the number of tokens of the next step, including `num_decodes`, at most `most`.
 
         Args:
-          num_decodes: the tokens that do not belong to prompts: decodes, and drafts to be verified.
-            0: nobody waits for a token, and the whole step is for prompts.
+          num_decodes: tokens outside prompts: decodes, and drafts to verify. 0: no sequence waits
+            for a token, and the whole step is for prompts.
         """
         self.latest = most if not num_decodes else self._choose(num_decodes, most)
         self.expected_s = self.seconds(self.latest)
@@ -84,7 +86,7 @@ class TokenBudget:
             return sizes[0]
         enough_s = max(AIM * self.target_s, decodes_s / (1 - SHARE))
         largest = self._points()[-1][0]
-        # Up to the next, or twice as many, beyond what is known.
+        # One size, or a factor of two, beyond the measured ones.
         end = max(1 + bisect_right(sizes, largest), bisect_right(sizes, 2 * largest))
         chosen = sizes[0]
         for size in sizes[:end]:
@@ -95,7 +97,7 @@ class TokenBudget:
         return chosen
 
     def _sizes(self, num_decodes: int, most: int) -> list[int]:
-        """To choose from: four chunks an octave if any size will do. Not empty."""
+        """Return the candidate sizes, four per octave unless they are fixed. Never empty."""
         sizes = self._fixed
         if sizes is None:
             octaves = range(3, most.bit_length())
@@ -105,10 +107,10 @@ class TokenBudget:
         return [size for size in sizes if least <= size < most] + [most]
 
     def record(self, plan: StepPlan, dispatched_s: float, read_s: float) -> None:
-        """A step has been read. What counts is its own time, not that of the step before.
+        """Record the time of a step that has been read, without the time of the step before.
 
         Args:
-          dispatched_s, read_s: when it was dispatched, and when its result was there.
+          dispatched_s, read_s: when it was dispatched, and when its result was available.
         """
         seconds = read_s - max(dispatched_s, self._read_s)
         self._read_s = read_s
@@ -126,10 +128,11 @@ class TokenBudget:
         self._known = None
 
     def seconds(self, num_tokens: int) -> float | None:
-        """How long a step of so many tokens is expected to take; None if nothing is known.
+        """Return the expected seconds of a step of `num_tokens`, or None without measurements.
 
-        Between two sizes that are known on a line through both, beyond the largest on a line from
-        the smallest through it, and below the smallest in proportion: no less than it can be.
+        Interpolates linearly between two measured sizes. Beyond the largest, it extrapolates the
+        line from the smallest through the largest. Below the smallest, the time is proportional,
+        which is a lower bound.
         """
         known = self._points()
         if not known:
@@ -143,7 +146,7 @@ class TokenBudget:
         return left_s + (right_s - left_s) * (num_tokens - left) / (right - left)
 
     def _points(self) -> list[tuple[float, float]]:
-        """The sizes that are known and their seconds, ascending in both."""
+        """Return the measured sizes and their seconds, ascending in both."""
         if self._known is None:
             self._known = []
             for size in reversed(self._measured.values()):

@@ -1,7 +1,7 @@
-"""What drafts were drawn from, on its way from a draft model to the step that verifies them.
+"""The distributions that draft tokens were drawn from, passed from a draft model to the step.
 
-It stays on the device: the host knows the drafts alone, cuts them and orders them as it likes, and
-each is found again by its slot and its place in the draft.
+They stay on the device. The host has only the draft tokens, which it may truncate and reorder. A
+token's distribution is found by its slot and its position in the draft.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ import numpy as np
 
 from forge_jax.step.slots import PADDING
 
-SUPPORT = 64  # tokens that a draft is drawn from, the likeliest
+SUPPORT = 64  # a draft token is drawn from this many most likely tokens
 
 
 class Proposed(NamedTuple):
-    """Of each slot's last draft, token by token: those that could have been drawn, see `Drafts`."""
+    """The candidates of each slot's last draft, token by token. See `Drafts`."""
 
     token_ids: jax.Array  # i32[slots, k, K]
     probability: jax.Array  # f32[slots, k, K]
 
 
 class DraftProbs:
-    """Holds the arrays. The draft model replaces `latest`, steps read it; neither donates it.
+    """The current arrays. The draft model replaces `latest`, steps read it, neither donates it.
 
     Args:
-      max_drafts: k. vocab_size: K is that or `SUPPORT`, whichever is less.
-      device: where they lie; with several devices they are whole on each.
+      max_drafts: k.
+      vocab_size: K is the smaller of this and `SUPPORT`.
+      device: where to put the arrays; with several devices they are replicated.
     """
 
     latest: Proposed
@@ -46,7 +47,7 @@ class DraftProbs:
         self.reset()
 
     def reset(self) -> None:
-        """Makes the arrays anew: no draft is known."""
+        """Recreate the arrays without any draft."""
         token_ids = np.full(self._shape, PADDING, np.int32)
         probability = np.zeros(self._shape, np.float32)
         self.latest = Proposed(*jax.device_put((token_ids, probability), self._device))

@@ -1,7 +1,8 @@
-"""Compilation in threads: `Executables` by name, and `BackgroundCompile` for those that come late.
+"""Compilation in threads: `Executables` by name, and `BackgroundCompile` for late ones.
 
-Tracing is Python, so one thread traces everything, in the order in which it was added. XLA compiles
-in as many threads as there are cores. Nothing here depends on what the executables compute.
+Tracing runs Python, so one thread traces everything, in the order in which it was added. XLA
+compiles in as many threads as there are cores. This module does not depend on what the executables
+compute.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from forge_jax.telemetry.compilations import expected
 
 log = logging.getLogger(__name__)
 
-# If the first executables were in the cache, they are ready within this time. The others then wait
-# until those run, because tracing would only slow them down. Otherwise there is time to trace.
+# If the first executables are cached, they are ready within this time. The others then wait until
+# those run, because tracing would only slow them down. Otherwise there is time to trace.
 PATIENCE_S = 1.0
 
 
@@ -31,7 +32,7 @@ class Executables:
     """Executables that are lowered and compiled in threads, in the order in which they are added.
 
     Args:
-      compiler_options: XLA's, for all of them.
+      compiler_options: XLA's options of each compilation.
     """
 
     def __init__(self, compiler_options: Mapping[str, str | bool | int] | None = None):
@@ -43,7 +44,7 @@ class Executables:
         self._resumed = threading.Event()
 
     def add(self, name: str, function: Callable[..., Any], *args: Any, **jit_options: Any) -> None:
-        """Queue `function` at the shapes `args`; the options are those of `jax.jit`."""
+        """Queue `function` for the shapes `args`. The options are those of `jax.jit`."""
         jitted = jax.jit(function, **jit_options)
         lowered = self._tracing.submit(jitted.lower, *args)
         self._futures[name] = self._compiling.submit(self._compile, lowered)
@@ -60,7 +61,7 @@ class Executables:
         self._resumed.set()
 
     def __getitem__(self, name: str) -> jax.stages.Compiled:
-        """Wait for an executable; raise what its compilation raised."""
+        """Wait for an executable and return it. Raise the error of its compilation, if any."""
         return self._futures[name].result()
 
     def __iter__(self) -> Iterable[str]:
@@ -71,7 +72,7 @@ class Executables:
         self._futures[name].exception()
 
     def is_done(self, name: str) -> bool:
-        """True if it has been compiled, or has failed to."""
+        """Return True if it has been compiled, or has failed to compile."""
         return self._futures[name].done()
 
     def on_done(self, name: str, call: Callable[[], None]) -> None:
@@ -80,9 +81,9 @@ class Executables:
         self._futures[name].add_done_callback(lambda _: call())
 
     def memory_bytes(self, name: str) -> int:
-        """Return the device memory of a call, arguments included, by XLA's analysis. Waits."""
+        """Return the device memory of a call, including arguments, as XLA reports it. Waits."""
         memory = self[name].memory_analysis()
-        if memory is None:  # this backend has no such analysis
+        if memory is None:  # this backend does not report it
             return 0
         return (
             memory.argument_size_in_bytes
@@ -93,14 +94,14 @@ class Executables:
         )
 
     def cancel(self) -> None:
-        """Begin no further compilation. XLA cannot be interrupted in one that has begun."""
+        """Start no further compilation. XLA cannot interrupt one that has started."""
         self._resumed.set()
         self._tracing.shutdown(wait=False, cancel_futures=True)
         self._compiling.shutdown(wait=False, cancel_futures=True)
         self._calling.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
-        """Accept no more functions: the threads end when the queue is empty."""
+        """Accept no more functions. The threads end when the queue is empty."""
         self._tracing.shutdown(wait=False)
         self._compiling.shutdown(wait=False)
         self._calling.shutdown(wait=False)
@@ -121,16 +122,16 @@ class _Pending:
     remedy: str
 
     def usable(self) -> bool:
-        """True if it has been compiled and fits into the memory."""
+        """Return True if it has been compiled and fits into the memory."""
         try:
             needed = self.executables.memory_bytes(self.name)
         except Exception:
-            log.exception("%s could not be compiled: it is left out", self.name)
+            log.exception("%s could not be compiled and is not used", self.name)
             return False
         if self.memory_limit is None or needed <= self.memory_limit:
             return True
         log.warning(
-            "%s needs %.2f GiB, and there is %.2f: it is left out (less %s makes room)",
+            "%s needs %.2f GiB, but only %.2f GiB are available: it is not used. Lower %s",
             self.name,
             needed / GIB,
             self.memory_limit / GIB,
@@ -167,8 +168,8 @@ class BackgroundCompile:
         """Add executables, each with the function that makes the engine use it.
 
         Args:
-          activations: by the executable's name, in the order in which they are to be activated.
-          memory_limit: bytes that one of them may need; None: no limit.
+          activations: by the executable's name, in the order of activation.
+          memory_limit: maximum bytes of one executable; None: no limit.
           remedy: flags to lower if one needs more, for the log.
         """
         self._sources.append(executables)
@@ -186,9 +187,9 @@ class BackgroundCompile:
         self._after_activation.append(call)
 
     def activate(self) -> bool:
-        """Activate everything compiled since the last call; return `complete`.
+        """Activate everything compiled since the last call. Return `complete`.
 
-        An executable that failed to compile, or needs too much memory, is logged and left out.
+        An executable that failed to compile, or needs too much memory, is logged and not used.
         """
         pending = list(self._pending.values())
         for late in [late for late in pending if late.executables.is_done(late.name)]:
@@ -205,7 +206,7 @@ class BackgroundCompile:
             late.executables.on_done(late.name, call)
 
     def wait(self) -> None:
-        """Block until compilation finishes; `activate` then activates everything."""
+        """Block until compilation finishes. `activate` then activates everything."""
         for late in list(self._pending.values()):
             late.executables.wait(late.name)
 
@@ -215,7 +216,7 @@ class BackgroundCompile:
         self.activate()
 
     def cancel(self) -> None:
-        """Compile nothing more: executables that are not active never will be."""
+        """Stop compiling. Executables that are not active never will be."""
         for executables in self._sources:
             executables.cancel()
         self._pending.clear()

@@ -1,4 +1,4 @@
-"""The packed upload of one step: everything the device needs, in one i32 array, one transfer."""
+"""The packed upload of one step: all its inputs in one i32 array, one transfer."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ from forge_jax.sampling_params import SamplingParams
 from forge_jax.schedule.plan import FED_BACK, ScheduledSequence, StepPlan
 from forge_jax.step.slots import PADDING
 
-# Bits of Meta.flags: work that at least one row of the step needs.
+# Bits of the header's flags: work that at least one row of the step needs.
 RANDOM, FILTER, BIAS, PENALTIES, MIN_TOKENS, LOGPROBS, MASKS = (1 << i for i in range(7))
 
 
 class StepInputs(NamedTuple):
-    """The segments of the packed array. Padding rows have zero tokens; padding indices, PADDING."""
+    """The segments of the packed array. Padding rows have zero tokens, padding indices PADDING."""
 
     header: jax.Array  # i32[4]: num_seqs, num_tokens, num_rows, flags
+
     slot: jax.Array  # i32[S]
-    start: jax.Array  # i32[S], position of the first token
+    start: jax.Array  # i32[S], first token's position
     cu_q_lens: jax.Array  # i32[S+1]
     cu_rows: jax.Array  # i32[S+1]
-    samples: jax.Array  # i32[S], whether the sequence's next token is sampled
+    samples: jax.Array  # i32[S], 1 if a token is sampled
     scoring: jax.Array  # i32[S]
     num_output: jax.Array  # i32[S]
-    tokens: jax.Array  # i32[T], FED_BACK where the slot's last token is meant
+
+    tokens: jax.Array  # i32[T], FED_BACK for the slot's last token
     token_seq: jax.Array  # i32[T]
-    row_token: jax.Array  # i32[R], index of the row's token among the T
+
+    row_token: jax.Array  # i32[R], the row's index among the T
     row_seq: jax.Array  # i32[R], S for padding
-    row_target: jax.Array  # i32[R], the token whose logprob is wanted; FED_BACK: the sampled one
+    row_target: jax.Array  # i32[R], the token to score, FED_BACK for the sampled one
+
     table_index: jax.Array  # i32[U], slot * max_blocks + index
     table_block: jax.Array  # i32[U]
 
@@ -47,21 +51,22 @@ class StepShape:
     num_seqs: int  # S
     num_rows: int  # R
     num_updates: int  # U
-    max_q_len: int  # tokens of one sequence
-    max_drafts: int = 0  # of one sequence
-    prompts: bool = False  # takes chunks of prompts, and so any plan of its sizes
-    pools: bool = False  # hidden states; only such a step takes plans that ask for it
+
+    max_q_len: int  # maximum tokens of one sequence
+    max_drafts: int = 0  # maximum drafts of one sequence
+    prompts: bool = False  # takes prompts, so any plan within its sizes
+    pools: bool = False  # pools hidden states, for such plans only
 
     @classmethod
     def decode(cls, batch: int) -> StepShape:
-        """One token and one row for each sequence, at most one new block."""
+        """Return a shape with one token, one row and at most one new block per sequence."""
         return cls(f"decode[{batch}]", batch, batch, batch, batch, max_q_len=1)
 
     @classmethod
     def verify(
         cls, num_tokens: int, max_num_seqs: int, block_size: int, max_drafts: int
     ) -> StepShape:
-        """A row for each token: the last of a sequence, and drafts of what comes after it."""
+        """Return a shape with a row per token: a sequence's last token and its drafts."""
         num_seqs = min(max_num_seqs, num_tokens)
         updates = num_seqs + num_tokens // block_size + 1
         sizes = (num_tokens, num_seqs, num_tokens, updates)
@@ -90,7 +95,7 @@ class StepShape:
 
     @cached_property
     def segments(self) -> tuple[slice, ...]:
-        """Where each segment lies in the packed array, in the order of `StepInputs`."""
+        """The slices of the packed array, in the order of `StepInputs`."""
         s, t, r, u = self.num_seqs, self.num_tokens, self.num_rows, self.num_updates
         lengths = (4, s, s, s + 1, s + 1, s, s, s, t, t, r, r, r, u, u)
         ends = tuple(accumulate(lengths))
@@ -112,11 +117,11 @@ class StepShape:
         )
 
     def split(self, packed):
-        """Cuts the packed array (numpy or traced) into its segments, without a copy."""
+        """Split the packed array (NumPy or traced) into its segments, without a copy."""
         return StepInputs(*[packed[segment] for segment in self.segments])
 
     def pack(self, plan: StepPlan, flags: int, max_blocks: int) -> np.ndarray:
-        """A plan that `fits` -> i32[width]."""
+        """Pack a plan that `fits` as i32[width]."""
         packed = np.zeros(self.width, np.int32)
         m = self.split(packed)
         decodes, chunks = plan.decodes, plan.chunks
@@ -126,7 +131,7 @@ class StepShape:
         m.num_output[:d] = decodes.num_outputs
         m.tokens[:d] = decodes.tokens
         m.samples[:d] = 1
-        # A decode has one token and one row: its index is theirs.
+        # A decode has one token and one row, so all three share an index.
         index = np.arange(d + 1, dtype=np.int32)
         m.cu_q_lens[: d + 1] = m.cu_rows[: d + 1] = index
         m.token_seq[:d] = m.row_seq[:d] = m.row_token[:d] = index[:d]
@@ -153,9 +158,10 @@ class StepShape:
 def _pack_chunks(
     m: StepInputs, chunks: tuple[ScheduledSequence, ...], first: int
 ) -> tuple[int, int]:
-    """Writes the sequences from index `first` on, after as many decodes.
+    """Write the sequences from index `first`, after as many decodes.
 
-    Returns the tokens and the rows of the step, with those of the decodes.
+    Returns:
+      The numbers of tokens and rows of the step, including the decodes.
     """
     end = first + len(chunks)
     tokens: list[int] = []
@@ -191,11 +197,11 @@ def _pack_chunks(
 
 
 class SlotFlags:
-    """Which optional work of the sampler each slot asks for, since its admission."""
+    """The optional sampler work that each slot needs, set at its admission."""
 
     def __init__(self, num_slots: int):
         self._flags = [0] * num_slots
-        self._min_tokens: dict[int, int] = {}  # of the slots that have one
+        self._min_tokens: dict[int, int] = {}  # only of slots that have it
 
     def admit(self, slot: int, params: SamplingParams) -> None:
         flags = 0
@@ -215,7 +221,7 @@ class SlotFlags:
             self._min_tokens[slot] = params.held_tokens
 
     def of_step(self, plan: StepPlan) -> int:
-        """What some row of the step asks for."""
+        """Return the flags that any row of the step needs."""
         flags, decodes = 0 if plan.masks is None else MASKS, plan.decodes
         for slot_flags in set(map(self._flags.__getitem__, decodes.slots)):
             flags |= slot_flags
@@ -231,5 +237,5 @@ class SlotFlags:
         return flags
 
     def _holds(self, slot: int, num_output: int) -> bool:
-        """Whether it is too early for the sequence to end."""
+        """Return True if it is too early for the sequence to end."""
         return num_output < self._min_tokens.get(slot, 0)

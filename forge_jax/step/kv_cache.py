@@ -1,4 +1,4 @@
-"""The KV cache on the device: its form, its bytes, and how many blocks of it fit."""
+"""The KV cache on the device: its shape, its size in bytes, and how many blocks fit."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
     from forge_jax.models.spec import ModelSpec
 
 GIB = 1 << 30
-# By default on a CPU, whose memory others use too: room for so many tokens of each sequence, not
-# less than the first number of bytes and not more than the second.
+# Defaults on a CPU, whose memory is shared: capacity per sequence in tokens, and minimum and
+# maximum bytes.
 CPU_SEQUENCE_TOKENS = 1024
 CPU_KV_BYTES = (GIB // 2, 2 * GIB)
-CPU_MEMORY_PART = 0.25  # and never more than this part of what is available
+CPU_MEMORY_PART = 0.25  # maximum fraction of the available memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVShape:
     """`kv[l]: dtype[N, 2, K, bs, D]` for each of L layers; keys at index 0, values at 1.
 
-    `storage` is what the arrays hold: a float, uint16 for the bits of a 16-bit float, or one of the
-    8-bit types (see `forge_kernels.attention.kv_storage_dtype`), which have scales beside them.
+    `storage` is the dtype of the arrays: a float, uint16 for the bits of a 16-bit float, or an
+    8-bit type. The 8-bit types have separate scales (see
+    `forge_kernels.attention.kv_storage_dtype`).
     """
 
     num_layers: int
@@ -42,7 +43,7 @@ class KVShape:
 
     @property
     def layer(self) -> jax.ShapeDtypeStruct | QuantizedKV:
-        """Of one layer: what describes its array; in 8 bits a QuantizedKV of two of them."""
+        """The shape of one layer's array. In 8 bits, a QuantizedKV of two shapes."""
         shape = (self.num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
         return kv_shape_dtype(shape, self.storage)
 
@@ -57,11 +58,11 @@ class KVShape:
         return self.num_layers * sum(array.size * array.dtype.itemsize for array in arrays)
 
     def empty(self, *, untouched: bool = False) -> KV:
-        """A cache of zeros, or of anything.
+        """Return a cache of zeros, or an uninitialized one.
 
         Args:
-          untouched: nothing is written, so that memory is taken when it is first used; needs the
-            C++ kernels on the device.
+          untouched: do not initialize, so that memory is taken on first use. Requires the C++
+            kernels.
         """
         layer, new = self.layer, cpu_ffi.untouched if untouched else _zeros
         return tuple(jax.tree.map(new, layer) for _ in range(self.num_layers))
@@ -74,7 +75,7 @@ def _zeros(array: jax.ShapeDtypeStruct) -> jax.Array:
 def kv_shape(
     spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: DTypeLike, platform: str
 ) -> KVShape:
-    """The cache of a model, with elements of `dtype`, as it is kept on `platform`."""
+    """Return the cache shape of a model with elements of `dtype`, as stored on `platform`."""
     return KVShape(
         num_layers=spec.num_hidden_layers,
         num_blocks=num_blocks,
@@ -92,12 +93,13 @@ def fit_num_blocks(
     blocks_per_sequence: int,
     max_num_seqs: int,
 ) -> int:
-    """Blocks that fit into `free_bytes`, on a coarse grid so that the compilation cache hits.
+    """Return how many blocks fit into `free_bytes`, rounded down coarsely.
 
-    Never more than all sequences can use at full length.
+    The coarse grid makes the compilation cache hit. The result never exceeds what all sequences can
+    use at full length.
 
     Raises:
-      ConfigError: not even one sequence of full length fits.
+      ConfigError: if not even one sequence of full length fits.
     """
     wanted = blocks_per_sequence * max_num_seqs
     fitting = free_bytes // block_bytes
@@ -105,14 +107,14 @@ def fit_num_blocks(
     if num_blocks < blocks_per_sequence:
         raise ConfigError(
             f"the KV cache of one sequence of full length needs "
-            f"{blocks_per_sequence * block_bytes / GIB:.2f} GiB, and there is room for "
+            f"{blocks_per_sequence * block_bytes / GIB:.2f} GiB, but there is room for only "
             f"{num_blocks * block_bytes / GIB:.2f}: lower --max-model-len or set --num-blocks"
         )
     return num_blocks
 
 
 def coarse(n: int) -> int:
-    """Rounds down to three significant bits: the same memory, give or take, is the same shape."""
+    """Round down to three significant bits, so that similar memory sizes give the same shape."""
     if n < 8:
         return max(n, 0)
     shift = n.bit_length() - 3
@@ -120,7 +122,7 @@ def coarse(n: int) -> int:
 
 
 def cpu_kv_bytes(wanted_bytes: int, available_bytes: int) -> int:
-    """Bytes of host memory that the KV cache takes by default.
+    """Return the bytes of host memory that the KV cache takes by default.
 
     Args:
       wanted_bytes: for `CPU_SEQUENCE_TOKENS` of each sequence.

@@ -1,11 +1,11 @@
-"""The mesh: the devices that share one model, and where arrays lie on them.
+"""The mesh: the devices that share one model, and the placement of arrays on them.
 
-The whole step runs under `shard_map`: each device computes its shard with the same code that
-computes a model alone, kernels included, and the decoder says where they add up or gather. Nothing
-is left for XLA to partition, so no collective comes from anywhere else.
+The whole step runs under `shard_map`. Each device computes its shard with the same code and kernels
+as a model on one device, and the decoder places the sums and gathers. XLA has nothing to partition,
+so it adds no collectives.
 
-Of one process today. The devices are those that JAX names in all processes, and only those of this
-one are handed arrays, as `jax.distributed` wants it.
+The mesh currently has one process. The devices are those of all JAX processes, but only this
+process's devices receive arrays, as `jax.distributed` requires.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from forge_jax.step.kv_cache import KVShape
 
 _WHOLE = PartitionSpec()
-_KV = PartitionSpec(None, None, AXIS)  # [N, 2, K, bs, D], and [N, 2, K, bs] of scales
+_KV = PartitionSpec(None, None, AXIS)  # [N, 2, K, bs, D], and scales [N, 2, K, bs]
 
 
 @dataclass(frozen=True)
@@ -61,22 +61,22 @@ class TensorMesh:
 
     @property
     def own(self) -> Iterator[tuple[int, jax.Device]]:
-        """The shards that are this process's, and their devices."""
+        """The indices and devices of this process's shards."""
         for index, device in enumerate(self.devices):
             if device.process_index == jax.process_index():
                 yield index, device
 
     @property
     def whole(self) -> NamedSharding:
-        """Of an array that every device has all of."""
+        """The sharding of an array that is replicated on every device."""
         return NamedSharding(self.mesh, _WHOLE)
 
     def kv(self, model: Model) -> NamedSharding:
-        """Of the model's KV cache: by key/value heads, or whole if the model is."""
+        """Return the KV cache's sharding: by key/value heads, or replicated like the model."""
         return NamedSharding(self.mesh, _WHOLE if model.shards == 1 else _KV)
 
     def leaf(self, model: Model, name: str) -> jax.ShapeDtypeStruct:
-        """The array of all shards of a leaf. Packed ones lie one after the other on axis 0."""
+        """Return the shape of a leaf of all shards. Packed shards are concatenated on axis 0."""
         return self._of_all(model.leaves[model.names.index(name)], leaf_spec(model, name))
 
     def _of_all(self, shard: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -90,20 +90,20 @@ class TensorMesh:
         return tuple(self.leaf(model, name) for name in model.names)
 
     def joined(self, model: Model, name: str, shards: Sequence[jax.Array]) -> jax.Array:
-        """A leaf of shards that lie on their devices."""
+        """Assemble a leaf from shards that are on their devices."""
         return _joined(self.leaf(model, name), shards)
 
     def kv_shape(self, shard: KVShape) -> KVShape:
-        """The cache of all shards of a model: a head that several have is there as often."""
+        """Return the cache shape of all shards. Heads that several shards have count repeatedly."""
         return dataclasses.replace(shard, num_kv_heads=shard.num_kv_heads * self.shards)
 
     def stacks(self, model: Model, lora: LoraShape) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The arrays of all adapters, see `LoraShape.stacks`, of all shards."""
+        """Return the shapes of all adapters' arrays (see `LoraShape.stacks`), of all shards."""
         shards = lora.stacks(shard_spec(model.spec, self.shards), model.dtype)
         return tuple(map(self._of_all, shards, stack_specs(model)))
 
     def cut_adapter(self, model: Model, arrays: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
-        """An adapter, see `LoraShape.adapter`, each part of it on its device."""
+        """Shard an adapter (see `LoraShape.adapter`), and put each part on its device."""
         partitions, specs = _adapter_partitions(model.spec, self.shards), _adapter_specs(model)
         placed = []
         for whole, partition, spec in zip(arrays, partitions, specs, strict=True):
@@ -118,12 +118,12 @@ class TensorMesh:
         return tuple(placed)
 
     def adapter(self, model: Model, lora: LoraShape) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What `cut_adapter` gives."""
+        """Return the shapes of the arrays that `cut_adapter` returns."""
         shards = lora.adapter(shard_spec(model.spec, self.shards), model.dtype)
         return tuple(map(self._of_all, shards, _adapter_specs(model)))
 
     def set_adapter(self, model: Model) -> Callable[..., tuple[jax.Array, ...]]:
-        """`forge_jax.models.lora.set_adapter`, by each device on its shards."""
+        """Return `forge_jax.models.lora.set_adapter`, run by each device on its shards."""
         stacks, adapter = stack_specs(model), _adapter_specs(model)
         return jax.shard_map(
             set_adapter, mesh=self.mesh, in_specs=(stacks, _WHOLE, adapter), out_specs=stacks
@@ -132,10 +132,10 @@ class TensorMesh:
     def shard_step(
         self, model: Model, step: Callable[..., Any], *, lora: bool = False
     ) -> Callable[..., Any]:
-        """`step(leaves, kv, *rest) -> (kv, *results)`, computed by each device on its shards.
+        """Return `step(leaves, kv, *rest) -> (kv, *results)`, run by each device on its shards.
 
-        `rest` and `results` are whole, and the same, on every device; so is everything of a model
-        that is not cut. With `lora` the adapters' arrays stand behind the weights in `leaves`.
+        `rest`, `results` and all of a model that is not sharded are replicated on every device. If
+        `lora`, the adapters' arrays follow the weights in `leaves`.
         """
         leaves = tuple(leaf_spec(model, name) for name in model.names)
         leaves += stack_specs(model) if lora else ()
@@ -152,7 +152,7 @@ class TensorMesh:
                 mesh=self.mesh,
                 in_specs=(leaves, kv_spec, *(_WHOLE,) * (len(args) - 2)),
                 out_specs=(kv_spec, _WHOLE),
-                check_vma=False,  # what is the same on all is so by construction
+                check_vma=False,  # replicated results are equal by construction
             )
             kv, results = sharded(*args)
             return (kv, *results)
@@ -165,7 +165,7 @@ def _axes(spec: PartitionSpec, ndim: int) -> tuple[Any, ...]:
 
 
 def leaf_spec(model: Model, name: str) -> PartitionSpec:
-    """Which axis of the leaf's array goes over the devices."""
+    """Return the partition of a leaf: the axis that is sharded over the devices."""
     axis = axis_of(name, model.spec, model.shards)
     if axis is None:
         return _WHOLE
@@ -176,7 +176,10 @@ def leaf_spec(model: Model, name: str) -> PartitionSpec:
 
 
 def stack_specs(model: Model) -> tuple[PartitionSpec, ...]:
-    """The same of the adapters' arrays: a `[L, P, r, inputs]` by inputs, b `[L, rows, P, r]`."""
+    """Return the partitions of all adapters' arrays.
+
+    a is `[L, P, r, inputs]`, sharded by inputs, and b is `[L, rows, P, r]`, sharded by rows.
+    """
     partitions = _adapter_partitions(model.spec, model.shards)
     return tuple(
         _partition_at(partition, 1 if index % 2 else 3)
@@ -185,7 +188,7 @@ def stack_specs(model: Model) -> tuple[PartitionSpec, ...]:
 
 
 def _adapter_specs(model: Model) -> tuple[PartitionSpec, ...]:
-    """And of one adapter's, `[L, r, inputs]` and `[L, rows, r]`."""
+    """Return the partitions of one adapter's arrays, `[L, r, inputs]` and `[L, rows, r]`."""
     partitions = _adapter_partitions(model.spec, model.shards)
     return tuple(
         _partition_at(partition, 1 if index % 2 else 2)
@@ -210,10 +213,10 @@ def _joined(described: jax.ShapeDtypeStruct, shards: Sequence[jax.Array]) -> jax
 
 
 def choose_mesh(config: EngineConfig, device: jax.Device) -> TensorMesh | None:
-    """As many devices as `--tensor-parallel` says, from `device` on; None for one alone.
+    """Return a mesh of `--tensor-parallel` devices, starting at `device`. None for one device.
 
     Raises:
-      ConfigError: there are not as many.
+      ConfigError: if there are too few devices.
     """
     count = config.parallel.tensor_parallel
     if count == 1:
@@ -225,7 +228,7 @@ def choose_mesh(config: EngineConfig, device: jax.Device) -> TensorMesh | None:
             f"XLA_FLAGS=--xla_force_host_platform_device_count={first + count} makes that many "
             "of a CPU, for tests"
             if device.platform == "cpu"
-            else f"--tensor-parallel {len(devices) - first} is the most, or a lower --device"
+            else f"use at most --tensor-parallel {len(devices) - first}, or a lower --device"
         )
         raise ConfigError(
             f"--tensor-parallel {count}: from device {first} on there are {len(devices) - first}: "

@@ -1,4 +1,4 @@
-"""`RunnerOptions`: the sizes and choices that decide a runner's executables."""
+"""`RunnerOptions`: the sizes and choices that determine a runner's executables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 type CompilerOptions = dict[str, str | bool | int]
 
 # https://openxla.org/xla/determinism: some operations have fast forms without a fixed order of
-# summation, and autotuning picks kernels by measured time, so two starts may pick different ones.
+# summation. Autotuning selects kernels by measured time, so two starts may differ.
 DETERMINISTIC_GPU_OPTIONS: CompilerOptions = {
     "xla_gpu_exclude_nondeterministic_ops": True,
     "xla_gpu_autotune_level": 0,
@@ -34,10 +34,9 @@ DETERMINISTIC_GPU_OPTIONS: CompilerOptions = {
 def compiler_options(
     platform: str, *, command_buffers: bool, deterministic: bool
 ) -> CompilerOptions:
-    """Return XLA's options for the steps."""
     options: CompilerOptions = {}
     if platform != "cpu" and not command_buffers:
-        options["xla_gpu_enable_command_buffer"] = ""  # the list of what goes into them: nothing
+        options["xla_gpu_enable_command_buffer"] = ""  # an empty list of operations to include
     if platform != "cpu" and deterministic:
         options |= DETERMINISTIC_GPU_OPTIONS
     return options
@@ -45,24 +44,24 @@ def compiler_options(
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerOptions:
-    """The sizes and choices that decide a runner's executables.
+    """The sizes and choices that determine a runner's executables.
 
     Args:
       shapes: of all executables, smallest first; the last takes any plan.
       first: shapes that `Runner.start` waits for; one of them takes prompts. Default: all.
       kv_shape: of one shard, if a mesh divides the model.
       max_blocks: of one sequence.
-      mesh: the devices that share the model, of which `device` is one; None: `device` is alone.
+      mesh: the devices that share the model, of which `device` is one. None: only `device`.
       implementation: of attention.
       sampler: of sampling.
       verification: of drafts.
-      draft_probs: by rejection, the probabilities that a draft model drew from; None: drafts come
-        from texts.
-      deterministic: compute every row in the same way. With one shape, the logits of a token then
-        do not depend on batch composition.
-      command_buffers: whether XLA:GPU may use command buffers (CUDA graphs).
-      lora: the adapters that there may be beside the model's weights; None: LoRA is off.
-      memory_limit: bytes of the device that all of this may take; None: no limit.
+      draft_probs: for verification by rejection, the draft model's distributions. None: draft
+        tokens come from text.
+      deterministic: compute every row in the same way. If there is one shape, the logits of a token
+        then do not depend on batch composition.
+      command_buffers: allow XLA:GPU to use command buffers (CUDA graphs).
+      lora: shape of the LoRA adapters. None: LoRA is off.
+      memory_limit: bytes of the device that all of this may take. None: no limit.
     """
 
     shapes: Sequence[StepShape]
@@ -91,7 +90,7 @@ class RunnerOptions:
 
     @property
     def prompt_sizes(self) -> list[int]:
-        """Tokens of the executables that take prompts, and compute unused rows as well."""
+        """Token counts of the executables that take prompts and also compute unused rows."""
         return [shape.num_tokens for shape in self.shapes if shape.prompts]
 
     @cached_property

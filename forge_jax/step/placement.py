@@ -1,4 +1,4 @@
-"""Where the arrays of one model lie: on one device, or on the devices of a mesh."""
+"""Placement of one model's arrays: on one device, or on the devices of a mesh."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Placement:
 
     @cached_property
     def sharding(self) -> jax.sharding.Sharding:
-        """Of every array but weights and KV cache, which a mesh divides."""
+        """The sharding of every array except weights and KV cache, which a mesh divides."""
         if self.mesh is None:
             return jax.sharding.SingleDeviceSharding(self.device)
         return self.mesh.whole
@@ -36,7 +36,7 @@ class Placement:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.sharding)
 
     def put(self, tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
-        """Return shapes like those of `tree`, placed here."""
+        """Return the shapes of `tree`, placed here."""
         sharding = sharding or self.sharding
         return jax.tree.map(
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree
@@ -47,7 +47,7 @@ class Placement:
         return self.put(model.leaves) if self.mesh is None else self.mesh.leaves(model)
 
     def whole_kv(self, model: Model, shard: KVShape) -> KVShape:
-        """Return the KV cache of all shards of a model."""
+        """Return the shape of the KV cache of all shards of a model."""
         if self.mesh is None or model.shards == 1:
             return shard
         return self.mesh.kv_shape(shard)
@@ -56,12 +56,12 @@ class Placement:
         return self.sharding if self.mesh is None else self.mesh.kv(model)
 
     def kv(self, model: Model, shard: KVShape) -> KV:
-        """Return the shapes of the KV cache, of all shards together, one for each layer."""
+        """Return the shapes of the KV cache, of all shards together, one per layer."""
         layer = self.put(self.whole_kv(model, shard).layer, self.kv_sharding(model))
         return (layer,) * shard.num_layers
 
     def shard_step(
         self, model: Model, step: Callable[..., Any], *, lora: bool = False
     ) -> Callable[..., Any]:
-        """Return `step` as each device computes it on its shards; see `TensorMesh.shard_step`."""
+        """Return `step` as each device runs it on its shards; see `TensorMesh.shard_step`."""
         return step if self.mesh is None else self.mesh.shard_step(model, step, lora=lora)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Pooling:
-    """Compiles the steps in any thread, and activates them in the thread that dispatches."""
+    """The pooling steps: compiled in any thread, activated in the thread that dispatches."""
 
     def __init__(self, options: RunnerOptions):
         self.ready: list[StepShape] = []  # active, smallest first
@@ -29,10 +29,10 @@ class Pooling:
         self._lock = threading.Lock()
 
     def compile(self, builder: StepBuilder) -> None:
-        """Compile the steps; a further call only waits. Thread-safe.
+        """Compile the steps. Further calls only wait. Thread-safe.
 
         Raises:
-          EngineError: there is no room for them.
+          EngineError: if the device has too little memory for them.
         """
         with self._lock:
             if self._executables is None:
@@ -44,12 +44,12 @@ class Pooling:
             needed = self._executables.memory_bytes(shape.name)
             if self._memory_limit is not None and needed > self._memory_limit:
                 raise EngineError(
-                    f"embeddings need {needed / GIB:.2f} GiB, and there is "
-                    f"{self._memory_limit / GIB:.2f}: less --num-blocks makes room"
+                    f"embeddings need {needed / GIB:.2f} GiB, but only "
+                    f"{self._memory_limit / GIB:.2f} GiB are available: lower --num-blocks"
                 )
 
     def activate(self, state: StepState) -> None:
-        """Run each compiled step once. Between steps only."""
+        """Run each compiled step once. Call it between steps."""
         if self.ready:
             return
         assert self._executables is not None

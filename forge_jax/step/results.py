@@ -1,4 +1,4 @@
-"""The result of a step on its way to the host: what was dispatched, and how it is read."""
+"""The result of a step: its pending form, and how the host reads it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pending(NamedTuple):
     plan: StepPlan
     shape: StepShape
     out: StepOut
-    params: tuple[SamplingParams, ...] | None  # of plan.sequences, if logprobs are asked for
+    params: tuple[SamplingParams, ...] | None  # of plan.sequences; None if no logprobs are needed
     pooled: Pooled | None = None
 
 
@@ -45,7 +45,8 @@ def read_result(pending: Pending) -> StepResult:
         logprobs = _RowLogprobs(*map(np.asarray, scores))
     results: list[SequenceResult] = []
     sequences = plan.sequences if any_fault or logprobs is not None else plan.chunks
-    if sequences is plan.chunks:  # the decodes have nothing but their tokens, a row each
+    # Fast path: decodes have one row each and nothing but their tokens.
+    if sequences is plan.chunks:
         results = [SequenceResult((token,)) for token in tokens[: len(plan.decodes)]]
     first = len(results)
     for index, s in enumerate(sequences, start=first):
@@ -73,7 +74,7 @@ class _RowLogprobs(NamedTuple):
 
 
 def _take_pooled(result: SequenceResult, s: ScheduledSequence, pooled: Pooled, row: int) -> None:
-    """Put the vector of a prompt whose last token has row `row` into its result."""
+    """Store the vector of a prompt whose last token has row `row` in its result."""
     if s.pooling == "mean":
         vector = np.asarray(pooled.row_sums)[row] / np.float32(s.start + s.num_tokens)
     else:
@@ -84,7 +85,7 @@ def _take_pooled(result: SequenceResult, s: ScheduledSequence, pooled: Pooled, r
 
 def _result(
     s: ScheduledSequence,
-    params: SamplingParams | None,  # None without logprobs
+    params: SamplingParams | None,  # None: no logprobs
     tokens: list[int],
     first: int,
     accepted: int,

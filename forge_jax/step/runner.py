@@ -1,9 +1,9 @@
 """`Runner`: the real device. Turns plans into dispatches of compiled executables.
 
 All executables are lowered from shapes, so they compile while the weights are being read. The first
-few are enough to run any plan within `limits`. The others are activated between steps once they are
-compiled. Nothing here traces or compiles in the thread that dispatches. `dispatch` sends one packed
-array and starts the copy of the result; `read` waits for it.
+few suffice for any plan within `limits`. The others are activated between steps once they are
+compiled. The thread that dispatches never traces or compiles. `dispatch` sends one packed array and
+starts the copy of the result. `read` waits for it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """Owns the device state (weights, KV cache, slots) and the executables.
+    """The owner of the device state (weights, KV cache, slots) and the executables.
 
-    Call `compile`, then `start` with the weights. From then on plans within `limits` run, and
-    `background.activate` between two of them takes new executables into use.
+    Call `compile`, then `start` with the weights. Then plans within `limits` run, and
+    `background.activate` between two of them adds new executables.
 
-    Not thread-safe: one thread starts, dispatches, reads and activates, or one after the other.
+    A runner is not thread-safe: only one thread at a time may start, dispatch, read or activate.
 
     Args:
-      background: gets the executables that `start` does not wait for. Default: a new one.
+      background: receives the executables that `start` does not wait for. Default: a new one.
     """
 
     def __init__(
@@ -60,24 +60,22 @@ class Runner:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The choices that decide the bits of a step; see `StepBuilder.settings`."""
         return self._builder.settings
 
     @property
     def limits(self) -> StepLimits:
-        """Limits of the plans that can run now; they only grow."""
+        """Limits of the plans that can run now. They only grow."""
         return step_limits(self._ready)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that a device holds between two steps: weights, KV cache, slots and masks."""
         return self._builder.resident_bytes
 
     def compile(self) -> None:
         """Start to lower and compile everything in threads, the first shapes first."""
         executables, options = self._executables, self.options
         self._builder.add_new_state(executables)
-        self._new_state = executables.call("new_state")  # which may touch all of its pages
+        self._new_state = executables.call("new_state")  # it may touch all of the cache's pages
         for shape in options.first_shapes:
             self._builder.add_step(executables, shape)
         self._builder.add_slot_updates(executables)
@@ -93,14 +91,14 @@ class Runner:
         )
 
     def memory_bytes(self) -> int:
-        """Return the bytes that the first executables need, weights and KV cache included. Waits.
+        """Return the bytes that the first executables need, including weights and KV cache. Waits.
 
-        By XLA's own analysis of the buffers; 0 where there is none.
+        The value is XLA's own analysis of the buffers; 0 if it has none.
         """
         return max(self._executables.memory_bytes(s.name) for s in self.options.first_shapes)
 
     def start(self, leaves: tuple[jax.Array, ...]) -> None:
-        """Take the weights, and run the first executables once each."""
+        """Set the weights, and run each of the first executables once."""
         self.state.set_weights(leaves)
         self.allocate()
         updates = ("admit", "set_history", *(["set_adapter"] if self.options.lora else []))
@@ -111,24 +109,24 @@ class Runner:
         self._executables.resume()
 
     def allocate(self) -> None:
-        """Wait for KV cache and slots, which are made since `compile`."""
+        """Wait for the KV cache and slots, whose allocation `compile` has started."""
         if self._new_state is not None:
             (self.state.kv, self.state.slots), self._new_state = self._new_state.result(), None
 
     def release(self) -> None:
-        """Give up KV cache and slots, whose room another runner needs."""
+        """Release the KV cache and slots, so that another runner can use the memory."""
         self.allocate()
         self.state.release()
 
     def reset(self) -> None:
-        """Make KV cache and slots anew, after a step has raised: what it was given is lost."""
         self._uploads.reset()
         self.state.renew(self._executables["new_state"])
 
     def set_adapter(self, place: int, arrays: tuple[np.ndarray, ...]) -> None:
-        """Put an adapter (see `LoraShape.adapter`) at a place that no sequence takes.
+        """Write an adapter (see `LoraShape.adapter`) to a slot that no sequence uses.
 
-        Between two steps, by the thread that dispatches. If it raises, the adapters are as before.
+        Call it between two steps, in the thread that dispatches. If it raises, the adapters are
+        unchanged.
         """
         lora, mesh = self.options.lora, self.options.mesh
         assert lora is not None and 1 <= place <= lora.places
@@ -137,31 +135,21 @@ class Runner:
 
     @property
     def can_pool(self) -> bool:
-        """True once the steps that pool hidden states are active."""
         return bool(self._pooling.ready)
 
     def compile_pooling(self) -> None:
-        """Compile the steps that pool hidden states; a further call only waits. Thread-safe.
-
-        Raises:
-          EngineError: there is no room for them.
-        """
         self._pooling.compile(self._builder)
 
     def activate_pooling(self) -> None:
-        """Activate the steps that `compile_pooling` has compiled. Between steps only."""
         self._pooling.activate(self.state)
 
     def compiled(self) -> dict[str, jax.stages.Compiled]:
-        """Return the active executables by name. Thread-safe."""
         return self.state.compiled.copy()
 
     def settle(self) -> None:
-        """Block until the device has finished everything that was dispatched."""
         jax.block_until_ready((self.state.kv, self.state.slots))
 
     def dispatch(self, plan: StepPlan) -> Pending:
-        """Start a step; `read` waits for its result."""
         for name, packed in self._uploads.admissions(plan.admissions):
             self.state.update_slots(name, packed)
         shape = self._choose(plan)
@@ -171,7 +159,6 @@ class Runner:
         return Pending(plan, shape, out, params, pooled)
 
     def read(self, pending: Pending) -> StepResult:
-        """Wait for a step and return its result."""
         return read_result(pending)
 
     def _choose(self, plan: StepPlan) -> StepShape:

@@ -1,7 +1,7 @@
 """Device state of the running sequences: one row per slot, from admission to finish.
 
-A sequence keeps its slot while it runs; the order of rows in a step never matters to it. A row is
-written whole at admission, so nothing has to be cleaned when a sequence leaves.
+A sequence keeps its slot while it runs, independent of the order of rows in a step. Admission
+writes a whole row, so no cleanup is needed when a sequence leaves.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from forge_jax.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from forge_jax.schedule.plan import Admission
 from forge_kernels.sampling.api import IN_PROMPT
 
-ADMISSIONS = 8  # rows that one `admit` writes
-MIN_TEMPERATURE = 1e-5  # a smaller one is no different, and logits over it would overflow
-PADDING = 2**31 - 1  # an index past every array: a scatter with mode="drop" leaves it out
+ADMISSIONS = 8  # rows per `admit`
+MIN_TEMPERATURE = 1e-5  # a smaller value samples the same, but overflows the scaled logits
+PADDING = 2**31 - 1  # an out-of-range index: a scatter with mode="drop" skips it
 
 
 class Column(enum.IntEnum):
-    """Columns of `Slots.params`; float columns hold the bits of a float32."""
+    """Columns of `Slots.params`. Float columns hold the bits of a float32."""
 
     SEED_LOW = 0
     SEED_HIGH = 1
@@ -37,10 +37,10 @@ class Column(enum.IntEnum):
     MIN_TOKENS = 9
     BIASED = 10
     PENALISED = 11
-    STOP_IDS = 12  # and the columns after it
+    STOP_IDS = 12  # and the following columns
 
 
-MAX_END_TOKENS = 16  # of a model
+MAX_END_TOKENS = 16  # per model
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + MAX_END_TOKENS
 NUM_COLUMNS = Column.STOP_IDS + MAX_STOP_IDS
 
@@ -49,14 +49,16 @@ class Slots(NamedTuple):
     last_token: jax.Array  # i32[S]
     block_tables: jax.Array  # i32[S, max_blocks]
     params: jax.Array  # i32[S, NUM_COLUMNS]
-    bias_ids: jax.Array  # i32[S, MAX_LOGIT_BIAS], only read where BIASED
+
+    bias_ids: jax.Array  # i32[S, MAX_LOGIT_BIAS], only read if BIASED
     bias: jax.Array  # f32[S, MAX_LOGIT_BIAS]
-    counts: jax.Array  # i32[S, V]: IN_PROMPT + times in the output; only read where PENALISED
-    lora: jax.Array | None = None  # i32[S], the place of its adapter; None: there are no adapters
+
+    counts: jax.Array  # i32[S, V]: IN_PROMPT + count in the output, only read if PENALISED
+    lora: jax.Array | None = None  # i32[S], the adapter's slot, None if LoRA is off
 
 
 def slots_shape(num_slots: int, max_blocks: int, vocab_size: int, *, lora: bool = False) -> Slots:
-    """The shapes of `Slots`, as `ShapeDtypeStruct`s; `lora`: sequences may have adapters."""
+    """Return the shapes of `Slots` as `ShapeDtypeStruct`s. `lora` adds the adapters' column."""
 
     def i32(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -82,9 +84,9 @@ def admission_width(max_blocks: int, *, lora: bool = False) -> int:
 def pack_admissions(
     admissions: tuple[Admission, ...], max_blocks: int, *, lora: bool = False
 ) -> np.ndarray:
-    """At most `ADMISSIONS` of them -> i32[ADMISSIONS, 1 + NUM_COLUMNS + max_blocks].
+    """Pack at most `ADMISSIONS` rows as i32[ADMISSIONS, 1 + NUM_COLUMNS + max_blocks].
 
-    With `lora`, one column more.
+    `lora` adds one column.
     """
     assert len(admissions) <= ADMISSIONS
     packed = np.zeros((ADMISSIONS, admission_width(max_blocks, lora=lora)), np.int32)
@@ -121,7 +123,7 @@ def pack_admissions(
 
 
 def admit(slots: Slots, packed: jax.Array) -> Slots:
-    """Writes the rows of `packed` (see `pack_admissions`) into their slots. Donates `slots`."""
+    """Write the rows of `packed` (see `pack_admissions`) to their slots. Donates `slots`."""
     index = packed[:, 0]
     params = packed[:, 1 : 1 + NUM_COLUMNS]
     tables = packed[:, 1 + NUM_COLUMNS :]
@@ -135,9 +137,9 @@ def admit(slots: Slots, packed: jax.Array) -> Slots:
 
 
 def pack_history(admission: Admission, vocab_size: int) -> np.ndarray:
-    """What only penalties and logit_bias need -> i32[1 + 2 * MAX_LOGIT_BIAS + V].
+    """Pack the data that only penalties and logit_bias need: i32[1 + 2 * MAX_LOGIT_BIAS + V].
 
-    The host counts, because tokens that a prefix-cache hit spares never pass through a step.
+    The host counts the tokens, because those of a prefix cache hit never pass through a step.
     """
     packed = np.zeros(1 + 2 * MAX_LOGIT_BIAS + vocab_size, np.int32)
     packed[0] = admission.slot
@@ -154,7 +156,7 @@ def pack_history(admission: Admission, vocab_size: int) -> np.ndarray:
 
 
 def set_history(slots: Slots, packed: jax.Array) -> Slots:
-    """Writes one slot's bias and counts (see `pack_history`). Donates `slots`."""
+    """Write one slot's bias and counts (see `pack_history`). Donates `slots`."""
     slot = packed[0]
     ids = packed[1 : 1 + MAX_LOGIT_BIAS]
     values = packed[1 + MAX_LOGIT_BIAS : 1 + 2 * MAX_LOGIT_BIAS]
@@ -171,5 +173,5 @@ def set_history(slots: Slots, packed: jax.Array) -> Slots:
 
 
 def float_column(params: jax.Array, column: Column) -> jax.Array:
-    """`params: i32[..., NUM_COLUMNS]` -> f32[...]."""
+    """Return a float column: `params: i32[..., NUM_COLUMNS]` -> f32[...]."""
     return jax.lax.bitcast_convert_type(params[..., column], jnp.float32)

@@ -1,4 +1,4 @@
-"""`StepState`: the arrays of a runner on the device, and the executables that run on them."""
+"""`StepState`: a runner's arrays on the device, and the executables that run on them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 class StepState:
     """Weights, LoRA adapters, KV cache and slots, and the active executables.
 
-    A step donates KV cache and slots, and replaces them with its results.
+    A step donates the KV cache and slots, and replaces them with its results.
     """
 
     def __init__(self, builder: StepBuilder, options: RunnerOptions):
         self.compiled: dict[str, jax.stages.Compiled] = {}  # active, by name
-        self.leaves: tuple[jax.Array, ...] = ()  # weights, and behind them the adapters
+        self.leaves: tuple[jax.Array, ...] = ()  # weights, followed by the adapters
         self.kv: KV = ()
         self.slots: Any = None
         self._num_weights = 0
-        self._sums: Any = None  # f32[num_slots, d]; None until a step pools
-        self._no_masks: dict[str, jax.Array] = {}  # for steps without any: never read
+        self._sums: Any = None  # f32[num_slots, d], None until a step pools
+        self._no_masks: dict[str, jax.Array] = {}  # for steps without masks, never read
         self._builder = builder
         self._draft_probs = options.draft_probs
         self._sharding = options.placement.sharding
 
     def set_weights(self, leaves: tuple[jax.Array, ...]) -> None:
-        """Take the weights. Every LoRA adapter is zero."""
+        """Set the weights, and zero every LoRA adapter."""
         stacks = tuple(
             jax.device_put(np.zeros(stack.shape, stack.dtype), stack.sharding)
             for stack in self._builder.stacks
@@ -45,29 +45,27 @@ class StepState:
         self.leaves = (*leaves, *stacks)
 
     def set_adapter(self, place: int, adapter: tuple[Any, ...]) -> None:
-        """Put a LoRA adapter at a place. If it raises, the adapters are as before."""
+        """Write a LoRA adapter to its slot. If it raises, the adapters are unchanged."""
         weights, stacks = self.leaves[: self._num_weights], self.leaves[self._num_weights :]
         new = self.compiled["set_adapter"](stacks, np.int32(place), adapter)
         self.leaves = (*weights, *jax.block_until_ready(new))
 
     def new_sums(self) -> None:
-        """Make the sums of pooled hidden states anew."""
         zeros = np.zeros(self._builder.sums.shape, np.float32)
         self._sums = jax.device_put(zeros, self._sharding)
 
     def release(self) -> None:
-        """Give up KV cache and slots."""
         self.kv, self.slots = (), None
 
     def renew(self, new_state: jax.stages.Compiled) -> None:
-        """Make KV cache and slots anew, after a step has raised: what it was given is lost."""
-        self.release()  # first, or there would be no room for the new
+        """Recreate the KV cache and slots after a step has raised: its donated arrays are lost."""
+        self.release()  # first, or there would be no memory for the new ones
         self.kv, self.slots = jax.block_until_ready(new_state())
         if self._sums is not None:
             self.new_sums()
 
     def activate(self, shape: StepShape, step: jax.stages.Compiled) -> None:
-        """Run the real step on no sequences: it writes nothing, for every index is padding."""
+        """Run the real step without sequences. It writes nothing: every index is padding."""
         self.compiled[shape.name] = step
         num_rows, width = self._builder.masks_shape(shape)
         no_masks = pad_masks(np.empty((0, width), np.int32), num_rows)
@@ -81,8 +79,7 @@ class StepState:
     def run(
         self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None
     ) -> tuple[StepOut, Pooled | None]:
-        """Dispatch the step of a shape."""
-        # The call uploads: a `device_put` before it would take half as long again.
+        # The call uploads the inputs: a `device_put` before it would take half as long again.
         inputs = (packed, self._no_masks[shape.name] if masks is None else masks)
         step, proposed = self.compiled[shape.name], ()
         if self._draft_probs is not None and shape.max_drafts:

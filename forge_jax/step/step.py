@@ -1,8 +1,8 @@
 """The serving step: `step(leaves, kv*, slots*, meta, masks) -> (kv, slots, out)`; `*` is donated.
 
-Pure, built once per `StepShape` and compiled before the first request. What it needs of a sequence
-comes from its slot; what it needs of this step from `meta`; the token that a slot sampled last is
-fed back here, so the host never has to know token t to dispatch step t + 1.
+Pure, built once per `StepShape`, and compiled before the first request. Each sequence's data is in
+its slot, and the data of this step is in `meta`. The last token that a slot sampled is fed back on
+the device. The host therefore dispatches step t + 1 without the value of token t.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ Sampler = Literal["xla", "cpu"]
 
 
 class Pooled(NamedTuple):
-    """What a step with `StepShape.pools` returns besides."""
+    """The additional results of a step with `StepShape.pools`."""
 
-    sums: jax.Array  # f32[num_slots, d], of each slot's hidden states so far; donated
-    row_sums: jax.Array  # f32[R, d], the same at the row's token
+    sums: jax.Array  # f32[num_slots, d], running sum of each slot, donated
+    row_sums: jax.Array  # f32[R, d], this sum at the row's token
     rows: jax.Array  # f32[R, d], the row's hidden state
 
 
 class StepOut(NamedTuple):
-    """`packed` is what the host always reads; the logprobs only where a row asked for them."""
+    """The results of a step. The host always reads `packed`, and the rest only for logprobs."""
 
-    packed: jax.Array  # i32[2R + S]: sampled token, fault (0 or 1), then accepted drafts per seq
+    # i32[2R + S]: sampled tokens, faults (0 or 1), accepted drafts per seq
+    packed: jax.Array
     logprob: jax.Array  # f32[R], of the row's target, or of its sampled token
-    rank: jax.Array  # i32[R], of the same
+    rank: jax.Array  # i32[R], of the same token
     top_ids: jax.Array  # i32[R, 20]
     top_logprobs: jax.Array  # f32[R, 20]
 
@@ -60,14 +61,16 @@ def make_step(
     verification: Verification = "coupled",
     uniform: bool = False,
 ) -> Callable[..., Any]:
-    """The step function of one shape, to be jitted with `donate_argnums=(1, 2)`.
+    """Return the step function of one shape. Jit it with `donate_argnums=(1, 2)`.
 
-    Where the slots have adapters, their stacks come behind the weights in `leaves`.
+    If the slots have adapters, their stacks follow the weights in `leaves`.
 
     Args:
-      implementation: of attention. sampler: of sampling.
-      verification: of drafts. By rejection, the step takes what they were drawn from as one more
-        argument; without it they are certain: what the text alone told.
+      implementation: of attention.
+      sampler: of sampling.
+      verification: of drafts. For rejection, the step takes the draft model's distributions as one
+        more argument. If that is missing, draft tokens (found in text) have probability 1.
+      uniform: compute every row in the same way.
     """
 
     def step(
@@ -75,9 +78,9 @@ def make_step(
         kv: KV,
         slots: Slots,
         packed: jax.Array,  # i32[shape.width]
-        masks: jax.Array,  # i32[R, mask_width(V)], read if the header says so
+        masks: jax.Array,  # i32[R, mask_width(V)], read only if the MASKS flag is set
         proposed: Proposed | None = None,
-        sums: jax.Array | None = None,  # f32[num_slots, d]*, if the shape pools
+        sums: jax.Array | None = None,  # f32[num_slots, d]*, only if the shape pools
     ) -> Any:
         m: StepInputs = shape.split(packed)
         with jax.named_scope("inputs"):
@@ -118,7 +121,7 @@ def make_step(
 
 
 class _Batch(NamedTuple):
-    """The tokens of a step and their places in the cache."""
+    """The tokens of a step and their cache slots."""
 
     tokens: jax.Array  # i32[T]
     positions: jax.Array  # i32[T]
@@ -129,14 +132,14 @@ class _Batch(NamedTuple):
 
 
 def _take_blocks(slots: Slots, m: StepInputs) -> Slots:
-    """Write the step's new blocks into the block tables."""
+    """Write the step's new blocks to the block tables."""
     tables = slots.block_tables
     flat = tables.reshape(-1).at[m.table_index].set(m.table_block, mode="drop")
     return slots._replace(block_tables=flat.reshape(tables.shape))
 
 
 def _batch(shape: StepShape, m: StepInputs, slots: Slots, block_size: int, num_kv: int) -> _Batch:
-    """Find each token, its position and its place among the cache's `num_kv` tokens."""
+    """Find each token, its position and its index among the cache's `num_kv` token slots."""
     tables = slots.block_tables[m.slot]  # [S, max_blocks]
     kv_lens = m.start + m.cu_q_lens[1:] - m.cu_q_lens[:-1]
     valid = jnp.arange(shape.num_tokens) < m.header[1]
@@ -147,7 +150,7 @@ def _batch(shape: StepShape, m: StepInputs, slots: Slots, block_size: int, num_k
     positions = jnp.where(valid, positions, 0)
     blocks = tables[seq, positions // block_size]
     slot_mapping = jnp.where(valid, blocks * block_size + positions % block_size, num_kv)
-    # Without the barrier XLA:GPU recomputes the places from their tables in each layer's write.
+    # Without the barrier, XLA:GPU recomputes the slots from the tables in each layer's write.
     slot_mapping = jax.lax.optimization_barrier(slot_mapping)
     return _Batch(tokens, positions, slot_mapping, slot, tables, kv_lens)
 
@@ -155,7 +158,6 @@ def _batch(shape: StepShape, m: StepInputs, slots: Slots, block_size: int, num_k
 def _split_adapters(
     leaves: tuple[jax.Array, ...], slots: Slots, batch: _Batch, num_weights: int
 ) -> tuple[tuple[jax.Array, ...], Lora | None]:
-    """Split the weights from the stacks of adapters behind them."""
     if slots.lora is None:
         return leaves, None
     return leaves[:num_weights], Lora(leaves[num_weights:], slots.lora[batch.slot])
@@ -167,14 +169,14 @@ def _pool(
     hidden: jax.Array,  # dtype[T, d]
     sums: jax.Array,  # f32[num_slots, d]
 ) -> Pooled:
-    """Adds each sequence's hidden states to what its earlier chunks came to.
+    """Add each sequence's hidden states to the sum of its earlier chunks.
 
-    One token after the other: the bits do not depend on where a prompt was cut. Rows of no sequence
-    may hold anything, so what begins anew is selected.
+    Tokens are added one by one, so the bits do not depend on how a prompt was cut. Rows without a
+    sequence may contain anything, so a sequence's start value is selected, not multiplied.
     """
     seq = jnp.minimum(m.token_seq, shape.num_seqs - 1)
     begins = jnp.arange(shape.num_tokens) == m.cu_q_lens[seq]
-    # Else the norm's product and a sum may become one operation, with one rounding.
+    # Otherwise the norm's product and a sum may be fused into one operation, with one rounding.
     values = jax.lax.optimization_barrier(hidden.astype(jnp.float32))
     before = jnp.where((m.start[seq] > 0)[:, None], sums[m.slot[seq]], 0.0)
 
@@ -192,12 +194,12 @@ def _pool(
 
 
 class _Rows(NamedTuple):
-    """The rows whose logits are computed; arrays are [R]."""
+    """The rows whose logits are computed. Arrays are [R]."""
 
     valid: jax.Array  # bool
     seq: jax.Array
     slot: jax.Array
-    in_seq: jax.Array  # its number among its sequence's rows
+    in_seq: jax.Array  # index among its sequence's rows
 
 
 def _sample_rows(
@@ -208,9 +210,9 @@ def _sample_rows(
     masks: jax.Array,  # i32[R, mask_width(V)]
     batch: _Batch,
     sampler: Sampler,
-    drafts: sampling.Drafts | None,  # verified by rejection
+    drafts: sampling.Drafts | None,  # for verification by rejection
 ) -> tuple[Slots, StepOut]:
-    """Sample a token per row, count the accepted drafts, and score the tokens that asked for it."""
+    """Sample a token per row, count accepted drafts, and compute logprobs if any row needs them."""
     seq = jnp.minimum(m.row_seq, shape.num_seqs - 1)
     in_seq = jnp.arange(shape.num_rows) - m.cu_rows[seq]
     rows = _Rows(m.row_seq < shape.num_seqs, seq, m.slot[seq], in_seq)
@@ -236,10 +238,9 @@ def _sample(
     sampler: Sampler,
     drafts: sampling.Drafts | None,
 ) -> jax.Array:  # i32[R]
-    """Apply the sampling parameters of each row to its logits, and sample."""
     flags = m.header[3]
     params = slots.params[rows.slot]  # [R, NUM_COLUMNS]
-    # Drafts before a row would be output if they are accepted; scored tokens are the prompt's.
+    # Drafts before a row are output if they are accepted. Scored tokens belong to the prompt.
     num_before = jnp.where(m.scoring[rows.seq] > 0, 0, rows.in_seq)
     num_output = m.num_output[rows.seq] + num_before
     before = _drafts_before(shape, m, batch.tokens, num_before)
@@ -267,9 +268,9 @@ def _sample(
         )
         return sample(changed, any_filter=_has(flags, meta_bits.FILTER))
 
-    if sampler == "cpu":  # traced once: a CPU's start counts more than a copy of a few rows
+    if sampler == "cpu":  # traced once: a CPU's start time matters more than a copy of a few rows
         return sample_changed()
-    # What most steps do is apart: where logits may be changed, those that are not are copied.
+    # The common case is separate, because a branch that may change logits copies them.
     return jax.lax.cond(
         _has(flags, change | meta_bits.FILTER),
         sample_changed,
@@ -282,8 +283,9 @@ def _count_accepted(
 ) -> jax.Array:  # i32[S]
     """Count each sequence's accepted drafts.
 
-    Row j + 1 of a verified sequence was computed from draft j. It counts while each draft before it
-    is the token that the row before it sampled; by rejection, that is the accepted one.
+    Row j + 1 of a verified sequence was computed from draft j. It counts if each draft up to j
+    equals the token that the row before it sampled. In rejection sampling, that token is the
+    accepted draft.
     """
     num_rows = m.cu_rows[1:] - m.cu_rows[:-1]  # [S]
     drafted = batch.tokens[jnp.minimum(m.row_token + 1, shape.num_tokens - 1)]
@@ -317,7 +319,7 @@ def _feed_back(
 def _logprobs(
     shape: StepShape, m: StepInputs, logits: jax.Array, sampled: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Score each row's target, or its sampled token, if any row asked for it; else zeros."""
+    """Score each row's target, or its sampled token, if any row needs it. Otherwise return 0."""
     wanted = jnp.where(m.row_target < 0, sampled, m.row_target)
     num_top = min(MAX_LOGPROBS, logits.shape[1])
 
@@ -339,7 +341,7 @@ def _drafts(
     tokens: jax.Array,  # i32[T]
     proposed: Proposed | None,
 ) -> sampling.Drafts:
-    """What each row verifies: the token after its own, unless it is its sequence's last row."""
+    """Return the draft token that each row verifies: the next token, except for last rows."""
     seq = jnp.minimum(m.row_seq, shape.num_seqs - 1)
     token = tokens[jnp.minimum(m.row_token + 1, shape.num_tokens - 1)]
     verified = jnp.arange(shape.num_rows) + 1 < m.cu_rows[seq + 1]
@@ -357,9 +359,9 @@ def _drafts_before(
     shape: StepShape,
     m: StepInputs,
     tokens: jax.Array,  # i32[T]
-    num_before: jax.Array,  # i32[R], drafts of the row's sequence up to its own token
+    num_before: jax.Array,  # i32[R], drafts of the row's sequence up to the row's own token
 ) -> jax.Array:
-    """i32[R, max_drafts]: the drafts that a row takes for output; PADDING where there are less."""
+    """Return i32[R, max_drafts]: drafts that count as a row's output, padded with PADDING."""
     back = jnp.arange(shape.max_drafts)
     index = jnp.maximum(m.row_token[:, None] - back, 0)
     return jnp.where(back < num_before[:, None], tokens[index], PADDING)
@@ -375,7 +377,7 @@ def _process(
     masks: jax.Array,  # i32[R, mask_width(V)]
     flags: jax.Array,
 ) -> jax.Array:
-    """Bias, penalties, min_tokens and masks, in this order, for the rows that asked."""
+    """Apply bias, penalties, min_tokens and masks, in this order, to the rows that need them."""
     rows = jnp.arange(logits.shape[0])[:, None]
 
     def bias(logits: jax.Array) -> jax.Array:

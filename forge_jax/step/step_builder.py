@@ -1,6 +1,6 @@
 """`StepBuilder`: the functions of a runner's executables and the shapes of their arguments.
 
-It owns no arrays. Everything here can run before the weights have been read.
+It owns no arrays, so all of it can run before the weights have been read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class StepBuilder:
-    """Adds the steps of a model, and the updates of its slots, to `Executables`."""
+    """A builder that adds a model's steps and slot updates to `Executables`."""
 
     def __init__(self, model: Model, options: RunnerOptions):
         self._model = model
@@ -47,7 +47,7 @@ class StepBuilder:
         self._placement = options.placement
 
     def add_step(self, executables: Executables, shape: StepShape) -> None:
-        """Add the step of a shape. It donates KV cache, slots, and the sums of a shape that pools.
+        """Add a shape's step. It donates KV cache, slots, and the sums if the shape pools.
 
         See `forge_jax.step.step` for its arguments.
         """
@@ -88,8 +88,8 @@ class StepBuilder:
 
     def _new_state(self) -> tuple[KV, Slots]:
         slots = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._slots)
-        # Each position is written before it is read. On a CPU it may take longer than all else to
-        # find the pages of a large cache.
+        # Each position is written before it is read, so the memory need not be zeroed. On a CPU,
+        # touching the pages of a large cache may take longer than the rest of the start.
         untouched = self._options.implementation == "cpu" and self._options.mesh is None
         whole = self._placement.whole_kv(self._model, self._options.kv_shape)
         return whole.empty(untouched=untouched), slots
@@ -114,7 +114,7 @@ class StepBuilder:
 
     @cached_property
     def stacks(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The arrays of all LoRA adapters; see `LoraShape.stacks`."""
+        """The shapes of all LoRA adapters' arrays; see `LoraShape.stacks`."""
         lora, mesh = self._options.lora, self._options.mesh
         if lora is None:
             return ()
@@ -124,7 +124,7 @@ class StepBuilder:
 
     @property
     def sums(self) -> jax.ShapeDtypeStruct:
-        """f32[num_slots, d], the pooled hidden states of each slot."""
+        """f32[num_slots, d], the sums of pooled hidden states per slot."""
         shape = (self._options.num_slots, self._model.spec.hidden_size)
         return jax.ShapeDtypeStruct(shape, np.float32, sharding=self._placement.sharding)
 
@@ -158,9 +158,9 @@ class StepBuilder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The choices that decide the bits of a step, besides weights, device and versions; JSON.
+        """The choices that determine the bits of a step, except weights, device and versions; JSON.
 
-        The number of KV blocks is not one of them: a row reads its own, wherever they are.
+        The number of KV cache blocks is excluded: a row reads only its own, wherever they are.
         """
         options = self._options
         settings = {
@@ -177,5 +177,5 @@ class StepBuilder:
             "compiler_options": options.compiler_options,
             **({} if options.lora is None else {"lora": dataclasses.asdict(options.lora)}),
         }
-        # Another number of shards adds up in another order.
+        # The number of shards changes the order of sums.
         return settings if options.mesh is None else settings | {"shards": options.mesh.shards}

@@ -10,7 +10,7 @@ from forge_jax.step.inputs import StepShape
 
 
 class StepLimits(NamedTuple):
-    """Limits that a plan must keep to, so that an executable fits it."""
+    """Limits that a plan must meet so that an executable fits it."""
 
     max_num_batched_tokens: int
     max_rows: int
@@ -27,8 +27,8 @@ def step_shapes(
 ) -> list[StepShape]:
     """Return the shapes of an engine, smallest first: a few decode sizes, a few mixed sizes.
 
-    With drafts (at most `max_drafts` of a sequence), there are also a few sizes for drafts alone.
-    The deterministic tier has one shape for every step, because another may round differently.
+    If drafts are on (`max_drafts` per sequence), a few sizes for drafts alone are added. The
+    deterministic tier uses one shape for every step, because another may round differently.
     """
 
     def mixed(num_tokens: int) -> StepShape:
@@ -51,23 +51,23 @@ def step_shapes(
 
 
 def step_limits(shapes: Iterable[StepShape]) -> StepLimits:
-    """Return the limits of plans that these can run: those of the largest that takes prompts."""
+    """Return the limits of plans that these shapes can run: the largest shape with prompts."""
     largest = max((s for s in shapes if s.prompts), key=lambda shape: shape.num_tokens)
     return StepLimits(largest.num_tokens, largest.num_rows)
 
 
 def first_shapes(shapes: Iterable[StepShape], platform: str) -> list[StepShape]:
-    """Return the shapes that serving begins with: one mixed shape, which takes decodes too.
+    """Return the shapes that serving begins with: one mixed shape, which also takes decodes.
 
-    On a CPU, where a step costs what its tokens cost, this is the smallest. Elsewhere it is the
-    largest: it needs the most memory, so the memory is known to suffice before serving begins.
+    On a CPU, a step's cost depends on its tokens only, so this is the smallest. Elsewhere it is the
+    largest, which needs the most memory. The memory has then been checked before serving begins.
     """
     mixed = [shape for shape in shapes if shape.prompts]
     return mixed[:1] if platform == "cpu" else mixed[-1:]
 
 
 def pool_shapes(shapes: list[StepShape]) -> list[StepShape]:
-    """Return the shapes that pool hidden states: the smallest and the largest that take chunks."""
+    """Return the shapes that pool hidden states: the smallest and the largest with chunks."""
     mixed = [shape for shape in shapes if shape.prompts]
     chosen = list(dict.fromkeys([*mixed[:1], shapes[-1]]))
     return [

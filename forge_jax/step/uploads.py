@@ -1,4 +1,4 @@
-"""`Uploads`: what a step and the slots are sent, packed into arrays on the host."""
+"""`Uploads`: the inputs of steps and slots, packed into arrays on the host."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Upload(NamedTuple):
     """The arguments of one step that come from the host."""
 
     packed: np.ndarray  # i32[shape.width]
-    masks: np.ndarray | None  # i32[R, mask_width]; None: no row has one
-    params: tuple[SamplingParams, ...] | None  # of plan.sequences, if logprobs are asked for
+    masks: np.ndarray | None  # i32[R, mask_width]; None: no row is masked
+    params: tuple[SamplingParams, ...] | None  # of plan.sequences; None if no logprobs are needed
 
 
 class Uploads:
-    """Packs plans and admissions. Remembers the sampling parameters of each slot."""
+    """A packer of plans and admissions, with the sampling parameters of each slot."""
 
     def __init__(self, options: RunnerOptions, vocab_size: int):
         self._max_blocks = options.max_blocks
@@ -35,12 +35,11 @@ class Uploads:
         self.reset()
 
     def reset(self) -> None:
-        """Forget every admission."""
         self._params: list[SamplingParams | None] = [None] * self._num_slots
         self._flags = SlotFlags(self._num_slots)
 
     def admissions(self, admissions: tuple[Admission, ...]) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the executables that update the slots, each with its packed argument."""
+        """Yield the names of the executables that update slots, each with its packed argument."""
         for i in range(0, len(admissions), ADMISSIONS):
             some = admissions[i : i + ADMISSIONS]
             yield "admit", pack_admissions(some, self._max_blocks, lora=self._lora)
@@ -67,7 +66,7 @@ class Uploads:
 
 
 def pad_masks(masks: np.ndarray, num_rows: int) -> np.ndarray:
-    """Return the masks with padding: a new array, because the device may keep it."""
+    """Return the masks with padding, as a new array because the device may keep it."""
     padded = np.empty((num_rows, masks.shape[1]), np.int32)
     padded[: len(masks)] = masks
     padded[len(masks) :] = -1

@@ -399,7 +399,7 @@ def brief_pauses(monkeypatch):
     [
         (EXITS, "ended with status 1 before it could serve"),
         ("import os; os.kill(os.getpid(), 9)", "was killed by signal 9 before it could serve"),
-        (GIBBERISH, "cannot be talked to"),
+        (GIBBERISH, "communication with the engine process failed"),
         (HOLDS_ITS_BREATH, "has sent nothing for . s while it started"),
     ],
     ids=["exits", "killed", "gibberish", "frozen"],

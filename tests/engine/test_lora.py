@@ -160,7 +160,7 @@ def test_no_salt_passes_for_an_adapter():
 def test_an_adapter_that_requests_take_is_not_unloaded(both, folders):
     stream = both.stream(PROMPT, SamplingParams(max_tokens=30, ignore_eos=True), lora="b")
     next(stream)
-    with pytest.raises(RequestError, match="1 requests take this LoRA adapter"):
+    with pytest.raises(RequestError, match="1 requests use this LoRA adapter"):
         both.unload_lora("b")
     stream.close()
     late = both.stream(PROMPT, lora="b")  # begins when it is first read
@@ -175,7 +175,7 @@ def test_what_cannot_be_loaded_changes_nothing(both, folders, tmp_path):
     before = both.loras
     for name, path, named in (
         ("a", folders["b"], "loaded already"),
-        ("c", folders["b"], "2 LoRA adapters already"),
+        ("c", folders["b"], "all 2 LoRA adapter slots are in use"),
         ("..", folders["b"], "the name of a LoRA adapter"),
     ):
         with pytest.raises(RequestError, match=named):
@@ -338,7 +338,7 @@ async def test_adapters_are_loaded_while_requests_run(stories, folders, both):
         assert await text(engine, "b") == wanted["b"]
         assert await asyncio.gather(*running) == [wanted["a"], wanted[None]] * 4
         stream = engine.submit([1, 2], SamplingParams(max_tokens=50), request_id="r", lora="b")
-        with pytest.raises(RequestError, match="1 requests take"):
+        with pytest.raises(RequestError, match="1 requests use"):
             await engine.unload_lora("b")
         stream.abort()
         async for _ in stream:

@@ -181,7 +181,7 @@ async def test_an_adapter_in_use_stays(server):
     async with server.http.post(f"{server.url}/v1/completions", json=body) as response:
         await response.content.readline()
         status, answer = await server.post("/v1/unload_lora_adapter", {"lora_name": "first"})
-        assert status == 400 and "take this LoRA adapter" in answer["error"]["message"]
+        assert status == 400 and "use this LoRA adapter" in answer["error"]["message"]
     async with asyncio.timeout(5):  # until it is noticed that the client has left
         while (await change(server, "unload", lora_name="first"))[0] != 200:
             await asyncio.sleep(0.01)

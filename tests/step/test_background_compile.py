@@ -68,8 +68,8 @@ def test_several_owners_share_one_background_compile():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fails": True}, "a could not be compiled: it is left out"),
-        ({"memory_limit": 0}, "it is left out (less --a-flag makes room)"),
+        ({"fails": True}, "a could not be compiled and is not used"),
+        ({"memory_limit": 0}, "GiB are available: it is not used. Lower --a-flag"),
     ],
 )
 def test_unusable_executables_are_logged_and_left_out(options, message, caplog):

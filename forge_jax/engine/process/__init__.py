@@ -1,7 +1,7 @@
-"""The engine in a process of its own, and its supervisor: a crash is a pause.
+"""The engine in a separate process, and its supervisor. A crash pauses streams but ends none.
 
-`client` is the engine that the server uses. Its parts: `journal` keeps accepted requests and their
-tokens, `supervisor` keeps a process running, with `launcher`, `connection`, `watchdog` (when a
-process counts as frozen) and `backoff` (how long to wait before a launch), and `calls` awaits
-answers. `worker` is the process, `messages` the protocol between the two.
+The server uses the engine in `client`, which has these parts. `journal` keeps accepted requests and
+their tokens. `supervisor` keeps a process running, using `launcher`, `connection`, `watchdog` (when
+a process counts as frozen) and `backoff` (the pause before a launch). `calls` matches calls of the
+process with its answers. `worker` is the process, and `messages` the protocol.
 """

@@ -1,7 +1,7 @@
-"""`Backoff`: how long the supervisor waits before it launches an engine process.
+"""`Backoff`: the pause before the supervisor launches an engine process.
 
-A process that dies after it has computed something is replaced at once. One that dies before, over
-and over, would otherwise keep the machine busy with nothing but launches.
+A process that dies after it has produced output is replaced at once. If a process keeps dying
+early, launches without a pause would keep the machine busy.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 FIRST_S = 0.2
 LONGEST_S = 5.0
-EARLY_S = 60.0  # an idle process that dies later had served
+EARLY_S = 60.0  # an idle process that dies later counts as useful
 
 
 class Backoff:
-    """Counts the processes that failed one after the other, and doubles the pause with each.
+    """A count of consecutive failed processes, each of which doubles the pause.
 
-    A process fails if it dies before it says hello, or within `EARLY_S` of that without having put
-    out a token. Any other process resets the count.
+    A process fails if it dies before `Hello`, or within `EARLY_S` after it without any output. Any
+    other process resets the count.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -27,23 +27,21 @@ class Backoff:
         self.begin()
 
     def begin(self) -> None:
-        """A process serves from now on."""
+        """Record that a process serves from now on."""
         self._begun_s = self._clock()
         self._useful = False
 
     def progress(self) -> None:
-        """It has put out tokens."""
         self._useful = True
 
     def died(self) -> None:
-        """A process that served has died."""
         if self._useful or self._clock() - self._begun_s >= EARLY_S:
             self._failures = 0
         else:
             self._failures += 1
 
     def launch_failed(self) -> None:
-        """A process could not be started, or died before it served."""
+        """Record that a process could not be started, or died before it served."""
         self._failures += 1
 
     @property

@@ -1,7 +1,7 @@
-"""`Calls`: questions to the engine process that wait for its answer.
+"""`Calls`: requests to the engine process that wait for an answer.
 
-No question outlives its process: `end` gives all that wait an error. Everything runs on the event
-loop, except `install`.
+No call outlives its process: `end` fails all that wait. Everything runs on the event loop, except
+`install`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from forge_jax.telemetry.engine_state import EngineState
 
 
 class Calls:
-    """Sends questions and matches the answers.
+    """The calls in progress, each waiting for its answer.
 
     Args:
       send: sends a message; False if no process is connected.
@@ -40,13 +40,13 @@ class Calls:
         self._lifecycle = lifecycle
         self._send = send
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Answers to looks and profiles come in the order of the questions.
+        # Answers to looks and profiles arrive in the order of the calls.
         self._looks: deque[asyncio.Future[EngineState]] = deque()
         self._profiles: deque[asyncio.Future[None]] = deque()
         self._loads: dict[str, asyncio.Future[LoadedAdapter]] = {}  # by the adapter's identity
 
     def attach_loop(self) -> None:
-        """Make the running event loop the one that `install` asks on."""
+        """Use the running event loop for `install`."""
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -55,17 +55,17 @@ class Calls:
         return bool(self._profiles)
 
     async def look(self) -> EngineState:
-        """Raises EngineError if there is no process, or it ends."""
+        """Return the engine's state. Raise EngineError if there is no process, or it ends."""
         future: asyncio.Future[EngineState] = asyncio.get_running_loop().create_future()
         self._ask(Look(), self._looks, future)
         return await future
 
     async def profile(self, folder: Path | None) -> None:
-        """Start a profile, to be written into a folder; None: end it.
+        """Start a profile, to be written into a folder. None ends it.
 
         Raises:
-          RequestError: the process could not.
-          EngineError: there is no process, or it has ended.
+          RequestError: if the process could not.
+          EngineError: if there is no process, or it has ended.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         path = None if folder is None else str(folder.absolute())
@@ -73,18 +73,18 @@ class Calls:
         await future
 
     def install(self, ref: LoraRef, path: str, _: Run) -> LoadedAdapter:
-        """Have the process load an adapter, and wait for it; not on the event loop.
+        """Load an adapter in the process, and wait for it. Do not call it on the event loop.
 
         Raises:
-          EngineError: the engine has ended.
-          OverloadedError: there is no process, or it died meanwhile.
-          RequestError: the adapter does not fit the model.
+          EngineError: if the engine has ended.
+          OverloadedError: if there is no process, or it died meanwhile.
+          RequestError: if the adapter does not fit the model.
         """
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self._load(ref, path), self._loop).result()
 
     def answer(self, message: Looked | Profiled | LoraLoaded) -> None:
-        """Take an answer. Nobody may wait for it any more."""
+        """Deliver an answer to its call, unless that has been cancelled."""
         match message:
             case Looked(state, error):
                 if self._looks:
@@ -97,10 +97,10 @@ class Calls:
                     _settle(self._loads.pop(identity), adapter, error)
 
     def end(self, load_error: ForgeError) -> None:
-        """End all questions, because their process has ended.
+        """Fail all calls, because their process has ended.
 
         Args:
-          load_error: of adapters that are being loaded.
+          load_error: error for adapters that are being loaded.
         """
         for futures in (self._looks, self._profiles):
             while futures:
@@ -112,26 +112,26 @@ class Calls:
         self, question: ToEngine, futures: deque[asyncio.Future[T]], future: asyncio.Future[T]
     ) -> None:
         if self._lifecycle.ended or not self._send(question):
-            raise EngineError("there is no engine process at the moment")
+            raise EngineError("no engine process is running")
         futures.append(future)
 
     async def _load(self, ref: LoraRef, path: str) -> LoadedAdapter:
         if self._lifecycle.ended:
-            raise EngineError(f"the engine loads no adapters: it is {self._lifecycle.state}")
+            raise EngineError(f"the engine cannot load adapters: it is {self._lifecycle.state}")
         future: asyncio.Future[LoadedAdapter] = asyncio.get_running_loop().create_future()
         if not self._send(LoadLora(ref, path)):
-            raise OverloadedError("the engine is being started again: try again later")
+            raise OverloadedError("the engine is restarting: try again later")
         self._loads[ref.identity] = future
         return await future
 
 
 def _settle[T](future: asyncio.Future[T], result: T | None, error: WireError | None) -> None:
-    if future.done():  # nobody waits for it any more
+    if future.done():  # the caller has been cancelled
         return
     if error is not None:
         future.set_exception(error.error())
     else:
-        future.set_result(result)  # type: ignore[arg-type]  # without an error there is one
+        future.set_result(result)  # a result is set if there is no error
 
 
 def _fail(future: asyncio.Future[Any], error: ForgeError) -> None:

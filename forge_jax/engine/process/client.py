@@ -1,10 +1,10 @@
 """`EngineProcess`: the engine in another process, which may die and be replaced.
 
-All that must survive stays in this process: the accepted requests and their tokens so far. When the
-engine process ends, for whatever reason, the `Supervisor` starts a new one, and the `Journal` sends
-it every unfinished request with its output so far. It goes on with the next token, like a preempted
-sequence, and its reader sees a pause. In the deterministic tier the tokens after the pause are the
-same bits as without it.
+This process keeps all state that must survive: the accepted requests and their tokens so far. When
+the engine process ends, for whatever reason, the `Supervisor` starts a new one. The `Journal` sends
+it every unfinished request with its output so far. The request continues with the next token, like
+a preempted sequence, and its reader sees a pause. In the deterministic tier, the tokens after the
+pause have the same bits as without it.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from forge_jax.telemetry.engine_state import EngineState
 from forge_jax.telemetry.log import LogFormat
 from forge_jax.text.load import load_text
 
-PROFILE_PATIENCE = 4.0  # times the timeout: a profile that is written may hold the interpreter
-STOP_TURNS = 20  # of 10 ms, for the last deltas of aborted requests
+PROFILE_PATIENCE = 4.0  # factor on the timeout, because writing a profile may block the interpreter
+STOP_TURNS = 20  # of 10 ms, to wait for the last deltas of aborted requests
 
 log = logging.getLogger(__name__)
 
 
 class EngineProcess(AsyncEngine):
-    """The engine that `load` has started in another process."""
+    """An engine in another process, which `load` starts."""
 
     def __init__(
         self,
@@ -103,15 +103,15 @@ class EngineProcess(AsyncEngine):
         queue_limits: QueueLimits | None = None,
         log_format: LogFormat = "text",
     ) -> EngineProcess:
-        """Start the process and have it load the model; block until it can serve.
+        """Start the process and load the model. Block until it can serve.
 
         Args:
           log_format: of the process's log, which goes to the same stderr.
 
         Raises:
-          ModelError: the model cannot be served; the message says why.
-          ConfigError: the configuration does not fit the model or the machine.
-          EngineError: the process could not be started, or ended, or is frozen.
+          ModelError: if the model cannot be served. The message names the reason.
+          ConfigError: if the configuration does not fit the model or the machine.
+          EngineError: if the process could not be started, ended, or froze.
         """
         start = Start(config, log_format=log_format)
         return cls(start, launch(start), queue_limits=queue_limits)
@@ -126,18 +126,18 @@ class EngineProcess(AsyncEngine):
         queue_limits: QueueLimits | None = None,
         log_format: LogFormat = "text",
     ) -> EngineProcess:
-        """Start a process with an engine on a fake device, as `Engine.fake`."""
+        """Start a process with an engine on a fake device, like `Engine.fake`."""
         config = config or EngineConfig()
         start = Start(config, True, step_time_s, max_model_len, log_format=log_format)
         return cls(start, launch(start), queue_limits=queue_limits)
 
     @property
     def pid(self) -> int | None:
-        """The process id of the latest process; None after `stop`."""
+        """Process id of the latest process; None after `stop`."""
         return self._supervisor.pid
 
     def start(self) -> None:
-        """Listen to the process, on the running event loop from now on."""
+        """Connect to the process on the running event loop."""
         if self.lifecycle.state != "starting":
             raise AssertionError(f"start of an engine that is {self.lifecycle.state}")
         self._pauses.enter_context(short_pauses())
@@ -146,7 +146,6 @@ class EngineProcess(AsyncEngine):
         self._supervisor.start()
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Take no more requests, wait up to `drain_s` for the running ones, abort the rest."""
         self.lifecycle.enter("stopping")
         await self.streams.drain(drain_s)
         for _ in range(STOP_TURNS):
@@ -162,7 +161,6 @@ class EngineProcess(AsyncEngine):
             self.grammars.close()
 
     def abort(self, request_id: str) -> None:
-        """Give a request up; its stream ends with finish reason "abort"."""
         entry = self._journal.find(request_id)
         if entry is None:
             return
@@ -205,17 +203,18 @@ class EngineProcess(AsyncEngine):
         message = Submit(request)
         sent = not self._journal.searching and self._supervisor.send(message)
         if not sent:
-            frame(message)  # what cannot be encoded must not be in the journal, for a successor
+            # Raise now if it cannot be encoded, because sending it to a later process would fail.
+            frame(message)
         self._journal.accept(request, sent=sent)
 
     def _send_unsent(self) -> None:
-        """Send the requests that may run now, to a process that has not got them."""
+        """Send the requests that may run and that the connected process does not have."""
         if self._supervisor.connected:
             for request in self._journal.unsent():
                 self._supervisor.send(Submit(request))
 
     def _end(self, request_id: str, reason: FinishReason, error: ForgeError | None = None) -> None:
-        """End what is left of a request without asking the process."""
+        """End the rest of a request without the process."""
         outputs, may_run = self._journal.end(request_id, reason, error)
         if may_run:
             self._send_unsent()
@@ -224,7 +223,7 @@ class EngineProcess(AsyncEngine):
     def _fail(self, error: BaseException) -> None:
         if not self.lifecycle.enter("failed"):
             return
-        log.error("the engine failed, and will not be started again: %s", error)
+        log.error("the engine failed and will not be restarted: %s", error)
         self._supervisor.give_up()
         self._journal.clear()
         self._calls.end(EngineError("the engine failed while the adapter was loaded"))
@@ -234,7 +233,7 @@ class EngineProcess(AsyncEngine):
     # ---- called by the supervisor --------------------------------------------------------------
 
     def _introduce(self, hello: Hello) -> None:
-        """Take over what a process is, and end requests whose adapters it could not load."""
+        """Adopt the properties of a process. End requests whose adapters it could not load."""
         self.name, self.max_model_len = hello.name, hello.max_model_len
         self.system_fingerprint = hello.system_fingerprint
         self.architecture = hello.architecture
@@ -244,8 +243,8 @@ class EngineProcess(AsyncEngine):
             log.error("the LoRA adapter %s is lost: %s", name, reason)
             self.adapters.drop(name)
             error = LostAdapterError(
-                "the LoRA adapter could not be loaded again after the engine's crash: its files "
-                "are missing, or have changed"
+                "the LoRA adapter could not be reloaded after the engine crashed: its files "
+                "are missing or have changed"
             )
             for request_id in self._journal.requests_with(name):
                 self._end(request_id, "error", error)
@@ -268,7 +267,7 @@ class EngineProcess(AsyncEngine):
         self.num_restarts += 1
         self._calls.end(
             OverloadedError(
-                "the engine died while it loaded the adapter, and is being started again without "
+                "the engine crashed while it loaded the adapter, and is restarting without "
                 "it: load the adapter again"
             )
         )
@@ -276,6 +275,6 @@ class EngineProcess(AsyncEngine):
         for request_id in aborted:
             self._end(request_id, "abort")
         for request_id in culprits:
-            log.error("request %s: the engine crashed each time that it ran: given up", request_id)
-            error = StepError("the engine crashed each time it computed this request")
+            log.error("request %s ended: the engine crashed every time it computed it", request_id)
+            error = StepError("the engine crashed every time it computed this request")
             self._end(request_id, "error", error)

@@ -1,4 +1,4 @@
-"""`Connection`: one engine process on the event loop, messages in both directions."""
+"""`Connection`: one engine process on the event loop, with messages in both directions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class Connection(asyncio.Protocol):
     """The socket of an engine process.
 
     Args:
-      receive: takes each message.
-      on_lost: called with this connection when it ends, and its process with it.
-      on_error: called with an exception of either: the engine's records may be half done.
+      receive: receives each message.
+      on_lost: called with this connection when it closes, which means that its process ends.
+      on_error: called with an exception of either, after which the engine's records may be
+        inconsistent.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(frame(message))
 
     def close(self) -> None:
-        """Close the socket at once. The process ends itself."""
+        """Close the socket at once. The process then exits."""
         self._transport.abort()
 
     @property
@@ -57,7 +58,7 @@ class Connection(asyncio.Protocol):
         try:
             messages = list(decoded(self.process.frames, data, from_engine))
         except ValueError:
-            log.exception("the engine process sent a message that is not of the schema")
+            log.exception("the engine process sent a message that does not match the schema")
             self._transport.abort()
             return
         for message in messages:

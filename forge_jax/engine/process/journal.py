@@ -1,7 +1,7 @@
-"""`Journal`: accepted requests and their tokens so far, all that must survive an engine process.
+"""`Journal`: accepted requests and their tokens so far, all of which must survive a crash.
 
-It also decides which requests the next process may be sent, because a request that makes every
-process crash is searched for by halves (`fault_isolation.Bisection`). It sends nothing itself.
+It also selects the requests for the next process, because a request that crashes every process is
+isolated by bisection (`fault_isolation.Bisection`). It does no I/O.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from forge_jax.schedule.request import FinishReason, Request
 
 @dataclass(slots=True)
 class Entry:
-    """A request that has been accepted, and the tokens of its samples."""
+    """An accepted request, and the tokens of its samples."""
 
     request: Request
-    outputs: dict[int, list[int]]  # of the samples that have not finished
-    num_tokens: int = 0  # of all samples
-    sent: bool = False  # to the present process
+    outputs: dict[int, list[int]]  # of unfinished samples
+    num_tokens: int = 0  # over all samples
+    sent: bool = False  # to the current process
     aborted: bool = False
 
     @classmethod
@@ -34,7 +34,7 @@ class Entry:
         return cls(request, {index: list(tokens) for index, tokens in so_far.items()})
 
     def remaining(self) -> Request:
-        """Return the request as another process goes on with it."""
+        """Return the request with its output so far, for another process."""
         outputs = {index: tuple(tokens) for index, tokens in self.outputs.items()}
         return dataclasses.replace(self.request, outputs=outputs)
 
@@ -48,7 +48,7 @@ class Entry:
 
 
 class Journal:
-    """The entries of all requests that have not ended, in the order of their arrival."""
+    """The entries of all unfinished requests, in order of arrival."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
@@ -59,19 +59,19 @@ class Journal:
 
     @property
     def searching(self) -> bool:
-        """True while a request that crashes processes is searched for: new requests wait."""
+        """True while a crashing request is being isolated. New requests wait meanwhile."""
         return self._bisection.active
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples that have not finished."""
+        """Tokens of all unfinished samples."""
         return sum(len(out) for entry in self._entries.values() for out in entry.outputs.values())
 
     def accept(self, request: Request, *, sent: bool) -> None:
         """Add a request.
 
         Args:
-          sent: whether it is on its way to a process already.
+          sent: True if it is already on its way to a process.
         """
         entry = self._entries[request.request_id] = Entry.of(request)
         entry.sent = sent
@@ -80,7 +80,7 @@ class Journal:
         return self._entries.get(request_id)
 
     def requests_with(self, lora: str) -> list[str]:
-        """Return the ids of the requests that take the adapter of a name."""
+        """Return the ids of the requests that use the adapter of this name."""
         return [
             request_id
             for request_id, entry in self._entries.items()
@@ -88,7 +88,7 @@ class Journal:
         ]
 
     def unsent(self) -> Iterator[Request]:
-        """Yield the rest of each request that may run and has not been sent; count it as sent."""
+        """Yield the rest of each request that may run and has not been sent. Mark it as sent."""
         only = self._bisection.only
         for request_id in list(self._entries if only is None else only):
             entry = self._entries[request_id]
@@ -97,7 +97,7 @@ class Journal:
                 yield entry.remaining()
 
     def take(self, outputs: Outputs) -> bool:
-        """Record the tokens of a step. Returns True if other requests may run now."""
+        """Record the tokens of a step. Return True if other requests may run now."""
         for request_id, deltas in outputs.items():
             entry = self._entries.get(request_id)
             if entry is not None:
@@ -119,11 +119,11 @@ class Journal:
         return {request_id: last_deltas(entry.outputs, reason, error)}, may_run
 
     def crashed(self) -> tuple[list[str], list[str]]:
-        """Record that the process has ended: nothing counts as sent any more.
+        """Record that the process has ended: no request counts as sent.
 
         Returns:
-          The ids of requests that had been aborted, and of requests that must not run again
-          because processes crash whenever they do.
+          The ids of aborted requests, and of requests that must not run again because processes
+          crash whenever they do.
         """
         aborted = [request_id for request_id, entry in self._entries.items() if entry.aborted]
         self._bisection.drop(aborted)

@@ -1,6 +1,6 @@
-"""Starts engine processes, and ends them.
+"""Starts and ends engine processes.
 
-`launch` blocks until a process can serve. `Launcher` launches the successors of a first process,
+`launch` blocks until a process can serve. `Launcher` launches the successors of a first process
 from the event loop.
 """
 
@@ -37,9 +37,10 @@ from forge_jax.errors import EngineError, ForgeError
 from forge_jax.host import supervise
 
 RECEIVE_BYTES = 1 << 20
-EXIT_S = 5.0  # for the process to end by itself
-KILL_S = 10.0  # for a process to end that has been killed: not in the middle of a driver's call
-# A successor finds what the first process downloaded and compiled. It gets so many times as long.
+EXIT_S = 5.0  # time for a process to exit by itself
+KILL_S = 10.0  # time for a killed process to exit, which a driver call may delay
+
+# Successors reuse downloads and compiled executables, but may take this many times as long.
 LAUNCH_FACTOR = 10
 WORKER = ("-m", "forge_jax.engine.process.worker")
 
@@ -48,14 +49,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ChildProcess:
-    """An engine process that has said hello."""
+    """An engine process that has sent `Hello`."""
 
     process: subprocess.Popen[bytes]
     sock: socket.socket
     hello: Hello
     frames: Frames = field(default_factory=Frames)
-    early: list[FromEngine] = field(default_factory=list[FromEngine])  # came right after the hello
-    launch_s: float = 0.0  # until the hello
+    # Messages received right after `Hello`.
+    early: list[FromEngine] = field(default_factory=list[FromEngine])
+    launch_s: float = 0.0  # seconds until `Hello`
 
     @property
     def pid(self) -> int:
@@ -65,13 +67,13 @@ class ChildProcess:
         self.process.kill()
 
     def end(self) -> str:
-        """Close the connection and wait until the process has ended. Returns how it ended."""
+        """Close the connection and wait for the process to end. Return how it ended."""
         self.sock.close()
         return _ended(self.process)
 
 
 class PendingLaunch:
-    """A process that one thread starts and another thread may give up."""
+    """A process that one thread starts and another thread may cancel."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -85,7 +87,7 @@ class PendingLaunch:
                 process.kill()
 
     def give_up(self) -> None:
-        """Kill the process, now or when there is one. Its `launch` fails soon."""
+        """Kill the process as soon as it exists, which makes `launch` fail."""
         with self._lock:
             self._given_up = True
             if self._process is not None:
@@ -93,16 +95,16 @@ class PendingLaunch:
 
 
 class Launcher:
-    """Launches processes to replace a first one.
+    """A launcher of successors of a first process.
 
     Attributes:
       start: what a successor loads, without the adapters.
-      limit_s: how long a launch may take; None: no limit but the watchdog's.
-      timeout_s: seconds without a sign of life after which a process counts as frozen; 0: none.
+      limit_s: maximum seconds of a launch; None: only the watchdog limits it.
+      timeout_s: seconds without a heartbeat after which a process counts as frozen; 0: never.
 
     Args:
-      start: what the first process has loaded.
-      adapters: returns the adapters that a successor loads, when no load is under way; it blocks.
+      start: what the first process loaded.
+      adapters: returns the adapters for a successor once no load is in progress; it blocks.
     """
 
     def __init__(
@@ -113,14 +115,14 @@ class Launcher:
         self.start = start
         self._adapters = adapters
         places = first.hello.lora_places
-        if places:  # adapters come as `adapters`, also those of --lora
+        if places:  # all adapters come from `adapters`, including those of --lora
             model = dataclasses.replace(start.config.model, lora=(), max_loras=places)
             config = dataclasses.replace(start.config, model=model)
             self.start = msgspec.structs.replace(start, config=config)
 
     async def launch(self) -> ChildProcess | None:
-        """Launch a process. If that fails, log why and return None."""
-        # The dead process's answer may have come just before its end. No load begins meanwhile.
+        """Launch a process. If that fails, log the reason and return None."""
+        # The dead process may have sent an answer just before its end. No load begins meanwhile.
         adapters = await asyncio.to_thread(self._adapters)
         start = msgspec.structs.replace(self.start, adapters=adapters)
         pending = PendingLaunch()
@@ -128,7 +130,7 @@ class Launcher:
             asyncio.to_thread(launch, start, pending, self.limit_s),
             "the launch of an engine process",
             None,
-            expected=(Exception,),  # it is logged here
+            expected=(Exception,),  # it is logged below
         )
         try:
             return await asyncio.shield(launching)
@@ -151,11 +153,11 @@ def launch(
     """Start a process and wait until it can serve.
 
     Args:
-      pending: lets another thread give it up.
-      limit_s: seconds that it may take altogether; None: as long as it has a heartbeat.
+      pending: lets another thread cancel the launch.
+      limit_s: maximum seconds in total; None: no limit while there are heartbeats.
 
     Raises:
-      ForgeError: it cannot serve, for a reason of its own; or it ended, or it is frozen.
+      ForgeError: if the process reports that it cannot serve, ends, or freezes.
     """
     begun_s = time.monotonic()
     ours, theirs = socket.socketpair()
@@ -181,7 +183,7 @@ def launch(
             raise EngineError(message) from error
         _kill(process)
         if isinstance(error, OSError | ValueError):
-            raise EngineError(f"the engine process cannot be talked to: {error}") from error
+            raise EngineError(f"communication with the engine process failed: {error}") from error
         raise
     return ChildProcess(process, ours, hello, frames, early, time.monotonic() - begun_s)
 
@@ -189,15 +191,15 @@ def launch(
 def _await_hello(
     sock: socket.socket, start: Start, limit_s: float | None
 ) -> tuple[Hello, Frames, list[FromEngine]]:
-    """Send a process what to load, and wait until it can serve.
+    """Send a process its `Start`, and wait until it can serve.
 
     Returns:
-      Its hello, the decoder state, and messages that came right after the hello.
+      The process's `Hello`, the decoder state, and messages that came right after `Hello`.
 
     Raises:
-      ConnectionError: it has ended.
-      EngineError: it is frozen.
-      ForgeError: it cannot serve, for a reason of its own.
+      ConnectionError: if it has ended.
+      EngineError: if it is frozen.
+      ForgeError: if it reports that it cannot serve.
     """
     timeout_s = start.config.parallel.engine_timeout_s
     silence, total, frames = Watchdog(timeout_s), Watchdog(limit_s or 0.0), Frames()
@@ -228,7 +230,7 @@ def _await_hello(
 
 
 def _ended(process: subprocess.Popen[bytes]) -> str:
-    """Return how a process ended that has closed its connection, and may take a moment to go."""
+    """Return how a process ended that has closed its connection. It may take a moment to exit."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         status = process.wait(EXIT_S)
         return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

@@ -1,8 +1,8 @@
 """Messages between a server and its engine process: MessagePack with a schema, in frames.
 
 A frame is the length of its payload in four bytes, big-endian, and the payload. Frames travel over
-a pair of connected Unix sockets without a name, which no other process can reach. Nothing that is
-received is ever executed. `Submit` and `Abort` are those of the engine thread (`commands.py`).
+a pair of connected, unnamed Unix sockets, which no other process can reach. Received data is never
+executed. `Submit` and `Abort` are those of the engine thread (`commands.py`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class WireError(msgspec.Struct, array_like=True, frozen=True):
 
 
 class WireDelta(msgspec.Struct, array_like=True, frozen=True):
-    """A `Delta`; most have nothing after the third field."""
+    """A `Delta`. Most have defaults after the third field."""
 
     index: int
     text: str
@@ -124,49 +124,49 @@ class WireDelta(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Start(msgspec.Struct, tag="start"):
-    """The first message to the process: what to load."""
+    """The first message to the process: the model to load."""
 
     config: EngineConfig
     fake: bool = False
     fake_step_time_s: float = 0.0
     fake_max_model_len: int = 4096
     log_format: LogFormat = "text"
-    # Of an engine that goes on after another: its adapters, at their places, as they were.
+    # Adapters of the previous process, to be loaded into the same slots.
     adapters: list[LoadedAdapter] = []
 
 
 class LoadLora(msgspec.Struct, tag="load_lora"):
-    """To put an adapter at a place; answered by `LoraLoaded`."""
+    """Command to load an adapter into its slot. Answered by `LoraLoaded`."""
 
     ref: LoraRef
     path: str
 
 
 class UnloadLora(msgspec.Struct, tag="unload_lora"):
-    """To forget an adapter that no request takes."""
+    """Command to remove an adapter that no request uses."""
 
     name: str
 
 
 class Profile(msgspec.Struct, tag="profile"):
-    """Begins a trace, to be written into a folder, or ends it."""
+    """Command to start or end a profile. Answered by `Profiled`."""
 
-    folder: str | None  # None: it ends
+    folder: str | None  # where to write the profile; None: end it
 
 
 class Look(msgspec.Struct, tag="look"):
-    """Asks what the engine holds."""
+    """Command to report the engine's state. Answered by `Looked`."""
 
 
 ToEngine = Start | Submit | Abort | LoadLora | UnloadLora | Profile | Look
 
 
 class Loading(msgspec.Struct, tag="loading"):
-    """The heartbeat until there is a hello; from then on, `Stats` is."""
+    """The heartbeat while the model loads. After `Hello`, `Stats` is the heartbeat."""
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """From the process, when it can serve: the first message but for heartbeats."""
+    """Notice that the process can serve: the first message after the heartbeats."""
 
     name: str
     max_model_len: int
@@ -175,13 +175,14 @@ class Hello(msgspec.Struct, tag="hello"):
     architecture: str | None
     end_ids: list[int]  # tokens that end an output
     stats: EngineStats
-    lora_places: int = 0  # how many adapters there may be
+    lora_places: int = 0  # maximum number of adapters
     adapters: list[LoadedAdapter] = []
-    lost_adapters: dict[str, str] = {}  # of those it was to have: name -> why not
+    # Adapters of `Start` that could not be loaded: name -> reason.
+    lost_adapters: dict[str, str] = {}
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """Instead of a hello: it cannot serve."""
+    """Notice that the process cannot serve, instead of `Hello`."""
 
     error: WireError
 
@@ -208,13 +209,13 @@ class LoraLoaded(msgspec.Struct, tag="lora_loaded"):
 
 
 class Profiled(msgspec.Struct, tag="profiled"):
-    """The answer to each `Profile`, in their order."""
+    """The answer to each `Profile`, in order."""
 
     error: WireError | None = None
 
 
 class Looked(msgspec.Struct, tag="looked"):
-    """The answer to each `Look`, in their order."""
+    """The answer to each `Look`, in order."""
 
     state: EngineState | None = None
     error: WireError | None = None
@@ -233,16 +234,16 @@ def frame(message: ToEngine | FromEngine) -> bytes:
 
 
 class Frames:
-    """Cuts a stream of bytes into payloads."""
+    """A splitter of a byte stream into payloads."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yields each payload that `data` completes.
+        """Yield each payload that `data` completes.
 
         Raises:
-          ValueError: a frame is longer than any can be.
+          ValueError: if a frame exceeds `MAX_FRAME_BYTES`.
         """
         received = self._bytes
         received += data
@@ -251,7 +252,7 @@ class Frames:
             while len(received) - start >= 4:
                 length = int.from_bytes(received[start : start + 4], "big")
                 if length > MAX_FRAME_BYTES:
-                    raise ValueError(f"a frame of {length} bytes")
+                    raise ValueError(f"a frame of {length} bytes exceeds the limit")
                 if len(received) - start - 4 < length:
                     break
                 payload = bytes(received[start + 4 : start + 4 + length])
@@ -262,10 +263,10 @@ class Frames:
 
 
 def decoded(frames: Frames, data: bytes, decoder: msgspec.msgpack.Decoder[Any]) -> Iterator[Any]:
-    """The messages that `data` completes.
+    """Yield the messages that `data` completes.
 
     Raises:
-      ValueError: they are not of the schema (msgspec's own errors are of this kind).
+      ValueError: if they do not match the schema (msgspec's own errors are subclasses).
     """
     for payload in frames.feed(data):
         yield decoder.decode(payload)

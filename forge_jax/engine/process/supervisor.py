@@ -1,7 +1,7 @@
 """`Supervisor`: keeps one engine process running, and replaces it when it dies or freezes.
 
-It makes the transitions of the engine's `Lifecycle` that have to do with the process. Requests and
-streams are its owner's matter, which it calls through `Hooks`.
+The supervisor makes the transitions of the engine's `Lifecycle` that concern the process. Requests
+and streams belong to its owner, which it calls through `Hooks`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from forge_jax.engine.process.watchdog import LOOK_S, Watchdog
 from forge_jax.errors import EngineError
 from forge_jax.host import supervise
 
-MAX_LAUNCHES = 5  # that may fail one after the other
+MAX_LAUNCHES = 5  # maximum number of failed launches in a row
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """Calls to the owner of a supervisor, all on the event loop.
+    """Callbacks to the owner of a supervisor, all on the event loop.
 
     Attributes:
-      introduce: a successor said hello. Nothing has been sent to it.
-      connected: messages reach a process from now on.
-      receive: a message came.
+      introduce: a successor sent `Hello`. The supervisor has sent it nothing.
+      connected: messages can be sent to a process from now on.
+      receive: a message arrived.
       died: the process has ended, and a successor will be launched.
-      fail: an exception that nothing recovers from.
-      patience: by how much the watchdog's timeout is multiplied now.
+      fail: an unrecoverable exception.
+      patience: returns the factor on the watchdog's timeout.
     """
 
     introduce: Callable[[Hello], None]
@@ -48,10 +48,10 @@ class Hooks:
 
 
 class Supervisor:
-    """Connects an engine process, watches it, and launches its successors.
+    """The owner of an engine process: connects and watches it, and launches successors.
 
     Args:
-      process: the first process, which has said hello.
+      process: the first process, which has sent `Hello`.
       requests: the requests that wait for a successor; only counted, for the log.
       clock: seconds.
     """
@@ -74,13 +74,12 @@ class Supervisor:
         self._backoff = Backoff(clock)
         self._process: ChildProcess | None = process
         self._connection: Connection | None = None
-        self._connecting: asyncio.Task[None] | None = None  # or replacing
+        self._connecting: asyncio.Task[None] | None = None  # or the task that replaces it
         self._watching: asyncio.Task[None] | None = None
-        self._heard_s = clock()  # when the last message came
+        self._heard_s = clock()  # when the last message arrived
 
     @property
     def pid(self) -> int | None:
-        """The process id of the latest process; None after `stop`."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -94,11 +93,11 @@ class Supervisor:
 
     @property
     def replacing(self) -> asyncio.Task[None] | None:
-        """The task that connects the process or replaces it; done while all is well."""
+        """The task that connects or replaces the process; done while a process is connected."""
         return self._connecting
 
     def start(self) -> None:
-        """Listen to the process, on the running event loop from now on."""
+        """Connect to the process on the running event loop."""
         assert self._process is not None
         self._lifecycle.enter(_serving_state(self._process))
         self._connecting = supervise.start_task(
@@ -109,7 +108,7 @@ class Supervisor:
         )
 
     async def stop(self) -> None:
-        """End the process, or the launch of one. The lifecycle has ended already."""
+        """End the process, or its launch. The lifecycle must have ended."""
         tasks = [task for task in (self._connecting, self._watching) if task is not None]
         for task in tasks:
             task.cancel()
@@ -121,13 +120,13 @@ class Supervisor:
             await asyncio.to_thread(process.end)
 
     def give_up(self) -> None:
-        """Kill the process. None follows, because the lifecycle has ended."""
+        """Kill the process. No successor is launched, because the lifecycle has ended."""
         self._disconnect()
         if self._process is not None:
             self._process.kill()
 
     def send(self, message: ToEngine) -> bool:
-        """Send a message. Returns False if no process is connected."""
+        """Send a message. Return False if no process is connected."""
         if self._connection is None:
             return False
         self._connection.send(message)
@@ -145,7 +144,7 @@ class Supervisor:
             self._died(process)
 
     async def _connect(self, process: ChildProcess) -> bool:
-        """Listen to a process. Returns False if it has ended already."""
+        """Connect to a process. Return False if it has already ended."""
         _, connection = await asyncio.get_running_loop().create_unix_connection(
             lambda: Connection(
                 process, receive=self._receive, on_lost=self._lost, on_error=self.hooks.fail
@@ -185,22 +184,21 @@ class Supervisor:
         self.hooks.receive(message)
 
     async def _watch(self) -> None:
-        """Kill a process that is frozen; its streams go on in the next one."""
+        """Kill a frozen process, whose streams continue in the next one."""
         while not self._lifecycle.ended:
             await asyncio.sleep(LOOK_S)
             if self._connection is None:
                 continue
             why = self.watchdog.look(self.hooks.patience())
             if why is not None:
-                log.error("the engine process %s: it is killed and replaced", why)
+                log.error("the engine process %s: killing and replacing it", why)
                 self._connection.process.kill()
                 self._connection.close()
 
     # ---- its successors ------------------------------------------------------------------------
 
     def _lost(self, connection: Connection) -> None:
-        """Replace the process of a connection that has ended."""
-        if connection is self._connection:  # else nobody listens to it
+        if connection is self._connection:  # otherwise the supervisor has dropped it
             self._died(connection.process)
 
     def _died(self, process: ChildProcess) -> None:
@@ -217,7 +215,7 @@ class Supervisor:
     async def _replace(self, process: ChildProcess) -> None:
         ending = await asyncio.to_thread(process.end)
         waiting = len(self._requests)
-        log.error("the engine process %s; %d requests wait for the next", ending, waiting)
+        log.error("the engine process %s; %d requests wait for the next one", ending, waiting)
         for _ in range(MAX_LAUNCHES):
             await asyncio.sleep(self._backoff.pause_s)
             new = await self.launcher.launch()
@@ -227,10 +225,10 @@ class Supervisor:
             self._process = new
             self.hooks.introduce(new.hello)
             if await self._connect(new):
-                log.info("a new engine process goes on with %d requests", len(self._requests))
+                log.info("a new engine process continues with %d requests", len(self._requests))
                 return
             ending = await asyncio.to_thread(new.end)
-            log.error("the new engine process %s before it was sent anything", ending)
+            log.error("the new engine process %s before it could be used", ending)
             self._backoff.launch_failed()
         self.hooks.fail(EngineError(f"its process could not be started {MAX_LAUNCHES} times"))
 

@@ -1,9 +1,9 @@
 """`Watchdog`: decides when an engine process counts as frozen.
 
-Two things can hang. A process that is stopped, or whose interpreter is held, sends no heartbeat. A
-process whose device does not answer goes on sending them, and reports that its step has not come
-back. Both are counted here, in seconds during which this process itself ran: after the host was
-suspended, the time that nobody ran is no evidence against the engine.
+There are two cases. A process that is stopped, or whose interpreter is blocked, sends no heartbeat.
+A process whose device hangs still sends heartbeats, which report that its step has not completed.
+Both are measured in seconds during which this process itself ran. After the host was suspended, the
+suspended time is therefore not counted.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-LOOK_S = 0.25  # between two looks
-LOOKED_S = 2 * LOOK_S  # that one look counts at most, however long ago the last one was
-STALL_S = 1.0  # a step that takes less is none: it may have been another one a heartbeat before
+LOOK_S = 0.25  # interval between calls of `look`
+LOOKED_S = 2 * LOOK_S  # maximum time that one `look` counts
+STALL_S = 1.0  # shorter times are no stall: the previous heartbeat may have reported another step
 MAX_PATIENCE = 8
 
 
 class Watchdog:
-    """Watches one process after the other; `look` is called every `LOOK_S`.
+    """A watchdog for one process after the other. Call `look` every `LOOK_S`.
 
-    After a replacement because of a step, the next step may take twice as long, up to
-    `MAX_PATIENCE` times the timeout, until there are tokens. So a step that is merely slow gets
-    through.
+    If a process is replaced because of a step, the timeout of the next step doubles, up to
+    `MAX_PATIENCE` times the original, until tokens arrive. A step that is merely slow therefore
+    completes.
 
     Args:
-      timeout_s: seconds without a heartbeat, or without a completed step while there is work; 0:
-        nothing is ever frozen.
+      timeout_s: seconds without a heartbeat, or without a completed step while there is work, after
+        which a process is frozen. 0 disables the watchdog.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic):
@@ -36,21 +36,21 @@ class Watchdog:
         self.begin()
 
     def begin(self) -> None:
-        """Watch another process from now on."""
+        """Start to watch another process."""
         self._silent_s = 0.0  # since the last message
         self._stalled_s = 0.0  # since the last completed step
-        self._reported_s = 0.0  # the process's own figure of the latter
+        self._reported_s = 0.0  # `stalled_s` as last reported by the process
         self._looked_s = self._clock()
 
     def beat(self, stalled_s: float = 0.0) -> None:
-        """Take a heartbeat, and for how long the process says that no step has come back."""
+        """Record a heartbeat, and the seconds for which the process reports no completed step."""
         self._silent_s = 0.0
         if stalled_s < STALL_S or stalled_s < self._reported_s:
             self._stalled_s = 0.0
         self._reported_s = stalled_s
 
     def progress(self) -> None:
-        """Take tokens: a step has come back."""
+        """Record that tokens arrived: a step has completed."""
         self.beat()
         self._patience = 1
 
@@ -58,7 +58,7 @@ class Watchdog:
         """Return why the process counts as frozen; None if it does not.
 
         Args:
-          allowance: by how much the timeout is multiplied now.
+          allowance: factor on the timeout.
         """
         now_s = self._clock()
         elapsed_s = min(now_s - self._looked_s, LOOKED_S)

@@ -1,10 +1,10 @@
-"""The engine process: loads a model, serves one connection, and ends with it.
+"""The engine process: loads a model, serves one connection, and exits when it closes.
 
     python -m forge_jax.engine.process.worker FILE_DESCRIPTOR
 
-Its peer keeps everything that must not be lost, so this process saves nothing. When the connection
-closes, for whatever reason, it ends at once, and the operating system frees its memory and the
-device's.
+The peer keeps all state that must survive, so this process saves nothing. When the connection
+closes, for whatever reason, the process exits at once. The operating system then frees its memory
+and the device's.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from forge_jax.schedule.outputs import Delta
 from forge_jax.schedule.request import LoraRef, Request
 from forge_jax.telemetry.log import configure
 
-STATS_S = 0.05  # between two, while there is news
-IDLE_STATS_S = 0.5  # between two that tell that nothing has changed
+STATS_S = 0.05  # interval between messages while stats change
+IDLE_STATS_S = 0.5  # interval while they do not
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class _Worker(asyncio.Protocol):
     def __init__(self) -> None:
         self._frames = Frames()
         self._engine: Engine | None = None
-        self._updates: Outputs = {}  # of this turn of the event loop
+        self._updates: Outputs = {}  # gathered in this turn of the event loop
         self._one_profile = asyncio.Lock()
         self._one_look = asyncio.Lock()
         self._sent: EngineStats | None = None
@@ -81,7 +81,7 @@ class _Worker(asyncio.Protocol):
             for message in decoded(self._frames, data, to_engine):
                 self._receive(message)
         except ValueError:
-            log.exception("a message that nobody can have sent")
+            log.exception("invalid message from the server process")
             os._exit(1)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -101,7 +101,7 @@ class _Worker(asyncio.Protocol):
                 load = partial(self._load_lora, engine, ref, path)
                 supervise.start_thread(load, "loading a LoRA adapter", _die)
             case UnloadLora(name) if engine is not None:
-                engine.adapters.drop(name)  # the peer has checked that no request takes it
+                engine.adapters.drop(name)  # the peer has checked that no request uses it
             case Profile(folder) if engine is not None:
                 supervise.start_task(self._profile(engine, folder), "a profile", _die)
             case Look() if engine is not None:
@@ -120,7 +120,7 @@ class _Worker(asyncio.Protocol):
             try:
                 answer = Looked(await engine.look())
             except Exception as error:
-                answer = Looked(error=_wire_error(error, "it could not be looked at"))
+                answer = Looked(error=_wire_error(error, "the engine state could not be read"))
             self._send(answer)
 
     def _load_lora(self, engine: Engine, ref: LoraRef, path: str) -> None:
@@ -140,7 +140,7 @@ class _Worker(asyncio.Protocol):
                     await engine.start_profile(Path(folder))
                 answer = Profiled()
             except Exception as error:
-                answer = Profiled(_wire_error(error, "no profile could be taken", RequestError))
+                answer = Profiled(_wire_error(error, "the profile failed", RequestError))
             self._send(answer)
 
     def _load(self, start: Start) -> None:
@@ -163,7 +163,7 @@ class _Worker(asyncio.Protocol):
     def _begin(self, engine: Engine, lost: dict[str, str]) -> None:
         self._engine = engine
         if engine.grammars is not None:
-            engine.grammars.limits = None  # the peer has tried them
+            engine.grammars.limits = None  # the peer has checked them
         engine.start()
         self._send(
             Hello(
@@ -182,12 +182,12 @@ class _Worker(asyncio.Protocol):
         self._tell_stats()
 
     def _tell_of_life(self) -> None:
-        """The heartbeat until there are stats to tell."""
+        """Send the heartbeat until there are stats to send."""
         if self._engine is None:
             self._later(IDLE_STATS_S, self._tell_of_life, "the heartbeat")
             self._send(Loading())
 
-    # What fails here ends the process: its peer starts another.
+    # A failure of these callbacks ends the process. Its peer starts another.
 
     def _soon(self, call: Callable[[], None], name: str) -> None:
         self._loop.call_soon_threadsafe(supervise.guarded(call, name, _die))
@@ -204,14 +204,15 @@ class _Worker(asyncio.Protocol):
         self._updates.setdefault(request_id, []).extend(deltas)
 
     def _send_news(self) -> None:
-        self._end_if_failed()  # what a failed engine says of its requests is not their end
+        # Updates of a failed engine must not end requests, which the next process continues.
+        self._end_if_failed()
         updates, self._updates = self._updates, {}
         self._send(Updates.of(updates))
         if time.monotonic() - self._sent_s > STATS_S:
             self._send_stats()
 
     def _tell_stats(self) -> None:
-        """Tells what has changed meanwhile, and now and then that nothing has: it is alive."""
+        """Send stats if they have changed, or as a heartbeat."""
         self._later(STATS_S, self._tell_stats, "the heartbeat")
         late = time.monotonic() - self._sent_s > IDLE_STATS_S
         self._end_if_failed()
@@ -225,20 +226,20 @@ class _Worker(asyncio.Protocol):
         self._send(Stats(stats))
 
     def _end_if_failed(self) -> None:
-        """A device that is beyond repair takes its process with it: a new one is the remedy."""
+        """Exit if the engine failed: only a new process recovers the device."""
         if self._engine is not None and self._engine.stats().state == "failed":
-            log.error("the engine failed: its process ends")
+            log.error("the engine failed: exiting")
             os._exit(1)
 
 
 def _wire_error(
     error: BaseException, failed: str, kind: type[ForgeError] = EngineError
 ) -> WireError:
-    """Return an error for the peer. One that was not raised on purpose is logged, and named.
+    """Return an error for the peer. An unexpected one is logged, and named in the message.
 
     Args:
-      failed: says what has not been done.
-      kind: of the error that stands for an unexpected one.
+      failed: describes the failed operation.
+      kind: type of the error that replaces an unexpected one.
     """
     if isinstance(error, ForgeError):
         return WireError.of(error)
@@ -247,7 +248,7 @@ def _wire_error(
 
 
 def _die(error: BaseException) -> None:
-    """Ends a process that cannot do what it has to."""
+    """Exit: the process cannot do its work."""
     os._exit(1)
 
 
@@ -259,7 +260,8 @@ async def _serve(sock: socket.socket) -> None:
 
 def main() -> None:
     gc.disable()  # until the engine is ready
-    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to everybody
+    # A terminal sends these signals to the whole process group.
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("jax").setLevel(logging.WARNING)
     asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
