@@ -149,7 +149,7 @@ def test_a_flag_without_a_counterpart_is_refused_with_the_reason(words, said, ca
 
 def test_a_switch_that_needs_another_flag_says_which(configs, capsys):
     assert cli.main(["serve", "--enable-lora"]) == 1
-    assert "--enable-lora has no effect by itself: give --lora" in capsys.readouterr().err
+    assert "--enable-lora has no effect by itself: set --lora" in capsys.readouterr().err
     assert configs == []
 
 
