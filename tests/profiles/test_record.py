@@ -184,7 +184,7 @@ def test_without_a_trace_a_span_is_nothing():
 
 def test_one_profile_at_a_time_and_none_without_a_beginning(tmp_path):
     recorder = Recorder(dict, "a model")
-    with pytest.raises(RequestError, match="no profile is being taken"):
+    with pytest.raises(RequestError, match="no profile is running"):
         recorder.stop()
     recorder.start(tmp_path / "a")
     try:

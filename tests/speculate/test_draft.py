@@ -603,7 +603,7 @@ def test_both_caches_are_cut_together():
         ({"speculation": "draft", "draft_model": "self", "draft_layers": 0}, "at least 1"),
         ({"speculation": "ngram", "draft_model": "x"}, 'draft_model is for speculation="draft"'),
         ({"draft_layers": 2}, 'draft_layers is for speculation="draft"'),
-        ({"draft_verification": "rejection"}, "choose a speculation, or leave it out"),
+        ({"draft_verification": "rejection"}, "set speculation, or remove it"),
         (
             {"draft_verification": "rejection", "speculation": "ngram", "deterministic": True},
             'use draft_verification="coupled", or leave deterministic=True out',
