@@ -139,7 +139,7 @@ def test_values_of_other_engines_are_no_values_of_ours():
         ("--max-num-queued-reqs 4", "see --max-queued-requests"),
         ("--speculative-config eagle", "must be a JSON object"),
         ('--speculative-config {"method":[1]}', "must be ngram, suffix, draft_model, not [1]"),
-        ("--lora-modules {", "--lora-modules: not JSON"),
+        ("--lora-modules {", "--lora-modules: invalid JSON"),
         ("--lora-modules [1]", "--lora-modules must be NAME=FOLDER, or JSON, not 1"),
     ],
 )
