@@ -207,5 +207,5 @@ def test_a_workload_that_does_not_fit_is_refused(folder, tmp_path):
         model=str(folder), kernels="xla", max_num_seqs=2, max_num_batched_tokens=32,
         num_blocks=32, block_size=16,
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="--sequences 3: the engine runs 2"):
+    with pytest.raises(ConfigError, match="--sequences 3 exceeds --max-num-seqs, which is 2"):
         record(config, Workload(sequences=3), tmp_path)

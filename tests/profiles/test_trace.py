@@ -166,5 +166,5 @@ CUT_GZIP = gzip.compress(b"HloModule jit_decode_4" * 99, mtime=0)[:-9]
 def test_what_is_broken_beside_a_trace_is_named(tmp_path, name, content):
     write_trace(tmp_path, {"/host:CPU": {"w": [op("copy.4", 0, 5)]}}, HLO)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{name}: cannot be read: take the profile again"):
+    with pytest.raises(ConfigError, match=f"{name} cannot be read: take the profile again"):
         read_traces(tmp_path)
