@@ -73,12 +73,12 @@ class ModelConfig:
         "packed",
         'storage of a .gguf file\'s matrices. "packed" keeps 4 or 8 bits per weight and multiplies '
         'integers, with activations rounded to int8. "packed-exact" does not round activations. '
-        '"decoded" converts the matrices to floats, with the memory of floats',
+        '"decoded" converts the matrices to floats, which take more memory',
     )
     kernels: Kernels = option(
         "auto",
-        'kernels on a CPU. "auto" uses the C++ kernels for the instruction set that was measured '
-        'to be the fastest. "xla" uses only XLA\'s own code. An instruction set uses the C++ '
+        'CPU kernels. "auto" uses the C++ kernels for the instruction set that was measured to be '
+        'the fastest. "xla" uses only XLA\'s own code. The name of an instruction set uses the C++ '
         'kernels for it, and "amx" uses tiles wherever possible',
     )
     mmap: bool = option(
@@ -88,8 +88,8 @@ class ModelConfig:
     )
     max_model_len: int | None = option(
         None,
-        "context length: most tokens of prompt plus output, at least 1; auto: the model's limit, "
-        "or less if the KV cache is smaller",
+        "context length: maximum number of tokens of prompt plus output, at least 1; auto: the "
+        "model's limit, or less if the KV cache is smaller",
         essential=True,
     )
     chat_template: str | None = option(
@@ -160,22 +160,23 @@ class CacheConfig:
         flag="--no-prefix-cache",
     )
     eviction: Literal["lru", "fifo"] = option(
-        "lru", "cached block to evict first: the least recently used, or the oldest"
+        "lru", "cached block to evict first: the least recently used one, or the one cached first"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     max_num_seqs: int = option(
-        256, "most sequences that run at the same time, 1 to 4096", essential=True
+        256, "maximum number of sequences that run at the same time, 1 to 4096", essential=True
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "most tokens per step, prompts and decodes together, at least 1; auto: 2048 on GPU, 512 "
-        "on CPU",
+        "maximum number of tokens per step, prompts and decodes together, at least 1; auto: 2048 "
+        "on GPU, 512 on CPU",
     )
     prefill_chunk_size: int | None = option(
-        None, "most tokens of one prompt per step, at least 1; auto: as many as fit"
+        None,
+        "maximum number of tokens of one prompt per step, at least 1; auto: as many as fit",
     )
     scheduling_policy: Policy = option(
         "fcfs",
@@ -217,7 +218,8 @@ class SpeculationConfig:
         essential=True,
     )
     max_draft_tokens: int = option(
-        7, "most draft tokens per sequence and step, 1 to 31; each step chooses the number"
+        7,
+        "maximum number of draft tokens per sequence and step, 1 to 31; each step chooses how many",
     )
     draft_model: str | None = option(
         None,

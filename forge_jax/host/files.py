@@ -70,7 +70,7 @@ def read_json(
 
     Args:
       file: the file.
-      max_depth: the most levels of nesting.
+      max_depth: the maximum number of levels of nesting.
       root: as for `file_size`.
 
     Raises:

@@ -103,7 +103,7 @@ class StepTimes:
 
 
 def _place(num_tokens: int) -> int:
-    """Return the bin of a size: two per octave up to 8 tokens, then four, as executables do."""
+    """Return the bin of a size: two per octave up to 8 tokens, then 4, where executables differ."""
     if num_tokens <= 8:
         return round(2 * math.log2(num_tokens))
     return round(4 * math.log2(num_tokens))

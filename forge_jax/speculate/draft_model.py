@@ -125,12 +125,12 @@ class DraftModel:
 
     @property
     def extend_tokens(self) -> int:
-        """The most tokens of one `extend` call."""
+        """The maximum number of tokens of one `extend` call."""
         return max((s.num_tokens for s in self._shapes.extend if s in self._ready), default=0)
 
     @property
     def extend_rows(self) -> int:
-        """The most sequences of one `extend` call."""
+        """The maximum number of sequences of one `extend` call."""
         return max((s.num_seqs for s in self._shapes.extend if s in self._ready), default=0)
 
     @property

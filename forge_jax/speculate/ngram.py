@@ -19,13 +19,14 @@ class NgramDrafter:
     """Finds the latest earlier occurrence of the longest n-gram at the end of the tokens.
 
     Args:
-      max_tokens: the most tokens of a draft.
-      min_match: the fewest tokens of an n-gram.
-      max_match: the most tokens of an n-gram.
-      max_indexed: the most tokens indexed over all sequences, at about 150 bytes each.
-      max_catch_up: the most tokens that a call indexes. Calls index a longer prompt in parts, and
-        draft from the indexed part.
-      max_sequences: the most sequences. Beyond it, the least recently used one is dropped.
+      max_tokens: the maximum number of tokens of a draft.
+      min_match: the minimum number of tokens of an n-gram.
+      max_match: the maximum number of tokens of an n-gram.
+      max_indexed: the maximum number of indexed tokens of all sequences, at about 150 bytes each.
+      max_catch_up: the maximum number of tokens that a call indexes. Calls index a longer prompt in
+        parts, and draft from the indexed part.
+      max_sequences: the maximum number of sequences. Beyond it, the least recently used one is
+        dropped.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ class Speculator:
 
     Args:
       drafter: proposes the drafts.
-      max_draft_tokens: the most draft tokens per sequence and step.
+      max_draft_tokens: the maximum number of draft tokens per sequence and step.
       one_step_ahead: True if the engine dispatches a step before it has read the previous one.
       clock: returns seconds.
     """

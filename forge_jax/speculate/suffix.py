@@ -31,17 +31,18 @@ class SuffixDrafter:
     acceptance rate. A plain c / n is far too high, especially if occurrences disagree.
 
     Args:
-      max_tokens: the most tokens of a draft.
+      max_tokens: the maximum number of tokens of a draft.
       max_depth: the tokens over which a match is compared.
       max_spec_factor: the longest draft, as a multiple of the match.
       min_token_prob: a draft ends when the product of its confidences falls below this.
-      max_live_tokens: the most tokens of live sequences, at about 200 bytes each. Beyond it, the
-        longest sequence drops its oldest tokens.
-      max_shared_tokens: the most tokens of shared outputs. Beyond it, the largest salt drops its
-        oldest tokens.
-      max_catch_up: the most tokens of the sequence that a call indexes.
-      max_sequences: the most sequences. Beyond it, the least recently used one is dropped.
-      max_salts: the most salts, with the same rule.
+      max_live_tokens: the maximum number of tokens of live sequences, at about 200 bytes each.
+        Beyond it, the longest sequence drops its oldest tokens.
+      max_shared_tokens: the maximum number of tokens of shared outputs. Beyond it, the largest salt
+        drops its oldest tokens.
+      max_catch_up: the maximum number of tokens of the sequence that a call indexes.
+      max_sequences: the maximum number of sequences. Beyond it, the least recently used one is
+        dropped.
+      max_salts: the maximum number of salts, with the same rule.
     """
 
     def __init__(
