@@ -176,7 +176,7 @@ class GrammarCompiler:
         if self._tokenizer is None:
             raise refused("the model has no tokenizer")
         if not self.end_ids:
-            raise refused("the model has no token that ends an output")
+            raise refused("the model has no EOS token")
         with self._lock:
             before = threading.stack_size(STACK_BYTES)
             try:

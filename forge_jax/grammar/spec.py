@@ -126,7 +126,7 @@ class GrammarSpec:
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value:
-        raise refused(f"{what} must be a non-empty text")
+        raise refused(f"{what} must be a non-empty string")
     return value
 
 

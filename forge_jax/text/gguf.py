@@ -231,7 +231,7 @@ class _Vocabulary:
         left, _, right = text.partition(" ")
         if not left or not right or " " in right:
             raise CheckpointError(
-                f"{self.metadata.file}: tokenizer.ggml.merges must hold two tokens with a space "
+                f"{self.metadata.file}: tokenizer.ggml.merges must contain two tokens with a space "
                 f"between, not {short_repr(text)}"
             )
         return [left, right]

@@ -405,7 +405,7 @@ def _content(content: Any, key: str, file: Path) -> str:
     if isinstance(content, str) and len(content) <= MAX_TOKEN_CHARS:
         return content
     raise CheckpointError(
-        f"{file}: {short_repr(key)} must be a text of at most {MAX_TOKEN_CHARS} characters, "
+        f"{file}: {short_repr(key)} must be a string of at most {MAX_TOKEN_CHARS} characters, "
         f"not {short_repr(content)}"
     )
 

@@ -124,7 +124,7 @@ def add_configured(backend: Backend, tokens: Any, file: Path) -> None:
             case {"content": str(content)} if 0 < len(content) <= MAX_TOKEN_CHARS:
                 flags = {name: token[name] for name in _FLAGS if name in token}
             case _:
-                raise refused("must hold tokens with their content, not", token)
+                raise refused("must contain tokens with their content, not", token)
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise refused("has an invalid id:", key)
         if not all(isinstance(flag, bool) for flag in flags.values()):
@@ -208,7 +208,7 @@ class _File:
                     if ids.setdefault(piece, i) != i:
                         self._fail("model.vocab", "has a piece twice:", piece)
                 case _:
-                    self._fail("model.vocab", "must hold pieces with finite scores, not", entry)
+                    self._fail("model.vocab", "must contain pieces with finite scores, not", entry)
         unknown = model.get("unk_id")
         if unknown is not None and (type(unknown) is not int or not 0 <= unknown < len(vocab)):
             self._fail("model.unk_id", "must be the id of a piece, not", unknown)
@@ -254,7 +254,9 @@ class _File:
                     seen[content] = i
                     taken.add(i)
                 case _:
-                    self._fail("added_tokens", "must hold tokens with id and content, not", token)
+                    self._fail(
+                        "added_tokens", "must contain tokens with id and content, not", token
+                    )
         taken_by = {i: token for token, i in ids.items() if i in taken}
         for content, i in seen.items():
             if taken_by.get(i, content) != content:
@@ -355,11 +357,11 @@ class _File:
                 return max(1.0, len(content) / len(old))
             case {"Regex": str()}:
                 return max(1.0, len(content))
-        self._fail(f"{name}.pattern", "must be a text or a pattern, not", replace.get("pattern"))
+        self._fail(f"{name}.pattern", "must be a string or a pattern, not", replace.get("pattern"))
 
     def _short(self, field: str, text: Any) -> str:
         if not isinstance(text, str) or len(text) > MAX_GROWTH:
-            self._fail(field, f"must be a text of at most {MAX_GROWTH} characters, not", text)
+            self._fail(field, f"must be a string of at most {MAX_GROWTH} characters, not", text)
         return text
 
     def _id(self, field: str, token: str, i: Any, limit: int) -> None:

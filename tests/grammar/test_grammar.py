@@ -135,7 +135,7 @@ REFUSED = {
         "no text satisfies it",
     ),
     "look-ahead": (lambda: GrammarSpec.regex("(?=a)b"), "regular expression is invalid"),
-    "no regex": (lambda: GrammarSpec.regex(""), "non-empty text"),
+    "no regex": (lambda: GrammarSpec.regex(""), "non-empty string"),
     "no choices": (lambda: GrammarSpec.choice([]), "non-empty strings"),
     "a number": (lambda: GrammarSpec.choice(5), "non-empty strings"),
     "one text": (lambda: GrammarSpec.choice("ab"), "non-empty strings"),
@@ -430,7 +430,7 @@ def test_many_threads_may_ask_at_once(compiler):
 def test_a_model_without_text_or_without_an_end_has_no_grammars(tokenizer):
     with pytest.raises(RequestError, match="tokenizer"):
         GrammarCompiler(None, 100, [1]).compile(GrammarSpec.json_object())
-    with pytest.raises(RequestError, match="ends an output"):
+    with pytest.raises(RequestError, match="the model has no EOS token"):
         GrammarCompiler(tokenizer, 100, []).compile(GrammarSpec.json_object())
 
 

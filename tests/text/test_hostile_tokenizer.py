@@ -107,7 +107,7 @@ REFUSED = {
     ),
     "added nothing": ({"added_tokens": [added(5, "")]}, {}, "has a token of 0 characters"),
     "added a long one": ({"added_tokens": [added(5, "x" * 10**6)]}, {}, "of 1000000 characters"),
-    "added a number": ({"added_tokens": [5]}, {}, "added_tokens must hold tokens with id"),
+    "added a number": ({"added_tokens": [5]}, {}, "added_tokens must contain tokens with id"),
     "added as an object": ({"added_tokens": {"id": 5}}, {}, "added_tokens must be a list"),
     "added in each other": (
         {"added_tokens": [added(5 + i, "<" * (i + 1)) for i in range(100)]},
@@ -128,7 +128,7 @@ REFUSED = {
     ),
     "not a pattern": ({"pre_tokenizer": split(["a"])}, {}, "pre_tokenizer.Regex must be a string"),
     "invalid": ({"pre_tokenizer": split(r"\p{Nonsense}")}, {}, "it is invalid"),
-    "growth": ({"normalizer": replace("a", "b" * 1000)}, {}, "must be a text of at most 64"),
+    "growth": ({"normalizer": replace("a", "b" * 1000)}, {}, "must be a string of at most 64"),
     "growth by steps": (
         {"normalizer": {"type": "Sequence", "normalizers": [replace("a", "aa")] * 30}},
         {},
@@ -140,7 +140,7 @@ REFUSED = {
         {},
         "model.vocab has a token of 300 characters, not 1 to 256",
     ),
-    "a replacement of nothing": ({"normalizer": replace("", "a")}, {}, "pattern must be a text or"),
+    "a replacement of nothing": ({"normalizer": replace("", "a")}, {}, "must be a string or a"),
     "a long prefix": (
         {"normalizer": {"type": "Prepend", "prepend": "a" * 10**6}}, {}, "has 1000000 characters",
     ),
@@ -160,7 +160,7 @@ REFUSED = {
     "infinite scores": (
         {"model": {"type": "Unigram", "vocab": [["a", float("nan")]], "unk_id": 0}},
         {},
-        "model.vocab must hold pieces with finite scores",
+        "model.vocab must contain pieces with finite scores",
     ),
     "an unknown piece": (
         {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 7}}, {}, "model.unk_id must",
@@ -263,7 +263,7 @@ def test_files_that_are_no_json_are_refused(folder, name, text):
         ({"bos_token": 1}, "'bos_token' must be a text"),
         ({"eos_token": ["</s>"]}, "'eos_token' must be a text"),
         ({"eos_token": {"content": {}}}, "'eos_token' must be a text"),
-        ({"eos_token": "x" * 10**6}, "'eos_token' must be a text of at most"),
+        ({"eos_token": "x" * 10**6}, "'eos_token' must be a string of at most"),
         ({"chat_template": 1}, "chat_template must be a string"),
         ({"chat_template": "x" * MIB}, "chat template cannot be compiled.*characters"),
         ({"chat_template": "{{ x }}" * 10**4}, "chat template cannot be compiled.*4096 tags"),

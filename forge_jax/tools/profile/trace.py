@@ -90,7 +90,7 @@ def read_traces(place: Path) -> list[Trace]:
       ConfigError: there is no trace, or it cannot be read.
     """
     if not place.exists():
-        raise ConfigError(f"{place}: there is no such folder or file")
+        raise ConfigError(f"{place} does not exist")
     if place.is_file():
         name = place.name.removesuffix(_SUFFIX)
         return [_read(name, [place], _run_of(place.resolve().parent), place)]
