@@ -108,16 +108,11 @@ class FakeDevice:
     step, as on a real device.
 
     Args:
-      num_blocks: as the engine's.
-      block_size: as the engine's.
-      max_num_seqs: as the engine's.
       vocab_size: the exclusive upper bound of sampled tokens.
-      eos_token_id: the EOS token.
       eos_probability: the probability of sampling it at each token.
       next_token: (tokens, seed) -> token, instead of the hash. A row then costs O(context).
       step_time_s: the duration of a step in seconds.
       check: True to store and check the KV.
-      pool: the scheduler's block pool.
       fault: returns True for scheduled sequences that compute non-finite values. The fault is
         reported once a row with logits depends on it. Reading that KV also faults.
     """
@@ -171,11 +166,7 @@ class FakeDevice:
         """Return the tokens that a sequence samples after `prompt`, on any schedule.
 
         Args:
-          prompt: the prompt's tokens.
-          params: the sampling parameters.
-          seed: the seed of the sequence.
           stop_ids: tokens that are not sampled while they are held back.
-          count: the number of tokens.
           mask: returns the mask of a row from all tokens before it.
         """
         tokens = list(prompt)
@@ -476,7 +467,6 @@ def failing_steps(core: Any, fails: Callable[[StepPlan, str], bool]) -> Iterator
     """Make steps of an `EngineCore` raise. It recovers from these, but not from failed checks.
 
     Args:
-      core: the engine core.
       fails: as for `FailingDevice`.
     """
     device, unrecoverable = core._device, core.unrecoverable

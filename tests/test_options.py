@@ -44,7 +44,10 @@ def test_names_of_other_engines_are_arguments():
         ({"tp_size": 1, "tensor_parallel_size": 1}, "are the same option: set only one of them"),
         ({"enable_lora": True}, "enable_lora has no effect by itself: set lora or max_loras"),
         ({"speculative_config": "eagle"}, "speculative_config must be a JSON object"),
-        ({"quantization": "awq"}, "quantization awq: a quantized checkpoint's config.json has"),
+        (
+            {"quantization": "awq"},
+            "quantization awq: the method is in the checkpoint's config.json",
+        ),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, not 0"),
         ({"dtype": "bfloat"}, "dtype must be one of .*, not 'bfloat'; did you mean bfloat16"),
         ({"memory_fraction": "0.5"}, "memory_fraction must be a number, not '0.5'"),

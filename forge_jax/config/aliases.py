@@ -176,7 +176,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "kv_dtype": {"fp8_e4m3": "fp8"},
 }
 
-_CHECKPOINT = "a quantized checkpoint's config.json has the method: remove it"
+_CHECKPOINT = "the method is in the checkpoint's config.json: omit this option"
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "quantization": dict.fromkeys(
         ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf"), _CHECKPOINT
@@ -198,7 +198,7 @@ IMPLIED = (
 )
 
 _ONE_HOST = "only tensor parallelism on one host is implemented: use --tensor-parallel"
-_CHECKPOINT_FILES = "the files in the model's folder determine it: remove it"
+_CHECKPOINT_FILES = "the files in the model's folder determine it"
 _TEXT_ONLY = "models are text only"
 REFUSED: Mapping[str, str] = {
     "pipeline_parallel_size": _ONE_HOST,
@@ -211,22 +211,22 @@ REFUSED: Mapping[str, str] = {
     "node_rank": _ONE_HOST,
     "enable_expert_parallel": _ONE_HOST,
     "distributed_executor_backend": _ONE_HOST,
-    "swap_space": "preempted sequences are recomputed, never swapped: remove it",
+    "swap_space": "preempted sequences are recomputed, never swapped: omit this option",
     "cpu_offload_gb": "weights are never offloaded: use --quantization to save memory",
-    "kv_offloading_size": "blocks evicted from the KV cache are recomputed: remove it",
+    "kv_offloading_size": "blocks evicted from the KV cache are recomputed: omit this option",
     "kv_cache_memory_bytes": "the size of the KV cache is set in blocks: use --num-blocks",
     "download_dir": "models are stored in Hugging Face's cache: set HF_HOME",
     "hf_token": "set HF_TOKEN",
     "load_format": _CHECKPOINT_FILES,
     "config_format": _CHECKPOINT_FILES,
     "tokenizer": "the tokenizer in the model's folder is used",
-    "tokenizer_mode": "there is only one tokenizer implementation: remove it",
+    "tokenizer_mode": "there is only one tokenizer implementation: omit this option",
     "tokenizer_revision": "the model's tokenizer is used: use --revision",
-    "code_revision": "code in a model's folder is never run: remove it",
+    "code_revision": "code in a model's folder is never run: omit this option",
     "hf_overrides": "edit config.json in a copy of the model's folder",
     "rope_scaling": "edit config.json in a copy of the model's folder",
     "rope_theta": "edit config.json in a copy of the model's folder",
-    "model_impl": "each model has only one implementation: remove it",
+    "model_impl": "each model has only one implementation: omit this option",
     "generation_config": "requests set sampling parameters; the file sets only EOS tokens",
     "override_generation_config": "requests set the sampling parameters",
     "compilation_config": "XLA compiles every step: see --compile-cache and --no-command-buffers",
@@ -234,17 +234,17 @@ REFUSED: Mapping[str, str] = {
     "max_cudagraph_capture_size": "see --no-command-buffers",
     "max_seq_len_to_capture": "command buffers have no length limit: see --no-command-buffers",
     "attention_backend": "the device determines it: see --kernels",
-    "guided_decoding_backend": "llguidance is the only backend: remove it",
-    "structured_outputs_config": "llguidance is the only backend: remove it",
+    "guided_decoding_backend": "llguidance is the only backend: omit this option",
+    "structured_outputs_config": "llguidance is the only backend: omit this option",
     "disable_sliding_window": "the model's config.json determines it",
     "max_cpu_loras": "all adapters are on the device: use --max-loras",
     "max_num_active_seqs": "use --max-num-seqs",
     "max_num_scheduled_tokens": "use --max-num-batched-tokens",
     "max_num_partial_prefills": "see --max-num-batched-tokens and --prefill-chunk-size",
-    "max_logprobs": "the limit is fixed: remove it",
+    "max_logprobs": "the limit is fixed: omit this option",
     "logprobs_mode": "logprobs are the model's, before temperature and penalties",
     "logits_processors": "the server loads no code: see logit_bias in a request",
-    "prefix_caching_hash_algo": "the hash is fixed: remove it",
+    "prefix_caching_hash_algo": "the hash is fixed: omit this option",
     "runner": "see --pooling",
     "limit_mm_per_prompt": _TEXT_ONLY,
     "mm_processor_kwargs": _TEXT_ONLY,

@@ -15,7 +15,6 @@ class HFConfig:
     """A `config.json` whose getters raise a ModelError that names the invalid field.
 
     Args:
-      values: the fields of the file.
       where: the file's name in errors.
       defaults: the values of fields that the file omits.
     """

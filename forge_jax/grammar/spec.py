@@ -70,7 +70,6 @@ class GrammarSpec:
         Args:
           schema: the schema, or its text.
           lenient: ignores unsupported keywords, instead of rejecting the schema.
-          whitespace: as in `GrammarSpec`.
           additional_properties: the default for objects that do not set `additionalProperties`.
         """
         if isinstance(schema, str):

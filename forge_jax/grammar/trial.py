@@ -32,7 +32,6 @@ def try_out(
     The trial generates the first tokens of a few outputs, with fixed seeds.
 
     Args:
-      grammar: the compiled grammar.
       vocab_size: the model's output width.
       end_ids: the EOS tokens.
       clock: returns the CPU seconds of this thread.

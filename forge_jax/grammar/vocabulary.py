@@ -28,7 +28,6 @@ class Vocabulary(msgspec.Struct, frozen=True):
         """Return the vocabulary of a model.
 
         Args:
-          tokenizer: the model's tokenizer.
           size: the model's output width.
           end_ids: the EOS tokens.
         """

@@ -39,7 +39,6 @@ def read_text(file: Path, kind: str | None = None, *, root: Path | None = None) 
     """Return the UTF-8 text of a file.
 
     Args:
-      file: the file.
       kind: the key of the size limit in `MAX_BYTES`; default: the file's name.
       root: as for `file_size`.
 
@@ -69,7 +68,6 @@ def read_json(
     """Return the JSON object in a file.
 
     Args:
-      file: the file.
       max_depth: the maximum number of levels of nesting.
       root: as for `file_size`.
 
@@ -98,7 +96,6 @@ def file_size(file: Path, root: Path | None = None) -> int:
     content.
 
     Args:
-      file: the file.
       root: the model's folder; default: the folder of the file.
 
     Raises:

@@ -32,7 +32,6 @@ def start_task[T](
     """Start a task on the running event loop.
 
     Args:
-      coroutine: the work.
       name: a description of the work, as the subject of a log line.
       on_error: called on the event loop with an exception that ended the task, but not for a
         cancellation. None if the log is enough, or the task is awaited.
@@ -100,7 +99,6 @@ def guarded[**P](
     """Wrap a callback whose caller, such as an event loop or a future, cannot handle exceptions.
 
     Args:
-      function: the callback.
       name: a description of the work, as the subject of a log line.
       on_error: called in the same thread with any exception; None if the log is enough.
     """

@@ -44,17 +44,13 @@ class DraftModelOptions:
     """The sizes and choices that determine a draft model's executables.
 
     Args:
-      shapes: the shapes to compile.
-      kv_shape: the shape of the KV cache.
       max_draft_tokens: the length of a draft.
-      device: the device.
       mesh: the devices that share the target model, including `device`; None if there is only one.
         A draft model that is not split is replicated on each device.
       implementation: the implementation of attention.
       sampler: the sampler of the target's steps, because the noise must have the same bits.
       draft_probs: receives the distributions of drafts, from shapes that propose.
       uniform: True in the deterministic tier.
-      compiler_options: options for XLA.
       memory_limit: the device memory in bytes for weights, KV cache and a call; None: no limit.
     """
 
@@ -84,8 +80,6 @@ class DraftModel:
     Calls must not be concurrent.
 
     Args:
-      model: the draft model.
-      options: its sizes.
       background: receives the executables. Default: a new one.
     """
 

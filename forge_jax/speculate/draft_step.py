@@ -150,9 +150,6 @@ class DraftPass:
     """One forward pass of a draft model, followed by sampling.
 
     Args:
-      model: the draft model.
-      shape: the shape of the call.
-      block_size: tokens per KV cache block.
       implementation: the implementation of attention.
       sampler: the sampler of the target's steps, because the noise must have the same bits.
       uniform: True in the deterministic tier.
@@ -348,17 +345,12 @@ def draft_shapes(
     deterministic: bool = False,
     proposes: bool = False,
 ) -> DraftShapes:
-    """Return the shapes for an engine with these limits.
+    """Return the shapes for an engine with these limits, which are those of its steps.
 
     In the deterministic tier every pass has the shape of the engine's step. The target as its own
     draft model then computes the same bits.
 
     Args:
-      max_num_seqs: as for the engine's steps.
-      max_num_batched_tokens: as for the engine's steps.
-      max_rows: as for the engine's steps.
-      max_blocks: as for the engine's steps.
-      deterministic: True in the deterministic tier.
       proposes: True for verification by rejection.
     """
 

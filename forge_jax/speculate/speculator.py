@@ -88,7 +88,6 @@ class Speculator:
     uses a speculator.
 
     Args:
-      drafter: proposes the drafts.
       max_draft_tokens: the maximum number of draft tokens per sequence and step.
       one_step_ahead: True if the engine dispatches a step before it has read the previous one.
       clock: returns seconds.
@@ -155,7 +154,6 @@ class Speculator:
         """Return the drafts that the next step should verify, the most probable first.
 
         Args:
-          scheduler: the scheduler of the sequences.
           runs_ahead: True if steps without drafts run while another one is in flight.
         """
         self._verifying.clear()
@@ -201,7 +199,6 @@ class Speculator:
         """Record that the step of `plan` has just been read.
 
         Args:
-          plan: the plan of the step.
           alone: True if nothing else was in flight when it was dispatched.
         """
         now_s, before_s = self._clock(), self._read_s

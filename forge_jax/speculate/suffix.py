@@ -139,8 +139,6 @@ class SuffixDrafter:
         """Return the most frequent continuation, and its expected number of accepted tokens.
 
         Args:
-          index: the index to search.
-          tail: the end of the sequence.
           repeats: True if the index's text ends with `tail`, so that a match may extend into the
             draft itself.
         """

@@ -15,9 +15,7 @@ def configure(form: LogFormat, *, process: str = "", level: int = logging.INFO) 
     """Send this process's log to stderr, unless logging is already configured.
 
     Args:
-      form: the format of the lines.
       process: a name for this process in each line, if several processes share the stream.
-      level: the lowest level that is logged.
     """
     handler = logging.StreamHandler()
     if form == "json":
@@ -36,7 +34,6 @@ class Event:
 
     Args:
       name: the message in JSON format.
-      fields: the fields.
       lead: the beginning of the text line; default: the name.
       shown: the fields in the text line; default: all.
     """

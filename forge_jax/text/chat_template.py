@@ -89,8 +89,6 @@ class ChatTemplate:
         """Return the templates of a model folder, or the given one; see `template_files`.
 
         Args:
-          path: the model folder.
-          tokenizer: its tokenizer.
           override: the value of `--chat-template`.
 
         Raises:
@@ -130,8 +128,6 @@ class ChatTemplate:
             a text becomes a list of one part. Other parts are rejected.
           add_generation_prompt: ends with the beginning of the assistant's turn.
           continue_final_message: leaves the last message open, for the model to continue it.
-          tools: the tools of the request.
-          documents: the documents of the request.
           kwargs: further variables of the template (`enable_thinking=False`).
 
         Raises:
@@ -158,19 +154,13 @@ class ChatTemplate:
         """Return the ids of the rendered conversation, with the template's special tokens.
 
         Special tokens in messages, tools, documents or kwargs are encoded as plain text. An
-        exception is a template that assembles a special token from pieces of a message.
+        exception is a template that assembles a special token from pieces of a message. The other
+        arguments are those of `render`.
 
         Args:
-          messages: as for `render`.
-          tokenizer: the model's tokenizer.
           encode_text: receives the rendered text and a function that encodes a part of it, and
             returns the ids. Default: encodes the whole text.
-          add_generation_prompt: as for `render`.
-          continue_final_message: as for `render`.
-          tools: as for `render`.
-          documents: as for `render`.
           add_special_tokens: adds the tokenizer's special tokens (BOS) to the template's.
-          kwargs: as for `render`.
 
         Raises:
           RequestError: as `render`.
@@ -277,8 +267,6 @@ class ChatTemplate:
         JSON list does not count.
 
         Args:
-          template: the template.
-          role: the role of the message.
           parts: the number of parts of a list, or 0 for a text.
         """
         key = (id(template), role, parts)

@@ -15,7 +15,6 @@ def load_text(
     """Return the tokenizer and the chat template of a folder, each None if it has none.
 
     Args:
-      folder: the model folder.
       chat_template: a file or text that replaces the folder's template.
       vocab_size: the model's output width.
 

@@ -47,7 +47,6 @@ class StopStrings:
         text may be pushed then.
 
         Args:
-          text: the new text.
           may_stop: if False, a stop string that ends in `text` does not count. One that only begins
             in `text` still counts.
         """

@@ -91,7 +91,6 @@ class Tokenizer:
         """Return the tokenizer of a model folder or GGUF file, or None if it has none.
 
         Args:
-          path: the folder or file.
           vocab_size: the model's output width, which ids must not exceed.
 
         Raises:
@@ -203,7 +202,6 @@ class Tokenizer:
         """Reject texts that exceed the context even if all tokens are long, without encoding.
 
         Args:
-          texts: the texts.
           context: the context length in tokens.
           param: the request's field that has the texts.
 

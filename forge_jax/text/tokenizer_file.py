@@ -45,7 +45,6 @@ def load_backend(file: Path, vocab_size: int | None = None) -> Backend:
     """Return the library's tokenizer for a file, after checking the file.
 
     Args:
-      file: the `tokenizer.json`.
       vocab_size: the model's output width, which ids of the vocabulary must not exceed. Ids of
         added tokens may, because some published models have more tokens than rows. Requests that
         use such tokens are rejected.
@@ -69,7 +68,6 @@ def checked_backend(data: dict[str, Any], file: Path, vocab_size: int | None = N
     """Return the tokenizer for the content of a `tokenizer.json`, derived from another file.
 
     Args:
-      data: the content.
       file: the source, for errors.
       vocab_size: as for `load_backend`.
 

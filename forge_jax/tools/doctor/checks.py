@@ -51,7 +51,6 @@ def examine(model: str | None = None, *, timeout_s: float = 60.0) -> Report:
     """Examine this installation, and optionally a model, without downloading anything.
 
     Args:
-      model: the model to examine.
       timeout_s: the time limit in seconds of each part that runs in a separate process.
     """
     with ThreadPoolExecutor(3) as probes:

@@ -23,8 +23,6 @@ def compare_files(
     """Compare the traces of two folders or files, and return the text for a terminal.
 
     Args:
-      before: the first folder or file.
-      after: the second folder or file.
       percent: the smallest change in percent.
       us: the smallest change in microseconds per step.
       html_file: also writes an HTML page to this file.

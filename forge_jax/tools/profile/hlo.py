@@ -37,7 +37,6 @@ class Hlo:
     """A compiled module.
 
     Attributes:
-      module: its name.
       instructions: the instructions of all computations, by their name in traces.
       kernels: the number of kernels in each scope. A fusion counts as one.
       fusions: the number of kernels that are fusions.

@@ -63,7 +63,6 @@ def text(comparisons: Iterable[Comparison], *, everything: bool = False) -> str:
     """Return comparisons as text for a terminal.
 
     Args:
-      comparisons: the comparisons.
       everything: also shows unchanged rows.
     """
     parts = []
