@@ -1,4 +1,4 @@
-"""`GrammarCompiler`: compiles grammars for one vocabulary in its own threads, with a cache.
+"""The compiler of grammars for one vocabulary, with its own threads and a cache.
 
 llguidance is imported with the first grammar, because most servers never receive one.
 """
@@ -33,7 +33,7 @@ QUEUE_S = 30.0  # longest wait of a grammar
 
 
 class GrammarCompiler:
-    """Compiles grammars, and caches the most recently used ones. Thread-safe.
+    """A thread-safe compiler of grammars with a cache of the most recently used ones.
 
     Args:
       tokenizer: the model's tokenizer. If it has none, every grammar is rejected.
@@ -105,7 +105,6 @@ class GrammarCompiler:
         )
 
     def close(self) -> None:
-        """End the threads and processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for probe in self._probes:
             probe.close()

@@ -1,4 +1,4 @@
-"""The state of an output in its grammar, and the masks of tokens that may follow."""
+"""Matchers, which follow outputs in their grammars, and the masks of tokens that may follow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOW_S = 5e-3  # wall time of a step's masks from which the next step times each
 
 
 class Matcher:
-    """Follows one output token by token. It is not thread-safe.
+    """The state of one output in its grammar. It is not thread-safe.
 
     llguidance does not raise. A failed matcher permits only the end of the output, which would
     truncate it. Therefore each call that may fail checks for an error and raises `GrammarError`.
@@ -117,7 +117,7 @@ class Matcher:
 
 
 class MaskPool:
-    """Computes the masks of many matchers, without holding the GIL.
+    """A pool of threads that compute the masks of many matchers without holding the GIL.
 
     A mask usually takes a few microseconds, and waking threads takes as long as ten masks.
     Therefore the calling thread begins, and other threads help only if it takes long. After a step

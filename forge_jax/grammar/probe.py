@@ -1,4 +1,4 @@
-"""`Probe`: tries grammars in a separate process with limits on time, memory and stack.
+"""Trials of grammars in a separate process with limits on time, memory and stack.
 
 llguidance can take seconds and hundreds of megabytes for a grammar of a few kilobytes. It can also
 overflow the stack, which ends the process. Therefore each grammar is tried in a probe first, and

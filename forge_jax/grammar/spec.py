@@ -51,7 +51,6 @@ class GrammarSpec:
 
     @classmethod
     def json_object(cls, *, whitespace: str | None = None) -> GrammarSpec:
-        """Return a grammar for any JSON object."""
         return cls("json_schema", '{"type":"object"}', whitespace=whitespace)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A trial of a grammar: generates a few tokens to measure the cost of its masks."""
+"""A trial of a grammar, which generates a few tokens to measure the cost of its masks."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-BINS = 8  # Bins of confidence.
+BINS = 8  # Of confidence.
 PRIOR = 4.0  # Weight of the prior, in drafts, for a bin or a request.
 MIN_GAIN = 1.02  # Drafts must be faster by this factor, because measured times are noisy.
 HIGHEST = 0.98  # Upper bound of estimated probabilities.
@@ -165,7 +165,7 @@ def _bin(confidence: float) -> int:
 
 
 class LengthPolicy:
-    """Chooses the number of drafts that a step verifies, from measured times and acceptance."""
+    """The choice of the number of drafts per step, from measured times and acceptance rates."""
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()

@@ -24,7 +24,7 @@ class Draft(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes drafts for sequences of the scheduler whose tokens have all been read."""
+    """A drafter for sequences of the scheduler whose tokens have all been read."""
 
     def propose(self, seqs: Seq[Sequence]) -> list[Draft]:
         """Return a draft for each sequence, which may be empty."""
@@ -57,7 +57,7 @@ class Drafter(Protocol):
 
 
 class TextDrafter(Protocol):
-    """Proposes drafts from the tokens of live and, optionally, earlier sequences.
+    """A drafter that uses the tokens of live and, optionally, earlier sequences.
 
     `propose` and `ingest` read the tokens, so a sequence without drafts costs almost nothing.
     """

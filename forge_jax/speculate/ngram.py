@@ -16,7 +16,7 @@ _REACH = 64  # tokens over which a match is compared, for its confidence
 
 
 class NgramDrafter:
-    """Finds the latest earlier occurrence of the longest n-gram at the end of the tokens.
+    """A drafter from the latest earlier occurrence of the longest n-gram that ends the tokens.
 
     Args:
       max_tokens: the maximum number of tokens of a draft.

@@ -28,7 +28,7 @@ _COMPARED = 8  # Tokens that identify the text of an earlier call.
 
 
 class NgramIndex:
-    """Finds the positions of the longest indexed context that ends a given text.
+    """An index of the positions of contexts, which finds the longest one that ends a given text.
 
     The result does not depend on how many tokens were added at a time. Dropped positions affect it
     as little as if they had never been entered.

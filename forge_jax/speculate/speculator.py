@@ -82,7 +82,7 @@ class SpeculationStats:
 
 
 class Speculator:
-    """Proposes drafts for the next step, and adapts to their acceptance.
+    """The source of drafts for the next step, which adapts to their acceptance.
 
     If the drafter raises, it is disabled. The engine then continues without drafts. Only one thread
     uses a speculator.

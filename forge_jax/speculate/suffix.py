@@ -22,7 +22,7 @@ _MOST_WAITING = 8192  # Shared tokens that wait for `ingest`. Beyond it, no more
 
 
 class SuffixDrafter:
-    """Drafts from this sequence or from others of its salt, whichever promises more tokens.
+    """A drafter from this sequence or others of its salt, whichever promises more tokens.
 
     Drafts never depend on another salt, because each salt has its own index.
 

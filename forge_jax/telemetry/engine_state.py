@@ -156,7 +156,7 @@ class Capture:
 
 
 class Watcher:
-    """Captures snapshots of a scheduler, and records steps while snapshots are taken.
+    """A source of snapshots of a scheduler, which records steps while snapshots are taken.
 
     All methods run in the engine thread.
     """

@@ -66,7 +66,7 @@ def _text(value: Any) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as an object with `time` (UTC), `level`, `logger`, `message` and fields."""
+    """A formatter for JSON objects with `time` (UTC), `level`, `logger`, `message` and fields."""
 
     def __init__(self, process: str = ""):
         super().__init__()

@@ -26,7 +26,7 @@ _folder: Path | None = None  # of the running trace
 
 
 class Recorder:
-    """Takes traces, one at a time per process.
+    """A recorder of traces, one at a time per process.
 
     Args:
       executables: returns the compiled executables by name; called when a trace ends.

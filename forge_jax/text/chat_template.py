@@ -51,7 +51,7 @@ _TEMPLATE_FAULTS = (
 
 
 class ChatTemplate:
-    """Renders conversations with templates that are compiled once.
+    """The compiled chat templates of a model.
 
     Args:
       templates: Jinja sources by name. `"tool_use"` is for requests with tools, and `"default"` for
@@ -106,7 +106,6 @@ class ChatTemplate:
 
     @property
     def available(self) -> bool:
-        """True if the model has a template."""
         return bool(self._compiled)
 
     def render(

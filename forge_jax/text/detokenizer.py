@@ -14,7 +14,7 @@ _TAIL_TOKENS = 6  # enough for any character (at most 4 bytes) and one or two sp
 
 
 class Detokenizer:
-    """Converts the ids of one sequence to text, a few at a time.
+    """An incremental conversion of one sequence's ids to text.
 
     The pushed and flushed texts together equal `tokenizer.decode` of prompt and output, without the
     prompt's text. A character is sent when all of its bytes are complete.

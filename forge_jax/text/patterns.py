@@ -1,4 +1,4 @@
-"""Checks that a tokenizer's regular expressions take about linear time.
+"""A check that a tokenizer's regular expressions take about linear time.
 
 The `tokenizers` library runs them on Oniguruma, which backtracks and cannot be interrupted.
 Therefore each pattern is checked when the model is loaded:

@@ -332,7 +332,7 @@ _CHAIN = 8  # operands of `+` between two checkpoints
 
 
 class _Metered(jinja2.visitor.NodeTransformer):
-    """Adds checkpoints around the nodes that need them."""
+    """A transformer that adds checkpoints around the nodes that need them."""
 
     def __init__(self, environment: jinja2.Environment):
         self._environment = environment

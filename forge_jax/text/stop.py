@@ -9,7 +9,7 @@ from forge_jax.errors import RequestError
 
 
 class StopStrings:
-    """Finds stop strings in a text, and holds back a suffix that may be the beginning of one.
+    """A filter that finds stop strings, and holds back text that may be the beginning of one.
 
     The text stops as soon as it ends with a stop string. If it ends with several, the longest
     counts. The result depends only on the text, not on token boundaries or the order of the

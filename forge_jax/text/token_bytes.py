@@ -115,7 +115,7 @@ class TokenBytes:
 
 
 class ByteStream:
-    """Converts ids to bytes, a few at a time. The only state is whether the text has begun."""
+    """An incremental conversion of ids to bytes."""
 
     def __init__(self, table: TokenBytes, hidden_ids: Set[int]):
         self._table = table

@@ -270,7 +270,7 @@ class Tokenizer:
 
 
 class _GuardedEncoder:
-    """Encodes text in which only chosen occurrences of special tokens are recognized.
+    """An encoder that recognizes only chosen occurrences of special tokens.
 
     This copy of the tokenizer encodes every special token as plain text. It has one extra token per
     special token, under a random secret name. Chosen occurrences are replaced by that name, and its

@@ -45,8 +45,6 @@ TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """The result of `convert`."""
-
     folder: Path
     weight_bytes: int
     dtype: str
@@ -183,7 +181,6 @@ def _flush(folder: Path) -> None:
 
 
 def summary(converted: Converted) -> str:
-    """Return a one-line summary for the terminal."""
     kind = converted.dtype if converted.quantization == "none" else converted.quantization
     form = "packed for the CPU kernels" if converted.packed else "plain matrices"
     size = f"{bytes_text(converted.weight_bytes)} of weights"
