@@ -1,8 +1,8 @@
-"""What tests of an engine need, ours and yours: a device that sees every mistake, tiny models.
+"""Helpers for tests of an engine: a fake device that checks its input, and tiny models.
 
-`FakeDevice` takes the place of the model and its KV cache. It imports nothing but the standard
-library and the plan's types, so schedulers and servers can be tested on it anywhere. What needs jax
-imports it when it is called.
+`FakeDevice` replaces the model and its KV cache. It needs only the standard library and the plan's
+types, so schedulers and servers can be tested with it anywhere. Functions that need jax import it
+when they are called.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 
 _MASK = 2**64 - 1
 _EMPTY = 0xCBF29CE484222325  # the rolling hash of no tokens
-_POISON = -2  # KV that is not finite
+_POISON = -2  # non-finite KV
 _UNWRITTEN = -1
-POOLED_SIZE = 8  # d of the fake's hidden states
+POOLED_SIZE = 8  # size of the fake's hidden states
 
 
 def _extend(rolling: int, token: int) -> int:
-    """The hash of a token list, from that of the list without its last token."""
+    """Return the hash of a token list, from that of the list without its last token."""
     return (rolling * 6364136223846793005 + token + 1442695040888963407) & _MASK
 
 
 def _hidden(rolling: int) -> list[float]:
-    """The hidden state of the last token of a list with this hash: from -1 to 1."""
+    """Return the last hidden state, from -1 to 1, of a token list with this hash."""
     return [
         (rolling * (2 * i + 0x9E3779B97F4A7C15) >> 40 & 0xFFFF) / 0x7FFF - 1.0
         for i in range(POOLED_SIZE)
@@ -62,61 +62,59 @@ def _salt_hash(salt: str) -> int:
 
 @dataclass(slots=True)
 class _Slot:
-    """What the device knows of the sequence in a slot, between its admission and the next one's."""
+    """The device state of a slot, from one admission to the next."""
 
     admission: Admission
     block_table: list[int]
-    tokens: list[int]  # whose values the device knows: at admission, uploaded or sampled
-    rolling: list[int] = field(default_factory=lambda: [_EMPTY])  # [i]: hash of the first i tokens
-    expected_kv: list[int] = field(default_factory=list)  # with `check`: of each token
+    tokens: list[int]  # Known tokens, from the admission, an upload or sampling.
+    rolling: list[int] = field(default_factory=lambda: [_EMPTY])  # [i]: hash of the first i tokens.
+    expected_kv: list[int] = field(default_factory=list)  # With `check`: of each token.
     last_token: int | None = None
-    computed: int | None = None  # tokens with KV; None before the first step
-    hidden_sum: list[float] = field(default_factory=lambda: [0.0] * POOLED_SIZE)  # as computed
+    computed: int | None = None  # Tokens with KV. None before the first step.
+    hidden_sum: list[float] = field(default_factory=lambda: [0.0] * POOLED_SIZE)
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.rolling.append(_extend(self.rolling[-1], token))
 
     def forget(self, length: int) -> None:
-        """The tokens from there on were wrong guesses."""
+        """Drop the tokens from `length` on, which were wrong drafts."""
         if length < len(self.tokens):
             del self.tokens[length:], self.rolling[length + 1 :], self.expected_kv[length:]
 
     def known(self) -> list[int]:
-        """All tokens, with one that has been sampled and not been fed back yet."""
+        """Return all tokens, including one that is sampled but not fed back yet."""
         if self.last_token is None or self.computed != len(self.tokens):
             return self.tokens
         return [*self.tokens, self.last_token]
 
 
 class FakeDevice:
-    """A `plan.Device` in plain Python: the next token is a hash of the prefix and the seed.
+    """A `plan.Device` in plain Python, whose next token is a hash of the prefix and the seed.
 
-    At temperature 0 the seed does not matter, as on a real device. A row with a mask samples the
-    first token that it allows, from the one on that it would have sampled otherwise.
+    At temperature 0 the seed has no effect, as on a real device. A row with a mask samples the
+    first allowed token, starting from the token that it would sample without a mask.
 
-    The KV of a token stands for everything it depends on: it is a fingerprint of the salt and of
-    all tokens up to its own. With `check`, every scheduled sequence first gathers its prefix
-    through its block table and an AssertionError says where it is not exactly that prefix: a stale
-    page, a block used after it was freed, a wrong prefix hit. Plans are held to their contract, and
-    with a `pool` each write must go to a block that nobody shares and the prefix cache has not got.
-    It remembers every sequence, to see that a preempted one comes back unchanged.
+    A token's KV is a fingerprint of everything it depends on: the salt and all tokens up to it. If
+    `check` is set, every scheduled sequence gathers its prefix through its block table. Any
+    difference raises an AssertionError that names the position. This detects stale blocks, blocks
+    used after they were freed, and wrong prefix cache hits. The device checks the contract of
+    plans. It stores every sequence, to check that preempted ones come back unchanged. If there is a
+    `pool`, writes must go to blocks that are neither shared nor in the prefix cache.
 
-    Without `check` a row costs O(1), whatever its context: for load tests of what is in front.
+    If `check` is not set, a row costs O(1) for any context, for load tests of the server.
 
-    Steps execute in the order of `dispatch`, each as long as `step_time_s`; `read` waits for
-    its step's end as a real device would.
+    Steps run in the order of `dispatch`, each for `step_time_s`. `read` waits for the end of its
+    step, as on a real device.
 
     Args:
-      num_blocks, block_size, max_num_seqs: as the engine's.
-      vocab_size: sampled tokens are below it.
-      eos_token_id, eos_probability: how often that token is sampled, per token.
-      next_token: (tokens, seed) -> token, instead of the hash. Then a row costs O(context).
-      step_time_s: how long a step takes.
-      check: whether the KV is stored and checked.
-      pool: the scheduler's block pool.
-      fault: which scheduled sequences compute something that is not finite. It is reported as soon
-        as a row with logits depends on it, and whatever reads that KV faults as well.
+      vocab_size: the exclusive upper bound of sampled tokens.
+      eos_probability: the probability of sampling it at each token.
+      next_token: (tokens, seed) -> token, instead of the hash. A row then costs O(context).
+      step_time_s: the duration of a step in seconds.
+      check: True to store and check the KV.
+      fault: returns True for scheduled sequences that compute non-finite values. The fault is
+        reported once a row with logits depends on it. Reading that KV also faults.
     """
 
     def __init__(  # noqa: PLR0913
@@ -151,10 +149,10 @@ class FakeDevice:
         self.reset()
 
     def reset(self) -> None:
-        """Loses all KV and all slots, as a device does that is rebuilt after an error."""
+        """Drop all KV and all slots, as a device that is rebuilt after an error."""
         self._slots: list[_Slot | None] = [None] * self.max_num_seqs
         self._kv = [[_UNWRITTEN] * self.block_size for _ in range(self.num_blocks)]
-        self._history: dict[tuple[str, int], _Slot] = {}  # with `check`: the last of each sequence
+        self._history: dict[tuple[str, int], _Slot] = {}  # with `check`: each sequence's last slot
 
     def continuation(
         self,
@@ -165,10 +163,11 @@ class FakeDevice:
         count: int,
         mask: Callable[[Seq[int]], Any] | None = None,
     ) -> list[int]:
-        """The tokens that a sequence of this seed samples after `prompt`, on any schedule.
+        """Return the tokens that a sequence samples after `prompt`, on any schedule.
 
         Args:
-          mask: of a row, by all tokens before it.
+          stop_ids: tokens that are not sampled while they are held back.
+          mask: returns the mask of a row from all tokens before it.
         """
         tokens = list(prompt)
         rolling = _EMPTY
@@ -183,7 +182,7 @@ class FakeDevice:
         return tokens[len(prompt) :]
 
     def dispatch(self, plan: StepPlan) -> tuple[StepResult, float]:
-        """Runs a step; what it returns goes to `read`."""
+        """Run a step, and return the argument of `read`."""
         for admission in plan.admissions:
             self._admit(admission)
         rows = plan.sequences
@@ -203,7 +202,7 @@ class FakeDevice:
         return StepResult(plan.step, tuple(results)), self._busy_until_s
 
     def read(self, pending: tuple[StepResult, float]) -> StepResult:
-        """The result of a dispatched step, once its time has passed."""
+        """Return the result of a dispatched step, after its time has passed."""
         result, ready_s = pending
         if self._step_time_s:
             time.sleep(max(0.0, ready_s - time.monotonic()))
@@ -277,7 +276,7 @@ class FakeDevice:
         return SequenceResult(token_ids, False, logprobs, prompt_logprobs, pooled)
 
     def _pool_hidden(self, slot: _Slot, scheduled: ScheduledSequence) -> bytes | None:
-        """Adds up what this step computes: a position that no step computes is missing."""
+        """Add the hidden states of this step, so that a skipped position changes the result."""
         end = scheduled.start + scheduled.num_tokens
         hidden = [0.0] * POOLED_SIZE
         for length in range(scheduled.start + 1, end + 1):
@@ -289,7 +288,7 @@ class FakeDevice:
         return struct.pack(f"<{POOLED_SIZE}f", *(mean if scheduled.pooling == "mean" else hidden))
 
     def pooled(self, prompt: Seq[int], pooling: Pooling) -> list[float]:
-        """What a request for this comes to, on any schedule, within the rounding to float32."""
+        """Return the embedding of a prompt, on any schedule, before rounding to float32."""
         rolling, states = _EMPTY, []
         for token in prompt:
             rolling = _extend(rolling, token)
@@ -299,7 +298,7 @@ class FakeDevice:
         return [sum(column) / len(states) for column in zip(*states, strict=True)]
 
     def _verify(self, slot: _Slot, scheduled: ScheduledSequence, masks: Any) -> list[int]:
-        """What the rows sample, up to the first draft that is another token."""
+        """Return the sampled tokens of the rows, up to the first wrong draft."""
         params = slot.admission.params
         assert masks is not None or not params.masked, f"{scheduled.seq_key} has no mask"
         if masks is not None:
@@ -334,7 +333,7 @@ class FakeDevice:
                 break
             token = (token + 1) % self.vocab_size
         else:
-            raise AssertionError("a mask that allows no token")
+            raise AssertionError("a mask allows no token")
         return token
 
     def _logprobs(self, rolling: int, token: int, count: int) -> TokenLogprobs:
@@ -349,7 +348,7 @@ class FakeDevice:
     # ---- the KV cache --------------------------------------------------------------------------
 
     def kv(self, block: int) -> list[int]:
-        """A copy of what the slots of a block hold, with `check`: equal prefixes, equal KV."""
+        """Return a copy of a block's KV, which `check` stores. Equal prefixes have equal KV."""
         return self._kv[block].copy()
 
     def _check_plan(self, plan: StepPlan, rows: Seq[ScheduledSequence]) -> None:
@@ -379,7 +378,7 @@ class FakeDevice:
             assert scheduled.targets == tuple(prompt[first : end + 1]), f"{key}: wrong targets"
 
     def _expect(self, slot: _Slot, salt: str) -> list[int]:
-        """What the KV of each token must be: its prefix hash, told apart by salt."""
+        """Return the expected KV of each token, which is the hash of its prefix and the salt."""
         if salt not in self._salts:
             self._salts[salt] = _salt_hash(salt)
         expected, salted = slot.expected_kv, self._salts[salt]
@@ -387,7 +386,11 @@ class FakeDevice:
         return expected
 
     def _gather(self, slot: _Slot, scheduled: ScheduledSequence) -> bool:
-        """Whether the prefix holds something not finite; raises if it is another's."""
+        """Return True if the prefix has non-finite KV.
+
+        Raises:
+          AssertionError: the KV is that of another prefix.
+        """
         block_size, start = self.block_size, scheduled.start
         expected = self._expect(slot, scheduled.salt)[:start]
         found: list[int] = []
@@ -422,12 +425,12 @@ class FakeDevice:
 
 
 class FailingDevice:
-    """A device whose steps raise: to see that nothing is lost by it.
+    """A device whose steps can raise, to test recovery.
 
     Args:
-      device: what runs the steps that do not raise.
-      fails: (plan, "dispatch" or "read") -> whether the step raises there. After one that raised,
-        nothing is known of what `device` holds until it is reset.
+      device: runs the steps.
+      fails: (plan, "dispatch" or "read") -> True if the step raises there. After a failure, the
+        device must be reset before its next use.
     """
 
     def __init__(self, device: Device, fails: Callable[[StepPlan, str], bool]):
@@ -461,10 +464,10 @@ class FailingDevice:
 
 @contextmanager
 def failing_steps(core: Any, fails: Callable[[StepPlan, str], bool]) -> Iterator[FailingDevice]:
-    """Make steps of an `EngineCore` raise. It recovers from them, but not from failed checks.
+    """Make steps of an `EngineCore` raise. It recovers from these, but not from failed checks.
 
     Args:
-      fails: as of `FailingDevice`.
+      fails: as for `FailingDevice`.
     """
     device, unrecoverable = core._device, core.unrecoverable
     core._device = failing = FailingDevice(device, fails)
@@ -476,8 +479,8 @@ def failing_steps(core: Any, fails: Callable[[StepPlan, str], bool]) -> Iterator
 
 
 def drafts_always_pay(policy: Any) -> None:
-    """Makes a `LengthPolicy` think that all steps take a second, and that waiting costs nothing."""
-    policy.drafted.record(1 << 20, 1.0)  # so that steps may have any number of drafts
+    """Make a `LengthPolicy` assume that all steps take one second, and that waiting is free."""
+    policy.drafted.record(1 << 20, 1.0)  # lets steps have any number of drafts
     for times in (policy.ahead, policy.alone, policy.drafted):
         times.expect = lambda num_tokens, origin=None: 1.0
         times.count = lambda num_tokens: math.inf
@@ -485,7 +488,11 @@ def drafts_always_pay(policy: Any) -> None:
 
 
 def not_a_number(dtype: Any) -> float:
-    """A NaN as an array of a KV cache holds it: in 8 bits the scale's, and the worst elements."""
+    """Return a NaN in the storage type of a KV cache array.
+
+    In 8-bit caches the scales are stored as uint16. int8 elements have no NaN, so it returns the
+    largest one.
+    """
     return {"uint16": 0x7FC1, "uint8": 0x7F, "int8": 127}.get(str(dtype), math.nan)
 
 
@@ -493,7 +500,7 @@ def not_a_number(dtype: Any) -> float:
 
 
 def tiny_model(**changes: Any) -> Model:
-    """A Llama of a few thousand parameters, without weights. Imports jax.
+    """Return a Llama of a few thousand parameters, without weights.
 
     `changes` replace fields of its `ModelSpec`: `tiny_model(vocab_size=64)`.
     """
@@ -522,9 +529,10 @@ def tiny_model(**changes: Any) -> Model:
 
 
 def random_leaves(model: Model, seed: int = 0) -> tuple[jax.Array, ...]:
-    """Random weights for `model`, in the order of `model.leaves`; norms are near one.
+    """Return random weights for `model`, in the order of `model.leaves`.
 
-    Large enough that the logits of a tiny model differ clearly from token to token.
+    Norms are near one. Other weights are large enough that the logits of a tiny model clearly
+    differ between tokens.
     """
     import jax.numpy as jnp
     import numpy as np

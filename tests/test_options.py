@@ -41,10 +41,13 @@ def test_names_of_other_engines_are_arguments():
         ({"max_num_seq": 1}, "no such option: max_num_seq; did you mean max_num_seqs?"),
         ({"swap_space": 4}, "swap_space has no counterpart: preempted sequences are recomputed"),
         ({"tensor_parallel": 1, "tensor_parallel_size": 1}, "tensor_parallel are the same option"),
-        ({"tp_size": 1, "tensor_parallel_size": 1}, "are the same option: give one of them"),
-        ({"enable_lora": True}, "enable_lora has no effect by itself: give lora or max_loras"),
+        ({"tp_size": 1, "tensor_parallel_size": 1}, "are the same option: set only one of them"),
+        ({"enable_lora": True}, "enable_lora has no effect by itself: set lora or max_loras"),
         ({"speculative_config": "eagle"}, "speculative_config must be a JSON object"),
-        ({"quantization": "awq"}, "quantization awq: a quantized checkpoint needs no flag"),
+        (
+            {"quantization": "awq"},
+            "quantization awq: the method is in the checkpoint's config.json",
+        ),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, not 0"),
         ({"dtype": "bfloat"}, "dtype must be one of .*, not 'bfloat'; did you mean bfloat16"),
         ({"memory_fraction": "0.5"}, "memory_fraction must be a number, not '0.5'"),
@@ -52,20 +55,20 @@ def test_names_of_other_engines_are_arguments():
         ({"speculation": "draft"}, 'speculation="draft" needs a draft_model: a folder'),
         (
             {"chunked_prefill": False, "prefill_chunk_size": 8},
-            "prefill_chunk_size cuts prompts, which chunked_prefill=False forbids",
+            "prefill_chunk_size splits prompts, which chunked_prefill=False forbids",
         ),
         ({"itl_target_ms": 0.5}, "itl_target_ms must be from 1 to 60000 milliseconds, or 0"),
         ({"itl_target_ms": float("nan")}, "itl_target_ms must be from 1 to 60000 milliseconds"),
         ({"itl_target_ms": "200"}, "itl_target_ms must be a number, not '200'"),
         (
             {"itl_target_ms": 200, "deterministic": True},
-            "itl_target_ms chooses the size of steps, and with deterministic=True there is one",
+            "itl_target_ms varies the size of steps, which deterministic=True fixes",
         ),
         (
             {"itl_target_ms": 200, "chunked_prefill": False},
-            "itl_target_ms cuts prompts, which chunked_prefill=False forbids",
+            "itl_target_ms splits prompts, which chunked_prefill=False forbids",
         ),
-        ({"lora": ("a=x", "a=y")}, "lora a: two adapters cannot have one name"),
+        ({"lora": ("a=x", "a=y")}, "lora a: two adapters have this name"),
     ],
 )
 def test_errors_name_python_arguments(options, said):

@@ -212,7 +212,7 @@ def test_the_error_of_a_callback_and_of_a_future_reaches_its_owner_and_the_log(c
 
 def test_an_owner_that_fails_is_logged_too(caplog):
     supervise.guarded(planted, "a callback", planted)()
-    assert tracebacks(caplog) == 2 and "could not be handled" in caplog.text
+    assert tracebacks(caplog) == 2 and "the error handler failed" in caplog.text
 
 
 # ---- the engine ----------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Names that other engines give to our options, and their options that have no counterpart here.
+"""Other engines' names for our options, and their options that have no counterpart here.
 
-`EngineConfig.from_options` (and so `LLM`) takes these names as Python arguments. The command line
-takes them as flags: `tensor_parallel_size` is `--tensor-parallel-size`. An alias never has the name
-of an option of ours; a test checks it.
+`EngineConfig.from_options` (and so `LLM`) accepts these names as Python arguments. The command line
+accepts them as flags: `tensor_parallel_size` is `--tensor-parallel-size`. No alias has the name of
+one of our options, which a test checks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from forge_jax.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Another name of an option.
+    """Another engine's name for an option.
 
     Attributes:
-      name: as a Python argument.
+      name: the name as a Python argument.
       option: the field that it sets.
-      inverted: a boolean that means the opposite of the field.
-      short: a one-dash flag for it.
-      convert: makes options of a value in the other engine's form; raises ConfigError. Default: the
-        value is the field's.
-      several: on the command line it takes one or more values.
+      inverted: True if its boolean means the opposite of the field.
+      short: a flag with one dash.
+      convert: converts a value of the other engine to options, or raises ConfigError. Default: the
+        value is used unchanged.
+      several: True if the flag takes one or more values.
     """
 
     name: str
@@ -43,11 +43,11 @@ class Alias:
 
     @property
     def negative(self) -> str:
-        """The opposite, if it is a switch."""
+        """The flag with the opposite meaning, if this is a switch."""
         return flag_of("no_" + self.name)
 
     def options(self, value: Any) -> dict[str, Any]:
-        """Return the options that this name sets to `value`, by field."""
+        """Return the options that `value` of this name sets, by field."""
         if self.convert is not None:
             return self.convert(value)
         return {self.option: not value if self.inverted else value}
@@ -55,9 +55,12 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Implied:
-    """A switch of other engines for what always holds here: accepted, without effect.
+    """Another engine's switch for behavior that is always on here. It is accepted without effect.
 
-    `needs` are options of which one must be given for it to hold.
+    Attributes:
+      name: the name as a Python argument.
+      reason: why the switch has no effect.
+      needs: options of which at least one must be set for the behavior to be on.
     """
 
     name: str
@@ -70,12 +73,12 @@ class Implied:
 
 
 def flag_of(name: str) -> str:
-    """tensor_parallel_size -> --tensor-parallel-size"""
+    """Return the flag of a name: `--tensor-parallel-size` for `tensor_parallel_size`."""
     return "--" + name.replace("_", "-")
 
 
 def _speculation(value: Any) -> dict[str, Any]:
-    """vLLM's `speculative_config`: a dict, or its JSON text."""
+    """Return the options for vLLM's `speculative_config`, a dict or JSON text."""
     flag = "--speculative-config"
     try:
         config = dict(json.loads(value) if isinstance(value, str) else value)
@@ -94,13 +97,13 @@ def _speculation(value: Any) -> dict[str, Any]:
         options["max_draft_tokens"] = tokens
     if config:
         raise ConfigError(
-            f"{flag}: {', '.join(sorted(config))}: there is no such setting here; use --speculation"
+            f"{flag} has unsupported settings: {', '.join(sorted(config))}; use --speculation"
         )
     return options
 
 
 def _speculation_method(method: Any, flag: str = "--spec-method") -> dict[str, Any]:
-    """vLLM's `spec_method`, also in its `speculative_config`."""
+    """Return the options for vLLM's `spec_method` or the method of its `speculative_config`."""
     methods = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft"}
     if not isinstance(method, str) or method not in methods:
         raise ConfigError(
@@ -111,14 +114,17 @@ def _speculation_method(method: Any, flag: str = "--spec-method") -> dict[str, A
 
 
 def _adapters(value: Any) -> dict[str, Any]:
-    """vLLM's `lora_modules`: NAME=FOLDER, or JSON with `name` and `path`, one or several."""
+    """Return the options for vLLM's `lora_modules`.
+
+    The value is one item or several. An item is NAME=FOLDER, or JSON with `name` and `path`.
+    """
     found: list[str] = []
     for item in value if isinstance(value, list | tuple) else [value]:
         if isinstance(item, str) and item.lstrip().startswith(("{", "[")):
             try:
                 item = json.loads(item)
             except ValueError as error:
-                raise ConfigError(f"--lora-modules: not JSON: {item}") from error
+                raise ConfigError(f"--lora-modules: invalid JSON: {item}") from error
         if isinstance(item, list):
             found += _adapters(item)["lora"]
         elif isinstance(item, dict):
@@ -170,7 +176,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "kv_dtype": {"fp8_e4m3": "fp8"},
 }
 
-_CHECKPOINT = "a quantized checkpoint needs no flag: its config.json says how; leave it out"
+_CHECKPOINT = "the method is in the checkpoint's config.json: omit this option"
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "quantization": dict.fromkeys(
         ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf"), _CHECKPOINT
@@ -180,19 +186,19 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
 
 IMPLIED = (
     Implied("enable_auto_tool_choice", "tool calls are parsed whenever a request has tools"),
-    Implied("trust_remote_code", "no code of a model's folder is ever run"),
-    Implied("disable_log_stats", "statistics are not logged; /metrics has them"),
-    Implied("enable_prompt_tokens_details", "usage always has them"),
+    Implied("trust_remote_code", "code in a model's folder is never run"),
+    Implied("disable_log_stats", "statistics are not logged; they are at /metrics"),
+    Implied("enable_prompt_tokens_details", "usage always has the details"),
     Implied("enable_request_id_headers", "every response has X-Request-Id"),
     Implied(
         "enable_lora",
-        "adapters are on with `--lora` or `--max-loras`; one of them must be given",
+        "`--lora` or `--max-loras` enables adapters; one of them must be set",
         needs=("lora", "max_loras"),
     ),
 )
 
 _ONE_HOST = "only tensor parallelism on one host is implemented: use --tensor-parallel"
-_CHECKPOINT_FILES = "the files in the model's folder decide it"
+_CHECKPOINT_FILES = "the files in the model's folder determine it"
 _TEXT_ONLY = "models are text only"
 REFUSED: Mapping[str, str] = {
     "pipeline_parallel_size": _ONE_HOST,
@@ -205,40 +211,40 @@ REFUSED: Mapping[str, str] = {
     "node_rank": _ONE_HOST,
     "enable_expert_parallel": _ONE_HOST,
     "distributed_executor_backend": _ONE_HOST,
-    "swap_space": "preempted sequences are recomputed, never swapped: leave it out",
-    "cpu_offload_gb": "weights are never offloaded: use --quantization for less memory",
-    "kv_offloading_size": "blocks that leave the KV cache are recomputed: leave it out",
-    "kv_cache_memory_bytes": "give the size of the KV cache in blocks: use --num-blocks",
-    "download_dir": "models are in Hugging Face's cache: set HF_HOME",
+    "swap_space": "preempted sequences are recomputed, never swapped: omit this option",
+    "cpu_offload_gb": "weights are never offloaded: use --quantization to save memory",
+    "kv_offloading_size": "blocks evicted from the KV cache are recomputed: omit this option",
+    "kv_cache_memory_bytes": "the size of the KV cache is set in blocks: use --num-blocks",
+    "download_dir": "models are stored in Hugging Face's cache: set HF_HOME",
     "hf_token": "set HF_TOKEN",
     "load_format": _CHECKPOINT_FILES,
     "config_format": _CHECKPOINT_FILES,
-    "tokenizer": "the tokenizer is the one in the model's folder",
-    "tokenizer_mode": "there is one tokenizer implementation: leave it out",
-    "tokenizer_revision": "the tokenizer is the model's: use --revision",
-    "code_revision": "no code of a model's folder is ever run: leave it out",
+    "tokenizer": "the tokenizer in the model's folder is used",
+    "tokenizer_mode": "there is only one tokenizer implementation: omit this option",
+    "tokenizer_revision": "the model's tokenizer is used: use --revision",
+    "code_revision": "code in a model's folder is never run: omit this option",
     "hf_overrides": "edit config.json in a copy of the model's folder",
     "rope_scaling": "edit config.json in a copy of the model's folder",
     "rope_theta": "edit config.json in a copy of the model's folder",
-    "model_impl": "there is one implementation of each model: leave it out",
-    "generation_config": "requests set the sampling; the model's file gives only the end tokens",
-    "override_generation_config": "requests set the sampling fields",
+    "model_impl": "each model has only one implementation: omit this option",
+    "generation_config": "requests set sampling parameters; the file sets only EOS tokens",
+    "override_generation_config": "requests set the sampling parameters",
     "compilation_config": "XLA compiles every step: see --compile-cache and --no-command-buffers",
     "optimization_level": "XLA compiles every step: see --compile-cache and --no-command-buffers",
     "max_cudagraph_capture_size": "see --no-command-buffers",
     "max_seq_len_to_capture": "command buffers have no length limit: see --no-command-buffers",
-    "attention_backend": "the device decides it: see --kernels",
-    "guided_decoding_backend": "llguidance is the only back end: leave it out",
-    "structured_outputs_config": "llguidance is the only back end: leave it out",
-    "disable_sliding_window": "the model's config.json decides it",
+    "attention_backend": "the device determines it: see --kernels",
+    "guided_decoding_backend": "llguidance is the only backend: omit this option",
+    "structured_outputs_config": "llguidance is the only backend: omit this option",
+    "disable_sliding_window": "the model's config.json determines it",
     "max_cpu_loras": "all adapters are on the device: use --max-loras",
     "max_num_active_seqs": "use --max-num-seqs",
     "max_num_scheduled_tokens": "use --max-num-batched-tokens",
     "max_num_partial_prefills": "see --max-num-batched-tokens and --prefill-chunk-size",
-    "max_logprobs": "the limit is fixed: leave it out",
-    "logprobs_mode": "logprobs are those of the model, before temperature and penalties",
-    "logits_processors": "no code is loaded into the server: see logit_bias in a request",
-    "prefix_caching_hash_algo": "the hash is fixed: leave it out",
+    "max_logprobs": "the limit is fixed: omit this option",
+    "logprobs_mode": "logprobs are the model's, before temperature and penalties",
+    "logits_processors": "the server loads no code: see logit_bias in a request",
+    "prefix_caching_hash_algo": "the hash is fixed: omit this option",
     "runner": "see --pooling",
     "limit_mm_per_prompt": _TEXT_ONLY,
     "mm_processor_kwargs": _TEXT_ONLY,
@@ -248,10 +254,10 @@ REFUSED: Mapping[str, str] = {
 
 
 def our_value(option: str, value: Any) -> Any:
-    """Return the value as our option spells it.
+    """Return the value in our option's spelling.
 
     Raises:
-      ConfigError: for a value of other engines that has no counterpart here.
+      ConfigError: another engine's value has no counterpart here.
     """
     reason = refused_value(option, value)
     if reason is not None:
@@ -260,19 +266,19 @@ def our_value(option: str, value: Any) -> Any:
 
 
 def refused_value(option: str, value: Any) -> str | None:
-    """Return why a value of other engines has no counterpart here; None if it may have one."""
+    """Return why another engine's value has no counterpart here, or None if it is not refused."""
     return REFUSED_VALUES.get(option, {}).get(value) if isinstance(value, str) else None
 
 
 def our_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the options under our names.
+    """Return the options by our names.
 
     Args:
-      options: by our names or those of other engines.
+      options: by our names or other engines' names.
       known: our names.
 
     Raises:
-      ConfigError: for a name that is neither, or two names of the same option.
+      ConfigError: a name is unknown, or two names set the same option.
     """
     aliases = {alias.name: alias for alias in ALIASES}
     implied = {each.name: each for each in IMPLIED}
@@ -288,7 +294,7 @@ def our_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str,
         for option, value in aliases[name].options(options[name]).items():
             if option in given:
                 other = given[option] or option
-                raise ConfigError(f"{name} and {other} are the same option: give one of them")
+                raise ConfigError(f"{name} and {other} are the same option: set only one of them")
             given[option] = name
             result[option] = our_value(option, value)
     check_implied(held, lambda option: result.get(option) not in (None, ()))
@@ -296,11 +302,11 @@ def our_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str,
 
 
 def check_implied(names: Iterable[str], is_given: Callable[[str], bool]) -> None:
-    """Raise ConfigError if one of these `IMPLIED` names does not hold with the options given."""
+    """Raise ConfigError if one of these `IMPLIED` names lacks an option that it needs."""
     for each in IMPLIED:
         if each.name in names and each.needs and not any(map(is_given, each.needs)):
             needed = " or ".join(map(flag_of, each.needs))
-            raise ConfigError(f"{each.flag} has no effect by itself: give {needed}")
+            raise ConfigError(f"{each.flag} has no effect by itself: set {needed}")
 
 
 def _unknown(name: str, known: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""The fields of `config.json`, each read with a check."""
+"""Checked access to the fields of `config.json`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ MAX_TOKEN_LIST = 1024
 
 
 class HFConfig:
-    """`config.json` with checks: each getter names the field that is wrong.
+    """A `config.json` whose getters raise a ModelError that names the invalid field.
 
-    `defaults`: the values of fields that the file leaves out.
+    Args:
+      where: the file's name in errors.
+      defaults: the values of fields that the file omits.
     """
 
     def __init__(
@@ -33,7 +35,7 @@ class HFConfig:
         )
 
     def leaves_out(self, name: str) -> bool:
-        """True if the value of this field is a default."""
+        """Return True if the file omits this field and its value is a default."""
         return name in self._left_out
 
     def has(self, name: str) -> bool:
@@ -55,11 +57,11 @@ class HFConfig:
         low: float = 0.0,
         high: float = 1e30,
     ) -> float:
-        """A finite number above `low`; float32 holds all up to `high`."""
+        """Return a finite number above `low` and at most `high`, which float32 can represent."""
         value = self.values.get(name) if self.has(name) else default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, "a number")
-        if not low < value <= high:  # NaN is neither
+        if not low < value <= high:  # also rejects NaN
             raise self.error(name, f"a finite number above {low:g}, at most {high:g}")
         return float(value)
 
@@ -78,14 +80,14 @@ class HFConfig:
     def with_defaults(
         self, defaults: Mapping[str, Any], nullable: Collection[str] = ()
     ) -> HFConfig:
-        """The same, with `defaults` for fields that the file leaves out.
+        """Return a copy that has `defaults` for the fields that the file omits.
 
         Raises:
-          ModelError: a field that has a default is null, and is not one of the `nullable` ones.
+          ModelError: a field with a default is null and not in `nullable`.
         """
         for name in defaults:
             if name in self.values and self.values[name] is None and name not in nullable:
-                raise ModelError(f"{self.where}: {name} must not be null: set it, or leave it out")
+                raise ModelError(f"{self.where}: {name} must not be null: set it, or remove it")
         return HFConfig(self.values, self.where, defaults)
 
     def section(self, name: str) -> HFConfig | None:
@@ -97,7 +99,10 @@ class HFConfig:
         return HFConfig(value, f"{self.where}: {name}")
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """A token id, a list of them, or none: they index the model's logits."""
+        """Return the field's token ids: a single one, a list, or none.
+
+        Ids index the model's logits, so each must be less than `vocab_size`.
+        """
         value = self.values.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if len(ids) > MAX_TOKEN_LIST or any(

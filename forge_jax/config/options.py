@@ -1,7 +1,7 @@
-"""The engine's configuration: frozen, keyword-only, every default written once.
+"""The engine's configuration: frozen dataclasses with keyword-only fields.
 
-Each field carries its own one-line documentation and command-line flag; `forge-jax serve --help`
-and the table in docs/configuration.md are made from them.
+Each field has its default, help text and command-line flag. `forge-jax serve --help` and
+docs/configuration.md are generated from them.
 """
 
 from __future__ import annotations
@@ -19,32 +19,36 @@ from forge_jax.config.suggest import did_you_mean
 from forge_jax.errors import ConfigError, ForgeError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
-MAX_NUM_SEQS = 4096  # each is a row of the largest decode executable
+MAX_NUM_SEQS = 4096  # each sequence is a row of the largest decode executable
 KVDType = Literal["auto", "fp8", "int8"]
 Policy = Literal["fcfs", "priority", "prefix"]
 Speculation = Literal["off", "ngram", "suffix", "draft"]
 Verification = Literal["coupled", "rejection"]
-SELF = "self"  # as a draft model: the first layers of the model itself
+SELF = "self"  # draft model: the first layers of the model itself
 LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}", re.ASCII)
-MAX_LORAS = 64  # each is multiplied with every row
+MAX_LORAS = 64  # every row is multiplied by each adapter
 MAX_LORA_RANK = 512
 MAX_ENGINE_TIMEOUT_S = 24 * 3600
 MAX_ITL_TARGET_MS = 60_000
-MAX_DRAFT_TOKENS = 31  # each is a row of the executables that verify
-Rounding = Literal["none", "int8", "fp8", "int4"]  # of weights, as they are read
+MAX_DRAFT_TOKENS = 31  # each draft token is a row of the verification executables
+Rounding = Literal["none", "int8", "fp8", "int4"]  # of weights, while they are read
 GGUFWeights = Literal["packed", "packed-exact", "decoded"]
-# Or the name of an instruction set, as in `forge_kernels.cpu.build`.
+# The names after "xla" are instruction sets, as in `forge_kernels.cpu.build`.
 Kernels = Literal["auto", "xla", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"]
 Batching = Literal["continuous", "static"]
-Pooling = Literal["last", "mean"]  # of hidden states, for an embedding
+Pooling = Literal["last", "mean"]  # of hidden states, for embeddings
 
 
 def option(default: Any, doc: str, *, secret: bool = False, **metadata: Any) -> Any:
-    """A configuration field: its default, its documentation, and how the command line spells it.
+    """Return a configuration field with its default, help text and command-line flag.
 
-    `flag=None` keeps it off the command line; `flag="--no-x"` is a switch that turns it off.
-    `essential=True` puts it into the short `--help`; `--help-all` has every flag. A `secret` is in
-    no repr.
+    Args:
+      default: the default value.
+      doc: the help text.
+      secret: leaves the value out of the section's repr.
+      metadata: `flag=None` keeps the field off the command line, and `flag="--no-x"` makes a switch
+        that turns it off. `essential=True` shows the flag in the short `--help`. `--help-all` shows
+        every flag.
     """
     return field(default=default, repr=not secret, metadata={"doc": doc, **metadata})
 
@@ -54,113 +58,153 @@ class ModelConfig:
     model: str = option(
         "forge-tiny", "a folder, a .gguf file, a Hugging Face id, or forge-tiny", flag=None
     )
-    revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
+    revision: str | None = option(
+        None, "branch, tag or commit of a Hugging Face repository; default: main"
+    )
     dtype: DType = option(
-        "auto", "type of weights and activations; auto: the checkpoint's", essential=True
+        "auto", "data type of weights and activations; auto: the checkpoint's", essential=True
     )
     quantization: Rounding = option(
         "none",
-        "store the matrices in fewer bits, rounded as they are read",
+        "quantize the weight matrices to this type while loading the checkpoint",
         essential=True,
     )
     gguf_weights: GGUFWeights = option(
         "packed",
-        "matrices of a .gguf file: packed ones stay in 4 or 8 bits, and the C++ kernels multiply "
-        "them as whole numbers with activations rounded to int8; packed-exact rounds no "
-        "activations; decoded ones are floats, and take the memory of these",
+        'storage of a .gguf file\'s matrices. "packed" keeps 4 or 8 bits per weight and multiplies '
+        'integers, with activations rounded to int8. "packed-exact" does not round activations. '
+        '"decoded" converts the matrices to floats, which take more memory',
     )
     kernels: Kernels = option(
         "auto",
-        "xla: do not use the C++ kernels on a CPU, only what XLA makes itself; auto: the C++ "
-        "kernels for the instructions that are measured to be the fastest; or for named ones; amx: "
-        "tiles wherever they can be used",
+        'CPU kernels. "auto" uses the C++ kernels for the instruction set that was measured to be '
+        'the fastest. "xla" uses only XLA\'s own code. The name of an instruction set uses the C++ '
+        'kernels for it, and "amx" uses tiles wherever possible',
     )
     mmap: bool = option(
         False,
-        "on a CPU, leave the weights of converted folders in the page cache if that has them in "
-        "huge pages: a fast start, but slower steps where the system evicts them",
+        "on a CPU, map the weights of a converted folder from the page cache if they are in huge "
+        "pages there. Starts faster, but steps slow down if the system evicts the pages",
     )
     max_model_len: int | None = option(
         None,
-        "longest prompt plus output; auto: the model's, or what the KV cache has room for",
+        "context length: maximum number of tokens of prompt plus output, at least 1; auto: the "
+        "model's limit, or less if the KV cache is smaller",
         essential=True,
     )
     chat_template: str | None = option(
-        None, "a Jinja chat template: a file, its text, or the name of one of the model's own"
+        None,
+        "Jinja chat template: a file, its text, or the name of one of the model's templates; "
+        "default: the model's",
     )
     deterministic: bool = option(
-        False, "equal bits for a request whatever else runs and however it is scheduled; slower"
+        False,
+        "return bit-identical results for a request in every batch composition and schedule; "
+        "slower",
     )
     pooling: Pooling = option(
         "last",
-        "what an embedding is made of: the last token's final hidden state, or the mean of all",
+        "embedding of a text: the final hidden state of its last token, or the mean over all "
+        "tokens",
     )
     lora: tuple[str, ...] = option(
         (),
-        "a LoRA adapter in PEFT's form, as NAME=FOLDER: requests name it; may be repeated",
+        "LoRA adapter in PEFT's format, as NAME=FOLDER. Requests select it by NAME. May be "
+        "repeated, up to 64 times",
         essential=True,
     )
     max_loras: int | None = option(
-        None, "LoRA adapters at once, and so room to load more later; auto: as many as --lora names"
+        None,
+        "number of LoRA adapters that can be loaded at the same time, at most 64. At least the "
+        "number of --lora adapters, which is the default (auto)",
     )
-    max_lora_rank: int = option(16, "largest rank of a LoRA adapter; all take as much memory")
-    seed: int = option(0, "seed of the random source that seeds requests without a seed")
+    max_lora_rank: int = option(
+        16,
+        "largest rank of a LoRA adapter, 1 to 512; every adapter takes the memory of this rank",
+    )
+    seed: int = option(
+        0, "seed of the random generator that draws a seed for each request without one"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    block_size: int | None = option(None, "tokens per KV block; auto: 64 on GPU, 16 on CPU")
-    num_blocks: int | None = option(None, "KV blocks; auto: what the memory allows", essential=True)
+    block_size: int | None = option(
+        None, "tokens per KV cache block, a multiple of 8; auto: 64 on GPU, 16 on CPU"
+    )
+    num_blocks: int | None = option(
+        None,
+        "number of KV cache blocks, at least 1; auto: as many as memory allows",
+        essential=True,
+    )
     kv_dtype: KVDType = option(
         "auto",
-        "type of keys and values; auto: the model's; fp8 and int8, with a scale for each token and "
-        "head, take about half the memory of a 16-bit type",
+        'data type of the KV cache. "auto" is the model\'s type. "fp8" and "int8" store one scale '
+        "per token and head, and take about half the memory of a 16-bit type",
         essential=True,
     )
     memory_fraction: float = option(
         0.9,
-        "part of a GPU's memory to use; on CPU the KV cache has room for 1,024 tokens of each "
-        "sequence, in 0.5 to 2 GiB, see num-blocks",
+        "fraction of GPU memory to use, above 0 and at most 1. No effect on CPU, where the KV "
+        "cache has room for 1,024 tokens per sequence within 0.5 to 2 GiB; see --num-blocks",
         essential=True,
     )
     kv_cache: Literal["paged", "contiguous"] = option(
-        "paged", "contiguous gives each sequence one block of max-model-len tokens"
+        "paged",
+        'layout of the KV cache. "paged" uses blocks of --block-size tokens. "contiguous" gives '
+        "each sequence one block of --max-model-len tokens",
     )
     prefix_cache: bool = option(
-        True, "do not reuse the KV of common prefixes", flag="--no-prefix-cache"
+        True,
+        "do not share KV cache blocks between prompts with the same beginning",
+        flag="--no-prefix-cache",
     )
-    eviction: Literal["lru", "fifo"] = option("lru", "which cached block to give up first")
+    eviction: Literal["lru", "fifo"] = option(
+        "lru", "cached block to evict first: the least recently used one, or the one cached first"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    max_num_seqs: int = option(256, "sequences that run at the same time", essential=True)
+    max_num_seqs: int = option(
+        256, "maximum number of sequences that run at the same time, 1 to 4096", essential=True
+    )
     max_num_batched_tokens: int | None = option(
-        None, "tokens of one step, prompts and decodes together; auto: 2048 on GPU, 512 on CPU"
+        None,
+        "maximum number of tokens per step, prompts and decodes together, at least 1; auto: 2048 "
+        "on GPU, 512 on CPU",
     )
     prefill_chunk_size: int | None = option(
-        None, "most tokens of one prompt in one step; auto: all that fit"
+        None,
+        "maximum number of tokens of one prompt per step, at least 1; auto: as many as fit",
     )
-    scheduling_policy: Policy = option("fcfs", "order in which waiting requests are admitted")
+    scheduling_policy: Policy = option(
+        "fcfs",
+        'order in which waiting requests are admitted: "fcfs" by arrival, "priority" by the '
+        'request\'s priority, "prefix" by the length of the cached prefix',
+    )
     one_step_ahead: bool = option(
         True,
-        "read each step before the next is scheduled: the device waits for the host",
+        "read each step's result before scheduling the next step; the device then waits for the "
+        "host",
         flag="--no-one-step-ahead",
     )
     chunked_prefill: bool = option(
         True,
-        "compute each prompt in one step, or let it wait; only a prompt that no step can hold, "
-        "one longer than max-num-batched-tokens, is still cut",
+        "compute each prompt in one step. Only prompts longer than --max-num-batched-tokens are "
+        "still split",
         flag="--no-chunked-prefill",
     )
     itl_target_ms: float | None = option(
         None,
-        "inter-token latency in ms that running requests keep while prompts are computed, in "
-        "smaller steps; 0 turns it off; auto: 200 for a server on CPU, else off",
+        "target inter-token latency of running requests in milliseconds, 1 to 60000, or 0 for "
+        "none. Prompts are computed in smaller steps to reach it. Auto: 200 for a server on CPU, "
+        "else none",
     )
     batching: Batching = option(
         "continuous",
-        "static admits requests only when none runs, as many as fit the tokens of one step",
+        '"continuous" admits requests as soon as there is room. "static" admits requests only '
+        "when none runs, as many as fit into one step",
     )
 
 
@@ -168,54 +212,64 @@ class BatchConfig:
 class SpeculationConfig:
     speculation: Speculation = option(
         "off",
-        "guess tokens and verify several in one step: from what the text itself repeats (ngram), "
-        "from that and earlier outputs of the same tenant (suffix), with a smaller model (draft)",
+        "speculative decoding: propose draft tokens and verify several in one step. "
+        '"ngram" drafts from repetitions within the text. "suffix" also uses earlier outputs of '
+        'the same tenant. "draft" uses a draft model',
         essential=True,
     )
     max_draft_tokens: int = option(
-        7, "most guessed tokens of one sequence in one step; how many is decided from step to step"
+        7,
+        "maximum number of draft tokens per sequence and step, 1 to 31; each step chooses how many",
     )
     draft_model: str | None = option(
         None,
-        "model that guesses, with the same vocabulary: a folder, a .gguf file, a Hugging Face id, "
-        "or self for the first layers of the model",
+        "model that drafts with --speculation draft: a folder, a .gguf file, a Hugging Face id, "
+        "or self for the model's first layers. It must have the model's vocabulary",
         essential=True,
     )
-    draft_layers: int | None = option(None, "how many layers --draft-model self has")
+    draft_layers: int | None = option(
+        None, "number of layers of --draft-model self, at least 1; required with it"
+    )
     draft_verification: Verification = option(
         "coupled",
-        "coupled: the tokens are those without drafts; rejection: only their distribution is, and "
-        "more drafts of a model are accepted at temperatures above 0",
+        '"coupled" gives the same tokens as decoding without drafts. "rejection" preserves only '
+        "their distribution, but accepts more tokens of a draft model at temperatures above 0",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    backend: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs", essential=True)
-    device: int = option(0, "index of the device")
+    backend: Literal["auto", "cuda", "cpu"] = option(
+        "auto", "device type to run on; auto: a GPU if there is one, else the CPU", essential=True
+    )
+    device: int = option(0, "index of the (first) device, from 0")
     tensor_parallel: int = option(
         1,
-        "devices that share the model, from --device on: each has a part of every matrix",
+        "number of devices, from --device on, that share the model; each has a part of every "
+        "matrix",
         essential=True,
     )
     command_buffers: bool = option(
         True,
-        "run without XLA's command buffers (CUDA graphs); they are for CUDA only",
+        "run without XLA's command buffers (CUDA graphs); no effect on CPU",
         flag="--no-command-buffers",
     )
     compile_cache_dir: str | None = option(
         None,
-        "folder that keeps compiled executables, which are run when they are read: nobody else may "
-        "write there; default: $JAX_COMPILATION_CACHE_DIR, or ~/.cache/forge-jax/xla",
+        "folder for compiled executables. Only trusted users may be able to write there, because "
+        "executables are run after they are read. Default: $JAX_COMPILATION_CACHE_DIR, or "
+        "~/.cache/forge-jax/xla",
         flag="--compile-cache",
     )
     compile_cache: bool = option(
-        True, "compile at every start, and keep nothing", flag="--no-compile-cache"
+        True,
+        "compile at every start, without reading or writing a cache",
+        flag="--no-compile-cache",
     )
     engine_timeout_s: float = option(
         120.0,
-        "with --engine-process: seconds without a heartbeat, or without a completed step while "
-        "there is work, after which the process is killed and replaced; at least 1, or 0: never",
+        "seconds without a heartbeat, or with work but no completed step, after which the process "
+        "of --engine-process is replaced. The range is 1 to 86400; 0: never",
         flag="--engine-timeout",
     )
 
@@ -263,20 +317,22 @@ class EngineConfig:
         _check_lora(self.model)
         if self.batch.prefill_chunk_size is not None and not self.batch.chunked_prefill:
             raise ConfigError(
-                "--prefill-chunk-size cuts prompts, which --no-chunked-prefill forbids: "
-                "leave one of them out"
+                "--prefill-chunk-size splits prompts, which --no-chunked-prefill forbids: "
+                "remove one of them"
             )
         _check_itl_target(self)
         block_size = self.cache.block_size
         if block_size is not None and block_size % 8:
             raise ConfigError(f"--block-size must be a multiple of 8, not {block_size}")
         if self.parallel.compile_cache_dir is not None and not self.parallel.compile_cache:
-            raise ConfigError("--compile-cache and --no-compile-cache: leave one of them out")
+            raise ConfigError(
+                "--compile-cache and --no-compile-cache exclude each other: remove one of them"
+            )
         timeout_s = self.parallel.engine_timeout_s
         if timeout_s != 0.0 and not 1.0 <= timeout_s <= MAX_ENGINE_TIMEOUT_S:
             raise ConfigError(
-                f"--engine-timeout must be from 1 to {MAX_ENGINE_TIMEOUT_S} seconds, or 0, which "
-                f"turns it off, not {timeout_s}"
+                f"--engine-timeout must be from 1 to {MAX_ENGINE_TIMEOUT_S} seconds, or 0 to turn "
+                f"it off, not {timeout_s}"
             )
         if not 0.0 < self.cache.memory_fraction <= 1.0:
             raise ConfigError(
@@ -285,12 +341,12 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """Makes a config from flat field names: `from_options(dtype="float32", max_num_seqs=8)`.
+        """Return a config from flat field names: `from_options(dtype="float32", max_num_seqs=8)`.
 
-        Names of other engines are accepted, too: `tensor_parallel_size=2`.
+        Names of other engines are also accepted: `tensor_parallel_size=2`.
 
         Raises:
-          ConfigError: for a name that no section has, or a value that cannot be.
+          ConfigError: a name is unknown, or a value is invalid.
         """
         with python_names():
             options = our_options(options, _fields())
@@ -300,14 +356,16 @@ class EngineConfig:
             names = {f.name for f in dataclasses.fields(section_type)}  # type: ignore[arg-type]
             given = {name: options.pop(name) for name in sorted(names & options.keys())}
             sections[section.name] = section_type(**given)  # type: ignore[operator]
-        assert not options, f"not of any section: {options}"
+        assert not options, f"options of no section: {options}"
         return cls(**sections)
 
 
 @contextmanager
 def python_names() -> Generator[None]:
-    """Has errors of the body name options as Python arguments: `--no-prefix-cache` is
-    `prefix_cache=False`. The message with flags stays in `on_command_line`.
+    """Rewrite flags in the body's errors as Python arguments.
+
+    `--no-prefix-cache` becomes `prefix_cache=False`. `ForgeError.on_command_line` keeps the message
+    with flags.
     """
     try:
         yield
@@ -319,7 +377,7 @@ def python_names() -> Generator[None]:
 
 
 def in_python(message: str) -> str:
-    """The message with options of `EngineConfig` as Python arguments instead of flags."""
+    """Return the message with `EngineConfig` flags written as Python arguments."""
     return _FLAG.sub(_as_argument, message)
 
 
@@ -346,7 +404,7 @@ def _as_argument(found: re.Match[str]) -> str:
 
 @cache
 def _fields() -> dict[str, dataclasses.Field[Any]]:
-    """Every field of the engine's sections, by name."""
+    """Return every field of the engine's sections, by name."""
     sections = [section.default_factory for section in dataclasses.fields(EngineConfig)]
     return {
         known.name: known
@@ -366,7 +424,7 @@ def _flag_of(known: dataclasses.Field[Any]) -> str:
 
 
 def flags_of(*sections: Any) -> list[str]:
-    """What is not its default, in the words of the command line; nothing that is secret."""
+    """Return the flags of all values that differ from their default, without secrets."""
     words: list[str] = []
     for section in sections:
         for known in dataclasses.fields(section):
@@ -390,7 +448,7 @@ def _check_draft_model(speculation: SpeculationConfig) -> None:
             raise ConfigError(
                 "--draft-model self needs --draft-layers"
                 if model == SELF
-                else "--draft-layers is for --draft-model self only: leave it out"
+                else "--draft-layers is for --draft-model self only: remove it"
             )
         return
     for flag, value in (("--draft-model", model), ("--draft-layers", layers)):
@@ -403,14 +461,13 @@ def _check_verification(config: EngineConfig) -> None:
         return
     if config.speculation.speculation == "off":
         raise ConfigError(
-            "--draft-verification rejection is for drafts, and there are none: choose a "
-            "--speculation, or leave it out"
+            "--draft-verification rejection has no effect without drafts: set --speculation, or "
+            "remove it"
         )
     if config.model.deterministic:
         raise ConfigError(
-            "--draft-verification rejection gives other tokens than there are without drafts, and "
-            "--deterministic promises the same: use --draft-verification coupled, or leave "
-            "--deterministic out"
+            "--draft-verification rejection can change tokens, which --deterministic forbids: "
+            "use --draft-verification coupled, or remove --deterministic"
         )
 
 
@@ -420,18 +477,17 @@ def _check_itl_target(config: EngineConfig) -> None:
         return
     if not 1 <= target_ms <= MAX_ITL_TARGET_MS:
         raise ConfigError(
-            f"--itl-target-ms must be from 1 to {MAX_ITL_TARGET_MS} milliseconds, or 0, which "
-            f"turns it off, not {target_ms}"
+            f"--itl-target-ms must be from 1 to {MAX_ITL_TARGET_MS} milliseconds, or 0 to turn it "
+            f"off, not {target_ms}"
         )
     if config.model.deterministic:
         raise ConfigError(
-            "--itl-target-ms chooses the size of steps, and with --deterministic there is one "
-            "size: leave one of them out"
+            "--itl-target-ms varies the size of steps, which --deterministic fixes: remove one of "
+            "them"
         )
     if not config.batch.chunked_prefill:
         raise ConfigError(
-            "--itl-target-ms cuts prompts, which --no-chunked-prefill forbids: leave one of them "
-            "out"
+            "--itl-target-ms splits prompts, which --no-chunked-prefill forbids: remove one of them"
         )
 
 
@@ -441,7 +497,7 @@ def _check_lora(model: ModelConfig) -> None:
     names = [split_lora(option)[0] for option in model.lora]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"--lora {name}: two adapters cannot have one name")
+            raise ConfigError(f"--lora {name}: two adapters have this name; rename one")
     places = model.max_loras
     if places is not None and not len(names) <= places <= MAX_LORAS:
         raise ConfigError(
@@ -457,18 +513,25 @@ def _check_lora(model: ModelConfig) -> None:
 
 
 def split_lora(option: str) -> tuple[str, str]:
-    """NAME=FOLDER -> (name, folder). Raises ConfigError if it is not of this form."""
+    """Return the name and folder of NAME=FOLDER.
+
+    Raises:
+      ConfigError: the option does not have this form.
+    """
     name, _, folder = option.partition("=")
     if not LORA_NAME.fullmatch(name) or not folder:
         raise ConfigError(
-            f"--lora must be NAME=FOLDER, the name of at most 128 letters, digits and any of "
+            f"--lora must be NAME=FOLDER, where NAME has at most 128 letters, digits and any of "
             f"._:/@+-, not {option!r}"
         )
     return name, folder
 
 
 def _check_types(section: Any) -> None:
-    """Choices, numbers and switches; the command line has checked its own, Python has not."""
+    """Raise ConfigError if a field of the section has a value of the wrong type.
+
+    The command line checks types itself. Python callers depend on this check.
+    """
     for name, kind in get_type_hints(section.__class__).items():
         value, flag = getattr(section, name), "--" + name.replace("_", "-")
         if get_origin(kind) is Literal and value not in get_args(kind):

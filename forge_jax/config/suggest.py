@@ -1,11 +1,11 @@
-"""The nearest known name to one that does not exist, for error messages."""
+"""Suggestions for misspelled names in error messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-CUTOFF = 0.6  # of difflib's ratio; below it a suggestion is noise
-MAX_CHARS = 256  # of a name: clients choose names, and longer ones are compared with nothing
+CUTOFF = 0.6  # lowest ratio of difflib; suggestions below it are noise
+MAX_CHARS = 256  # Clients choose names. Comparing longer ones would be slow.
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

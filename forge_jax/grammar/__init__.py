@@ -1,10 +1,10 @@
-"""What a client may demand of an output's form or tokens, and what holds it to that.
+"""Structured outputs: constraints on the form and tokens of an output.
 
-`GrammarSpec` is the demand, `GrammarCompiler` reads it for one vocabulary, and each sequence has a
-`Matcher` that says which tokens may come next. The work is llguidance's; nothing outside this
-folder knows it, and it is imported with the first grammar. `TokenFilter` does the same for lists of
-tokens and words, without it. Here only `GrammarSpec` is, so that the
-scheduler can know of it and stay light.
+A `GrammarSpec` describes a constraint, `GrammarCompiler` compiles it for one vocabulary, and the
+`Matcher` of a sequence computes which tokens may come next. They use llguidance, which only this
+package imports, when the first grammar is compiled. `TokenFilter` handles lists of tokens and words
+without llguidance. This module imports only `GrammarSpec`, so that the scheduler's imports stay
+light.
 """
 
 from typing import TYPE_CHECKING, Any

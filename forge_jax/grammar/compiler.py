@@ -1,6 +1,6 @@
-"""`GrammarCompiler`: grammars for one vocabulary, each compiled once, in threads of its own.
+"""The compiler of grammars for one vocabulary, with its own threads and a cache.
 
-llguidance is imported with the first grammar: most servers never see one.
+llguidance is imported with the first grammar, because most servers never receive one.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 CACHE_BYTES = 64 * MIB
-STACK_BYTES = 32 * MIB  # of the threads that compile: more than a probe has, and never touched
+STACK_BYTES = 32 * MIB  # of compiling threads: more than a probe has, and rarely touched
 NUM_THREADS = 2
-QUEUE_S = 30.0  # that a grammar may wait for its turn
+QUEUE_S = 30.0  # longest wait of a grammar
 
 
 class GrammarCompiler:
-    """Compiles and keeps what was used last; any thread may ask.
+    """A thread-safe compiler of grammars with a cache of the most recently used ones.
 
     Args:
-      tokenizer: None: the model has none, and every grammar is refused.
+      tokenizer: the model's tokenizer. If it has none, every grammar is rejected.
       vocab_size: the model's output width.
-      end_ids: the tokens that end an output.
-      limits: of one compilation. None: grammars come from who has tried them.
-      cache_bytes: of the grammars that are kept.
+      end_ids: the EOS tokens.
+      limits: the limits of one compilation; None if the caller has already tried the grammars.
+      cache_bytes: the size limit of the cache.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class GrammarCompiler:
         self.end_ids = frozenset(end_ids)
         self._cache_bytes = cache_bytes
         self._held_bytes = 0
-        self._verdicts: _Recent[str] = _Recent(cache_bytes // 8)  # "": it can be used
+        self._verdicts: _Recent[str] = _Recent(cache_bytes // 8)  # "" for a usable grammar
         self._grammars: _Recent[Grammar] = _Recent(cache_bytes)
-        self._lock = threading.Lock()  # of these two, and of what is made once
+        self._lock = threading.Lock()  # of the two caches and the threads' stack size
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forge-grammar")
         self._own = threading.local()  # each thread's probe
         self._probes: list[Probe] = []
@@ -68,50 +68,50 @@ class GrammarCompiler:
     # ---- for callers ---------------------------------------------------------------------------
 
     def check(self, spec: GrammarSpec) -> None:
-        """Refuses what cannot be compiled; waits for the verdict of a process apart.
+        """Try a grammar in a separate process, and wait for the result.
 
         Raises:
-          RequestError: why not.
-          OverloadedError: no verdict can be had now.
+          RequestError: the grammar cannot be compiled.
+          OverloadedError: the grammar cannot be tried now.
         """
         if not self._known(spec):
             self._on_thread(self._check, spec).result()
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """The compiled grammar, kept or new; waits for it.
+        """Return the compiled grammar from the cache, or compile it and wait.
 
         Raises:
-          as `check`.
+          RequestError: as `check`.
+          OverloadedError: as `check`.
         """
         grammar = self.kept(spec)
         return self._on_thread(self._compile, spec).result() if grammar is None else grammar
 
     def kept(self, spec: GrammarSpec) -> Grammar | None:
-        """The grammar, if it has been compiled and is still there."""
+        """Return the compiled grammar if it is in the cache, else None."""
         with self._lock:
             return self._grammars.get(spec)
 
     async def check_soon(self, spec: GrammarSpec) -> None:
-        """`check`, without holding up the event loop."""
+        """Run `check` without blocking the event loop."""
         if not self._known(spec):
             await _patiently(self._on_thread(self._check, spec))
 
     async def compile_soon(self, spec: GrammarSpec) -> Grammar:
-        """`compile`, without holding up the event loop."""
+        """Run `compile` without blocking the event loop."""
         grammar = self.kept(spec)
         return (
             await _patiently(self._on_thread(self._compile, spec)) if grammar is None else grammar
         )
 
     def close(self) -> None:
-        """Ends its threads and processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for probe in self._probes:
             probe.close()
 
     @property
     def num_bytes(self) -> int:
-        """Of the grammars that are kept, about."""
+        """The approximate size of the cached grammars."""
         return self._grammars.num_bytes
 
     # ---- on its threads ------------------------------------------------------------------------
@@ -138,7 +138,11 @@ class GrammarCompiler:
         return grammar
 
     def _known(self, spec: GrammarSpec) -> bool:
-        """Whether it can be used; False: nobody knows. Raises RequestError if it cannot."""
+        """Return True if a grammar is known to be usable.
+
+        Raises:
+          RequestError: the grammar is known to be unusable.
+        """
         with self._lock:
             verdict = self._verdicts.get(spec)
         if verdict:
@@ -171,17 +175,17 @@ class GrammarCompiler:
         if self._tokenizer is None:
             raise refused("the model has no tokenizer")
         if not self.end_ids:
-            raise refused("the model has no token that ends an output")
+            raise refused("the model has no EOS token")
         with self._lock:
             before = threading.stack_size(STACK_BYTES)
             try:
-                return self._threads.submit(work, spec)  # which may start a thread
+                return self._threads.submit(work, spec)  # may start a thread
             finally:
                 threading.stack_size(before)
 
 
 class _Recent[T]:
-    """What was used last, bounded in bytes."""
+    """A cache of the most recently used values, bounded in bytes."""
 
     def __init__(self, most: int):
         self.num_bytes = 0
@@ -209,8 +213,8 @@ async def _patiently[T](future: Future[T]) -> T:
     try:
         return await asyncio.wait_for(asyncio.wrap_future(future), QUEUE_S)
     except asyncio.CancelledError:
-        supervise.watch(future, "compiling a grammar that nobody waits for", expected=(ForgeError,))
+        supervise.watch(future, "compiling an abandoned grammar", expected=(ForgeError,))
         raise
     except TimeoutError:
-        supervise.watch(future, "compiling a grammar that nobody waits for", expected=(ForgeError,))
+        supervise.watch(future, "compiling an abandoned grammar", expected=(ForgeError,))
         raise OverloadedError("too many grammars wait to be compiled: try again later") from None

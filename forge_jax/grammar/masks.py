@@ -1,4 +1,4 @@
-"""Masks: which tokens a row may sample, a bit for each."""
+"""Bit masks of the tokens that a row may sample."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,12 @@ import numpy as np
 
 
 def mask_width(vocab_size: int) -> int:
-    """Words of 32 bits in the mask of a row: token t is bit t % 32 of word t // 32."""
+    """Return the number of 32-bit words in a mask; token t is bit t % 32 of word t // 32."""
     return -(-vocab_size // 32)
 
 
 def bits(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """The mask of these tokens -> i32[mask_width(vocab_size)]."""
+    """Return the mask of these tokens, i32[mask_width(vocab_size)]."""
     ones = np.zeros(32 * mask_width(vocab_size), np.uint8)
     ones[np.asarray(token_ids, np.int64)] = 1
     return np.packbits(ones, bitorder="little").view(np.int32)

@@ -1,4 +1,4 @@
-"""`Matcher`: where one output stands in its grammar, and which tokens may follow."""
+"""Matchers, which follow outputs in their grammars, and the masks of tokens that may follow."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import numpy as np
 from forge_jax.errors import GrammarError, GrammarLimitError
 from forge_jax.grammar.translate import reason
 
-ALONE_S = 3e-4
-SLOW_S = 5e-3  # of wall time for the masks of a step, from which on each is timed by itself
+ALONE_S = 3e-4  # time in which the calling thread computes masks without helpers
+SLOW_S = 5e-3  # wall time of a step's masks from which the next step times each one
 
 
 class Matcher:
-    """Follows one output token by token. Not thread-safe.
+    """The state of one output in its grammar. It is not thread-safe.
 
-    llguidance never raises: a matcher that fails allows nothing but the end of the output, which
-    would be cut. So each call that may fail looks, and raises `GrammarError`; what comes after that
-    means nothing.
+    llguidance does not raise. A failed matcher permits only the end of the output, which would
+    truncate it. Therefore each call that may fail checks for an error and raises `GrammarError`.
+    The matcher must not be used afterwards.
 
     Attributes:
-      spent_s: CPU time that its masks have taken, as far as a `MaskPool` has measured it.
+      spent_s: CPU time of its masks, as far as a `MaskPool` has measured it.
     """
 
     __slots__ = ("_inner", "spent_s")
@@ -36,24 +36,24 @@ class Matcher:
 
     @property
     def num_forced_bytes(self) -> int:
-        """Bytes of text that must come next."""
+        """The number of bytes of text that the grammar forces next."""
         return len(self._inner.compute_ff_bytes())
 
     @property
     def stopped(self) -> bool:
-        """Whether the output is complete and nothing can be added."""
+        """True if the output is complete and nothing can be added."""
         return self._inner.is_stopped()
 
     @property
     def accepting(self) -> bool:
-        """Whether the output is complete as it stands."""
+        """True if the output may end here."""
         return self._inner.is_accepting()
 
     def fill(self, row: np.ndarray) -> None:
-        """Writes the tokens that may come next into `row: i32[mask_width]`; a bit that is set: yes.
+        """Write the mask of tokens that may come next into `row: i32[mask_width]`.
 
         Raises:
-          GrammarError: nothing may, or the grammar is too complex to tell.
+          GrammarError: no token may come next, or the grammar is too complex.
         """
         self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self.check()
@@ -61,10 +61,10 @@ class Matcher:
             raise GrammarError("no token of the vocabulary can continue this output")
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Follows the output by some tokens.
+        """Append tokens to the output.
 
         Raises:
-          GrammarError: one of them may not stand there.
+          GrammarError: the grammar does not permit a token.
         """
         inner = self._inner
         if len(token_ids) == 1:
@@ -76,9 +76,9 @@ class Matcher:
             raise GrammarError("the output does not follow its grammar")
 
     def valid_drafts(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens could follow, up to what would end the output. Changes nothing.
+        """Return the number of these tokens that may follow, without changing the state.
 
-        The token that completes the output is left to be sampled: nothing can be drafted after it.
+        A token that completes the output does not count, because no draft can come after it.
         """
         inner = self._inner
         valid = consumed = 0
@@ -93,17 +93,22 @@ class Matcher:
         return valid
 
     def rollback(self, count: int) -> None:
-        """Takes back the last `count` tokens.
+        """Remove the last `count` tokens.
 
         Raises:
-          GrammarError: they cannot be taken back.
+          GrammarError: the tokens cannot be removed.
         """
         if count and not self._inner.rollback(count):
             self.check()
-            raise GrammarError("the output cannot be taken back")
+            raise GrammarError("the output cannot be rolled back")
 
     def check(self) -> None:
-        """Raises GrammarError if it has failed, GrammarLimitError if for a limit of the parser."""
+        """Raise an error if the matcher has failed.
+
+        Raises:
+          GrammarLimitError: a limit of the parser is exceeded.
+          GrammarError: it failed for another reason.
+        """
         if self._inner.is_error():
             why = reason(self._inner.get_error())
             if why.startswith("it is too complex"):
@@ -112,15 +117,15 @@ class Matcher:
 
 
 class MaskPool:
-    """Fills the masks of many matchers, without holding the GIL.
+    """A pool of threads that compute the masks of many matchers without holding the GIL.
 
-    A mask mostly takes some microseconds, and to wake threads takes as long as ten of them: so the
-    calling thread begins, and other threads help with what is left when it gets long. Once the
-    masks of a step have taken long, the next step's are timed one by one, to know whose they are.
+    A mask usually takes a few microseconds, and waking threads takes as long as ten masks.
+    Therefore the calling thread begins, and other threads help only if it takes long. After a step
+    with slow masks, the next step times each matcher, to attribute the cost.
 
     Args:
-      num_threads: that help.
-      clock: CPU seconds of the calling thread.
+      num_threads: the number of helping threads.
+      clock: returns the CPU seconds of the calling thread.
     """
 
     def __init__(self, num_threads: int, *, clock: Callable[[], float] = time.thread_time):
@@ -136,14 +141,14 @@ class MaskPool:
     def fill(
         self, work: Sequence[tuple[Matcher, int, Sequence[int]]], masks: np.ndarray
     ) -> list[Matcher]:
-        """Fills the rows of some matchers: each one's own, and one after each of its drafts.
+        """Compute the rows of matchers: the next token's, and one after each draft token.
 
         Args:
-          work: (matcher, first row, drafts that `valid_drafts` has found valid).
-          masks: i32[rows, mask_width], C-contiguous.
+          work: (matcher, first row, drafts that `valid_drafts` accepted).
+          masks: the output, i32[rows, mask_width], C-contiguous.
 
         Returns:
-          The matchers that failed; their rows mean nothing.
+          The matchers that failed. Their rows are undefined.
         """
         assert masks.flags.c_contiguous
         begin_s = time.perf_counter()
@@ -158,7 +163,7 @@ class MaskPool:
         return [matcher for matcher, row, _ in work if empty[row] or matcher._inner.is_error()]
 
     def _timed(self, masks: np.ndarray, work: tuple[Matcher, int, Sequence[int]]) -> None:
-        """Fills the rows of one matcher in this thread, and adds the time to what it has spent."""
+        """Compute the rows of one matcher in this thread, and add the CPU time to `spent_s`."""
         matcher, row, drafts = work
         begin_s, inner = self._clock(), matcher._inner
         address, row_bytes = masks.ctypes.data, masks.strides[0]

@@ -1,8 +1,8 @@
-"""`Probe`: tries grammars in a process of their own, which may run out of time, memory or stack.
+"""Trials of grammars in a separate process with limits on time, memory and stack.
 
-A grammar of a few kilobytes can take llguidance seconds and hundreds of megabytes, or overflow its
-stack, which ends the process that it happens in. So each is tried here first; what passes is then
-compiled where it is used, with more stack. Frames are as the engine process has them.
+llguidance can take seconds and hundreds of megabytes for a grammar of a few kilobytes. It can also
+overflow the stack, which ends the process. Therefore each grammar is tried in a probe first, and
+then compiled with more stack by its user. Messages are framed as in the engine process.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from forge_jax.errors import OverloadedError
 from forge_jax.grammar.spec import GrammarSpec
 from forge_jax.grammar.vocabulary import Vocabulary
 
-START_S = 60.0  # for the process to say that it is there
-LOST_S = 20.0  # for an answer when the machine gives the process no time
+START_S = 60.0  # longest start of the process
+LOST_S = 20.0  # longest wait for an answer if the process gets no CPU time
 LOOK_S = 0.05
 MIB = 1 << 20
 
 
 class ProbeLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one compilation may take."""
+    """Limits of one compilation."""
 
     cpu_s: float = 0.5
     memory_bytes: int = 192 * MIB
@@ -39,9 +39,9 @@ DEFAULT_LIMITS = ProbeLimits()
 
 
 class Probe:
-    """One such process; it is started when it is first needed, and again after it has ended.
+    """A process that tries grammars. It is not thread-safe.
 
-    Not thread-safe.
+    It is started when it is first needed, and again after it has ended.
     """
 
     def __init__(self, vocabulary: Vocabulary, limits: ProbeLimits):
@@ -50,10 +50,10 @@ class Probe:
         self._process: subprocess.Popen[bytes] | None = None
 
     def complaint(self, spec: GrammarSpec) -> str | None:
-        """Why this grammar cannot be used; None if it can.
+        """Return why a grammar cannot be used, or None if it can.
 
         Raises:
-          OverloadedError: the process could not be started, or the machine gives it no time.
+          OverloadedError: the process cannot be started, or gets no CPU time.
         """
         process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
@@ -67,12 +67,12 @@ class Probe:
             if error.args:
                 raise OverloadedError("no grammar can be compiled now: try again later") from None
             return "it takes too long to compile"
-        except ValueError:  # likewise
+        except ValueError:  # another thread has closed the pipes
             self.close()
             raise OverloadedError("no grammar can be compiled now: try again later") from None
         except (OSError, EOFError):
             self.close()
-            return "it needs more memory than a grammar may have"
+            return "it needs too much memory to compile"
 
     def close(self) -> None:
         process, self._process = self._process, None
@@ -99,15 +99,16 @@ class Probe:
             read(process.stdout, Verdict)
             return process
         except (OSError, EOFError, TimeoutError, ValueError) as error:
-            # ValueError: another thread has closed the pipes, at the engine's end.
+            # ValueError: another thread has closed the pipes, because the engine stops.
             self.close()
             raise OverloadedError("grammars cannot be compiled now: try again later") from error
 
     def _wait(self, process: subprocess.Popen[bytes], cpu_s: Callable[[], float]) -> None:
-        """Until there is an answer.
+        """Wait for an answer.
 
         Raises:
-          TimeoutError: it has used up its time; with an argument: it was not given any.
+          TimeoutError: the process has used up its CPU time. The error has an argument if the
+            process got too little CPU time to answer.
         """
         assert process.stdout is not None
         began_s = time.monotonic()

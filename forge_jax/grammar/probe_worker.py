@@ -1,8 +1,8 @@
-"""The process of a `Probe`: compiles and tries what it is sent, and says whether that went well.
+"""The process of a `Probe`: compiles and tries grammars, and answers with a verdict.
 
     python -m forge_jax.grammar.probe_worker
 
-It ends with its standard input. It has less stack than those who compile afterwards.
+It ends when its standard input is closed. The stack is smaller than that of `GrammarCompiler`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STACK_BYTES = 4 << 20
 
 def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what anybody prints is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps printed text out of the answers
     hello = read(sys.stdin.buffer, Hello)
     vocabulary = hello.vocabulary
     tokenizer = llguidance_tokenizer(vocabulary)
@@ -50,7 +50,7 @@ def main() -> None:
             write(answers, Verdict(why and f"the {spec.kind} cannot be used: {why}"))
 
     def end(error: BaseException) -> None:
-        os._exit(1)  # no verdict: the peer starts another process
+        os._exit(1)  # without a verdict, the peer starts another process
 
     while True:
         try:

@@ -1,9 +1,9 @@
-"""`GrammarSpec`: the form that an output must have, as plain text that can travel and be compared.
+"""`GrammarSpec`: the form that an output must have, as text that is hashable and serializable.
 
-Making one checks its outer form only. Whether it can be compiled, the compiler says.
+The constructors check only the outer form. The compiler decides if a grammar can be compiled.
 """
 
-# Arguments are checked at run time because callers may not use a type checker.
+# Arguments are checked at run time, because callers may not use a type checker.
 # pyright: reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ PARAM = "structured_outputs"
 
 
 def refused(why: str) -> RequestError:
-    """The error of a grammar that cannot be used."""
+    """Return the error for a grammar that cannot be used."""
     return RequestError(f"{PARAM}: {why}", param=PARAM)
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """A kind of grammar and its text; made by the methods named after the kinds.
+    """A kind of grammar and its text, made by the class methods named after the kinds.
 
     Attributes:
-      kind: what `text` is: a JSON schema, a regular expression (Rust's syntax; it must match the
-        whole output), a JSON list of strings, a grammar (Lark, or GBNF, which is told from it by
-        its "::="), or a structural tag as JSON.
-      lenient: ignore the keywords of a JSON schema that cannot be enforced, instead of refusing
-        the schema.
-      whitespace: of JSON, a regular expression for what may stand between its tokens; "" for none.
-        None: nothing but one space, which may stand after a comma or a colon.
-      lead: what comes before it, as rules in Lark, of which one is `lead`; "" for nothing.
+      kind: the kind of `text`. A regular expression has Rust's syntax and must match the whole
+        output. A choice is a JSON list of strings. A grammar is in Lark or GBNF, which is
+        recognized by its "::=".
+      text: the grammar.
+      lenient: ignores unsupported keywords of a JSON schema, instead of rejecting the schema.
+      whitespace: a regular expression for whitespace between the tokens of JSON; "" for none. None
+        allows only one space after a comma or a colon.
+      lead: Lark rules for a text before the output, one of which is `lead`; "" for no such text.
     """
 
     kind: Kind
@@ -46,12 +46,11 @@ class GrammarSpec:
     lead: str = ""
 
     def behind(self, lead: str) -> GrammarSpec:
-        """The same after what the rule `lead` of some rules in Lark allows."""
+        """Return the same grammar after a text that the rule `lead` of Lark rules allows."""
         return replace(self, lead=lead)
 
     @classmethod
     def json_object(cls, *, whitespace: str | None = None) -> GrammarSpec:
-        """Any JSON object."""
         return cls("json_schema", '{"type":"object"}', whitespace=whitespace)
 
     @classmethod
@@ -63,12 +62,14 @@ class GrammarSpec:
         whitespace: str | None = None,
         additional_properties: bool = True,
     ) -> GrammarSpec:
-        """JSON that a schema (draft 2020-12) accepts; properties come in the schema's order.
+        """Return a grammar for JSON that a schema (draft 2020-12) accepts.
+
+        Properties must come in the schema's order.
 
         Args:
           schema: the schema, or its text.
-          additional_properties: False refuses, wherever the schema does not say, properties that it
-            does not name.
+          lenient: ignores unsupported keywords, instead of rejecting the schema.
+          additional_properties: the default for objects that do not set `additionalProperties`.
         """
         if isinstance(schema, str):
             try:
@@ -86,12 +87,12 @@ class GrammarSpec:
 
     @classmethod
     def regex(cls, pattern: str) -> GrammarSpec:
-        """A text that a regular expression matches as a whole."""
+        """Return a grammar for texts that match a regular expression as a whole."""
         return cls("regex", _text(pattern, "the regular expression"))
 
     @classmethod
     def choice(cls, choices: Sequence[str]) -> GrammarSpec:
-        """One of some texts."""
+        """Return a grammar for one of several texts."""
         valid = isinstance(choices, Sequence) and not isinstance(choices, str) and choices
         if not valid or not all(isinstance(choice, str) and choice for choice in choices):
             raise refused("choice must be a list of non-empty strings")
@@ -99,14 +100,15 @@ class GrammarSpec:
 
     @classmethod
     def grammar(cls, text: str) -> GrammarSpec:
-        """A text of a context-free grammar in Lark or GBNF."""
+        """Return a grammar from its text in Lark or GBNF."""
         return cls("grammar", _text(text, "the grammar"))
 
     @classmethod
     def structural_tag(cls, tag: Mapping[str, Any] | str) -> GrammarSpec:
-        """Free text in which each trigger begins a tag, whose content a JSON schema constrains.
+        """Return a grammar for free text in which triggers begin tags.
 
-        In one of two forms: `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`, or
+        A JSON schema constrains the content of each tag. `tag` has one of two forms:
+        `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}` or
         `{"format": {"type": "triggered_tags", "tags": [...], "triggers": [...]}}`.
         """
         if isinstance(tag, str):
@@ -122,12 +124,12 @@ class GrammarSpec:
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value:
-        raise refused(f"{what} must be a non-empty text")
+        raise refused(f"{what} must be a non-empty string")
     return value
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with `additionalProperties: false` in every object that does not say."""
+    """Return the schema with `additionalProperties: false` in every object that leaves it open."""
     if isinstance(schema, Mapping):
         given = cast(Mapping[str, Any], schema)
         closed = {

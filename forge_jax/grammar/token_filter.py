@@ -1,7 +1,7 @@
-"""`TokenFilter`: the tokens that `allowed_token_ids` and `bad_words` of a request leave.
+"""`TokenFilter`: the tokens that a request's `allowed_token_ids` and `bad_words` permit.
 
-A bad word is a few sequences of tokens. Its last token may not come where the output ends with the
-others; what the prompt ends with does not count. No grammar is needed for that, nor llguidance.
+A bad word is one or more token sequences. The last token of a sequence is banned while the output
+ends with the others. The end of the prompt does not count. llguidance is not needed for this.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class TokenFilter:
-    """For all outputs of one request; never changed.
+    """The immutable filter of all outputs of a request.
 
     Args:
       vocab_size: the model's output width.
-      allowed: token ids in it; None: all.
-      bad: sequences of token ids, none of them empty.
+      allowed: the allowed token ids; None: all.
+      bad: banned sequences of token ids, none of them empty.
     """
 
     __slots__ = ("always", "endings", "longest")
@@ -35,7 +35,7 @@ class TokenFilter:
         self, vocab_size: int, allowed: Sequence[int] | None, bad: Iterable[tuple[int, ...]]
     ):
         self.always = bits(np.arange(vocab_size) if allowed is None else allowed, vocab_size)
-        self.endings: list[tuple[tuple[int, ...], int]] = []  # (tokens before, what may not follow)
+        self.endings: list[tuple[tuple[int, ...], int]] = []  # (tokens before, banned token)
         for *before, last in bad:
             if before:
                 self.endings.append((tuple(before), last))
@@ -47,10 +47,10 @@ class TokenFilter:
     def of(
         cls, params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int
     ) -> TokenFilter | None:
-        """Of a request whose ids have been checked; None if it leaves all tokens.
+        """Return the filter of a request whose ids are checked; None if it permits all tokens.
 
         Raises:
-          RequestError: it leaves none, or a bad word cannot be told in tokens.
+          RequestError: no token is permitted, or a bad word cannot be converted to tokens.
         """
         if params.allowed_token_ids is None and not params.bad_words:
             return None
@@ -58,47 +58,47 @@ class TokenFilter:
         if params.bad_words:
             if tokenizer is None:
                 raise RequestError(
-                    "bad_words need a tokenizer, which this model does not have: use "
-                    "allowed_token_ids or logit_bias",
+                    "bad_words needs a tokenizer, but this model has none: use allowed_token_ids "
+                    "or logit_bias",
                     param="bad_words",
                 )
             spellings = _spellings(tokenizer, tuple(params.bad_words))
-            bad = tuple(ids for ids in spellings if max(ids) < vocab_size)  # others never come
+            bad = tuple(ids for ids in spellings if max(ids) < vocab_size)  # others cannot occur
         made = cls(vocab_size, params.allowed_token_ids, bad)
         if not made.always.any():
             raise RequestError("bad_words leave none of the allowed tokens", param="bad_words")
         return made
 
     def follower(self) -> Follower:
-        """For one output, at its beginning."""
+        """Return a follower at the beginning of an output."""
         return Follower(self)
 
 
 class Follower:
-    """One output of a request with a filter. Not thread-safe."""
+    """The state of one output of a request with a filter. It is not thread-safe."""
 
     __slots__ = ("_filter", "_tail")
 
     def __init__(self, of: TokenFilter):
         self._filter = of
-        self._tail: tuple[int, ...] = ()  # the last tokens, as many as a bad word may begin with
+        self._tail: tuple[int, ...] = ()  # the last tokens that may begin a bad word
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Follows the output by some tokens.
+        """Append tokens to the output.
 
         Raises:
-          GrammarError: one of them may not stand there.
+          GrammarError: a token is not permitted.
         """
         if self._valid(token_ids) < len(token_ids):
-            raise GrammarError("the output has a token that it must not have")
+            raise GrammarError("the output has a token that its filter does not permit")
         self._tail = self._after(token_ids)
 
     def valid_drafts(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens could follow."""
+        """Return the number of these tokens, from the first, that may follow."""
         return self._valid(token_ids)
 
     def mask(self, drafts: Sequence[int] = ()) -> np.ndarray:
-        """Which tokens may follow these drafts -> i32[mask_width], not to be changed."""
+        """Return the read-only mask of tokens that may follow these drafts, i32[mask_width]."""
         always, banned = self._filter.always, self._banned(self._after(drafts))
         if not banned:
             return always
@@ -116,7 +116,7 @@ class Follower:
         return len(token_ids)
 
     def _banned(self, tail: tuple[int, ...]) -> list[int]:
-        """What would complete a bad word of several tokens."""
+        """Return the tokens that would complete a bad word of several tokens."""
         endings = self._filter.endings
         return [last for before, last in endings if tail[-len(before) :] == before]
 
@@ -128,9 +128,9 @@ class Follower:
         return tokens[-longest:] if longest else ()
 
 
-@lru_cache(maxsize=64)  # a request is checked more than once, and clients send the same words
+@lru_cache(maxsize=64)  # a request is checked more than once, and clients repeat their words
 def _spellings(tokenizer: Tokenizer, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each word, with and without a space before it."""
+    """Return the tokens of each word, with and without a space before it."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.lstrip(" ")
@@ -139,7 +139,7 @@ def _spellings(tokenizer: Tokenizer, words: tuple[str, ...]) -> tuple[tuple[int,
         except RequestError as error:
             raise RequestError(f"bad_words: {error}", param="bad_words") from error
         if not any(forms):
-            raise RequestError("bad_words: one of them has no tokens", param="bad_words")
+            raise RequestError("bad_words: a word has no tokens", param="bad_words")
         found |= dict.fromkeys(form for form in forms if form)
     return tuple(found)
 

@@ -1,4 +1,4 @@
-"""From a `GrammarSpec` to the grammar that llguidance reads, and from its complaints to ours."""
+"""Translation of a `GrammarSpec` to llguidance's grammar, and of its errors to ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from forge_jax.errors import RequestError
 from forge_jax.grammar.spec import GrammarSpec, refused
 
-# What a model writes that has seen JSON either way; more would let a weak one write nothing else.
+# These are the spaces of common JSON. More would let a weak model generate only whitespace.
 _ONE_SPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _NO_SPACE = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 
@@ -25,27 +25,27 @@ _KEYWORDS = frozenset(
     "patternProperties oneOf anyOf allOf multipleOf format pattern".split()
 )
 
-MAX_STEP_FUEL = 500_000  # of the lexer, for one mask or one token: some 30 ms
+MAX_STEP_FUEL = 500_000  # of the lexer for a mask or a token, about 30 ms
 
-# llguidance's messages quote what the client sent, which ours must not: they may be logged.
+# llguidance's messages quote the client's text. These do not, because they may be logged.
 _REASONS: tuple[tuple[str, str], ...] = (
     (
         r"^circular references with sibling keys",
-        "not supported: other keywords beside a $ref that leads back to itself",
+        "not supported: other keywords next to a $ref that refers to itself",
     ),
     (
         r"^Resource '.*' is not present in a registry",
-        "a $ref (or $schema) leads out of the schema, and nothing is fetched: put what it refers "
-        "to into $defs",
+        "a $ref (or $schema) refers to another document, which is not fetched: put its target "
+        "into $defs",
     ),
-    (r"^Pointer '.*' does not exist", "a $ref leads to a place that the schema does not have"),
+    (r"^Pointer '.*' does not exist", "the target of a $ref does not exist in the schema"),
     (r"^(minProperties|required) > maxProperties", "no text satisfies it"),
-    (r"Unknown format", "a format is not known"),
-    (r"Invalid type", "a type is not one of JSON's"),
+    (r"Unknown format", "a format is unknown"),
+    (r"Invalid type", "a type is not a JSON type"),
     (r"oneOf constraints", "the schemas of a oneOf do not exclude each other"),
     (r"[Uu]nsatisfiable|NoExtensionBias", "no text satisfies it"),
     (r"patternPropert", "its patternProperties overlap"),
-    (r"invalid regex|regex parse error", "a regular expression is not valid or not supported"),
+    (r"invalid regex|regex parse error", "a regular expression is invalid or not supported"),
     (r"nested|recursion limit", "it is nested too deeply"),
     (
         r"too large|too many|too complex|too big|max is|fuel|limit|level exceeded|Unable to determ",
@@ -54,15 +54,15 @@ _REASONS: tuple[tuple[str, str], ...] = (
 )
 _ITEMS = re.compile(r"Current row has (\d+) items; max is (\d+)")
 _EXPRESSIONS = re.compile(r"too many expressions constructed")
-_META = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # what means something in a regular expression
+_META = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # special characters of regular expressions
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\):")
 
 
 def to_llguidance(spec: GrammarSpec) -> str:
-    """The grammar in llguidance's own form.
+    """Return the grammar in llguidance's format.
 
     Raises:
-      RequestError: it has not the form of its kind.
+      RequestError: the text is not valid for its kind.
     """
     grammar = _of_kind(spec)
     if not spec.lead:
@@ -79,32 +79,32 @@ def _of_kind(spec: GrammarSpec) -> str:
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(spec.text)
         case "choice":
-            # One regular expression is one lexeme. As a rule of literals, each choice would be an
-            # item of the parser's row, which may have 2,000.
+            # One regular expression is one lexeme. In a rule of literals, each choice would be an
+            # item of the parser's row, which is limited to 2,000.
             choices = (_META.sub(r"\\\g<0>", choice) for choice in json.loads(spec.text))
             return llguidance.LLMatcher.grammar_from_regex("|".join(choices))
         case "grammar":
             try:
                 lark = any_to_lark(spec.text)
             except Exception:
-                raise refused("the GBNF grammar cannot be read") from None
+                raise refused("the GBNF grammar is invalid") from None
             return llguidance.LLMatcher.grammar_from_lark(lark)
         case "structural_tag":
             return _structural_tag(json.loads(spec.text))
 
 
 def reason(message: str) -> str:
-    """Why llguidance refuses a grammar, without the client's words."""
+    """Return why llguidance rejects a grammar, without quoting the client's text."""
     items = _ITEMS.search(message)
     if items is not None:
         return (
-            f"it is too complex: {items[1]} alternatives are open at once, at most {items[2]}: "
-            "have fewer optional properties or alternatives"
+            f"it is too complex: {items[1]} alternatives are open at once, at most {items[2]} are "
+            "allowed: use fewer optional properties or alternatives"
         )
     if _EXPRESSIONS.search(message):
         return (
             f"it is too complex: a token takes more than {MAX_STEP_FUEL} steps of the lexer: "
-            "have smaller repetitions"
+            "use smaller repetitions"
         )
     if message.startswith("Unimplemented keys"):
         known = sorted(_KEYWORDS.intersection(re.findall(r'"([^"]+)"', message)))
@@ -114,13 +114,13 @@ def reason(message: str) -> str:
             return words
     place = _PLACE.match(message)
     if place is not None:
-        return f"it cannot be read at line {place[1]}, column {place[2]}"
-    return "it is not valid"
+        return f"it has a syntax error at line {place[1]}, column {place[2]}"
+    return "it is invalid"
 
 
 def _json_schema(spec: GrammarSpec) -> str:
     schema = json.loads(spec.text)
-    schema.pop("x-guidance", None)  # options of llguidance, which are not the client's to set
+    schema.pop("x-guidance", None)  # options of llguidance, which clients must not set
     spaces: dict[str, Any]
     if spec.whitespace is None:
         spaces = _ONE_SPACE
@@ -147,7 +147,7 @@ def _structural_tag(tag: Mapping[str, Any]) -> str:
     else:
         raise _wrong_tag("only the format triggered_tags is supported")
     if not isinstance(given, list) or not given or not isinstance(triggers, list):
-        raise _wrong_tag("it needs its tags, and triggers")
+        raise _wrong_tag("it needs a list of tags and a list of triggers")
     tags = []
     for each in given:
         begin, end, schema = _tag_parts(each)
@@ -163,7 +163,7 @@ def _structural_tag(tag: Mapping[str, Any]) -> str:
 
 
 def _tag_parts(tag: Any) -> tuple[str, str, Mapping[str, Any]]:
-    """(begin, end, schema)."""
+    """Return the begin, the end and the schema of a tag."""
     if not isinstance(tag, Mapping):
         raise _wrong_tag("a tag must be an object")
     schema: Any = tag.get("schema")
@@ -172,7 +172,7 @@ def _tag_parts(tag: Any) -> tuple[str, str, Mapping[str, Any]]:
         schema = content.get("json_schema")
     begin, end = tag.get("begin"), tag.get("end", "")
     if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, Mapping):
-        raise _wrong_tag("a tag needs begin, a schema and end")
+        raise _wrong_tag("a tag needs begin, end and a schema")
     return begin, end, {k: v for k, v in schema.items() if k != "x-guidance"}
 
 

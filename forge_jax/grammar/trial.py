@@ -1,4 +1,4 @@
-"""`try_out`: writes some tokens by a grammar, to find out what its masks cost."""
+"""A trial of a grammar, which generates a few tokens to measure the cost of its masks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from forge_jax.grammar.masks import mask_width
 from forge_jax.grammar.matcher import Matcher
 
 WALKS, STEPS = 2, 16
-MAX_FORCED_BYTES = 8192  # that must follow in one way; each mask tokenizes all of them
-MAX_MASK_S = 0.025  # CPU time of a mask and a token, on average
-MIN_MASKS = 4  # from which an average is taken
-TRIAL_S = MIN_MASKS * MAX_MASK_S  # after which there are no further steps
+MAX_FORCED_BYTES = 8192  # Bytes without alternatives. Each mask tokenizes all of them.
+MAX_MASK_S = 0.025  # Average CPU time of a mask and a token.
+MIN_MASKS = 4  # Masks before the average is checked.
+TRIAL_S = MIN_MASKS * MAX_MASK_S  # CPU time after which the trial ends.
 
 
 def try_out(
@@ -27,14 +27,14 @@ def try_out(
     *,
     clock: Callable[[], float] = time.thread_time,
 ) -> str | None:
-    """Why the masks of a grammar would cost too much; None if they do not.
+    """Return why the masks of a grammar are too expensive, or None if they are not.
 
-    Takes the first tokens of some outputs, at random but always the same ones.
+    The trial generates the first tokens of a few outputs, with fixed seeds.
 
     Args:
       vocab_size: the model's output width.
-      end_ids: the tokens that end an output.
-      clock: CPU seconds of this thread.
+      end_ids: the EOS tokens.
+      clock: returns the CPU seconds of this thread.
     """
     begin_s, masks = clock(), 0
     for seed in range(WALKS):
@@ -56,14 +56,17 @@ def try_out(
                 break  # a dead end of this vocabulary
             forced = matcher.num_forced_bytes
             if forced > MAX_FORCED_BYTES:
-                return f"it forces {forced} bytes of text in a row; at most {MAX_FORCED_BYTES}"
+                return (
+                    f"it forces {forced} bytes of text without alternatives; at most "
+                    f"{MAX_FORCED_BYTES} are allowed"
+                )
             spent_s = clock() - begin_s
             if masks < MIN_MASKS:
                 continue
             if spent_s > masks * MAX_MASK_S:
                 return (
                     f"its masks take {1e3 * spent_s / masks:.0f} ms of CPU time each; "
-                    f"at most {1e3 * MAX_MASK_S:.0f}"
+                    f"at most {1e3 * MAX_MASK_S:.0f} are allowed"
                 )
             if spent_s > TRIAL_S:
                 return None
@@ -73,7 +76,7 @@ def try_out(
 def _next_token(
     matcher: Matcher, row: np.ndarray, end_ids: Collection[int], rng: random.Random
 ) -> int | None:
-    """One of the tokens that a mask allows; None: only an end may come."""
+    """Return a random token that the mask permits, or None if only EOS tokens are permitted."""
     allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
     allowed = allowed[~np.isin(allowed, list(end_ids))]
     return int(rng.choice(allowed)) if len(allowed) else None

@@ -1,4 +1,4 @@
-"""The vocabulary of a model as llguidance takes it."""
+"""The vocabulary of a model in the form that llguidance requires."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """The bytes of each token; what has none, or must never be sampled as text, is special."""
+    """The bytes of each token. Special tokens are those that must not be sampled as text."""
 
     tokens: list[bytes]
     special_ids: list[int]
@@ -25,20 +25,28 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int, end_ids: Iterable[int]) -> Vocabulary:
-        """Of a model of output width `size`, whose outputs end with one of `end_ids`."""
+        """Return the vocabulary of a model.
+
+        Args:
+          size: the model's output width.
+          end_ids: the EOS tokens.
+        """
         ends = sorted(end_ids)
         special = tokenizer.special_ids.union(ends)
         tokens = []
         for token in range(size):
             piece = tokenizer.token_bytes(token)
-            if token in special:  # a name that is no text: as llguidance spells it
+            if token in special:  # llguidance's form for a token that is not text
                 piece = b"\xff" + f"[{token}]".encode()
             tokens.append(piece)
         return cls(tokens, sorted(special), ends)
 
 
 def llguidance_tokenizer(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
-    """For any tokenizer. Text that a grammar forces is cut greedily, the longest tokens first."""
+    """Return an llguidance tokenizer that tokenizes forced text greedily, longest tokens first.
+
+    It works for every model.
+    """
     return llguidance.LLTokenizer(
         llguidance.TokenizerWrapper(_Greedy(vocabulary)),
         n_vocab=len(vocabulary.tokens),
@@ -49,9 +57,9 @@ def llguidance_tokenizer(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
 def canonical_tokenizer(
     tokenizer: Tokenizer, vocabulary: Vocabulary
 ) -> llguidance.LLTokenizer | None:
-    """The same, with the model's own tokenisation for text that a grammar forces.
+    """Return an llguidance tokenizer that tokenizes forced text like the model's tokenizer.
 
-    None if llguidance does not understand the tokenizer as we do.
+    The result is None if llguidance interprets the tokenizer differently.
     """
     backend = copy.deepcopy(tokenizer.backend)
     for token in vocabulary.end_ids:
@@ -69,7 +77,7 @@ def canonical_tokenizer(
         raise
     special = frozenset(vocabulary.special_ids)
     for token, piece in enumerate(vocabulary.tokens):
-        if token in special or not piece or piece[0] == 0xFF:  # which begins no text
+        if token in special or not piece or piece[0] == 0xFF:  # 0xFF never begins text
             continue
         if made.decode_bytes([token]) != piece:
             return None
@@ -92,7 +100,7 @@ class _Greedy:
 
     def __call__(self, text: bytes | str) -> list[int]:
         data = text.encode() if isinstance(text, str) else text
-        if data == b"test":  # llguidance tries whether bytes are accepted
+        if data == b"test":  # llguidance checks if bytes are accepted
             return []
         ids, at = [], 0
         while at < len(data):
@@ -103,5 +111,5 @@ class _Greedy:
                     at += length
                     break
             else:
-                raise ValueError("the vocabulary cannot spell a text that the grammar demands")
+                raise ValueError("the vocabulary cannot encode a text that the grammar requires")
         return ids

@@ -1,1 +1,1 @@
-"""Helpers of the host process: supervised threads and tasks, Rust panics, files of limited size."""
+"""Helpers of the host process: supervised threads and tasks, Rust panics, size-limited files."""

@@ -1,8 +1,7 @@
-"""The small files of a model folder, read as what they are: input from a stranger.
+"""Safe reads of the small files of a model folder, which are untrusted input.
 
-A file's kind, size and place are checked before it is opened, the depth of JSON before anything
-walks it. A link must lead to a file of the same model. What a field means, and which values are
-right, is its reader's matter. Nothing here runs anything.
+A file's type, size and location are checked before it is opened, and the depth of JSON before it is
+walked. A link must point to a file of the same model. The callers check the fields.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from forge_jax.errors import CheckpointError
 
 MIB = 2**20
 
-# Each is several times the largest that is known of any published model.
+# Each limit is several times the largest known file of a published model.
 MAX_BYTES = {
     "config.json": 4 * MIB,
     "adapter_config.json": MIB,
@@ -37,22 +36,23 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 def read_text(file: Path, kind: str | None = None, *, root: Path | None = None) -> str:
-    """The UTF-8 text of a file, no larger than files of its `kind` (by default its name) may be.
+    """Return the UTF-8 text of a file.
 
     Args:
-      root: as `file_size`.
+      kind: the key of the size limit in `MAX_BYTES`; default: the file's name.
+      root: as for `file_size`.
 
     Raises:
-      CheckpointError: it is too large, no ordinary file, a link out of the model's folder, not
-        UTF-8, or cannot be read.
-      FileNotFoundError: there is no such file.
+      CheckpointError: the file is too large, not a regular file, a link out of the model's folder,
+        not UTF-8, or unreadable.
+      FileNotFoundError: the file does not exist.
     """
     limit = MAX_BYTES[kind or file.name]
     try:
         size = file_size(file, root)
         if size > limit:
             raise CheckpointError(
-                f"{file} has {size} bytes; at most {limit} are read of a file of its kind"
+                f"{file} has {size} bytes; at most {limit} are allowed for a file of its kind"
             )
         with file.open("rb") as stream:
             return stream.read(size).decode("utf-8")
@@ -65,15 +65,16 @@ def read_text(file: Path, kind: str | None = None, *, root: Path | None = None) 
 def read_json(
     file: Path, *, max_depth: int = MAX_DEPTH, root: Path | None = None
 ) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Return the JSON object in a file.
 
     Args:
-      root: as `file_size`.
+      max_depth: the maximum number of levels of nesting.
+      root: as for `file_size`.
 
     Raises:
-      CheckpointError: as `read_text`, or it holds no JSON object, or one nested deeper than
+      CheckpointError: as `read_text`, or the file is not a JSON object, or it is nested deeper than
         `max_depth`.
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file does not exist.
     """
     text = read_text(file, root=root)
     try:
@@ -81,24 +82,25 @@ def read_json(
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: it is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, not {type(value).__name__}")
+        raise CheckpointError(f"{file} must contain a JSON object, not {type(value).__name__}")
     if depth_exceeds(value, max_depth):
         raise CheckpointError(f"{file} is nested deeper than {max_depth} levels")
     return value
 
 
 def file_size(file: Path, root: Path | None = None) -> int:
-    """Return the bytes of an ordinary file of a model.
+    """Return the size in bytes of a regular file of a model.
 
-    A pipe or a device has no size and may never end: it is refused. So is a loop of links, and a
-    link to a file that is not the model's, whose content a server would then give away.
+    Pipes and devices are rejected, because they have no size and may never end. Loops of links are
+    rejected. Links to files outside the model are rejected, because a server could disclose their
+    content.
 
     Args:
       root: the model's folder; default: the folder of the file.
 
     Raises:
-      CheckpointError: it is not an ordinary file of the model, or a link to none.
-      FileNotFoundError: there is no such file.
+      CheckpointError: the file is not a regular file of the model, or is a broken link.
+      FileNotFoundError: the file does not exist.
     """
     try:
         found = os.stat(file)
@@ -118,25 +120,25 @@ def file_size(file: Path, root: Path | None = None) -> int:
 
 
 def _check_inside(file: Path, root: Path) -> None:
-    """Raise `CheckpointError` if links lead from the file out of `root`.
+    """Raise `CheckpointError` if the file is a link out of `root`.
 
-    A snapshot in Hugging Face's cache (`models--ORG--NAME/snapshots/COMMIT`) has links to the blobs
-    of its model, two folders above.
+    Snapshots in Hugging Face's cache (`models--ORG--NAME/snapshots/COMMIT`) may link to their
+    model's `blobs`, two folders above.
     """
     target, folder = Path(os.path.realpath(file)), Path(os.path.realpath(root))
     allowed = [folder]
     if folder.parent.name == "snapshots":
-        allowed.append(folder.parents[1] / "blobs")  # if that is a link, it is none of these
+        allowed.append(folder.parents[1] / "blobs")  # not if `blobs` itself is a link
     if any(target.is_relative_to(each) for each in allowed):
         return
     raise CheckpointError(
-        f"{file} is a link to {target}, which is not in the model's folder: if the file is the "
-        f"model's, copy it there (cp --remove-destination {target} {file})"
+        f"{file} is a link to {target}, which is not in the model's folder: if it belongs to the "
+        f"model, copy it there (cp --remove-destination {target} {file})"
     )
 
 
 def depth_exceeds(value: Any, limit: int) -> bool:
-    """Whether JSON is nested deeper than `limit` levels; walks it level by level."""
+    """Return True if JSON is nested deeper than `limit` levels, without recursion."""
     level = [value]
     for _ in range(limit + 1):
         level = [
@@ -152,7 +154,7 @@ def depth_exceeds(value: Any, limit: int) -> bool:
 
 
 def short_repr(value: Any, limit: int = 80) -> str:
-    """A value from a file as an error message shows it: never long."""
+    """Return a value's repr for an error message, limited in length."""
     try:
         text = repr(value) if not isinstance(value, dict | list) or len(value) < 100 else "..."
     except ValueError:  # an integer of thousands of digits

@@ -1,7 +1,7 @@
-"""Panics of libraries in Rust (tokenizers, llguidance), which are no `Exception` in Python.
+"""Panics of Rust libraries (tokenizers, llguidance), which are not an `Exception` in Python.
 
-PyO3 raises them as `PanicException`, a `BaseException`, so that nobody takes one for an ordinary
-error by mistake. Input of strangers can cause them, and then they are no reason to end a thread.
+PyO3 raises them as `PanicException`, a `BaseException`, so that `except Exception` does not catch
+them. Untrusted input can cause a panic, which must not end a thread.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 
 
 def is_panic(error: BaseException) -> bool:
-    """True of a panic. Each library has a class of its own for them."""
+    """Return True for a panic, by its class name, because each library has its own class."""
     return type(error).__name__ == "PanicException"
 
 
 @contextlib.contextmanager
 def panics_as(make: Callable[[str], Exception]) -> Iterator[None]:
-    """Raise `make(message)` in place of a panic; the message is the panic's, and never long."""
+    """Raise `make(message)` instead of a panic, with the beginning of the panic's message."""
     try:
         yield
     except BaseException as error:

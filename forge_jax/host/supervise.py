@@ -1,8 +1,8 @@
-"""Tasks, threads and callbacks that nobody awaits, started so that they cannot fail in silence.
+"""Supervised tasks, threads and callbacks, which cannot fail silently.
 
-An exception that has no reader is logged with its traceback and passed to `on_error`, which turns
-it into a state ("failed") or into the error of the operation. Everything in the engine and the
-server that runs by itself is started here; a test holds that.
+An exception that no caller receives is logged with its traceback and passed to `on_error`. The
+handler turns it into a state ("failed") or into the error of the operation. All background work of
+the engine and the server is started here, which a test checks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def start_task[T](
     """Start a task on the running event loop.
 
     Args:
-      name: of the work, as the subject of a log line.
-      on_error: called on the event loop with an exception that ended the task; not for a
-        cancellation. None: awaiting the task is the only way to learn of it, besides the log.
-      expected: exceptions that are an outcome of the operation, which its awaiter handles. They are
-        not logged, and `on_error` is not called.
+      name: a description of the work, as the subject of a log line.
+      on_error: called on the event loop with an exception that ended the task, but not for a
+        cancellation. None if the log is enough, or the task is awaited.
+      expected: exceptions that the awaiter handles. They are not logged, and `on_error` is not
+        called.
     """
     task = asyncio.get_running_loop().create_task(coroutine, name=name)
     _tasks.add(task)
@@ -46,7 +46,7 @@ def start_task[T](
 
 
 def start_thread(target: Callable[[], None], name: str, on_error: OnError) -> threading.Thread:
-    """Start a daemon thread. `on_error` is called in it with any exception that ends it."""
+    """Start a daemon thread, which calls `on_error` with any exception that ends it."""
 
     def run() -> None:
         try:
@@ -60,9 +60,10 @@ def start_thread(target: Callable[[], None], name: str, on_error: OnError) -> th
 
 
 def in_thread[T](function: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run a function in a daemon thread, which does not keep the process alive; await the result.
+    """Run a function in a daemon thread, and return a future for its result.
 
-    If the event loop has been closed by the end of the function, an exception is only logged.
+    The thread does not keep the process alive. If the event loop is closed when the function ends,
+    an exception is only logged.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -95,10 +96,11 @@ def in_thread[T](function: Callable[[], T], name: str) -> asyncio.Future[T]:
 def guarded[**P](
     function: Callable[P, None], name: str, on_error: OnError | None
 ) -> Callable[P, None]:
-    """Wrap a callback whose caller cannot handle an exception: an event loop, a future.
+    """Wrap a callback whose caller, such as an event loop or a future, cannot handle exceptions.
 
     Args:
-      on_error: called in the same thread with any exception. None: the log is enough.
+      name: a description of the work, as the subject of a log line.
+      on_error: called in the same thread with any exception; None if the log is enough.
     """
 
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -117,7 +119,7 @@ def watch(
     *,
     expected: Expected = (),
 ) -> None:
-    """Report the exception of a future that may lose its readers. Arguments as in `start_task`."""
+    """Report the exception of a future that may not be awaited, as `start_task` does."""
 
     def done(future: asyncio.Future[Any] | Future[Any]) -> None:
         error = None if future.cancelled() else future.exception()
@@ -135,7 +137,7 @@ def _report(name: str, error: BaseException, on_error: OnError | None) -> None:
             try:
                 on_error(error)
             except Exception:
-                log.exception("%s: its failure could not be handled", name)
+                log.exception("%s: the error handler failed", name)
 
 
 def _log(name: str, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Speculative decoding: guesses, how many of them to verify, and what they came to."""
+"""Speculative decoding: drafters, the number of drafts to verify, and acceptance statistics."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["SpeculationStats", "Speculator", "make_speculator"]
 def make_speculator(
     config: EngineConfig, draft_model: DraftModel | None = None
 ) -> Speculator | None:
-    """What the configuration asks for; None where speculation is off.
+    """Return the configured speculator, or None if speculation is off.
 
     Raises:
-      ConfigError: it asks for a draft model where there is none.
+      ConfigError: the configuration requires a draft model, but none is given.
     """
     kind, most = config.speculation.speculation, config.speculation.max_draft_tokens
     if kind == "off":
@@ -34,7 +34,7 @@ def make_speculator(
         from forge_jax.speculate.draft import ModelDrafter
 
         if draft_model is None:
-            raise ConfigError("--speculation draft needs a model: there is none here")
+            raise ConfigError("--speculation draft needs a draft model, but none is given")
         drafter = ModelDrafter(draft_model)
     else:
         from forge_jax.speculate.suffix import SuffixDrafter

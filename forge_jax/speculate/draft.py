@@ -1,8 +1,8 @@
-"""Drafts from a smaller model of the same vocabulary, which runs on the device too.
+"""Drafts from a smaller model of the same vocabulary: the host's part.
 
-The host's part: which sequences have blocks of the draft model's KV cache, and how many of their
-tokens are computed in it. What a wrong draft wrote there is written over: a sequence is computed
-from the first token on that is another than the one in the cache.
+It manages the blocks of the draft model's KV cache, and records which tokens of a sequence are
+computed in them. A sequence is computed again from the first token that differs from the cache, so
+wrong drafts are overwritten.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TAKEN_IN = 2  # tokens of a sequence that `draft` computes itself
-PRIOR_CONFIDENCE = 0.9  # confidence that is expected before anything is known
-WEIGHT = 0.05  # of new confidence
+TAKEN_IN = 2  # Known tokens per sequence that `draft` computes itself.
+PRIOR_CONFIDENCE = 0.9  # Initial estimate of the confidence.
+WEIGHT = 0.05  # Weight of new confidence in the mean.
 
 
 @dataclass(slots=True)
 class _Computed:
-    """What the draft model's cache holds of a sequence."""
+    """The state of a sequence in the draft model's cache."""
 
     seq: Sequence
     params: np.ndarray  # i32[NUM_PARAMS]
     blocks: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # in the blocks, in order; drafts at the end
-    num_known: int = 0  # of them are known to be the sequence's
+    num_known: int = 0  # how many of `tokens` are known to match the sequence
 
     def align(self) -> int:
-        """Drops what is not the sequence's; returns how many of its tokens are computed.
+        """Drop tokens that differ from the sequence, and return how many are computed.
 
-        Its last token never counts: what follows comes from computing it.
+        The sequence's last token never counts, because it must be computed to predict the next.
         """
         tokens, known = self.tokens, self.seq.tokens
         end = min(len(tokens), len(known) - 1)
@@ -56,11 +56,11 @@ class _Computed:
 
 
 class ModelDrafter:
-    """A `Drafter` that asks a model.
+    """A `Drafter` that runs a model.
 
-    A sequence gets blocks when it is first asked for, and loses them when it ends, or when they are
-    needed and it does not run; where there are none, there is no draft. Prompts are computed in
-    chunks, one call for each `propose`, and a sequence has no drafts before its turn has come.
+    A sequence gets blocks with its first `propose`. It loses them when it ends, or when another one
+    needs them while it does not run. A sequence without blocks has no drafts. Prompts are computed
+    in chunks, one call per `propose`, and a sequence has no drafts until its prompt is computed.
     """
 
     def __init__(self, model: DraftModel):
@@ -89,14 +89,14 @@ class ModelDrafter:
         return drafts
 
     def predict_confidence(self, seqs: Seq[Sequence]) -> list[Seq[float]]:
-        """Tells nothing from the texts: what is typical, where there can be drafts at all."""
+        """Return the typical confidence, for sequences that can have drafts."""
         if not self._model.can_draft:
             return [()] * len(seqs)
         typical = self._typical.tolist()
         return [typical[: self._draft_room(seq)] if self._may(seq) else () for seq in seqs]
 
     def ingest(self, limit: int) -> bool:
-        """Learns nothing from texts."""
+        """Return False, because outputs are not used."""
         return False
 
     def end(self, seq: Sequence) -> None:
@@ -113,7 +113,7 @@ class ModelDrafter:
     # ---- blocks --------------------------------------------------------------------------------
 
     def _room_for(self, seq: Sequence) -> _Computed | None:
-        """Gives the sequence the blocks for its tokens and for drafts; None if there are none."""
+        """Allocate blocks for the sequence's tokens and drafts; None if there are too few."""
         computed = self._computed.get(seq.key)
         if computed is None or computed.seq is not seq:
             if computed is not None:
@@ -140,7 +140,7 @@ class ModelDrafter:
         return computed
 
     def _allocate(self, count: int) -> list[int] | None:
-        """Blocks that nobody has; then those of sequences that do not run."""
+        """Allocate blocks, taking them from sequences that do not run if necessary."""
         blocks = self._pool.allocate(count)
         if blocks is None:
             for computed in self._computed.values():
@@ -153,7 +153,7 @@ class ModelDrafter:
         return blocks
 
     def _may(self, seq: Sequence) -> bool:
-        """Whether there are blocks for the sequence, as far as can be told now."""
+        """Return True if there are probably enough blocks for the sequence."""
         length = seq.num_tokens
         if length > self._model.context:
             return False
@@ -162,7 +162,7 @@ class ModelDrafter:
         return self._num_blocks(length) - held <= self._pool.num_free
 
     def _draft_room(self, seq: Sequence) -> int:
-        """How many drafts could be verified."""
+        """Return the number of draft tokens that could be verified."""
         return max(min(self._most, seq.max_len - seq.num_tokens - 1), 0)
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -172,8 +172,8 @@ class ModelDrafter:
         if not self._told:
             self._told = True
             log.warning(
-                "request %s is longer than the draft model's context of %d tokens: no more drafts "
-                "for it, nor for others that get so long",
+                "request %s exceeds the draft model's context of %d tokens: sequences of this "
+                "length get no drafts",
                 seq.request_id,
                 self._model.context,
             )
@@ -181,7 +181,7 @@ class ModelDrafter:
     # ---- calls ---------------------------------------------------------------------------------
 
     def _catch_up(self, served: list[_Computed]) -> None:
-        """Computes what is too much for `draft`: one call, those of the first rank first."""
+        """Compute tokens beyond those that `draft` computes, in one call, in order of rank."""
         rows: list[Row] = []
         left = self._model.extend_tokens
         for computed in served:
@@ -198,12 +198,13 @@ class ModelDrafter:
             self._model.extend(rows)
 
     def _draft(self, served: list[_Computed]) -> Iterator[Draft]:
-        """A draft for each, in one call or a few."""
+        """Yield a draft for each sequence, from as few calls as possible."""
         rows, rooms = [], []
         for computed in served:
             tokens, start = computed.seq.tokens, len(computed.tokens)
             end = min(len(computed.blocks) * self._pool.block_size, self._model.context)
-            # As many as are computed, and one more; `end` is at least the number of tokens.
+            # One more draft than positions, because the last draft is not computed. `end` is at
+            # least the number of tokens.
             room = min(self._draft_room(computed.seq), end - len(tokens) + 1)
             slot = PADDING if computed.seq.slot is None else computed.seq.slot
             rows.append(Row(tokens[start:], start, computed.blocks, end, computed.params, slot))
@@ -219,15 +220,15 @@ class ModelDrafter:
             known = len(computed.seq.tokens)
             computed.num_known = known
             computed.tokens += row.token_ids
-            # The device writes all drafts that have a place, but the last.
+            # The device writes all drafts that have a position, except the last.
             computed.tokens += drafted[: min(self._most - 1, row.end - known)]
             if self._model.proposes and not computed.seq.params.greedy:
-                # How many are verified must not depend on what was drawn: the first value does
-                # not, and of the others what was typical before is told.
+                # The number of verified drafts must not depend on the drawn tokens. The first value
+                # does not, and the others are replaced by the typical ones from before.
                 values = [values[0], *typical[1:]]
             yield Draft(tuple(drafted[:room]), tuple(values[:room]))
 
 
 def _missing(computed: _Computed) -> int:
-    """How many tokens of the sequence are not computed."""
+    """Return how many tokens of the sequence are not computed."""
     return len(computed.seq.tokens) - len(computed.tokens)

@@ -1,12 +1,11 @@
-"""How many drafts to verify: as many as make tokens come faster, and none where that is slower.
+"""The number of drafts to verify, chosen to maximize tokens per second.
 
-Two things are learned while the engine runs. How long a step of so many tokens takes, both while
-steps run ahead of the host and when each is read before the next is made, as drafts from the host
-need it. And how often a draft of some confidence is right, over all requests and for each of them.
-From these follows how many tokens a second each choice would bring, and the best is taken: this is
-the goodput of SmartSpec (Liu et al. 2024, arXiv:2406.14066).
+The engine learns two things while it runs. One is the duration of a step by its number of tokens,
+with another step in flight and without one. The other is the acceptance rate of drafts by
+confidence, over all requests and per request. Both give the expected tokens per second of each
+choice: the goodput of SmartSpec (Liu et al. 2024, arXiv:2406.14066).
 
-Everything here only decides how fast the answer comes, never what it is.
+The choice affects only speed, never the output.
 """
 
 from __future__ import annotations
@@ -17,35 +16,35 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-BINS = 8  # of confidence
-PRIOR = 4.0  # drafts that a bin's, or a request's, own experience must outweigh
-MIN_GAIN = 1.02  # a choice must be better by this factor: measured times are noisy
-HIGHEST = 0.98  # probability that is believed
-TRIAL = 16  # steps with drafts, from which it is judged how long such steps take
+BINS = 8  # Of confidence.
+PRIOR = 4.0  # Weight of the prior, in drafts, for a bin or a request.
+MIN_GAIN = 1.02  # Drafts must be faster by this factor, because measured times are noisy.
+HIGHEST = 0.98  # Upper bound of estimated probabilities.
+TRIAL = 16  # Steps with drafts in a trial, which measures their duration.
 ASSUMED_SLOWDOWN = (
-    1.25  # of a step without drafts: what one with drafts is taken to need, during a trial
+    1.25  # Duration of a step with drafts during a trial, relative to one without drafts.
 )
-FEW, HOPELESS = 4, 0.8  # a trial ends after so many steps, if drafts bring less than this rate
-GROWTH = 2  # a step with drafts has at most so many times the tokens of the largest timed one
-CONTROL = 8  # steps without drafts that must have been timed, before there are any
-CONTROL_AFTER = 256  # steps with drafts, after which the others are timed anew
-RUN_END_RATE = 1 / 64  # weight of a step with drafts in how often one is the last of a row
-FIRST_RETRY, LAST_RETRY = 1024, 16384  # steps from one trial to the next, where drafts do not pay
+FEW, HOPELESS = 4, 0.8  # A trial ends after FEW steps if the relative rate is below HOPELESS.
+GROWTH = 2  # Limit of a step's tokens, relative to the largest timed step with drafts.
+CONTROL = 8  # Steps without drafts that must be timed before there are drafts.
+CONTROL_AFTER = 256  # Steps with drafts, after which steps without drafts are timed again.
+RUN_END_RATE = 1 / 64  # Weight of a step in the estimated frequency of the ends of draft runs.
+FIRST_RETRY, LAST_RETRY = 1024, 16384  # Steps between trials if drafts do not pay.
 
 
 class StepTimes:
-    """Seconds that a step takes, by its number of tokens: means of the latest.
+    """The mean duration in seconds of the latest steps, by number of tokens.
 
-    Sizes share a mean where they are near each other.
+    Similar numbers of tokens share a mean.
     """
 
     LATEST = 32
-    OUTLIER = 3.0  # no time counts as more than so many times the median
+    OUTLIER = 3.0  # times are clipped at this multiple of the median
 
     def __init__(self) -> None:
         self._latest: dict[int, deque[float]] = {}  # seconds
         self._known: dict[int, tuple[float, float]] = {}  # means of tokens and seconds
-        self._stale: set[int] = set()  # places whose mean has to be found anew
+        self._stale: set[int] = set()  # places whose mean must be computed again
 
     def record(self, num_tokens: int, seconds: float) -> None:
         place = _place(num_tokens)
@@ -56,11 +55,11 @@ class StepTimes:
         self._stale.add(place)
 
     def count(self, num_tokens: int) -> int:
-        """How many times are held for this size and those near it."""
+        """Return the number of recorded times for this size and similar ones."""
         return len(self._latest.get(_place(num_tokens), ()))
 
     def forget(self, num_tokens: int) -> None:
-        """For this size and those near it."""
+        """Drop the times for this size and similar ones."""
         place = _place(num_tokens)
         self._latest.pop(place, None)
         self._known.pop(place, None)
@@ -73,13 +72,14 @@ class StepTimes:
 
     @property
     def largest(self) -> float:
-        """Tokens of the largest size that has been timed, 0 if none has."""
+        """The largest timed size in tokens, or 0 if there is none."""
         return max((tokens for tokens, _ in self._known.values()), default=0.0)
 
     def expect(self, num_tokens: int, origin: tuple[float, float] | None = None) -> float | None:
-        """Between two sizes that are known, a time between theirs; beyond them, the nearest's.
+        """Return the expected seconds for a size, or None if no times are known.
 
-        None if nothing is known. `origin` is one more size, with its seconds.
+        Times are interpolated linearly between known sizes. Outside their range, the nearest size's
+        time is used. `origin` is an additional known (size, seconds).
         """
         for place in self._stale:
             self._known[place] = self._known[place][0], self._mean_s(self._latest[place])
@@ -103,7 +103,7 @@ class StepTimes:
 
 
 def _place(num_tokens: int) -> int:
-    """Up to 8 tokens two places an octave, and four beyond: executables differ there."""
+    """Return the bin of a size: two per octave up to 8 tokens, then 4, where executables differ."""
     if num_tokens <= 8:
         return round(2 * math.log2(num_tokens))
     return round(4 * math.log2(num_tokens))
@@ -111,7 +111,7 @@ def _place(num_tokens: int) -> int:
 
 @dataclass(slots=True)
 class Experience:
-    """What one request's drafts came to, against what was expected of them."""
+    """The accepted drafts of one request, compared with the expected number."""
 
     right: float = 0.0
     expected: float = 0.0
@@ -121,14 +121,14 @@ class Experience:
         return (self.right + PRIOR) / (self.expected + PRIOR)
 
     def fade(self) -> None:
-        """A text may become more predictable: old experience counts less and less."""
+        """Reduce the weight of old drafts, because a text may become more predictable."""
         self.right *= 0.98
         self.expected *= 0.98
 
 
 @dataclass
 class Acceptance:
-    """How likely a draft is right, by its drafter's confidence."""
+    """The estimated acceptance rate of drafts, by the drafter's confidence."""
 
     _tried: list[float] = field(default_factory=lambda: [PRIOR] * BINS)
     _right: list[float] = field(
@@ -136,7 +136,7 @@ class Acceptance:
     )
 
     def reach(self, confidence: Seq[float], experience: Experience) -> list[float]:
-        """For each token of a draft: the probability that it and all before it are right."""
+        """Return for each token of a draft the probability that it and all before it are right."""
         reached, probabilities, factor = 1.0, [], experience.factor
         for value in confidence:
             reached *= min(self._of_bin(value) * factor, HIGHEST)
@@ -144,7 +144,7 @@ class Acceptance:
         return probabilities
 
     def learn(self, confidence: Seq[float], num_right: int, experience: Experience) -> None:
-        """Of a draft with these confidences, the first `num_right` tokens were right."""
+        """Record that the first `num_right` tokens of a draft were right."""
         for index, value in enumerate(confidence[: num_right + 1]):
             place = _bin(value)
             experience.expected += self._of_bin(value)
@@ -165,29 +165,29 @@ def _bin(confidence: float) -> int:
 
 
 class LengthPolicy:
-    """Chooses how many drafts a step verifies, from what steps and drafts have come to so far."""
+    """The choice of the number of drafts per step, from measured times and acceptance rates."""
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
-        self.ahead = StepTimes()  # without drafts, with a step always in flight
-        self.alone = StepTimes()  # without drafts, dispatched when nothing was in flight
-        self.drafted = StepTimes()  # with drafts, before which everything is read
-        self._turns = 0.5  # which part of the steps with drafts are the last of a row of them
-        self._in_row = False  # whether the last step was one
-        self._trial = TRIAL  # steps left of it
-        self._retry_in = self._retry = FIRST_RETRY  # steps
-        self._since_control: dict[tuple[int, bool], int] = {}  # steps with drafts
+        self.ahead = StepTimes()  # Without drafts, with another step in flight.
+        self.alone = StepTimes()  # Without drafts, dispatched with nothing in flight.
+        self.drafted = StepTimes()  # With drafts, dispatched with nothing in flight.
+        self._turns = 0.5  # Fraction of steps with drafts that are the last of a run.
+        self._in_row = False  # True if the last step had drafts.
+        self._trial = TRIAL  # Steps left in the trial.
+        self._retry_in = self._retry = FIRST_RETRY  # Steps.
+        self._since_control: dict[tuple[int, bool], int] = {}  # Steps with drafts.
 
     def step(self, drafted: bool) -> bool:
-        """One more has been made, with drafts or without. Returns whether a trial begins."""
+        """Count a step, and return True if a trial begins."""
         if self._in_row:
             self._turns += ((not drafted) - self._turns) * RUN_END_RATE
         self._in_row = drafted
         self._retry_in -= 1
         if self._retry_in > 0:
             return False
-        # Times that speak against drafts would never be measured again; and those of a few steps
-        # among many others say little of a row of them: what is not run is cold.
+        # Otherwise unfavorable times would never be measured again. Times of single steps with
+        # drafts do not represent a run of them, because their executables are cold.
         self._trial = TRIAL
         for times in (self.ahead, self.alone, self.drafted):
             times.clear()
@@ -196,11 +196,11 @@ class LengthPolicy:
         return True
 
     def tried(self, num_sequences: int, *, runs_ahead: bool = True) -> None:
-        """The next step verifies what has been chosen."""
+        """Record that the next step verifies the chosen drafts."""
         since = self._since_control.get((num_sequences, runs_ahead), 0) + 1
         if since == CONTROL_AFTER:
-            # They may have been timed under other circumstances, and drafts that seem to pay keep
-            # them from being timed again.
+            # Conditions may have changed since steps without drafts were timed. While drafts seem
+            # to pay, such steps would not be timed again.
             self._plain(runs_ahead).forget(num_sequences)
             since = 0
         self._since_control[num_sequences, runs_ahead] = since
@@ -210,11 +210,11 @@ class LengthPolicy:
             self._retry_in = self._retry = FIRST_RETRY
 
     def knows(self, num_sequences: int, *, runs_ahead: bool = True) -> bool:
-        """Whether steps without drafts have been timed; until then there are none, nor looks."""
+        """Return True if enough steps without drafts are timed, which drafts and looks require."""
         return self._plain(runs_ahead).count(num_sequences) >= CONTROL
 
     def plain_s(self, num_sequences: int, *, runs_ahead: bool = True) -> float | None:
-        """Seconds of a step without drafts, if any is known."""
+        """Return the expected seconds of a step without drafts, or None if unknown."""
         return self._plain(runs_ahead).expect(num_sequences)
 
     def choose(
@@ -225,18 +225,18 @@ class LengthPolicy:
         runs_ahead: bool = True,
         in_flight: bool = False,
     ) -> int:
-        """How many of the drafts to verify.
+        """Return the number of drafts to verify.
 
         Args:
-          num_sequences: in the step, each with one token.
-          gains: the probability that a draft brings a token, the largest first.
-          runs_ahead: whether steps without drafts are made with another one in flight.
-          in_flight: one is, which would have to be waited for. Later, when steps run ahead
-            again, the first of them brings its tokens late: this is what a row of steps with
-            drafts costs besides them.
+          num_sequences: the number of sequences in the step, each with one token.
+          gains: the acceptance probabilities of the drafts, the largest first.
+          runs_ahead: True if steps without drafts run with another one in flight.
+          in_flight: True if a step is in flight, which must be read first. After a run of steps
+            with drafts, the first step that runs ahead returns its tokens late. The choice includes
+            this cost.
 
         Returns:
-          0 to `len(gains)`; 0 also where it is not known yet how long a step takes.
+          0 to `len(gains)`; 0 if step times are not known yet.
         """
         plain_s = self.plain_s(num_sequences, runs_ahead=runs_ahead)
         if not plain_s or not gains or not self.knows(num_sequences, runs_ahead=runs_ahead):
@@ -248,8 +248,8 @@ class LengthPolicy:
         if self._trial:
             if (num_sequences + sum(gains)) / (ASSUMED_SLOWDOWN * plain_s + turn_s) <= best_rate:
                 return 0
-            # Times of a few steps say little: they choose among counts, and speak against all of
-            # them only where drafts are far too slow.
+            # Times of few steps are unreliable. They rank the counts, but reject all of them only
+            # if drafts are far too slow.
             best_rate *= HOPELESS if self._trial <= TRIAL - FEW else 0.0
         expected, counted = float(num_sequences), 0
         most = GROWTH * max(num_sequences, self.drafted.largest)
@@ -258,8 +258,8 @@ class LengthPolicy:
                 break
             expected += sum(gains[counted:count])
             counted = count
-            # Sizes that have not been timed are taken to be cheap, so that one step times them:
-            # without drafts they would cost nothing, and a larger step no more than a smaller.
+            # Sizes without times are assumed to be cheap, so that a step measures them. A larger
+            # size is assumed to take no longer than the nearest known one.
             seconds = self.drafted.expect(num_sequences + count, origin=(num_sequences, plain_s))
             assert seconds is not None
             rate = expected / (max(seconds, plain_s) + turn_s)
@@ -272,7 +272,7 @@ class LengthPolicy:
 
 
 def _counts(most: int) -> list[int]:
-    """The counts to compare: all small ones, then about four in each octave."""
+    """Return the counts to compare: all small ones, then about four per octave."""
     counts = [count for count in range(1, most) if count <= 8]
     count = 10
     while count < most:

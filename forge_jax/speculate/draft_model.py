@@ -1,6 +1,6 @@
 """A draft model on the device: its weights, its KV cache and its executables.
 
-Requests and blocks in use are `draft.py`'s; the functions that run are in `draft_step.py`.
+`draft.py` manages sequences and blocks. `draft_step.py` has the functions that are compiled.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModelOptions:
-    """The sizes and choices that decide a draft model's executables.
+    """The sizes and choices that determine a draft model's executables.
 
     Args:
-      mesh: the devices that share the target, of which `device` is one. A model that is not divided
-        is whole on each, and all compute the same; None: `device` is alone.
-      implementation: of attention.
-      sampler: of the target's steps; the noise must be the same bits.
-      draft_probs: where shapes that propose leave the probabilities that drafts were drawn from.
-      uniform: the deterministic tier.
-      memory_limit: bytes of the device that weights, KV cache and a call may take; None: no limit.
+      max_draft_tokens: the length of a draft.
+      mesh: the devices that share the target model, including `device`; None if there is only one.
+        A draft model that is not split is replicated on each device.
+      implementation: the implementation of attention.
+      sampler: the sampler of the target's steps, because the noise must have the same bits.
+      draft_probs: receives the distributions of drafts, from shapes that propose.
+      uniform: True in the deterministic tier.
+      memory_limit: the device memory in bytes for weights, KV cache and a call; None: no limit.
     """
 
     shapes: DraftShapes
@@ -71,15 +72,15 @@ class DraftModelOptions:
 
 
 class DraftModel:
-    """Owns the device state of a draft model and its executables.
+    """The device state of a draft model and its executables.
 
-    Call `compile`, then `start` with the weights. `background.activate` takes new executables into
-    use. From the first of each kind on it `can_draft`.
+    Call `compile`, then `start` with the weights. `background.activate` activates new executables.
+    `can_draft` is True as soon as there is one of each kind.
 
-    Not thread-safe: one thread starts, calls and activates, or one after the other.
+    Calls must not be concurrent.
 
     Args:
-      background: gets the executables. Default: a new one.
+      background: receives the executables. Default: a new one.
     """
 
     def __init__(
@@ -112,18 +113,18 @@ class DraftModel:
 
     @property
     def context(self) -> int:
-        """Tokens of the longest sequence that it can take in."""
+        """The longest supported sequence in tokens."""
         blocks = self._shapes.extend[-1].max_blocks * self.kv_shape.block_size
         return min(self.model.spec.max_position_embeddings, blocks)
 
     @property
     def extend_tokens(self) -> int:
-        """Tokens that one `extend` takes."""
+        """The maximum number of tokens of one `extend` call."""
         return max((s.num_tokens for s in self._shapes.extend if s in self._ready), default=0)
 
     @property
     def extend_rows(self) -> int:
-        """Sequences that one `extend` takes."""
+        """The maximum number of sequences of one `extend` call."""
         return max((s.num_seqs for s in self._shapes.extend if s in self._ready), default=0)
 
     @property
@@ -135,7 +136,7 @@ class DraftModel:
         executables, options = self._executables, self.options
         sharding = options.placement.kv_sharding(self.model)
         executables.add("new_kv", self._new_kv, out_shardings=sharding)
-        executables.pause(PATIENCE_S)  # serving begins without any of these
+        executables.pause(PATIENCE_S)  # serving starts without these
         for shape in self._shapes.extend:
             self._add(shape, make_extend(self._pass(shape)))
         for shape in self._shapes.draft:
@@ -172,43 +173,44 @@ class DraftModel:
         return self._compiled.copy()
 
     def start(self, leaves: tuple[jax.Array, ...]) -> None:
-        """Take the weights, which may be the target's own arrays, and make the KV cache."""
+        """Set the weights, which may be the target's arrays, and create the KV cache."""
         self._leaves = leaves
         self.reset()
         self._executables.resume()
 
     def reset(self) -> None:
-        """Make the KV cache anew: what it held is lost, and so are all drafts."""
+        """Replace the KV cache with an empty one, and drop all drafts."""
         if self._draft_probs is not None:
             self._draft_probs.reset()
-        self._kv = ()  # first, or there would be no room for the new
+        self._kv = ()  # frees the old cache first, to make room for the new one
         self._kv = jax.block_until_ready(self._executables["new_kv"]())
 
     def _activate(self, shape: DraftShape) -> None:
         try:
             self._compiled[shape.name] = self._executables[shape.name]
-            self._call(shape, (), *self._latest(shape))  # writes nothing: every index is padding
+            self._call(shape, (), *self._latest(shape))  # every index is padding: writes nothing
             jax.block_until_ready(self._kv)
-        except Exception:  # drafts are dispensable: the engine goes on
-            log.exception("%s cannot run: it is left out", shape.name)
+        except Exception:  # drafts are optional, so the engine continues
+            log.exception("%s cannot run and is skipped", shape.name)
         else:
             self._ready.append(shape)
 
     def _check_complete(self) -> None:
         if self.background.complete and not self.can_draft:
-            log.error("the draft model cannot run: no drafts")
+            log.error("the draft model cannot run: speculation is off")
 
     def extend(self, rows: Seq[Row]) -> None:
-        """Compute keys and values of the rows' tokens, in one call. Does not wait for it."""
+        """Compute keys and values of the rows' tokens in one call, without waiting for it."""
         assert len(rows) <= self.extend_rows
         self._call(self._choose(self._shapes.extend, rows), rows)
 
     def draft(self, rows: Seq[Row]) -> tuple[np.ndarray, np.ndarray]:
-        """Draft the continuation of each sequence, in as few calls as possible. Waits.
+        """Draft the continuation of each sequence in as few calls as possible, and wait.
 
         Returns:
-          i32[len(rows), k] and f32[len(rows), k]: tokens, and the draft model's probability of
-          each. Of row i, those from `end - position of the last known token` on mean nothing.
+          The tokens, i32[len(rows), k], and the draft model's probability of each,
+          f32[len(rows), k]. In a row, values from `end - position of the last known token` on are
+          undefined.
         """
         outs = []
         first = 0
@@ -223,12 +225,13 @@ class DraftModel:
             outs.append((out, count))
             first += count
         both = np.concatenate([np.asarray(out)[:, :count] for out, count in outs], axis=1)
-        if self._draft_probs is not None:  # now that nothing has raised, or steps would, too
+        # Only after all calls have succeeded, because steps would raise with an invalid array.
+        if self._draft_probs is not None:
             [self._draft_probs.latest] = proposed
         return both[0], both[1].view(np.float32)
 
     def _choose(self, shapes: Seq[DraftShape], rows: Seq[Row]) -> DraftShape:
-        """Return the smallest shape that takes all rows, or the largest."""
+        """Return the smallest shape that fits all rows, or the largest shape."""
         ready = [shape for shape in shapes if shape in self._ready]
         return next((shape for shape in ready if shape.most(rows) == len(rows)), ready[-1])
 
@@ -238,7 +241,7 @@ class DraftModel:
         return out
 
     def _latest(self, shape: DraftShape) -> tuple[Proposed, ...]:
-        """Return the `DraftProbs` that an executable takes and gives: one argument, or none."""
+        """Return the `DraftProbs` argument of an executable, or () if it has none."""
         if not shape.proposes:
             return ()
         assert self._draft_probs is not None

@@ -1,15 +1,14 @@
 """The calls of a draft model as pure functions, and their packed upload.
 
-`extend[T]` computes keys and values of tokens that are known. `draft[B]` takes in the last one or
-two tokens of up to B sequences and generates from there, token after token on the device. Its noise
-is that of the target's sampler for the same sequence and position (Gumbel coupling: Daliri, Musco
-and Suresh 2024, arXiv:2408.07978). So a draft equals the target's sample as often as the two
-distributions allow without communication, and always where they are the same.
+`extend[T]` computes keys and values of known tokens. `draft[B]` computes the last one or two tokens
+of up to B sequences, and then generates token after token on the device. The noise is that of the
+target's sampler for the same sequence and position (Gumbel coupling: Daliri, Musco and Suresh 2024,
+arXiv:2408.07978). A draft therefore equals the target's sample as often as possible without
+communication, and always if both distributions are the same.
 
-For verification by rejection the noise is independent, and each draft's distribution is left in
-`DraftProbs` for the target's step. The policy that decides how many drafts are verified then sees
-the probability of the most likely token. That of the drawn token would let good draws through and
-bias the output.
+For verification by rejection the noise is independent, and each draft's distribution is stored in
+`DraftProbs` for the target's step. The length policy then receives the probability of the most
+likely token. The probability of the drawn token would select good draws and bias the output.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ if TYPE_CHECKING:
     from forge_jax.models.decoder import Leaves, Model
     from forge_jax.sampling_params import SamplingParams
 
-NUM_PARAMS = 6  # of a sequence's sampling: seed (2), temperature, top_p, min_p, top_k
-RANDOM, FILTER = 1, 2  # bits of the header: work that at least one row needs
+NUM_PARAMS = 6  # sampling parameters: seed (2), temperature, top_p, min_p, top_k
+RANDOM, FILTER = 1, 2  # bits of the header for work that at least one row needs
 
 
 class Row(NamedTuple):
     """One sequence in a call."""
 
-    token_ids: Seq[int]  # that have no keys and values yet; of `draft`, one or two
-    start: int  # position of the first of them
-    blocks: Seq[int]  # of the draft's KV cache, in order
-    end: int = 0  # `draft`: positions below it have a block
-    params: np.ndarray | None = None  # `draft`: i32[NUM_PARAMS], floats as their bits
-    slot: int = PADDING  # `draft`: of the sequence in the target's steps
+    token_ids: Seq[int]  # Tokens without keys and values. One or two for `draft`.
+    start: int  # Position of the first token.
+    blocks: Seq[int]  # Blocks of the draft model's KV cache, in order.
+    end: int = 0  # `draft`: positions below it have a block.
+    params: np.ndarray | None = None  # `draft`: i32[NUM_PARAMS], floats as their bits.
+    slot: int = PADDING  # `draft`: the sequence's slot in the target's steps.
 
 
 class DraftInputs(NamedTuple):
@@ -62,7 +61,7 @@ class DraftInputs(NamedTuple):
     end: jax.Array  # i32[S]
     params: jax.Array  # i32[S * NUM_PARAMS]
     tables: jax.Array  # i32[S * max_blocks]
-    slot: jax.Array  # i32[S]; nothing where the shape does not propose
+    slot: jax.Array  # i32[S]. Empty if the shape does not propose.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +69,18 @@ class DraftShape:
     """The static sizes of one executable."""
 
     name: str
-    num_tokens: int  # T: taken in
+    num_tokens: int  # T, the known tokens
     num_seqs: int  # S
     max_blocks: int
-    max_q_len: int  # tokens of one sequence
-    # Of `draft`: tokens of each later pass, and rows of logits of every pass; at least `num_seqs`.
+    max_q_len: int  # most tokens of one sequence
+    # `draft`: tokens of each later pass, and rows of logits of every pass; at least `num_seqs`.
     later_tokens: int = 0
     num_rows: int = 0
-    proposes: bool = False  # for verification by rejection
+    proposes: bool = False  # True for verification by rejection
 
     @cached_property
     def segments(self) -> tuple[slice, ...]:
-        """Where each segment lies in the packed array, in the order of `DraftInputs`."""
+        """The slice of each segment in the packed array, in the order of `DraftInputs`."""
         t, s = self.num_tokens, self.num_seqs
         slots = s * self.proposes
         lengths = (3, t, t, s, s + 1, s, s * NUM_PARAMS, s * self.max_blocks, slots)
@@ -102,7 +101,7 @@ class DraftShape:
         return sum(length <= self.num_tokens for length in lengths)
 
     def pack(self, rows: Seq[Row]) -> np.ndarray:
-        """Pack at most `num_seqs` rows, of at most `num_tokens` together -> i32[width]."""
+        """Pack at most `num_seqs` rows with at most `num_tokens` in total, as i32[width]."""
         packed = np.zeros(self.width, np.int32)
         m, n = self.split(packed), len(rows)
         q_lens = np.array([len(row.token_ids) for row in rows], np.int32)
@@ -148,11 +147,12 @@ def _flags(params: np.ndarray) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftPass:
-    """One forward pass of a draft model, and the sampling behind it.
+    """One forward pass of a draft model, followed by sampling.
 
     Args:
-      sampler: of the target's steps; the noise must be the same bits.
-      uniform: the deterministic tier.
+      implementation: the implementation of attention.
+      sampler: the sampler of the target's steps, because the noise must have the same bits.
+      uniform: True in the deterministic tier.
     """
 
     model: Model
@@ -163,7 +163,7 @@ class DraftPass:
     uniform: bool = False
 
     def take_in(self, leaves: Leaves, kv: KV, m: DraftInputs) -> tuple[KV, jax.Array]:
-        """Compute the tokens of a call: (kv, dtype[T, d])."""
+        """Compute the known tokens of a call, and return (kv, dtype[T, d])."""
         shape, block_size = self.shape, self.block_size
         tables = m.tables.reshape(shape.num_seqs, shape.max_blocks)
         index = jnp.arange(shape.num_tokens)
@@ -195,14 +195,14 @@ class DraftPass:
         token: jax.Array,  # i32[S], at `last + ahead`
         ahead: jax.Array,  # i32[]
     ) -> tuple[KV, tuple[jax.Array, ...]]:
-        """Compute the drafts `token`: (kv, the result of `sample` for the token after it)."""
+        """Compute the drafts `token`, and return (kv, the result of `sample` after them)."""
         shape, block_size = self.shape, self.block_size
         num_seqs = shape.num_seqs
         padding = (0, shape.later_tokens - num_seqs)
         seq = jnp.arange(num_seqs)
         exists = seq < m.header[0]
-        # Where there is no room, the last position is computed again and its result is not used:
-        # nothing is written, and nothing is read that was not.
+        # Without room, the last position is computed again and its result is not used. Nothing is
+        # written, and no unwritten position is read.
         written = exists & (last + ahead < m.end)
         position = jnp.where(exists, jnp.minimum(last + ahead, m.end - 1), 0)
         tables = m.tables.reshape(num_seqs, shape.max_blocks)
@@ -229,13 +229,13 @@ class DraftPass:
         leaves: Leaves,
         m: DraftInputs,
         hidden: jax.Array,  # dtype[T, d]
-        row_token: jax.Array,  # i32[S], the row of T of each sequence
-        position: jax.Array,  # i32[S], of the token to be sampled
-        ahead: jax.Array,  # i32[], drafts before it
+        row_token: jax.Array,  # i32[S], each sequence's row in T
+        position: jax.Array,  # i32[S], positions of the sampled tokens
+        ahead: jax.Array,  # i32[], number of drafts before them
     ) -> tuple[jax.Array, ...]:
-        """Return (i32[S], f32[S]): tokens and their probabilities.
+        """Return tokens, i32[S], and their probabilities, f32[S].
 
-        If the shape proposes, also i32[S, K] and f32[S, K]: the distributions they were drawn from.
+        If the shape proposes, also return their distributions, i32[S, K] and f32[S, K].
         """
         num_seqs = self.shape.num_seqs
         row_token = jnp.pad(row_token, (0, self.shape.num_rows - num_seqs))
@@ -278,7 +278,7 @@ class DraftPass:
 
 
 def make_extend(pass_: DraftPass) -> Callable[..., tuple[KV, None]]:
-    """Return (leaves, kv*, packed) -> (kv, None), with keys and values of all the rows' tokens."""
+    """Return (leaves, kv*, packed) -> (kv, None), which computes keys and values of all rows."""
     shape = pass_.shape
 
     def extend(
@@ -293,9 +293,10 @@ def make_extend(pass_: DraftPass) -> Callable[..., tuple[KV, None]]:
 
 
 def make_draft(pass_: DraftPass, max_draft_tokens: int) -> Callable[..., tuple[KV, Any]]:
-    """Return (leaves, kv*, packed) -> (kv, i32[2, S, k]: drafts and the bits of their probability).
+    """Return (leaves, kv*, packed) -> (kv, out), where `out` is i32[2, S, k].
 
-    A shape that proposes: (leaves, kv*, packed, `Proposed`) -> (kv, (the same, `Proposed`)).
+    `out` has the drafts and the bits of their probabilities. For a shape that proposes, the
+    function is (leaves, kv*, packed, `Proposed`) -> (kv, (out, `Proposed`)).
     """
     shape = pass_.shape
     go_on = jax.jit(pass_.go_on)  # traced and lowered once for all passes
@@ -311,7 +312,7 @@ def make_draft(pass_: DraftPass, max_draft_tokens: int) -> Callable[..., tuple[K
         last = m.start + m.cu_q_lens[1:] - m.cu_q_lens[:-1] - 1
         row_token = jnp.maximum(m.cu_q_lens[1:] - 1, 0)
         drawn = [pass_.sample(leaves, m, hidden, row_token, last + 1, jnp.int32(0))]
-        # Unrolled: as fast as a loop on the CPU, and a GPU's command buffers hold no loop.
+        # Unrolled, because a GPU's command buffers cannot contain a loop. On CPU it is as fast.
         for ahead in range(1, max_draft_tokens):
             kv, more = go_on(leaves, kv, m, last, drawn[-1][0], jnp.int32(ahead))
             drawn.append(more)
@@ -329,7 +330,7 @@ def make_draft(pass_: DraftPass, max_draft_tokens: int) -> Callable[..., tuple[K
 
 
 class DraftShapes(NamedTuple):
-    """Of all executables, smallest first."""
+    """The shapes of all executables, smallest first."""
 
     extend: tuple[DraftShape, ...]
     draft: tuple[DraftShape, ...]
@@ -344,12 +345,13 @@ def draft_shapes(
     deterministic: bool = False,
     proposes: bool = False,
 ) -> DraftShapes:
-    """Return the shapes for an engine of these limits; the arguments are those of its steps.
+    """Return the shapes for an engine with these limits, which are those of its steps.
 
-    With `proposes` they are for verification by rejection.
+    In the deterministic tier every pass has the shape of the engine's step. The target as its own
+    draft model then computes the same bits.
 
-    In the deterministic tier every pass has the shape of the engine's step: where the draft model
-    is the target, it computes the same bits.
+    Args:
+      proposes: True for verification by rejection.
     """
 
     def extend(num_tokens: int) -> DraftShape:

@@ -1,10 +1,10 @@
-"""What proposes drafts: tokens that a sequence may well go on with.
+"""Interfaces of drafters, which propose likely continuations of sequences.
 
-A draft is only a guess: the target model verifies it, and what is put out does not depend on it. A
-drafter is asked by the thread that schedules, so its time is the device's idle time.
+The target model verifies drafts, so they do not affect the output. A drafter runs in the thread
+that schedules, and the device is idle meanwhile.
 
-Drafters of two kinds: a `TextDrafter` looks at one text at a time; what runs a model is asked for
-all sequences of a step together, as every `Drafter` is.
+A `Drafter` proposes for all sequences of a step together, as a draft model does. A `TextDrafter`
+proposes for one text at a time.
 """
 
 from __future__ import annotations
@@ -18,79 +18,81 @@ from forge_jax.schedule.request import Sequence
 
 class Draft(NamedTuple):
     token_ids: tuple[int, ...] = ()
-    # For each token: how likely it is to be accepted if those before it are, by the drafter's
-    # own reckoning. Only their order matters: the length policy learns what they are worth.
+    # The drafter's estimate that each token is accepted if those before it are. Only the order
+    # matters, because the length policy learns the actual acceptance rates.
     confidence: tuple[float, ...] = ()
 
 
 class Drafter(Protocol):
-    """Drafts for sequences of the scheduler, whose tokens have all been read."""
+    """A drafter for sequences of the scheduler whose tokens have all been read."""
 
     def propose(self, seqs: Seq[Sequence]) -> list[Draft]:
-        """A draft, maybe an empty one, for each of them."""
+        """Return a draft for each sequence, which may be empty."""
         ...
 
     def predict_confidence(self, seqs: Seq[Sequence]) -> list[Seq[float]]:
-        """What the confidence of `propose` would be, one step early and cheaply.
+        """Predict the confidence of `propose` cheaply, one step early.
 
-        The last token of each sequence has been sampled and not been read. The values are of the
-        tokens after it: the first, that it and the one before are what the drafter thinks.
+        The last token of each sequence is sampled, but not read yet. The values are those of the
+        tokens after it. The first value is the probability that both it and the unread token match
+        the drafter's prediction.
         """
         ...
 
     def ingest(self, limit: int) -> bool:
-        """Takes in so many tokens, at most, of what has ended, for those that come later.
+        """Learn at most `limit` tokens of outputs, for later sequences.
 
-        Returns whether there are more.
+        Returns:
+          True if there are more.
         """
         ...
 
     def end(self, seq: Sequence) -> None:
-        """The sequence has ended. It may never have been asked for."""
+        """Release the state of a sequence that has ended, if there is any."""
         ...
 
     def reset(self) -> None:
-        """A step has raised: what the device holds is lost. The sequences go on."""
+        """Drop the device state, after a step has raised. The sequences continue."""
         ...
 
 
 class TextDrafter(Protocol):
-    """Knows the tokens of live sequences, by key, and those of earlier ones as it sees fit.
+    """A drafter that uses the tokens of live and, optionally, earlier sequences.
 
-    Tokens are taken in by `propose` and `ingest`: a sequence that is never asked for costs next to
-    nothing.
+    `propose` and `ingest` read the tokens, so a sequence without drafts costs almost nothing.
     """
 
     def propose(self, key: Hashable, tokens: Seq[int], prompt_len: int, salt: str) -> Draft:
-        """Guesses what follows `tokens` (prompt, then output): as much as it has a reason for.
+        """Return a draft of the tokens after `tokens`, as long as there is evidence for it.
 
-        Calls for one key come with the same list, grown at its end.
+        All calls for one key pass the same list, which grows at its end.
 
         Args:
-          tokens: of the sequence, known to the host; not changed, and not kept beyond the call.
-          prompt_len: how many of them are the prompt's.
-          salt: nothing that came with another salt may show in the draft.
+          key: the sequence.
+          tokens: prompt and output tokens. The drafter neither changes nor keeps the list.
+          prompt_len: the number of prompt tokens.
+          salt: the draft must not depend on sequences with another salt.
         """
         ...
 
     def ingest(self, limit: int) -> bool:
-        """Takes in so many tokens, at most, of what was put out, for others: are there more?"""
+        """Learn at most `limit` tokens of outputs, for other sequences; True if there are more."""
         ...
 
     def end(self, key: Hashable, tokens: Seq[int], prompt_len: int, salt: str) -> None:
-        """The sequence has ended, with these tokens. Unknown keys are fine."""
+        """Release the state of a sequence that has ended with these tokens, if there is any."""
         ...
 
 
 class OneByOne:
-    """A `Drafter` of a `TextDrafter`.
+    """A `Drafter` that calls a `TextDrafter` for each sequence.
 
-    What was foreseen is the draft, but for its first token, where that came true.
+    If the first token of a predicted draft was right, the rest of it becomes the draft.
     """
 
     def __init__(self, drafter: TextDrafter):
         self._drafter = drafter
-        self._foreseen: dict[Hashable, tuple[int, Draft]] = {}  # tokens known then, and the draft
+        self._foreseen: dict[Hashable, tuple[int, Draft]] = {}  # (known tokens, predicted draft)
 
     def propose(self, seqs: Seq[Sequence]) -> list[Draft]:
         return [self._propose(seq) for seq in seqs]
@@ -102,7 +104,7 @@ class OneByOne:
             draft = self._ask(seq)
             if len(draft.token_ids) > 1:
                 self._foreseen[seq.key] = len(seq.tokens), draft
-                # If the guess of the token in flight is wrong, so is the rest.
+                # If the prediction of the token in flight is wrong, so is the rest.
                 first, second, *rest = draft.confidence
                 foreseen.append([first * second, *rest])
             else:
@@ -117,7 +119,7 @@ class OneByOne:
         self._drafter.end(seq.key, seq.tokens, seq.prompt_len, seq.salt)
 
     def reset(self) -> None:
-        """Knows nothing of the device."""
+        """Do nothing, because there is no device state."""
 
     def _propose(self, seq: Sequence) -> Draft:
         known, draft = self._foreseen.pop(seq.key, (0, Draft()))

@@ -1,6 +1,6 @@
-"""Prompt lookup: what followed the last time the latest few tokens stood in this sequence.
+"""Prompt lookup decoding: drafts the text after an earlier occurrence of the last few tokens.
 
-Saxena, "Prompt Lookup Decoding" (2023). It learns nothing across sequences.
+Source: Saxena, "Prompt Lookup Decoding" (2023). It uses only the sequence's own tokens.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from typing import cast
 from forge_jax.speculate.drafter import Draft
 from forge_jax.speculate.ngram_index import IndexPool, agreement
 
-_REACH = 64  # tokens that a match is compared over, for its confidence
+_REACH = 64  # tokens over which a match is compared, for its confidence
 
 
 class NgramDrafter:
-    """Looks for the longest n-gram that ends the tokens and stands earlier; the latest, if several.
+    """A drafter from the latest earlier occurrence of the longest n-gram that ends the tokens.
 
     Args:
-      max_tokens: of a draft.
-      min_match, max_match: tokens of an n-gram.
-      max_indexed: tokens held over all sequences, at about 150 bytes each.
-      max_catch_up: tokens that one call takes in; a longer prompt is taken in over several calls,
-        which answer by what they know.
-      max_sequences: beyond these, what is known of the one asked for longest ago is dropped.
+      max_tokens: the maximum number of tokens of a draft.
+      min_match: the minimum number of tokens of an n-gram.
+      max_match: the maximum number of tokens of an n-gram.
+      max_indexed: the maximum number of indexed tokens of all sequences, at about 150 bytes each.
+      max_catch_up: the maximum number of tokens that a call indexes. Calls index a longer prompt in
+        parts, and draft from the indexed part.
+      max_sequences: the maximum number of sequences. Beyond it, the least recently used one is
+        dropped.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class NgramDrafter:
 
     @property
     def num_indexed(self) -> int:
-        """Tokens held, over all sequences."""
+        """The number of indexed tokens over all sequences."""
         return self._live.num_tokens
 
     def propose(self, key: Hashable, tokens: Seq[int], prompt_len: int, salt: str) -> Draft:
@@ -60,12 +62,12 @@ class NgramDrafter:
         draft = cast("list[int]", text[places[0] : places[0] + self._max_tokens])
         if index.end == len(tokens):
             period = len(text) - places[0]
-            while len(draft) < self._max_tokens:  # the text repeats itself
+            while len(draft) < self._max_tokens:  # assume that the text is periodic
                 draft.append(draft[-period])
         return Draft(tuple(draft), (match / (match + 3),) * len(draft))
 
     def ingest(self, limit: int) -> bool:
-        """Learns nothing for others."""
+        """Return False, because other sequences' outputs are not used."""
         return False
 
     def end(self, key: Hashable, tokens: Seq[int], prompt_len: int, salt: str) -> None:

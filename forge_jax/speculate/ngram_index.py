@@ -1,14 +1,14 @@
-"""Where contexts stand in a text that grows at its end and is forgotten from its beginning.
+"""An index of contexts in a text that grows at its end and is dropped from its beginning.
 
-A context is the last few tokens before a position. An index holds contexts of a few lengths only,
-in dictionaries of their hashes, and enters a position under a longer one only where the shorter one
-inside it stands twice: text that does not repeat costs little more than one entry a token.
-Positions with the same context are chained, latest first. Nothing is counted, so forgetting the
-oldest positions takes no search and leaves nothing behind.
+A context is the last few tokens before a position. An index has contexts of a few lengths, in
+dictionaries of their hashes. A position is entered under a longer context only if the shorter one
+inside it occurs twice. Text without repetition therefore costs little more than one entry per
+token. Positions with the same context are chained, latest first. There are no counts, so the oldest
+positions can be dropped without a search.
 
-Why not a tree or an automaton, with figures: docs/log.md. A depth-limited trie needs 20 times the
-memory and its insertions cost the depth; a suffix automaton is as fast and needs twice the memory,
-but it can neither forget nor say where else a context stands.
+docs/log.md compares this with trees and automata. A depth-limited trie needs 20 times the memory,
+and an insertion costs its depth. A suffix automaton is as fast and needs twice the memory. It can
+neither drop positions nor list the occurrences of a context.
 """
 
 from __future__ import annotations
@@ -18,28 +18,33 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 
-# A dictionary is copied as it grows, and a large one would stop its caller for long.
+# A growing dictionary is copied, which blocks the caller. Shards keep each one small.
 _SHARDS = 16
-_SHARD_SHIFT = 57  # by the hash's high bits: a dictionary looks at the low ones first
+_SHARD_SHIFT = 57  # selects the hash's high bits, because dictionaries use the low bits
 
-_FORGET = 128  # tokens at a time
-_FREE = 1024  # entries at a time: all of a long text's at once would take tens of milliseconds
-_COMPARED = 8  # tokens that tell whether a text is the one that was followed
+_FORGET = 128  # Tokens to drop at a time.
+_FREE = 1024  # Entries to free at a time. All entries of a long text would take tens of ms.
+_COMPARED = 8  # Tokens that identify the text of an earlier call.
 
 
 class NgramIndex:
-    """Finds where the longest context of `lengths` that ends a given text stands.
+    """An index of the positions of contexts, which finds the longest one that ends a given text.
 
-    How the tokens came, one by one or at once, makes no difference, and forgetting is exact: what
-    is found is what would be found if the forgotten positions had never been entered.
+    The result does not depend on how many tokens were added at a time. Dropped positions affect it
+    as little as if they had never been entered.
 
-    Token ids may be any integers. Contexts are told apart by a 64-bit hash, so whoever reads must
-    compare the text itself.
+    Token ids may be any integers. Contexts are compared by a 64-bit hash, so callers must compare
+    the text itself.
+
+    Args:
+      lengths: the context lengths to index, in ascending order.
+      reach: the number of tokens before `start` that the text keeps.
 
     Attributes:
-      text: the tokens from position `base` on. None stands where another text begins.
-      start: the first position that is not forgotten. The text keeps `reach` tokens before it.
-      mark, source: for the owner to note something.
+      text: the tokens from position `base` on. None marks the beginning of another text.
+      start: the first position that is not dropped.
+      mark: free for use by the owner.
+      source: free for use by the owner.
     """
 
     def __init__(self, lengths: Seq[int], reach: int):
@@ -47,13 +52,13 @@ class NgramIndex:
         assert lengths[-1] <= reach
         self._lengths = tuple(lengths)
         self._reach = reach
-        # The latest position of each context: never a forgotten one.
+        # The latest position of each context, which is never a dropped one.
         self._heads: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
-        # For position p and lengths[i], at (p - base) * len(lengths) + i: how far back the position
-        # before p with the same context is, 0 if there is none.
+        # The distance to the previous position with the same context, or 0 if there is none. The
+        # index for position p and lengths[i] is (p - base) * len(lengths) + i.
         self._back = array("i")
-        self._first = 0  # contexts of what comes next reach back to here
-        self._waiting: deque[tuple[int, int, int]] = deque()  # first, and the range to enter
+        self._first = 0  # start of the current text, which limits contexts
+        self._waiting: deque[tuple[int, int, int]] = deque()  # (`_first`, begin, end) to enter
         self.text: list[int | None] = []
         self.base = 0
         self.start = 0
@@ -62,31 +67,31 @@ class NgramIndex:
 
     @property
     def end(self) -> int:
-        """The position after the last."""
+        """The position after the last token."""
         return self.base + len(self.text)
 
     def __len__(self) -> int:
-        """Positions held."""
+        """Return the number of positions, without dropped ones."""
         return self.base + len(self.text) - self.start
 
     @property
     def num_waiting(self) -> int:
-        """Positions that `enter` has not come to."""
+        """The number of positions that `enter` has not entered yet."""
         return self.end - max(self._waiting[0][1], self.start) if self._waiting else 0
 
     @property
     def num_entries(self) -> int:
-        """Contexts held, each with its latest position."""
+        """The number of contexts, each with its latest position."""
         return sum(map(len, self._heads))
 
     def begin(self, before: Seq[int] = ()) -> None:
-        """Another text begins. `before` is not entered: contexts reach back into it."""
+        """Begin another text. `before` is not entered, but contexts may include its tokens."""
         self._grow((None,))
         self._first = self.end
         self._grow(before)
 
     def append(self, tokens: Seq[int]) -> None:
-        """Goes on with the text. Nothing of it is found before `enter`."""
+        """Append tokens to the text. `find` ignores them until `enter`."""
         waiting, end = self._waiting, self.end
         self._grow(tokens)
         if waiting and waiting[-1][2] == end:
@@ -95,7 +100,7 @@ class NgramIndex:
             waiting.append((self._first, end, self.end))
 
     def extend(self, tokens: Seq[int]) -> None:
-        """`append` and `enter`, for an index where nothing else waits."""
+        """Append and enter tokens, in an index where no other tokens wait."""
         begin = len(self.text)
         self._grow(tokens)
         self._enter(self._first - self.base, range(begin, len(self.text)))
@@ -105,7 +110,7 @@ class NgramIndex:
         self._back.frombytes(bytes(len(tokens) * len(self._lengths) * self._back.itemsize))
 
     def enter(self, limit: int) -> None:
-        """Enters the first `limit` of the tokens that wait, under the contexts before each."""
+        """Enter the first `limit` of the waiting tokens, under the contexts before each."""
         while self._waiting and limit > 0:
             first, begin, end = self._waiting.popleft()
             begin = max(begin, self.start)
@@ -127,22 +132,23 @@ class NgramIndex:
                 last = shard.get(key, -1)
                 shard[key] = base + at
                 if last < 0:
-                    break  # it stands here only, and so does every longer one
+                    break  # the context occurs only here, and so do all longer ones
                 back[at * width + i] = base + at - last
                 if not back[(last - base) * width + i]:
                     self._lengthen(last - base, i + 1)
 
     def _lengthen(self, at: int, i: int) -> None:
-        """Enters a position whose shorter context has stood there only, until now."""
+        """Enter a position under the next context, after its shorter one has occurred again."""
         if i < len(self._lengths) and at >= self._lengths[i]:
             key = hash(tuple(self.text[at - self._lengths[i] : at]))
             self._heads[key >> _SHARD_SHIFT & _SHARDS - 1][key] = self.base + at
 
     def find(self, tail: Seq[int], limit: int) -> tuple[list[int], int]:
-        """Where in `text` the tokens stand that follow the longest context that `tail` ends with.
+        """Find the longest indexed context that ends `tail`.
 
-        Returns the latest `limit` places, latest first, and the context's length. A collision of
-        hashes may put wrong places among them.
+        Returns:
+          The indexes in `text` after its latest `limit` occurrences, latest first, and its length.
+          Some indexes may be wrong because of hash collisions.
         """
         n, found, level = len(tail), -1, 0
         heads, start, base = self._heads, self.start, self.base
@@ -167,7 +173,7 @@ class NgramIndex:
         return places, self._lengths[level]
 
     def clear(self) -> list[dict[int, int]]:
-        """Forgets everything. Returns the entries, which take long to free."""
+        """Drop everything, and return the entries, which are slow to free."""
         entries, self._heads = self._heads, [{} for _ in range(_SHARDS)]
         self._waiting.clear()
         self.base = self.start = self._first = self.end
@@ -176,7 +182,7 @@ class NgramIndex:
         return entries
 
     def forget(self, count: int) -> None:
-        """Forgets the `count` oldest positions."""
+        """Drop the `count` oldest positions."""
         text, base, heads = self.text, self.base, self._heads
         count = min(count, len(self))
         for at in range(self.start - base, self.start - base + count):
@@ -199,10 +205,10 @@ class NgramIndex:
 
 
 class IndexPool:
-    """Indexes by name that hold at most `max_tokens` altogether.
+    """Named indexes with at most `max_tokens` tokens in total.
 
-    Who holds most forgets first, its oldest tokens: nobody loses anything to another while it
-    holds less than an equal share. Of more than `max_names`, the one used longest ago is dropped.
+    At the limit, the largest index drops its oldest tokens, so an index with less than an equal
+    share loses none. If there are more than `max_names`, the least recently used one is dropped.
     """
 
     def __init__(self, lengths: Seq[int], reach: int, max_tokens: int, max_names: int):
@@ -220,7 +226,7 @@ class IndexPool:
 
     @property
     def num_dropped(self) -> int:
-        """Entries of dropped indexes that are still to be freed, a few with each call."""
+        """The number of entries of dropped indexes, which later calls free in small batches."""
         return sum(map(len, self._dropped))
 
     def get(self, name: Hashable) -> NgramIndex | None:
@@ -250,10 +256,10 @@ class IndexPool:
             self._dropped.pop()
 
     def follow(self, name: Hashable, tokens: Seq[int], limit: int) -> NgramIndex:
-        """The index of one text, whose positions are those in `tokens`.
+        """Return the index of one text, with the positions of `tokens`.
 
-        It takes in at most `limit` tokens: what is beyond `index.end` is for the next call. A text
-        that is not the one known by this name, grown, is begun anew.
+        A call adds at most `limit` tokens, and later calls add the rest. If `tokens` does not
+        continue the text of this name, the index is rebuilt.
         """
         index = self.get(name)
         end = 0
@@ -274,10 +280,10 @@ class IndexPool:
     def add(
         self, name: Hashable, source: Hashable, before: Seq[int], tokens: Seq[int], goes_on: bool
     ) -> None:
-        """More text under this name, for `NgramIndex.enter` to enter.
+        """Append text to the index of this name, for `NgramIndex.enter` to enter.
 
-        It goes on with the last text if that is of the same source and `goes_on`. Otherwise it is
-        another one, which stands after `before`.
+        It continues the last text if `goes_on` and the source is the same. Otherwise it begins
+        another text, which follows `before`.
         """
         index = self.get(name) or self._open(name)
         held = len(index)
@@ -303,7 +309,7 @@ class IndexPool:
 
 
 def agreement(text: Seq[int | None], at: int, tail: Seq[int], least: int) -> int:
-    """How many tokens before `text[at]` are those that `tail` ends with; 0 if not even `least`."""
+    """Return how many tokens before `text[at]` match the end of `tail`; 0 if below `least`."""
     end = len(tail)
     if least > at or text[at - least : at] != tail[end - least :]:
         return 0

@@ -1,9 +1,9 @@
-"""Between the scheduler and a drafter: who drafts, how much, and whether to wait for it.
+"""The connection of scheduler and drafter: which sequences get drafts, and how many.
 
-A drafter on the host needs to know all tokens of a sequence, and the engine runs a step ahead of
-what it knows. So a step whose sequences could verify drafts has to wait for the one before it,
-which costs the time in which host and device would have worked at once. `waits` decides that from
-what the drafter would guess already, one token early.
+A drafter on the host needs all tokens of a sequence, but the engine runs one step ahead of the
+tokens that were read. A step that verifies drafts must therefore wait for the previous step, and
+loses the overlap of host and device. `waits` decides if that pays, from the confidence that the
+drafter predicts one token early.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from forge_jax.speculate.drafter import Draft, Drafter
 
 log = logging.getLogger(__name__)
 
-LOOK_AT = 8  # sequences
+LOOK_AT = 8  # Sequences that a look predicts.
 LOOK_PART, LOOK_SAVED_PART = 0.003, 0.25
-STUDY = 32  # tokens of earlier outputs at a time
+STUDY = 32  # Tokens of earlier outputs per call of `ingest`.
 STUDY_PART, STUDY_SAVED_PART = 0.005, 0.05
-STUDY_IDLE = 256  # the same, when there is nothing else to do
-EARN_EACH = 16  # steps, from which the budgets grow
-# Which steps are timed of those that run ahead, counted since one was waited for, was looked at or
-# had prompts: what follows takes longer. Nearly all steps are such where drafts bring nothing.
+STUDY_IDLE = 256  # The same while the engine is idle.
+EARN_EACH = 16  # Steps between two increases of the budgets.
+# The steps that are timed among those that run ahead, counted from the last step that was waited
+# for, was looked at or had prompts. The steps right after it take longer. If drafts do not pay,
+# nearly all steps run ahead.
 TIMED, TIMED_EACH = range(3, 12), 8
 
 
 class Budget:
-    """How much time the host may spend on something, in steps' worth.
+    """The host time that a task may take, in units of a step's time.
 
-    Next to none where drafts bring nothing: it costs more than its time where host and device share
-    the processor. Where they bring tokens, a part of what they save. And enough to find out, for
-    each trial of the length policy.
+    If drafts do not pay, the budget is almost zero, because on a CPU host and device share the
+    processor. If they pay, it is a part of the time saved. Each trial of the length policy gets a
+    minimum.
 
     Args:
-      part: of each step.
-      saved_part: of the steps that accepted drafts have spared.
+      part: the part of each step that is added.
+      saved_part: the part that is added of the steps that accepted drafts have saved.
     """
 
-    TRIAL, MOST = 4.0, 50.0  # for a trial; and held at most
+    TRIAL, MOST = 4.0, 50.0  # the minimum for a trial, and the maximum
 
     def __init__(self, part: float, saved_part: float):
         self._part, self._saved_part = part, saved_part
@@ -56,7 +57,7 @@ class Budget:
         return self._steps > 0
 
     def step(self, count: int, saved: float) -> None:
-        """So many steps have been made, which spared so many others; negative if they took more."""
+        """Add the income of `count` steps, which saved `saved` others; negative if they lost."""
         earned = self._part * count + self._saved_part * saved
         self._steps = min(self._steps + earned, self.MOST)
 
@@ -71,9 +72,9 @@ class Budget:
 class SpeculationStats:
     """Counters since the start."""
 
-    num_drafts: int  # sequences that had some verified, over all steps
+    num_drafts: int  # verified drafts, one per sequence and step
     num_draft_tokens: int
-    accepted_per_position: tuple[int, ...]  # in the draft
+    accepted_per_position: tuple[int, ...]  # by position in the draft
 
     @property
     def num_accepted_tokens(self) -> int:
@@ -81,16 +82,15 @@ class SpeculationStats:
 
 
 class Speculator:
-    """Proposes drafts for the next step and learns from what became of them.
+    """The source of drafts for the next step, which adapts to their acceptance.
 
-    A drafter that raises is asked no more: then there are no drafts, and everything else goes on.
-
-    One thread owns it.
+    If the drafter raises, it is disabled. The engine then continues without drafts. Only one thread
+    uses a speculator.
 
     Args:
-      max_draft_tokens: of one sequence in one step.
-      one_step_ahead: whether the engine dispatches a step before it has read the one before.
-      clock: seconds.
+      max_draft_tokens: the maximum number of draft tokens per sequence and step.
+      one_step_ahead: True if the engine dispatches a step before it has read the previous one.
+      clock: returns seconds.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Speculator:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.policy = LengthPolicy()
-        self._drafter: Drafter | None = drafter  # None: it has raised
+        self._drafter: Drafter | None = drafter  # None after it has raised
         self._max_draft_tokens = max_draft_tokens
         self._one_step_ahead = one_step_ahead
         self._clock = clock
@@ -111,18 +111,18 @@ class Speculator:
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted = [0] * max_draft_tokens  # by position
         self._num_looks = 0
-        self._waited = False  # for the step before the next, so that the next may have drafts
-        self._num_ahead = 0  # steps, one after the other
+        self._waited = False  # True if the next step may have drafts, because nothing is in flight
+        self._num_ahead = 0  # consecutive steps that ran ahead
         self._to_look = Budget(LOOK_PART, LOOK_SAVED_PART)
         self._to_study = Budget(STUDY_PART, STUDY_SAVED_PART)
-        self._unread = False  # whether there is something to study
-        self._num_unpaid = 0  # steps since the budgets grew
-        self._declined = False  # drafts were proposed for the latest step, and none was verified
-        self._drafted_s: float | None = None  # that the last step took, if it had drafts
-        self._read_s: float | None = None  # when the last step was read, if steps have come since
+        self._unread = False  # True if the drafter has outputs to ingest.
+        self._num_unpaid = 0  # Steps since the last increase of the budgets.
+        self._declined = False  # True if drafts for the latest step were proposed, but not used.
+        self._drafted_s: float | None = None  # Duration of the last step, if it had drafts.
+        self._read_s: float | None = None  # Time of the last read; None after the engine was idle.
 
     def stats(self) -> SpeculationStats:
-        """Any thread may ask."""
+        """Return the counters. Thread-safe."""
         return SpeculationStats(
             num_drafts=self._num_drafts,
             num_draft_tokens=self._num_draft_tokens,
@@ -131,13 +131,13 @@ class Speculator:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the drafter has raised, and is asked no more."""
+        """True if the drafter has raised and is disabled."""
         return self._drafter is None
 
     # ---- before a step -------------------------------------------------------------------------
 
     def waits(self, plan: StepPlan, scheduler: Scheduler) -> bool:
-        """Whether the step in flight, that of `plan`, should be read before the next is made."""
+        """Return True if the step of `plan`, in flight, should be read before the next one."""
         self._waited = bool(plan.num_drafts) or self._is_worth_waiting(plan, scheduler)
         return self._waited
 
@@ -151,9 +151,10 @@ class Speculator:
     def drafts(
         self, scheduler: Scheduler, *, runs_ahead: bool = True
     ) -> dict[Sequence, tuple[int, ...]]:
-        """What the next step should verify, the likeliest first.
+        """Return the drafts that the next step should verify, the most probable first.
 
-        `runs_ahead` tells whether steps without drafts would be made with another one in flight.
+        Args:
+          runs_ahead: True if steps without drafts run while another one is in flight.
         """
         self._verifying.clear()
         runs_ahead = runs_ahead and self._one_step_ahead
@@ -195,10 +196,10 @@ class Speculator:
     # ---- after a step --------------------------------------------------------------------------
 
     def read(self, plan: StepPlan, *, alone: bool) -> None:
-        """The step of `plan` has just been read.
+        """Record that the step of `plan` has just been read.
 
         Args:
-          alone: nothing else was in flight when it was dispatched.
+          alone: True if nothing else was in flight when it was dispatched.
         """
         now_s, before_s = self._clock(), self._read_s
         self._read_s, self._drafted_s = now_s, None
@@ -210,7 +211,7 @@ class Speculator:
             self._num_ahead = 0
             if before_s is not None:
                 self._time(plan, drafted, now_s - before_s)
-        else:  # nearly every step where drafts bring nothing
+        else:  # nearly every step, if drafts do not pay
             self._num_ahead += 1
             if before_s is not None and (
                 self._num_ahead in TIMED or self._num_ahead % TIMED_EACH == 0
@@ -218,23 +219,23 @@ class Speculator:
                 self.policy.ahead.record(plan.num_tokens, now_s - before_s)
 
     def _time(self, plan: StepPlan, drafted: bool, seconds: float) -> None:
-        """The step of `plan`, which did not run ahead, came so long after the one before."""
+        """Record the time between two reads for the step of `plan`, which did not run ahead."""
         if not plan.chunks:
             self.policy.alone.record(plan.num_tokens, seconds)
-            if self._declined:  # what drafts cost before any is verified
+            if self._declined:  # the cost of drafting without verification
                 self.policy.drafted.record(plan.num_tokens, seconds)
         elif drafted and all(row.num_drafts for row in plan.chunks):
             self.policy.drafted.record(plan.num_tokens, seconds)
             self._drafted_s = seconds
 
     def idle(self) -> None:
-        """Nothing is in flight: the time until the next result is not a step's."""
+        """Record that nothing is in flight, so the time until the next read is not a step's."""
         self._read_s = None
         if self._unread:
             self._unread = self._ask(lambda drafter: drafter.ingest(STUDY_IDLE), False)
 
     def learn(self, plan: StepPlan, updates: Seq[SequenceUpdate]) -> None:
-        """What became of the drafts of `plan`."""
+        """Learn from the acceptance of the drafts of `plan`."""
         self._num_unpaid += 1
         if plan.chunks and plan.num_drafts:
             self._learn(plan, updates)
@@ -250,7 +251,7 @@ class Speculator:
         self._num_unpaid = 0
 
     def _saved(self, plan: StepPlan, updates: Seq[SequenceUpdate]) -> float:
-        """How many steps without drafts that of `plan` has spared, by its tokens and its time."""
+        """Return the steps without drafts that the step of `plan` has saved."""
         tokens = sum(len(got.token_ids) for _, got in updates) / plan.num_sequences
         plain_s = self.policy.plain_s(plan.num_sequences, runs_ahead=self._one_step_ahead)
         if self._drafted_s is None or plain_s is None:
@@ -274,14 +275,14 @@ class Speculator:
                 self.policy.acceptance.learn(draft.confidence[:length], num_right, experience)
 
     def end(self, seq: Sequence) -> None:
-        """The sequence has ended."""
+        """Release the state of a sequence that has ended."""
         self._experience.pop(seq, None)
         self._verifying.pop(seq, None)
         self._ask(lambda drafter: drafter.end(seq), None)
         self._unread = True
 
     def reset(self) -> None:
-        """A step has raised: its drafts are given up, and what the device holds is lost."""
+        """Drop the drafts and the drafter's device state, after a step has raised."""
         self._verifying.clear()
         self._ask(lambda drafter: drafter.reset(), None)
 
@@ -293,12 +294,12 @@ class Speculator:
         try:
             return ask(self._drafter)
         except Exception:
-            log.exception("the drafter failed: there are no more drafts")
+            log.exception("the drafter failed: speculation is off from now on")
             self._drafter = None
             return otherwise
 
     def _reach(self, seq: Sequence, confidence: Seq[float]) -> list[float]:
-        """How likely each token of a draft brings one, as far as drafts may go."""
+        """Return the acceptance probability of each token, up to the longest draft."""
         confidence = confidence[: self._max_draft_tokens]
         return self.policy.acceptance.reach(confidence, self._of(seq))
 
@@ -332,9 +333,9 @@ class Speculator:
         runs_ahead: bool,
         in_flight: bool = False,
     ) -> bool:
-        """Whether drafts for `seqs` would pay in a step of so many, as far as a look tells.
+        """Return True if drafts for `seqs` would probably pay.
 
-        A few stand for all.
+        The prediction uses a sample of the sequences, which take turns.
         """
         began_s = self._clock()
         if len(seqs) > LOOK_AT:
@@ -356,5 +357,5 @@ class Speculator:
         self._num_looks += 1
         self._num_ahead = 0
         step_s = self.policy.plain_s(num_sequences, runs_ahead=runs_ahead)
-        assert step_s is not None  # or nobody would have looked
+        assert step_s is not None  # `_may_look` requires step times
         self._to_look.spend((self._clock() - began_s) / step_s)

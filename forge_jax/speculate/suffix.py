@@ -1,10 +1,10 @@
-"""Suffix decoding: the most frequent way on from the longest context that has been seen before.
+"""Suffix decoding: drafts the most frequent continuation of the longest context seen before.
 
-Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), with what matters of its two trees: contexts of
-this sequence, prompt and output, and of the outputs of other sequences of the same salt. Here they
-are no trees. A `NgramIndex` finds where the context stands, latest first, and what follows at the
-latest of these places is counted when it is asked for: to enter a token takes a few dictionary
-operations whatever stands around it, and forgetting leaves no count behind.
+Source: Oliaro et al., "SuffixDecoding" (arXiv 2411.04975). Contexts come from this sequence's
+prompt and output, and from outputs of other sequences of the same salt. Instead of the paper's
+trees, a `NgramIndex` finds the occurrences of a context, and the continuations of the latest ones
+are counted on demand. Adding a token takes a few dictionary operations, and dropping tokens leaves
+no stale counts.
 """
 
 from __future__ import annotations
@@ -15,31 +15,34 @@ from collections.abc import Sequence as Seq
 from forge_jax.speculate.drafter import Draft
 from forge_jax.speculate.ngram_index import IndexPool, NgramIndex, agreement
 
-_LENGTHS = (1, 2, 4, 8, 16)  # of the contexts that are indexed
-_PLACES = 16  # the latest ones, that are counted
-_PIECE = 128  # tokens of an output that others of its salt may find, at a time
-_MOST_WAITING = 8192  # tokens of others' outputs that wait for `ingest`; what ends then is not kept
+_LENGTHS = (1, 2, 4, 8, 16)  # Lengths of indexed contexts.
+_PLACES = 16  # The latest occurrences, which are counted.
+_PIECE = 128  # Tokens of an output that are shared at a time.
+_MOST_WAITING = 8192  # Shared tokens that wait for `ingest`. Beyond it, no more are shared.
 
 
 class SuffixDrafter:
-    """Drafts from this sequence or from others of its salt, whichever promises more tokens.
+    """A drafter from this sequence or others of its salt, whichever promises more tokens.
 
-    Nothing crosses salts: each has an index of its own, by its full name.
+    Drafts never depend on another salt, because each salt has its own index.
 
-    A token's confidence is c^2 / (n (n + 3/m)): of n places where the last m tokens stand, c agree
-    on what follows. One place alone gives m / (m + 3). Measured on text, this is near the share
-    that is right; a plain c / n is far above it, most of all where places disagree.
+    A token's confidence is c^2 / (n (n + 3/m)), where c of n occurrences of the last m tokens agree
+    on it. A single occurrence gives m / (m + 3). In measurements on text this is close to the
+    acceptance rate. A plain c / n is far too high, especially if occurrences disagree.
 
     Args:
-      max_tokens: of a draft.
-      max_depth: tokens that a match is compared over.
-      max_spec_factor: a draft is at most this many times as long as its match.
-      min_token_prob: a draft ends where the product of its confidences falls below this.
-      max_live_tokens, max_shared_tokens: held of live sequences, and of outputs for others, at
-        about 200 bytes each. Beyond that whoever holds most, the sequence or the salt, forgets its
-        oldest tokens first.
-      max_catch_up: tokens of the sequence that one call takes in.
-      max_sequences, max_salts: beyond these, the one asked for longest ago is dropped.
+      max_tokens: the maximum number of tokens of a draft.
+      max_depth: the tokens over which a match is compared.
+      max_spec_factor: the longest draft, as a multiple of the match.
+      min_token_prob: a draft ends when the product of its confidences falls below this.
+      max_live_tokens: the maximum number of tokens of live sequences, at about 200 bytes each.
+        Beyond it, the longest sequence drops its oldest tokens.
+      max_shared_tokens: the maximum number of tokens of shared outputs. Beyond it, the largest salt
+        drops its oldest tokens.
+      max_catch_up: the maximum number of tokens of the sequence that a call indexes.
+      max_sequences: the maximum number of sequences. Beyond it, the least recently used one is
+        dropped.
+      max_salts: the maximum number of salts, with the same rule.
     """
 
     def __init__(
@@ -66,16 +69,16 @@ class SuffixDrafter:
         self._live = IndexPool(lengths, max_depth, max_live_tokens, max_sequences)
         self._shared = IndexPool(lengths, max_depth, max_shared_tokens, max_salts)
         self._max_salts = max_salts
-        self._unread: dict[str, None] = {}  # salts with outputs that wait for `ingest`
+        self._unread: dict[str, None] = {}  # salts with tokens that wait for `ingest`
 
     @property
     def num_live(self) -> int:
-        """Tokens held of live sequences."""
+        """The number of indexed tokens of live sequences."""
         return self._live.num_tokens
 
     @property
     def num_shared(self) -> int:
-        """Tokens held of outputs, for others of their salt."""
+        """The number of indexed tokens of shared outputs."""
         return self._shared.num_tokens
 
     def propose(self, key: Hashable, tokens: Seq[int], prompt_len: int, salt: str) -> Draft:
@@ -110,14 +113,14 @@ class SuffixDrafter:
 
     def _share(
         self,
-        mark: int,  # position up to which others know the output, if any
+        mark: int,  # position up to which the output is shared
         key: Hashable,
         tokens: Seq[int],
         prompt_len: int,
         salt: str,
         piece: int,
     ) -> int:
-        """Lets others of the salt find what is new of an output, in whole pieces: the new mark."""
+        """Share new tokens of an output with its salt, in whole pieces, and return the mark."""
         begin = max(mark, prompt_len)
         end = begin + (len(tokens) - begin) // piece * piece
         if end == begin:
@@ -133,9 +136,11 @@ class SuffixDrafter:
         return end
 
     def _go_on(self, index: NgramIndex, tail: list[int], repeats: bool) -> tuple[Draft, float]:
-        """The most frequent way on, and how many of its tokens are expected to be accepted.
+        """Return the most frequent continuation, and its expected number of accepted tokens.
 
-        `repeats` tells that the index's text ends with `tail`: it may go on with the draft itself.
+        Args:
+          repeats: True if the index's text ends with `tail`, so that a match may extend into the
+            draft itself.
         """
         text, size = index.text, len(index.text)
         match, places = _longest(text, *index.find(tail, _PLACES), tail)
@@ -169,7 +174,7 @@ class SuffixDrafter:
 def _vote(
     text: list[int | None], places: list[int], ahead: int
 ) -> tuple[int | None, list[int], int]:
-    """What most places go on with, which ones those are, and how many go on at all."""
+    """Return the most frequent next token, the places with it, and how many have a next token."""
     size = len(text)
     tokens = [text[place + ahead] if place + ahead < size else None for place in places]
     if None not in tokens and tokens.count(tokens[0]) == len(tokens):
@@ -180,7 +185,7 @@ def _vote(
     ended = counts.pop(None, 0)
     if not counts:
         return None, [], 0
-    most = max(counts, key=counts.__getitem__)  # of equals, the latest
+    most = max(counts, key=counts.__getitem__)  # the latest of equally frequent tokens
     agreeing = [place for place, token in zip(places, tokens, strict=True) if token == most]
     return most, agreeing, len(tokens) - ended
 
@@ -188,9 +193,10 @@ def _vote(
 def _longest(
     text: list[int | None], places: list[int], length: int, tail: list[int]
 ) -> tuple[int, list[int]]:
-    """The places before which most of `tail` stands, and how much of it that is.
+    """Return the length of the longest match with the end of `tail`, and the places with it.
 
-    At least its last `length` tokens do before each of them; collisions of hashes are let through.
+    Before each of the given places, at least the last `length` tokens match, except for hash
+    collisions.
     """
     if length == len(tail):
         return length, places

@@ -1,4 +1,4 @@
-"""Counts XLA compilations, process-wide, from JAX's own monitoring events."""
+"""A process-wide count of XLA compilations, taken from JAX's monitoring events."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import jax
 _EVENT = "/jax/core/compile/backend_compile_duration"
 _lock = threading.Lock()
 _count = 0
-_num_expected = 0  # of them
-_here = threading.local()  # `expected`: whether this thread is in that context
+_num_expected = 0  # compilations under `expected`, included in `_count`
+_here = threading.local()  # `expected` is True while this thread is in that context
 _listening = False
 
 
@@ -25,7 +25,7 @@ def _on_duration(event: str, duration_secs: float, **_: object) -> None:
 
 
 def total() -> int:
-    """Compilations (or reads of the persistent cache) since the first call of this function."""
+    """Return the compilations, including persistent cache reads, since this was first called."""
     global _listening
     with _lock:
         if not _listening:
@@ -36,7 +36,7 @@ def total() -> int:
 
 @contextlib.contextmanager
 def expected() -> Iterator[None]:
-    """What this thread compiles meanwhile is no defect: `SinceReady` leaves it out."""
+    """Exclude this thread's compilations in the body from `SinceReady`."""
     _here.expected = True
     try:
         yield
@@ -49,9 +49,9 @@ def _unexpected() -> int:
 
 
 class SinceReady:
-    """Compilations since an engine was ready: 0 until then, and ever after if all is well.
+    """The number of unexpected compilations since an engine became ready.
 
-    Those under `expected` do not count.
+    It should stay 0. Compilations under `expected` do not count.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class SinceReady:
         total()
 
     def ready(self) -> None:
-        """Counts from now on, or from an earlier call."""
+        """Start to count. Later calls have no effect."""
         if self._at_ready is None:
             self._at_ready = _unexpected()
 

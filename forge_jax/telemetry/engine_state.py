@@ -1,8 +1,8 @@
-"""What an engine holds and does at one moment: sequences, the blocks they hold, its last steps.
+"""A snapshot of an engine: its sequences, the KV cache blocks they hold, and its last steps.
 
-Taken in two parts. `Watcher.capture` runs between two steps, in the thread that ticks, and only
-copies; `Capture.state` makes the rest of it, elsewhere. Steps are recorded only while somebody
-looks. Nothing here has a prompt, an output or a token.
+A snapshot takes two calls. `Watcher.capture` runs between two steps in the engine thread and only
+copies. `Capture.state` derives the rest in any thread. Steps are recorded only while snapshots are
+taken. Snapshots contain no prompts, outputs or tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from forge_jax.schedule.plan import StepPlan, StepResult
 from forge_jax.schedule.request import Sequence as ScheduledSequence
 from forge_jax.schedule.scheduler import Scheduler
 
-MAX_RUNNING, MAX_WAITING = 128, 64  # sequences that are told one by one
-MAX_CELLS = 2048  # of the map of blocks
+MAX_RUNNING, MAX_WAITING = 128, 64  # sequences that are listed
+MAX_CELLS = 2048  # of the block map
 MAX_STEPS = 512
-WATCHED_S = 30.0  # for so long after a look steps are still recorded
+WATCHED_S = 30.0  # steps are recorded for this long after a snapshot
 
-# What a block is, or the sequence that alone holds it: its index among those that are told.
-# "other": held by a sequence that is not told.
+# The state of a block, or the index of the listed sequence that is its only holder.
+# "other": held by a sequence that is not listed.
 Holder = int | Literal["free", "cached", "shared", "other"]
 _STATES = ("free", "cached", "shared", "other")
 _FREE, _CACHED, _SHARED, _OTHER = range(len(_STATES))
@@ -34,29 +34,30 @@ _FREE, _CACHED, _SHARED, _OTHER = range(len(_STATES))
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceState:
-    """A sequence; `cache_salt` tells whose it is."""
+    """The state of a sequence. `cache_salt` identifies its owner."""
 
     request_id: str
-    index: int  # of the samples
+    index: int  # of the sample in its request
     cache_salt: str
     status: Literal["running", "waiting"]
     prompt_tokens: int
     output_tokens: int
-    computed_tokens: int  # whose KV is written or in flight, without drafts being verified
-    cached_tokens: int  # of the prompt, found in the prefix cache
+    computed_tokens: int  # tokens with KV written or in flight, without drafts being verified
+    cached_tokens: int  # prompt tokens found in the prefix cache
     blocks: int
-    shared_blocks: int  # of those, how many others hold, too
+    shared_blocks: int  # blocks that other sequences also hold
     preemptions: int
-    draft_tokens: int  # verified
+    draft_tokens: int  # verified draft tokens
     accepted_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMap:
-    """The KV blocks in the order of their numbers, as runs of cells.
+    """The KV cache blocks in the order of their numbers, as runs of equal cells.
 
-    A cell is `blocks_per_cell` neighbours, the last perhaps fewer. It shows what most of its held
-    blocks are, and if none is held whether one is cached. The numbers of blocks are exact.
+    A cell covers `blocks_per_cell` consecutive blocks, and the last one may cover fewer. It shows
+    the most common state among its held blocks. If no block is held, it shows "cached" if any block
+    is cached. The `num_` fields are exact.
     """
 
     block_size: int  # tokens
@@ -66,18 +67,18 @@ class BlockMap:
     num_shared: int  # held by several sequences
     num_owned: int  # held by one
     blocks_per_cell: int
-    runs: list[tuple[int, Holder]]  # (cells, what they are)
+    runs: list[tuple[int, Holder]]  # (number of cells, their state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """A step whose result has been read.
 
-    `seconds` is the time since the one before was read, or since there was work.
+    `seconds` is the time since the previous step was read, or since work arrived.
     """
 
     step: int
-    end_s: float  # by the clock of `EngineState.time_s`
+    end_s: float  # on the clock of `EngineState.time_s`
     seconds: float
     sequences: int
     tokens: int
@@ -88,33 +89,36 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineState:
-    """At most `MAX_RUNNING` + `MAX_WAITING` sequences, `MAX_CELLS` runs and `MAX_STEPS` steps."""
+    """A snapshot of an engine.
 
-    time_s: float  # of a clock without a date
-    cost_s: float  # what this look took, in all threads
+    It has at most `MAX_RUNNING` + `MAX_WAITING` sequences, `MAX_CELLS` runs and `MAX_STEPS` steps.
+    """
+
+    time_s: float  # on a monotonic clock
+    cost_s: float  # duration of this snapshot in all threads
     num_running: int
     num_waiting: int
-    sequences: list[SequenceState]  # those that run by rank, then those that wait by arrival
+    sequences: list[SequenceState]  # running ones by rank, then waiting ones by arrival
     blocks: BlockMap
-    steps: list[StepRecord]  # since somebody looks, oldest first
+    steps: list[StepRecord]  # recorded since the first of the recent snapshots, oldest first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """Copies of what the engine thread owns."""
+    """Copies of the state that the engine thread owns."""
 
     time_s: float
     cost_s: float
     num_running: int
     num_waiting: int
     block_size: int
-    refs: list[int]  # of each block
-    cached: list[int]
-    sequences: list[tuple[SequenceState, list[int]]]  # with the blocks of each
+    refs: list[int]  # reference count of each block
+    cached: list[int]  # numbers of the cached blocks
+    sequences: list[tuple[SequenceState, list[int]]]  # each with the numbers of its blocks
     steps: list[StepRecord]
 
     def state(self) -> EngineState:
-        """In any thread: milliseconds for a hundred thousand blocks."""
+        """Return the snapshot. Thread-safe; takes milliseconds for 100,000 blocks."""
         begin_s = time.perf_counter()
         refs = np.array(self.refs, np.int32)
         shared = refs > 1
@@ -152,20 +156,20 @@ class Capture:
 
 
 class Watcher:
-    """Looks at a scheduler and what it owns, and keeps the last steps while somebody looks.
+    """A source of snapshots of a scheduler, which records steps while snapshots are taken.
 
-    All of it in the thread that ticks.
+    All methods run in the engine thread.
     """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float]):
-        self.watches = False  # `record` is to be called after each step
+        self.watches = False  # True while `record` must be called after each step
         self._scheduler = scheduler
         self._clock = clock
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._looked_s = 0.0
 
     def record(self, plan: StepPlan, result: StepResult, begin_s: float, end_s: float) -> None:
-        """A step of `plan` has been read, and its result not been committed yet."""
+        """Record the step of `plan`, after its result is read and before it is committed."""
         if end_s - self._looked_s > WATCHED_S:
             self.watches = False
             self._steps.clear()
@@ -189,7 +193,7 @@ class Watcher:
         self._steps.append(record)
 
     def capture(self) -> Capture:
-        """Copies what there is; from now on steps are recorded."""
+        """Copy the state of the engine, and start to record steps."""
         begin_s = time.perf_counter()
         scheduler = self._scheduler
         self._looked_s, self.watches = self._clock(), True
@@ -220,7 +224,7 @@ def _state_of(seq: ScheduledSequence) -> SequenceState:
         computed_tokens=seq.num_computed,
         cached_tokens=seq.num_cached,
         blocks=len(seq.blocks),
-        shared_blocks=0,  # is counted later
+        shared_blocks=0,  # `Capture.state` counts them
         preemptions=seq.num_preemptions,
         draft_tokens=seq.num_drafted,
         accepted_tokens=seq.num_accepted,
@@ -228,12 +232,15 @@ def _state_of(seq: ScheduledSequence) -> SequenceState:
 
 
 def _with_shared(seq: SequenceState, shared_blocks: int) -> SequenceState:
-    """`dataclasses.replace` would take three times as long."""
+    """Return a copy with `shared_blocks`; `dataclasses.replace` takes three times as long."""
     return SequenceState(**{**vars(seq), "shared_blocks": shared_blocks})
 
 
 def _cells(what: np.ndarray, per_cell: int) -> np.ndarray:
-    """i32[cells] of i32[blocks]: what most held blocks of each are, else cached, else free."""
+    """Return the state of each cell, i32[cells], from the states of the blocks, i32[blocks].
+
+    A cell has the most common state of its held blocks, else "cached", else "free".
+    """
     if per_cell == 1:
         return what
     num_cells, kinds = -(-len(what) // per_cell), int(what.max()) + 1

@@ -1,4 +1,4 @@
-"""The form of the log: lines to be read, or one JSON object a line."""
+"""The log's formats: text lines, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LogFormat = Literal["text", "json"]
 
 
 def configure(form: LogFormat, *, process: str = "", level: int = logging.INFO) -> None:
-    """Sends this process's log to stderr, unless somebody has configured it before.
+    """Send this process's log to stderr, unless logging is already configured.
 
     Args:
-      process: what tells its lines from those of another process on the same stream.
+      process: a name for this process in each line, if several processes share the stream.
     """
     handler = logging.StreamHandler()
     if form == "json":
@@ -27,14 +27,15 @@ def configure(form: LogFormat, *, process: str = "", level: int = logging.INFO) 
 
 
 class Event:
-    """A message that is data: `log.info(Event("request", {...}))`.
+    """A structured log message: `log.info(Event("request", {...}))`.
 
-    As text its fields are `name=value`, with `none` for None; as JSON they are members of the
-    line's object.
+    In text format its fields are `name=value`, with `none` for None. In JSON format they are
+    members of the line's object.
 
     Args:
-      lead: the beginning of the line as text; default: the name.
-      shown: the fields that the line has as text; default: all.
+      name: the message in JSON format.
+      lead: the beginning of the text line; default: the name.
+      shown: the fields in the text line; default: all.
     """
 
     __slots__ = ("_lead", "_shown", "fields", "name")
@@ -65,7 +66,7 @@ def _text(value: Any) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: `time` (UTC), `level`, `logger`, `message`, and an event's fields."""
+    """A formatter for JSON objects with `time` (UTC), `level`, `logger`, `message` and fields."""
 
     def __init__(self, process: str = ""):
         super().__init__()

@@ -1,4 +1,4 @@
-"""How much memory there is to use: of the host (cgroup-aware) and of a device."""
+"""The available memory of the host (cgroup-aware) and of a device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_host_bytes() -> int:
-    """Memory that can still be taken without swapping, within the container's limit."""
+    """Return the bytes that can be allocated without swapping, within the container's limit."""
     return host_bytes()[0]
 
 
 def host_bytes() -> tuple[int, int]:
-    """(available, total) memory, within the container's limit."""
+    """Return the available and total memory in bytes, within the container's limit."""
     memory = psutil.virtual_memory()
     available, total = memory.available, memory.total
     try:
@@ -30,12 +30,15 @@ def host_bytes() -> tuple[int, int]:
             available = min(available, int(limit) - used)
             total = min(total, int(limit))
     except (OSError, ValueError):
-        pass  # no cgroup v2: the host's own figure stands
+        pass  # Without cgroup v2, only the host's values apply.
     return max(available, 0), total
 
 
 def device_bytes(device: jax.Device) -> tuple[int, int] | None:
-    """(limit, in use) of an accelerator; None where the device does not tell, as the CPU."""
+    """Return an accelerator's memory limit and used memory in bytes.
+
+    The result is None if the device has no memory statistics, as on CPU.
+    """
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
@@ -43,9 +46,9 @@ def device_bytes(device: jax.Device) -> tuple[int, int] | None:
 
 
 def give_back_freed_memory() -> None:
-    """Returns to the system what has been freed: a start leaves hundreds of megabytes behind.
+    """Return freed memory to the operating system; a start frees hundreds of megabytes.
 
-    glibc keeps freed memory for the next allocation; other C libraries have no such function.
+    glibc keeps freed memory for later allocations. Other C libraries lack `malloc_trim`.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

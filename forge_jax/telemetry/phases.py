@@ -1,4 +1,4 @@
-"""Where the host's time goes: a clock that is read once at the end of each phase of a step."""
+"""Histograms of the host's time in each phase of a step, and of the tokens per step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTotals:
-    """How often a phase has run and how long that took in all, in seconds.
+    """The number of runs of a phase and their total time in seconds.
 
-    `buckets[i]` counts the times of at most `BOUNDS_S[i]` and more than the bound before; the last
-    bucket has no bound.
+    `buckets[i]` counts runs of at most `BOUNDS_S[i]` and more than the previous bound. The last
+    bucket has no upper bound.
     """
 
     count: int
@@ -33,8 +33,9 @@ class PhaseTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTotals:
-    """How many steps there were, and how many tokens they computed; `buckets` as of `PhaseTotals`,
-    with the bounds `STEP_TOKENS`.
+    """The number of steps and their total number of tokens.
+
+    `buckets` are those of `PhaseTotals`, with the bounds `STEP_TOKENS`.
     """
 
     count: int
@@ -43,9 +44,9 @@ class TokenTotals:
 
 
 class StepTokens:
-    """A histogram of how many tokens a step computes: prompts' and outputs' together.
+    """A histogram of the tokens per step, prompts and decodes together.
 
-    One thread observes; any thread may read `totals`, which may then be a step apart.
+    One thread observes. Any thread may read `totals`, whose values may differ by a step.
     """
 
     def __init__(self) -> None:
@@ -62,9 +63,10 @@ class StepTokens:
 
 
 class PhaseTimes:
-    """Histograms of the phases of a step. Half a microsecond a phase.
+    """Histograms of the phases of a step, at a cost of 0.5 us per phase.
 
-    One thread begins and ends phases; any thread may read `totals`, which may then be a step apart.
+    One thread begins and ends phases. Any thread may read `totals`, whose values may differ by a
+    step.
 
         times.begin()
         plan = scheduler.schedule()
@@ -80,7 +82,7 @@ class PhaseTimes:
         self._buckets = {phase: [0] * (len(BOUNDS_S) + 1) for phase in PHASES}
 
     def begin(self) -> None:
-        """The first phase of a step begins now; the others begin where the one before ended."""
+        """Begin the first phase of a step. Each later phase begins when the previous one ends."""
         self._since = self._clock()
 
     def end(self, phase: Phase) -> None:
@@ -91,7 +93,7 @@ class PhaseTimes:
         self._buckets[phase][bisect_left(BOUNDS_S, seconds)] += 1
 
     def totals(self) -> dict[Phase, PhaseTotals]:
-        """What has been counted since the start, by phase."""
+        """Return the totals since the start, by phase."""
         totals = {}
         for phase in PHASES:
             buckets = tuple(self._buckets[phase])

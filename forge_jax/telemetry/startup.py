@@ -1,4 +1,4 @@
-"""How long the phases of a start take."""
+"""The durations of the phases of a start."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 
 class StartupTimes:
-    """Seconds by phase: how long each took, and when "serving" and "ready" were reached.
+    """The seconds that each phase took, and that it took to reach "serving" and "ready".
 
     Phases overlap (weights are read while executables compile), so they do not add up to "ready".
-    Written by one thread at a time; any thread may read.
+    Only one thread at a time may write. Any thread may read.
 
     Args:
-      begin_s: when the start began, on `time.perf_counter`'s clock; default: now.
+      begin_s: the time of the start on `time.perf_counter`'s clock; default: now.
     """
 
     def __init__(self, begin_s: float | None = None):
@@ -23,18 +23,18 @@ class StartupTimes:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """A copy, in the order in which the phases ended."""
+        """A copy of the seconds by phase, in the order in which the phases ended."""
         return dict(self._seconds)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time that its body takes to the phase."""
+        """Add the duration of the body to the phase."""
         begin_s = time.perf_counter()
         yield
         self._add(name, time.perf_counter() - begin_s)
 
     def reached(self, name: str) -> None:
-        """Notes how long after the beginning this is."""
+        """Record the seconds from the start until now."""
         self._seconds[name] = time.perf_counter() - self._begin_s
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""`Recorder`: takes traces with JAX's profiler, and writes beside each what XLA has compiled."""
+"""Traces with JAX's profiler, with the compiled executables stored next to each trace."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from forge_jax.errors import RequestError
 from forge_jax.telemetry import spans
 from forge_kernels.private_files import make_private_folder
 
-EXECUTABLES = "executables"  # the folder beside a trace
-ABOUT = "about.json"  # beside it, too
+EXECUTABLES = "executables"  # the folder next to a trace
+ABOUT = "about.json"  # the file next to a trace
 log = logging.getLogger(__name__)
 
-_lock = threading.Lock()  # JAX has one profiler for the process
-_folder: Path | None = None  # of the trace that is being taken
+_lock = threading.Lock()  # JAX has one profiler per process
+_folder: Path | None = None  # of the running trace
 
 
 class Recorder:
-    """Takes one trace after the other; a process can take one at a time.
+    """A recorder of traces, one at a time per process.
 
     Args:
-      executables: what has been compiled, by name, asked for when a trace ends.
-      ran: the model, and what else is to be told of the engine.
+      executables: returns the compiled executables by name; called when a trace ends.
+      ran: a description of the model and the engine.
     """
 
     def __init__(self, executables: Callable[[], Mapping[str, jax.stages.Compiled]], ran: str):
@@ -38,26 +38,26 @@ class Recorder:
         self._ran = ran
 
     def start(self, folder: Path) -> None:
-        """Begins a trace that `stop` will write under `folder`. In any thread.
+        """Begin a trace that `stop` writes to `folder`. Thread-safe.
 
         Raises:
-          RequestError: one is being taken, or the folder cannot be written to.
+          RequestError: a trace is already running, or the folder is not writable.
         """
         global _folder
         with _lock:
             if _folder is not None:
-                raise RequestError("a profile is being taken: stop it first")
+                raise RequestError("a profile is already running: stop it first")
             try:
                 make_private_folder(folder)
             except OSError as error:
                 raise RequestError(f"profiles cannot be written: {error.strerror}") from error
             options = jax.profiler.ProfileOptions()
-            # A name for every Python call would make the host look several times slower.
+            # Tracing every Python call would slow the host down several times.
             options.python_tracer_level = 0
             try:
                 jax.profiler.start_trace(str(folder), profiler_options=options)
-            except RuntimeError as error:  # somebody else's, in this process
-                raise RequestError("a profile is being taken by another part") from error
+            except RuntimeError as error:  # other code in this process runs the profiler
+                raise RequestError("another part of this process is running a profile") from error
             _folder = folder
             spans.turn_on(
                 lambda name: jax.profiler.TraceAnnotation(name),
@@ -65,15 +65,15 @@ class Recorder:
             )
 
     def stop(self) -> Path:
-        """Ends the trace and writes it: its folder. Takes long. In any thread.
+        """End the trace, write it and return its folder. Slow; thread-safe.
 
         Raises:
-          RequestError: none is being taken, or it could not be written.
+          RequestError: no trace is running, or it cannot be written.
         """
         global _folder
         with _lock:
             if _folder is None:
-                raise RequestError("no profile is being taken: start one first")
+                raise RequestError("no profile is running: start one first")
             spans.turn_off()
             folder, _folder = _folder, None
             try:
@@ -82,16 +82,16 @@ class Recorder:
                 (folder / ABOUT).write_text(json.dumps({"ran": self._ran}) + "\n")
             except OSError as error:
                 raise RequestError(f"the profile cannot be written: {error.strerror}") from error
-        log.info("a profile has been written to %s", folder)
+        log.info("profile written to %s", folder)
         return folder
 
 
 def write_executables(folder: Path, compiled: Mapping[str, jax.stages.Compiled]) -> None:
-    """Writes each one's optimised HLO (`NAME.hlo.txt.gz`) and XLA's figures (`NAME.json`)."""
+    """Write each executable's optimized HLO (`NAME.hlo.txt.gz`) and XLA's costs (`NAME.json`)."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, executable in compiled.items():
         text = executable.as_text()
-        if text is None:  # this backend does not tell
+        if text is None:  # not available on this backend
             continue
         stem = re.sub(r"\W+", "_", name).strip("_")
         with gzip.open(folder / f"{stem}.hlo.txt.gz", "wt", compresslevel=1) as file:
@@ -101,7 +101,7 @@ def write_executables(folder: Path, compiled: Mapping[str, jax.stages.Compiled])
 
 
 def _figures(executable: jax.stages.Compiled) -> dict[str, float]:
-    """XLA's own analysis; what a backend does not tell is left out."""
+    """Return XLA's cost analysis, without the values that the backend does not report."""
     cost: Any = executable.cost_analysis() or {}
     known = ("flops", "transcendentals", "bytes accessed")
     figures = {name.replace(" ", "_"): float(cost[name]) for name in known if name in cost}

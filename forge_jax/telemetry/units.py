@@ -1,10 +1,10 @@
-"""Quantities as people read them."""
+"""Human-readable quantities."""
 
 from __future__ import annotations
 
 
 def bytes_text(number: int) -> str:
-    """A size in decimal units: `"850 bytes"`, `"10 MB"`, `"1.5 GB"`, `"141 GB"`."""
+    """Return a size in decimal units: `"850 bytes"`, `"10 MB"`, `"1.5 GB"`, `"141 GB"`."""
     if number < 1000:
         return f"{number} bytes"
     units = ["kB", "MB", "GB", "TB"]

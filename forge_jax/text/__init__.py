@@ -1,6 +1,6 @@
-"""Text in and out of the model: tokenizer, chat template, streaming text, stop strings.
+"""Text in and out of the model: tokenizer, chat template, detokenizer, stop strings.
 
-Knows nothing of the engine or of HTTP, and imports no jax.
+This package is independent of the engine and of HTTP, and does not import jax.
 """
 
 from forge_jax.text.chat_template import ChatTemplate

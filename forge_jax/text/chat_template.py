@@ -1,8 +1,8 @@
-"""A model's chat template: messages to the text, and to the ids, that the model was trained on.
+"""A model's chat template, which renders messages as the text or ids the model was trained on.
 
-Templates are Jinja programs that come with checkpoints. They are rendered as Hugging Face renders
-them, in Jinja's sandbox: same environment, same variables, same text. What a client wrote cannot
-become a special token (`encode`).
+Templates are Jinja programs that come with checkpoints. They are rendered in Jinja's sandbox, with
+the same environment, variables and result as in Hugging Face's libraries. `encode` keeps clients'
+text from becoming special tokens.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from forge_jax.text.template_files import DEFAULT, folder_templates, given_templ
 from forge_jax.text.tokenizer import Tokenizer
 
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
-SHORT_CHARS, SLOW_S = 16 * 1024, 0.02  # so short a text takes a hundredth of that
+SHORT_CHARS, SLOW_S = 16 * 1024, 0.02  # a text this short usually takes 1% of that time
 MAX_NESTING = 64
-MAX_TAGS = 4096  # of a template; published ones have some hundreds
+MAX_TAGS = 4096  # of a template; published ones have a few hundred
 MAX_DATE_FORMAT = 256
-LONG_PIECE = 1024  # characters; what is longer may have taken long to make
+LONG_PIECE = 1024  # characters; longer pieces may have been slow to make
 
-_TRIAL = "qwxz"  # a text that no template has
+_TRIAL = "qwxz"  # occurs in no template
 _SPEAKERS = ("system", "user", "assistant")
 _TRIAL_SHARE = 1 / 64  # of the budget of a rendering
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# What a template can raise while it runs on messages of a shape that it does not expect.
+# Exceptions that a template can raise if messages have an unexpected shape.
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -51,15 +51,17 @@ _TEMPLATE_FAULTS = (
 
 
 class ChatTemplate:
-    """Renders conversations; compiled once.
+    """The compiled chat templates of a model.
 
-    templates       Jinja sources by name: `"default"`, and `"tool_use"` if there is another one for
-                    requests with tools; others are never chosen. Without any, every rendering is
-                    refused, so that a base model can be served for completions.
-    special_tokens  variables of the template: `{"bos_token": "<s>", ...}`
-    now             the clock behind `strftime_now`
+    Args:
+      templates: Jinja sources by name. `"tool_use"` is for requests with tools, and `"default"` for
+        all others. Other names are never used. If there is no template, every rendering is
+        rejected, so that a base model can be served for completions.
+      special_tokens: variables of the template: `{"bos_token": "<s>", ...}`.
+      now: the clock of `strftime_now`.
 
-    Raises `CheckpointError` for a template that is not valid Jinja.
+    Raises:
+      CheckpointError: a template is not valid Jinja.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class ChatTemplate:
         self.sources = dict(templates or {})
         self.special_tokens = dict(special_tokens or {})
         self._shown: dict[tuple[int, str, int], bool] = {}
-        self.slow = False  # whether a short rendering has taken long: not for an event loop
+        self.slow = False  # True once a short rendering was too slow to run on an event loop
         environment = _environment(now)
         self._compiled = {
             name: _compile(environment, source) for name, source in self.sources.items()
@@ -84,10 +86,14 @@ class ChatTemplate:
     def from_folder(
         cls, path: str | Path, tokenizer: Tokenizer, override: str | Path | None = None
     ) -> ChatTemplate:
-        """The templates of a model folder, or the one given: see `template_files`.
+        """Return the templates of a model folder, or the given one; see `template_files`.
 
-        Raises `ConfigError` for an override that is not what it may be, `CheckpointError` for a
-        folder's broken template.
+        Args:
+          override: the value of `--chat-template`.
+
+        Raises:
+          ConfigError: the override is invalid.
+          CheckpointError: a template of the folder is invalid.
         """
         folder = Path(path)
         named = folder_templates(folder) if override is None else given_template(folder, override)
@@ -100,7 +106,6 @@ class ChatTemplate:
 
     @property
     def available(self) -> bool:
-        """Whether the model has a template at all."""
         return bool(self._compiled)
 
     def render(
@@ -114,18 +119,19 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The conversation as text.
+        """Return the conversation as text.
 
-        messages                OpenAI's shape. Content is text, or a list of text parts: a template
-                                that does not show lists is given their texts joined, one that
-                                shows only lists is given lists of one. Other parts are refused.
-        add_generation_prompt   end with the beginning of the assistant's turn
-        continue_final_message  leave the last message open, for the model to go on with it
-        kwargs                  further variables of the template (`enable_thinking=False`)
+        Args:
+          messages: messages in OpenAI's format. Content is text or a list of text parts. If the
+            template does not support lists, their texts are joined. If it supports only lists,
+            a text becomes a list of one part. Other parts are rejected.
+          add_generation_prompt: ends with the beginning of the assistant's turn.
+          continue_final_message: leaves the last message open, for the model to continue it.
+          kwargs: further variables of the template (`enable_thinking=False`).
 
-        Raises `RequestError`, with `param` named, for messages that cannot be rendered: the
-        template refuses them, they are no plain JSON, or the text is longer than
-        `MAX_RENDERED_CHARS`.
+        Raises:
+          RequestError: the messages cannot be rendered. The template rejects them, they are not
+            plain JSON, or the text exceeds `MAX_RENDERED_CHARS`. `param` names the field.
         """
         variables = _variables(messages, tools, documents, kwargs)
         return self._render(variables, add_generation_prompt, continue_final_message)
@@ -144,15 +150,19 @@ class ChatTemplate:
         add_special_tokens: bool = False,
         **kwargs: Any,
     ) -> list[int]:
-        """The conversation as ids: those of the rendered text, special tokens recognised.
+        """Return the ids of the rendered conversation, with the template's special tokens.
 
-        `encode_text` is given the rendered text and what encodes a part of it, and returns the ids;
-        default: those of the whole text. With `add_special_tokens` the tokenizer's own (BOS) come
-        on top of the template's.
+        Special tokens in messages, tools, documents or kwargs are encoded as plain text. An
+        exception is a template that assembles a special token from pieces of a message. The other
+        arguments are those of `render`.
 
-        Special tokens written inside messages, tools, documents or kwargs are encoded as the plain
-        text that they are. (Not seen through: a template that puts a special token together from
-        pieces of which a message is one.) Raises `RequestError` as `render` does.
+        Args:
+          encode_text: receives the rendered text and a function that encodes a part of it, and
+            returns the ids. Default: encodes the whole text.
+          add_special_tokens: adds the tokenizer's special tokens (BOS) to the template's.
+
+        Raises:
+          RequestError: as `render`.
         """
         variables = _variables(messages, tools, documents, kwargs)
         hidden: dict[str, str] | None = None
@@ -205,7 +215,7 @@ class ChatTemplate:
         except (_Refusal, OverLimitError) as error:
             raise RequestError(_short(error), param="messages") from error
         except _TEMPLATE_FAULTS as error:
-            raise RequestError(  # what it was is the cause: it may hold a repr of anything
+            raise RequestError(  # without the cause's text, which may contain any value's repr
                 f"the chat template cannot render these messages ({type(error).__name__})",
                 param="messages",
             ) from error
@@ -222,8 +232,8 @@ class ChatTemplate:
             return template
         if self._compiled:
             raise RequestError(
-                "none of this model's chat templates is the default one: start the server with "
-                f"--chat-template and one of the names {', '.join(sorted(self._compiled))}",
+                "this model has no default chat template: start the server with --chat-template "
+                f"and one of the names {', '.join(sorted(self._compiled))}",
                 param="messages",
             )
         raise RequestError(
@@ -233,10 +243,10 @@ class ChatTemplate:
         )
 
     def _adapt_content(self, template: jinja2.Template, message: dict[str, Any]) -> None:
-        """Makes the content of a message the text or the list that the template shows.
+        """Convert the content of a message to the form that the template renders.
 
-        A list stays one where the template shows lists: as with Hugging Face, the template decides
-        what stands between its parts. Templates that were made for images may show only lists.
+        If the template renders lists, a list is kept, because the template chooses the separator of
+        its parts, as in Hugging Face's libraries. Templates for images may render only lists.
         """
         role, content = message["role"], message.get("content")
         if isinstance(content, list) and not self._shows(template, role, 2):
@@ -250,9 +260,13 @@ class ChatTemplate:
             message["content"] = [_part(content)]
 
     def _shows(self, template: jinja2.Template, role: str, parts: int) -> bool:
-        """Whether the template shows a list of so many parts of this role, or with 0 a text.
+        """Return True if the template renders content of this role and form.
 
-        It is tried out, once for each role. What is printed as a list does not count.
+        The result comes from one trial per role and form. A list that is printed as a Python or
+        JSON list does not count.
+
+        Args:
+          parts: the number of parts of a list, or 0 for a text.
         """
         key = (id(template), role, parts)
         if key not in self._shown:
@@ -287,9 +301,9 @@ class ChatTemplate:
         return all(found and not rest.startswith(("'}", '"}')) for found, rest in ends)
 
     def _placeholders(self, variables: dict[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
-        """One private-use character per special token that occurs in the variables.
+        """Return a private-use character for each special token that occurs in the variables.
 
-        None of these characters, nor its escape, occurs in the variables or in the template.
+        Neither these characters nor their escapes occur in the variables or in the template.
         """
         strings = _strings(variables)
         found = {
@@ -308,13 +322,13 @@ class ChatTemplate:
 
 
 class _Refusal(jinja2.TemplateError):
-    """The template itself called `raise_exception`."""
+    """An error that the template raised with `raise_exception`."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the model wrote, for training: no effect.
+    """The tag `{% generation %}`, which marks the model's output for training; no effect here.
 
-    A call block as in Hugging Face's own tag, so that variables are scoped alike.
+    It is a call block as in Hugging Face's tag, so that the scopes of variables are the same.
     """
 
     tags: ClassVar[set[str]] = {"generation"}
@@ -341,7 +355,7 @@ def _compile(environment: Sandbox, source: str) -> jinja2.Template:
             f"the chat template is not valid Jinja: {_short(error)} (line {error.lineno}); "
             "pass another one with --chat-template"
         ) from error
-    # What Jinja and Python raise of their own limits: of nesting, of arguments, of recursion.
+    # Jinja and Python raise these for their own limits of nesting, arguments and recursion.
     except (SyntaxError, *_TEMPLATE_FAULTS) as error:
         raise CheckpointError(
             f"the chat template cannot be compiled: {type(error).__name__}: {_short(error)}; "
@@ -360,7 +374,7 @@ def _environment(now: Callable[[], datetime]) -> Sandbox:
 
     def strftime_now(format: str) -> str:
         if len(format) > MAX_DATE_FORMAT:
-            raise ValueError(f"strftime_now takes {MAX_DATE_FORMAT} characters at most")
+            raise ValueError(f"strftime_now takes at most {MAX_DATE_FORMAT} characters")
         return now().strftime(format)
 
     def tojson(
@@ -370,7 +384,7 @@ def _environment(now: Callable[[], datetime]) -> Sandbox:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # Jinja's own escapes <, > and & for HTML, which no model was trained on.
+        # Jinja's own filter escapes <, > and & for HTML, which no model was trained on.
         return json.dumps(
             value,
             ensure_ascii=ensure_ascii,
@@ -410,7 +424,7 @@ def _message(message: Any) -> dict[str, Any]:
         raise RequestError("each message must be an object with a role", param="messages")
     if isinstance(message.get("content"), list):
         message["content"] = [_part(_part_text(part)) for part in message["content"]]
-    # Reasoning goes by several names on the wire. Templates read the first, gpt-oss's the second.
+    # Clients use several names for reasoning. Templates read the first; gpt-oss's reads the second.
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((message[name] for name in names if message.get(name) is not None), None)
     if reasoning is not None:
@@ -428,7 +442,7 @@ def _part_text(part: Any) -> str:
             return text
         case {"type": str(kind)} if kind != "text":
             raise RequestError(
-                f"content of type {kind!r} is not supported: only text is", param="messages"
+                f"content of type {kind!r} is not supported: use text", param="messages"
             )
     raise RequestError(
         'a content part must look like {"type": "text", "text": "..."}', param="messages"
@@ -436,15 +450,15 @@ def _part_text(part: Any) -> str:
 
 
 def _plain_json(value: Any, param: str, depth: int = 0) -> Any:
-    """A copy made of dicts, lists, strings, numbers, booleans and None only.
+    """Return a copy of the value that has only plain JSON types.
 
-    Templates call methods of what they are given: it must be nothing but data.
+    Templates call methods of their variables, so these must be pure data.
     """
     if depth > MAX_NESTING:
         raise RequestError(f"{param} is nested deeper than {MAX_NESTING} levels", param=param)
     if value is None or type(value) in (bool, int, float):
         return value
-    # Subclasses lose their own methods, __str__ among them.
+    # Instances of subclasses lose overridden methods such as __str__.
     if isinstance(value, str):
         return _unicode(str.__str__(value), param)
     if isinstance(value, int):
@@ -460,7 +474,7 @@ def _plain_json(value: Any, param: str, depth: int = 0) -> Any:
         }
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [_plain_json(item, param, depth + 1) for item in value]
-    raise RequestError(f"{param} holds a {type(value).__name__}, not plain JSON", param=param)
+    raise RequestError(f"{param} has a {type(value).__name__}, not plain JSON", param=param)
 
 
 def _unicode(text: str, param: str) -> str:
@@ -468,13 +482,13 @@ def _unicode(text: str, param: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"{param} must be valid Unicode: it has a lone surrogate", param=param
+            f"{param} must be valid Unicode, but it has a lone surrogate", param=param
         ) from error
     return text
 
 
 def _strings(value: Any) -> list[str]:
-    """Every string in a JSON value, keys included."""
+    """Return every string in a JSON value, including keys."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list):
@@ -485,7 +499,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _replaced(value: Any, pattern: re.Pattern[str], marks: Mapping[str, str]) -> Any:
-    """The JSON value with each match of the pattern replaced by its mark, keys included."""
+    """Return the JSON value with each match of the pattern replaced, including keys."""
     if isinstance(value, str):
         return pattern.sub(lambda match: marks[match[0]], value)
     if isinstance(value, list):
@@ -499,12 +513,12 @@ def _replaced(value: Any, pattern: re.Pattern[str], marks: Mapping[str, str]) ->
 
 
 def _with_escapes(hidden: Mapping[str, str]) -> dict[str, str]:
-    """Adds the marks as they look when a template prints a dict or asks for ASCII JSON."""
+    """Add the marks' escapes, which a template prints for a dict or ASCII JSON."""
     return {**hidden, **{f"\\u{ord(mark):04x}": token for mark, token in hidden.items()}}
 
 
 def _mark_final_message(messages: list[dict[str, Any]]) -> str:
-    """Appends the tag to the last message's text, or last part, and returns it without the tag."""
+    """Append the tag to the last message's text or last part, and return the original text."""
     content = messages[-1].get("content") if messages else None
     holder, key = (messages[-1], "content") if messages else ({}, "content")
     if isinstance(content, list) and content:
@@ -512,7 +526,7 @@ def _mark_final_message(messages: list[dict[str, Any]]) -> str:
         content = content[-1]["text"]
     if not isinstance(content, str):
         raise RequestError(
-            "continue_final_message needs a last message with text to continue",
+            "continue_final_message needs a last message that has text",
             param="continue_final_message",
         )
     holder[key] = content + _CONTINUE_TAG
@@ -520,15 +534,15 @@ def _mark_final_message(messages: list[dict[str, Any]]) -> str:
 
 
 def _cut_at_final_message(text: str, final_text: str) -> str:
-    """The rendered text up to the end of the final message, without what closes its turn."""
+    """Return the rendered text up to the end of the final message, without the end of its turn."""
     tag = _CONTINUE_TAG.strip()
     if final_text.strip() not in text or tag not in text:
         raise RequestError(
-            "continue_final_message: the chat template does not show the last message as it is",
+            "continue_final_message: the chat template does not render the last message unchanged",
             param="continue_final_message",
         )
     end = text.rindex(tag)
     if text.startswith(_CONTINUE_TAG, end):
         return text[:end]
-    # The tag lost its own space, so the template trims messages: trim this one too.
+    # The tag has lost its space, so the template trims messages. Trim this one as well.
     return text[:end].rstrip()

@@ -1,4 +1,4 @@
-"""Ids to text while they are being generated: what is sent never has to be taken back."""
+"""Incremental detokenization, which never has to take back text that was sent."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from tokenizers.decoders import DecodeStream
 from forge_jax.text.token_bytes import ByteStream, TokenBytes
 from forge_jax.text.tokenizer import Tokenizer
 
-_TAIL_TOKENS = 6  # holds any character (at most 4 bytes) and a special token or two
+_TAIL_TOKENS = 6  # enough for any character (at most 4 bytes) and one or two special tokens
 
 
 class Detokenizer:
-    """The text of one sequence, a few ids at a time.
+    """An incremental conversion of one sequence's ids to text.
 
-    tokenizer        the model's
-    prompt_tail_ids  the prompt, or the last few of its ids with some text among them (more costs
-                     nothing: only the ends are read). The output's first word keeps its space
-                     because of it, and a character that the prompt breaks off is completed.
-                     Empty: the output starts a text, and loses a space where `decode` drops one.
+    The pushed and flushed texts together equal `tokenizer.decode` of prompt and output, without the
+    prompt's text. A character is sent when all of its bytes are complete.
 
-    The pushed texts and the flushed one, put together, are `tokenizer.decode` of prompt and output
-    without the prompt's text. A character is sent when all of its bytes are there.
+    Args:
+      tokenizer: the model's tokenizer.
+      prompt_tail_ids: the prompt, or its last few ids if they have some text. Only the ends are
+        read, so a long prompt costs nothing. The output's first word then keeps its space, and a
+        character that the prompt cuts off is completed. If empty, the output begins a text and
+        loses the space that `decode` drops.
+      skip_special_tokens: leaves special tokens out of the text.
     """
 
     __slots__ = ("_stream", "push")
@@ -40,16 +42,16 @@ class Detokenizer:
         else:
             hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
             self._stream = _TableText(tokenizer.table, hidden, prompt_tail_ids)
-        # The text that these ids complete; often empty, in the middle of a character.
+        # Returns the text that these ids complete; empty in the middle of a character.
         self.push: Callable[[Sequence[int]], str] = self._stream.push
 
     def flush(self) -> str:
-        """What was held back, at the end of the sequence: U+FFFD for an unfinished character."""
+        """Return the rest at the end of the sequence: U+FFFD for an unfinished character."""
         return self._stream.flush()
 
 
 class _TableText:
-    """For tokenizers with a table of bytes: a tenth of a microsecond for most tokens, no lock."""
+    """A stream for tokenizers with a byte table: 0.1 us for most tokens, without a lock."""
 
     __slots__ = ("_between", "_bytes", "_decoder", "_size", "_texts")
 
@@ -67,7 +69,7 @@ class _TableText:
         text = self._texts.get(ids[0])
         if text is None:
             text = self._push_bytes(ids)
-            # Whole characters: the same wherever this token comes between two of them.
+            # Whole characters are the same wherever the token comes between two characters.
             if self._between and 0 <= ids[0] < self._size and "\ufffd" not in text:
                 self._texts[ids[0]] = text
         return text
@@ -82,12 +84,12 @@ class _TableText:
         return self._decoder.decode(b"", final=True)
 
     def _is_between(self) -> bool:
-        """Whether the next token's text depends on nothing before it."""
+        """Return True if the next token's text is independent of the tokens before it."""
         return self._bytes.in_middle and not self._decoder.getstate()[0]
 
 
 class _LibraryText:
-    """For any other decoder: the library's stream, which has no end of its own."""
+    """A stream for other decoders, based on the library's, which has no flush of its own."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail_ids: Sequence[int], skip_special: bool):
         self._backend = tokenizer.backend

@@ -1,8 +1,8 @@
-"""The tokenizer and the chat templates of a GGUF file, as `tokenizer.json` would say them.
+"""The tokenizer and the chat templates of a GGUF file, converted to a `tokenizer.json`.
 
-Two kinds of vocabularies are known: SentencePiece's (`tokenizer.ggml.model` is "llama"), whose
-merges follow from the scores of its pieces, and byte-level BPE ("gpt2"), which has merges but calls
-its pattern by a name (`tokenizer.ggml.pre`). How llama.cpp reads them: `llama-vocab.cpp`.
+Two kinds of vocabularies are supported. SentencePiece's (`tokenizer.ggml.model` is "llama") derives
+merges from the scores of its pieces. Byte-level BPE ("gpt2") lists merges, and names its pattern
+(`tokenizer.ggml.pre`). The reference is llama.cpp's `llama-vocab.cpp`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from forge_jax.text.patterns import GPT4, GPT4O, QWEN, TEKKEN
 from forge_jax.text.tokenizer_file import MAX_PIECE_CHARS, checked_backend
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
-MAX_CHARS = 2**24  # of a vocabulary whose merges must be found
+MAX_CHARS = 2**24  # of a vocabulary whose merges must be derived
 MARK = "▁"  # SentencePiece's space
 _NO_TOKENIZER = ("none", "no_vocab")
-# Of SentencePiece where the file does not say.
+# SentencePiece's ids, used if the file has none.
 _DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 _GEMMA = ("gemma2", "gemma3")
-_KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's tokens: behind others it is dropped
+_KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other tokens drop the space after them
 
 
 def _byte_level(*, use_regex: bool) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _split(pattern: str) -> dict[str, Any]:
 
 
 _DIGITS = _sequence({"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True))
-# By `tokenizer.ggml.pre`: how a text is cut before its merges.
+# By `tokenizer.ggml.pre`: the split of a text before its merges.
 PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _split(GPT4)),
     **dict.fromkeys(("smaug-bpe", "dbrx"), _split(GPT4)),
@@ -58,7 +58,7 @@ PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), _byte_level(use_regex=True)),
     **dict.fromkeys(("smollm", "starcoder", "refact"), _DIGITS),
 }
-# A piece that is a token is not merged anew, and BOS comes first unless the file says no.
+# A split part that is a token is not merged, and BOS comes first by default.
 _WHOLE_TOKENS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 _NORMALIZED = ("qwen2",)  # to NFC
 
@@ -66,13 +66,13 @@ _NORMALIZED = ("qwen2",)  # to NFC
 def load_gguf_tokenizer(
     file: Path, vocab_size: int | None = None
 ) -> tuple[Backend, dict[str, str]] | None:
-    """The tokenizer of a file, and its special tokens: `{"bos_token": "<s>", ...}`.
+    """Return a file's tokenizer and special tokens: `{"bos_token": "<s>", ...}`.
 
-    None if the file has none.
+    The result is None if the file has no tokenizer.
 
     Raises:
-      CheckpointError: the vocabulary is broken; the message names the file and the key.
-      UnsupportedModelError: a kind of tokenizer that is not known.
+      CheckpointError: the vocabulary is invalid. The message names the file and the key.
+      UnsupportedModelError: the kind of tokenizer is not supported.
     """
     metadata = read_gguf(file).view
     if metadata.values.get("tokenizer.ggml.model", "none") in _NO_TOKENIZER:
@@ -82,7 +82,7 @@ def load_gguf_tokenizer(
 
 
 def gguf_templates(file: Path) -> dict[str, str]:
-    """The chat templates of a file by name; "default" is the one without."""
+    """Return the chat templates of a file by name; "default" is the unnamed one."""
     metadata = read_gguf(file).view
     prefix = "tokenizer.chat_template"
     return {
@@ -124,7 +124,7 @@ class _Vocabulary:
         return found
 
     def post_processor(self, *, adds_bos: bool) -> dict[str, Any] | None:
-        """Puts BOS before a text and EOS behind it, if the file says so."""
+        """Return a post-processor that adds BOS and EOS around a text as the file requires."""
         names = {
             "bos": self.metadata.boolean("tokenizer.ggml.add_bos_token", adds_bos),
             "eos": self.metadata.boolean("tokenizer.ggml.add_eos_token", False),
@@ -159,8 +159,8 @@ class _Vocabulary:
         }
 
     def added_tokens(self, end: int) -> list[dict[str, Any]]:
-        """Those below `end` that are found in a text before anything else is."""
-        # The leading space behind Phi-3's own tokens is no part of a text.
+        """Return the tokens below `end` that are matched in a text before it is split."""
+        # A space after Phi-3's own tokens is not part of the text.
         strips = self.arch == "phi3" and self.kind == "llama"
         found = []
         for i, kind in enumerate(self.types[:end]):
@@ -183,10 +183,10 @@ class _Vocabulary:
         return {"version": "1.0", "truncation": None, "padding": None, **whole}
 
     def ids(self, merges: Iterable[list[str]]) -> tuple[dict[str, int], int]:
-        """The vocabulary, and where the tokens end that are real.
+        """Return the vocabulary, and the number of tokens without unused ones at the end.
 
-        What is unused at the end pads the model's width. Special tokens at the end are added ones
-        only, so that no text can be them without being recognised.
+        Unused tokens at the end pad the model's width. Special tokens at the end are only added
+        tokens, so that no text can become one without being recognized.
         """
         end = len(self.tokens)
         while end and self.types[end - 1] == UNUSED:
@@ -231,7 +231,7 @@ class _Vocabulary:
         left, _, right = text.partition(" ")
         if not left or not right or " " in right:
             raise CheckpointError(
-                f"{self.metadata.file}: tokenizer.ggml.merges must hold two tokens with a space "
+                f"{self.metadata.file}: tokenizer.ggml.merges must contain two tokens with a space "
                 f"between, not {short_repr(text)}"
             )
         return [left, right]
@@ -279,7 +279,10 @@ class _Vocabulary:
         }
 
     def is_space_run(self, token_id: int) -> bool:
-        """Gemma's runs of spaces, which its converter spells as spaces, are ordinary pieces."""
+        """Return True for Gemma's runs of spaces.
+
+        They are ordinary pieces, although the converter writes them as user-defined spaces.
+        """
         token = self.tokens[token_id]
         return (
             self.arch in _GEMMA
@@ -289,10 +292,10 @@ class _Vocabulary:
         )
 
     def merges_by_score(self) -> list[list[str]]:
-        """All ways to make a piece of two, the piece with the best score first.
+        """Return all ways to combine two pieces into a third, those with the best score first.
 
-        Gemma's scores are no scores where its converter did not find any: there a piece comes the
-        sooner, the smaller its id, as SentencePiece learned them.
+        Gemma's scores are ignored, because its converter does not always find them. Pieces are then
+        ordered by id, the order in which SentencePiece learned them.
         """
         count = len(self.tokens)
         scores = np.zeros(count)

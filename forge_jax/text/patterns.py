@@ -1,17 +1,16 @@
-"""Which regular expressions of a tokenizer are run: those that cannot explode on a text.
+"""A check that a tokenizer's regular expressions take about linear time.
 
-The `tokenizers` library runs them on Oniguruma, which backtracks, and nobody can stop it once it
-runs. So a pattern is checked when the model is loaded:
+The `tokenizers` library runs them on Oniguruma, which backtracks and cannot be interrupted.
+Therefore each pattern is checked when the model is loaded:
 
-- the patterns of the families that are served in practice are known to take linear time;
-- any other must not repeat what is itself repeated or has alternatives (`(a+)+`, `(a|ab)*`), which
-  is how patterns become exponential, nor use references, calls or conditions;
-- and it is tried on short texts of the kinds that make backtracking quadratic, growing slowly, with
-  a look at the clock after each: a pattern like `a+b` is found out at a few thousand characters.
+- The patterns of common model families are known to take linear time.
+- Other patterns must not repeat a group that itself repeats or has alternatives (`(a+)+`,
+  `(a|ab)*`), because these cause exponential time. References, calls and conditions are rejected.
+- They are also timed on short texts of growing length that make backtracking quadratic. A pattern
+  like `a+b` fails at a few thousand characters.
 
-What the trial cannot see (time that grows only behind a prefix that none of the texts has) is
-bounded by Oniguruma's own limit of ten million steps per match: such an encoding ends with an
-error.
+The trial misses patterns whose time grows only after a prefix that none of the texts has. For
+these, Oniguruma's limit of ten million steps per match ends the encoding with an error.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from tokenizers import Regex, pre_tokenizers
 from forge_jax.host.panics import is_panic
 
 MAX_PATTERN = 4096  # characters
-MAX_REPEAT = 1000  # `x{n}`, and the product of such numbers one in the other
-MAX_UNBOUNDED = 4  # quantifiers without an end in one alternative
-MAX_GROUPS = 32  # one in the other
+MAX_REPEAT = 1000  # of `x{n}`, or the product of nested repetitions
+MAX_UNBOUNDED = 4  # unbounded quantifiers in one alternative
+MAX_GROUPS = 32  # nested
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CASED = (
@@ -40,20 +39,20 @@ _CASED = (
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TAIL_WITH_SLASH = _TAIL.replace(r"[\r\n]*|\s*", r"[\r\n/]*|\s*")
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-GPT4 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _TAIL  # and Llama 3
-QWEN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _TAIL  # 2 and 3
-GPT4O = _CASED + r"|\p{N}{1,3}|" + _TAIL_WITH_SLASH  # and gpt-oss
+GPT4 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _TAIL  # also Llama 3
+QWEN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _TAIL  # Qwen 2 and 3
+GPT4O = _CASED + r"|\p{N}{1,3}|" + _TAIL_WITH_SLASH  # also gpt-oss
 TEKKEN = _CASED.replace(_CONTRACTIONS + "?", "") + r"|\p{N}|" + _TAIL_WITH_SLASH  # Mistral Nemo
 # The last three are parts of DeepSeek's.
 KNOWN = frozenset({GPT2, GPT4, QWEN, GPT4O, TEKKEN, r"\p{N}{1,3}", r"\s+", r" {2,}"})
 
 
 class PatternError(ValueError):
-    """The pattern is refused; the text says why."""
+    """A rejected pattern; the message is the reason."""
 
 
 def check_pattern(pattern: str) -> None:
-    """Raises PatternError for a pattern that may take more than linear time."""
+    """Raise PatternError if the pattern may take more than linear time."""
     if pattern in KNOWN:
         return
     if len(pattern) > MAX_PATTERN:
@@ -63,7 +62,7 @@ def check_pattern(pattern: str) -> None:
 
 
 class _Structure:
-    """A reader of a pattern's groups and quantifiers; it takes everything else for single atoms."""
+    """A parser of a pattern's groups and quantifiers, which treats all else as single atoms."""
 
     def __init__(self, pattern: str):
         self.text, self.at = pattern, 0
@@ -71,12 +70,16 @@ class _Structure:
     def check(self) -> None:
         self._alternatives(0)
         if self.at < len(self.text):
-            raise PatternError("it has a parenthesis too many")
+            raise PatternError("it has an unmatched parenthesis")
 
     def _alternatives(self, depth: int) -> tuple[bool, int]:
-        """Whether a match may end at several places or be empty; the product of repetitions."""
+        """Parse alternatives.
+
+        Returns:
+          True if a match may be empty or end at several places, and the product of repetitions.
+        """
         if depth > MAX_GROUPS:
-            raise PatternError(f"its groups are nested deeper than {MAX_GROUPS} levels")
+            raise PatternError(f"its groups are nested more than {MAX_GROUPS} levels deep")
         varies, empty, repeats, unbounded = False, True, 1, 0
         while self.at < len(self.text) and self.text[self.at] != ")":
             if self.text[self.at] == "|":
@@ -87,13 +90,13 @@ class _Structure:
             if high is None:
                 unbounded += 1
                 if unbounded > MAX_UNBOUNDED:
-                    raise PatternError(f"it repeats without end more than {MAX_UNBOUNDED} times")
+                    raise PatternError(f"it has more than {MAX_UNBOUNDED} unbounded quantifiers")
             if (high is None or high > 1) and inner_varies:
-                raise PatternError("it repeats what is itself repeated or has alternatives")
+                raise PatternError("it repeats a group that itself repeats or has alternatives")
             empty = empty and low == 0
             repeats = max(repeats, inner_repeats * (low if high is None else high))
             if repeats > MAX_REPEAT:
-                raise PatternError(f"it repeats something more than {MAX_REPEAT} times")
+                raise PatternError(f"it repeats a part more than {MAX_REPEAT} times")
             varies = (
                 varies or (inner_varies and high != 0) or high is None or (low != high and high > 1)
             )
@@ -108,7 +111,7 @@ class _Structure:
         elif char == "\\":
             self._escape()
         elif char in "*+?":
-            raise PatternError("it repeats nothing")
+            raise PatternError("it has a quantifier with nothing to repeat")
         else:
             self.at += 1
         return False, 1
@@ -116,7 +119,7 @@ class _Structure:
     def _group(self, depth: int) -> tuple[bool, int]:
         self.at += 1
         if self.text.startswith("*", self.at):
-            raise PatternError("it calls out")
+            raise PatternError("it has a callout, which is not allowed")
         if self.text.startswith("?", self.at):
             self.at += 1
             for opening in ("<=", "<!", ":", "=", "!", ">"):
@@ -126,20 +129,20 @@ class _Structure:
             else:
                 while self.text[self.at : self.at + 1] in ("i", "m", "x", "s", "-"):
                     self.at += 1
-                if self.text.startswith(")", self.at):  # (?i): from here on
+                if self.text.startswith(")", self.at):  # (?i) applies to the rest
                     self.at += 1
                     return False, 1
                 if not self.text.startswith(":", self.at):
-                    raise PatternError("it has a group of a kind that is not allowed")
+                    raise PatternError("it has a group of a type that is not allowed")
                 self.at += 1
         found = self._alternatives(depth + 1)
         if not self.text.startswith(")", self.at):
-            raise PatternError("it has a group without end")
+            raise PatternError("it has an unclosed group")
         self.at += 1
         return found
 
     def _class(self) -> None:
-        """Passes over `[...]`, in which others may stand."""
+        """Skip a character class `[...]`, which may contain nested classes."""
         depth = 0
         while self.at < len(self.text):
             char = self.text[self.at]
@@ -150,13 +153,13 @@ class _Structure:
                     raise PatternError("its classes are nested too deeply")
                 if self.text.startswith("^", self.at):
                     self.at += 1
-                if self.text.startswith("]", self.at):  # the first is no end
+                if self.text.startswith("]", self.at):  # a leading "]" is a literal
                     self.at += 1
             elif char == "]":
                 depth -= 1
                 if depth == 0:
                     return
-        raise PatternError("it has a class without end")
+        raise PatternError("it has an unclosed character class")
 
     def _escape(self) -> None:
         following = self.text[self.at + 1 : self.at + 2]
@@ -166,11 +169,11 @@ class _Structure:
         if following in "pPxo" and self.text.startswith("{", self.at):
             end = self.text.find("}", self.at)
             if end < 0:
-                raise PatternError("it has an escape without end")
+                raise PatternError("it has an unclosed escape")
             self.at = end + 1
 
     def _quantifier(self) -> tuple[int, int | None]:
-        """How often the last atom is repeated, at least and at most; None: without end."""
+        """Return the lowest and highest repeat count of the last atom; None if unbounded."""
         low, high = 1, 1
         char = self.text[self.at : self.at + 1]
         if char in ("*", "+", "?"):
@@ -181,7 +184,7 @@ class _Structure:
             first, comma, last = self.text[self.at + 1 : max(end, 0)].partition(",")
             numbers = [part for part in (first, last) if part]
             if end < 0 or not numbers or not all(n.isdecimal() and len(n) < 6 for n in numbers):
-                return low, high  # an ordinary brace, which is the next atom
+                return low, high  # a literal brace, which is the next atom
             self.at = end + 1
             low = int(first) if first else 0
             high = int(last) if last else (None if comma else low)
@@ -190,25 +193,25 @@ class _Structure:
         if self.text[self.at : self.at + 1] in ("?", "+"):  # lazy, possessive
             self.at += 1
         if self.text[self.at : self.at + 1] in ("*", "+", "?"):
-            raise PatternError("it repeats what is itself repeated or has alternatives")
+            raise PatternError("it repeats a group that itself repeats or has alternatives")
         return low, high
 
 
-# Small texts first: what is exponential is found out before it takes long. Then the time of a text
-# is held against that of one a quarter as long: four times as much is linear, sixteen quadratic.
+# Small texts come first, to detect exponential patterns before they take long. Then the time of a
+# text is compared with that of one a quarter as long: 4x is linear, 16x is quadratic.
 SMALL_SIZES, SMALL_SECONDS = (8, 16, 24, 32, 64, 256), 0.02
 SIZES = (512, 2048, 8192)
 MAX_GROWTH = 8
-MIN_SECONDS = 0.0002  # below it the clock says little
+MIN_SECONDS = 0.0002  # shorter times are dominated by the clock's noise
 
 
 def _try(pattern: str) -> None:
     split = pre_tokenizers.Split(compiled(pattern), "isolated")
-    # The library skips a text that is shorter than a match, or lacks a character that it must have.
+    # The library skips texts that are shorter than a match or lack a required character.
     end = "\n" + re.sub(r"\W", "", pattern) + re.sub(r"\w", "", pattern) + "~" * 64
 
     def seconds(unit: str, size: int) -> float:
-        """Of CPU, the least of two trials."""
+        """Return the lower CPU time of two trials."""
         text = (unit * size)[:size] + end
         times = []
         for _ in range(2):
@@ -235,11 +238,11 @@ def _try(pattern: str) -> None:
 
     for unit in _units(pattern):
         if any(seconds(unit, size) > SMALL_SECONDS for size in SMALL_SIZES) or grows(unit):
-            raise PatternError("it backtracks: its time grows faster than the text")
+            raise PatternError("it backtracks: its time grows faster than the text's length")
 
 
 def _units(pattern: str) -> Iterator[str]:
-    """What the texts of the trial repeat: characters of all kinds, alone and in pairs."""
+    """Return the units that the trial's texts repeat: characters of all kinds and pairs."""
     own = dict.fromkeys(char for char in pattern if char.isprintable() and char not in "\\[](){}")
     chars = list(dict.fromkeys([*"aA0 \n'.é中\u0301", *own]))[:24]
     yield from chars
@@ -254,5 +257,5 @@ def compiled(pattern: str) -> Regex:
         return Regex(pattern)
     except BaseException as error:
         if isinstance(error, Exception) or is_panic(error):
-            raise PatternError(f"it is not valid: {str(error)[:200]}") from None
+            raise PatternError(f"it is invalid: {str(error)[:200]}") from None
         raise

@@ -1,17 +1,18 @@
-"""Jinja's sandbox with limits on time and memory: a chat template is a stranger's program.
+"""Jinja's sandbox with limits on time and memory, because chat templates are untrusted programs.
 
-Jinja's own sandbox keeps a template from Python's internals; it does not keep it from `range` in
-`range` in `range`, or from a string of a gigabyte. Here every rendering has a `Budget`. What a
-template can do without end, or at a size of its choice, passes a checkpoint that charges it:
+Jinja's own sandbox protects Python's internals. It does not limit nested loops over `range`, or
+strings of a gigabyte. Here every rendering has a `Budget`. Each operation that a template can
+repeat, or whose size it can choose, passes a checkpoint that charges the budget:
 
-- each round of a loop and each call, by a wrapper around what is iterated and what is called;
-- what makes a string or a container (literals, slices, `+`, `~`, `*`, `%`, filters, methods,
-  printing), by its size; where one operation could explode, its size is known before it runs;
-- comparisons and tests that look at whole values.
+- Loop iterations and calls are charged by a wrapper around the iterable or the callee.
+- Operations that make strings or containers are charged by size: literals, slices, `+`, `~`, `*`,
+  `%`, filters, methods and printing. If the result can be much larger than the operands, its size
+  is computed first.
+- Comparisons and tests that read whole values are charged.
 
-Between two checkpoints lies at most one operation on values of bounded size, so a rendering ends
-within milliseconds of its limit. The wrappers are put into the syntax tree when the template is
-compiled (`_Metered`); a template cannot call them itself. Templates render as in Jinja otherwise.
+At most one operation on values of bounded size runs between two checkpoints, so a rendering ends
+within milliseconds of its limit. `_Metered` adds the wrappers to the syntax tree when a template is
+compiled. Templates cannot call them. Otherwise templates render as in Jinja.
 """
 
 from __future__ import annotations
@@ -36,27 +37,27 @@ import jinja2.utils
 import jinja2.visitor
 import markupsafe
 
-MAX_STRING = 4 * 2**20  # characters of one string
-MAX_WEIGHT = 16 * 2**20  # of one container with all that is in it: see `_weight`
-MAX_EFFORT = 256 * 2**20  # characters made in one rendering; each step counts as STEP
-MAX_SECONDS = 1.0  # of CPU, for one rendering
-LOOK_EVERY = 8192  # effort, of things that are quick, from one look at the clock to the next
+MAX_STRING = 4 * 2**20  # Characters of a string.
+MAX_WEIGHT = 16 * 2**20  # Weight of a container with its content, as counted by `_weight`.
+MAX_EFFORT = 256 * 2**20  # Characters made in a rendering. Each step counts as STEP.
+MAX_SECONDS = 1.0  # CPU time of a rendering.
+LOOK_EVERY = 8192  # Effort of fast operations between two reads of the clock.
 MAX_INTEGER_BITS = 16_384
-MAX_SMALL = 65_536  # characters that slow filters take
-MAX_ATTRIBUTE, MAX_PARTS = 1024, 8  # of the name of an attribute: characters, dots
-MAX_ARGUMENTS = 16  # of a call, beyond which their weight counts
-MAX_WIDTH = 9999  # that a format may pad to
+MAX_SMALL = 65_536  # Characters that slow filters accept.
+MAX_ATTRIBUTE, MAX_PARTS = 1024, 8  # Characters and dots in the name of an attribute.
+MAX_ARGUMENTS = 16  # Arguments of a call. If there are more, their weight is checked.
+MAX_WIDTH = 9999  # Width that a format may pad to.
 STEP = 64
-ITEM = 64  # weight of an item of a container: about what it takes in memory
-MAX_ERROR = 500  # characters of a message
+ITEM = 64  # Weight of a container's item, about its bytes of memory.
+MAX_ERROR = 500  # Characters of a message.
 
 
 class OverLimitError(jinja2.TemplateRuntimeError):
-    """The template takes more time or memory than a rendering may."""
+    """A template exceeds the time or memory of a rendering."""
 
 
 class Budget:
-    """What one rendering has used, and when it must stop."""
+    """The effort that a rendering has spent, and its limits."""
 
     __slots__ = ("_cpu_limit", "_most", "look_at", "look_beyond", "spent")
 
@@ -67,21 +68,25 @@ class Budget:
         self._cpu_limit = time.thread_time() + seconds
 
     def charge(self, cost: int) -> None:
-        """For what may take long: looks at the clock. OverLimitError if it is more than allowed."""
+        """Charge an operation that may be slow, and check the clock.
+
+        Raises:
+          OverLimitError: a limit is exceeded.
+        """
         self.spent += cost
         if self.spent > self._most or time.monotonic() > self.look_at:
             self.look()
 
     def look(self) -> None:
-        """What takes no time worth mentioning adds to `spent`, and calls this at `look_beyond`."""
+        """Check the limits. Fast operations add to `spent`, and call this beyond `look_beyond`."""
         self.look_beyond = self.spent + LOOK_EVERY
         if self.spent > self._most:
-            raise OverLimitError("the chat template makes more text than it may")
+            raise OverLimitError("the chat template exceeds the limit on generated text")
         if time.monotonic() > self.look_at:
-            # A busy machine is not the template's fault: what counts is this thread's own time.
+            # Only this thread's CPU time counts, so that a busy machine does not fail a template.
             left = self._cpu_limit - time.thread_time()
             if left <= 0:
-                raise OverLimitError("the chat template runs longer than it may")
+                raise OverLimitError("the chat template exceeds the time limit")
             self.look_at = time.monotonic() + left
 
 
@@ -90,7 +95,7 @@ _budget: ContextVar[Budget] = ContextVar("rendering")
 
 @contextlib.contextmanager
 def budget(share: float = 1.0) -> Iterator[Budget]:
-    """Everything that a template does inside is charged to a new budget, or to a part of one."""
+    """Charge templates in the body to a new budget, which is `share` of a full one."""
     token = _budget.set(Budget(share * MAX_SECONDS, share * MAX_EFFORT))
     try:
         yield _budget.get()
@@ -99,7 +104,7 @@ def budget(share: float = 1.0) -> Iterator[Budget]:
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox of chat templates; `budget` must be open where one is compiled or rendered."""
+    """The sandbox of chat templates, which are compiled and rendered under `budget`."""
 
     intercepted_binops = frozenset({"*", "%", "**"})
 
@@ -120,20 +125,23 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters[name] = _metered_filter(name, run)
 
     def call_filter(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """What `map` calls, by a name from the template: never a checkpoint, with its own cost."""
+        """Call a filter by name for `map`, but reject checkpoints."""
         if name in _CHECKPOINTS:
             raise jinja2.TemplateRuntimeError(f"No filter named {name!r} found.")
         return super().call_filter(name, *args, **kwargs)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Of values that hold data only the methods that a template has use for."""
+        """Return True if a template may access this attribute.
+
+        Data types expose only the methods that templates need.
+        """
         names = _METHODS.get(type(obj))
         if names is not None:
             return attr in names
         return isinstance(obj, _JINJAS_OWN) and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        """Jinja makes it undefined, which prints as nothing: nobody means these well."""
+        """Raise SecurityError for private attributes, which Jinja would print as nothing."""
         if attribute.startswith("_"):
             raise jinja2.exceptions.SecurityError(f"access to {attribute[:40]!r} is unsafe")
         return super().unsafe_undefined(obj, attribute)
@@ -143,11 +151,11 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     ) -> Any:
         _budget.get().charge(STEP)
         if len(args) > MAX_ARGUMENTS or len(kwargs) > MAX_ARGUMENTS:
-            _weight([args, kwargs])  # they may come from a generator, and become one value
+            _weight([args, kwargs])  # a generator may have made them, and they become one value
         kind = type(callee)
         if kind is types.BuiltinMethodType or kind is types.MethodType:
             if isinstance(callee.__self__, str):
-                kwargs.pop("_loop_vars", None)  # for functions that ask for the context
+                kwargs.pop("_loop_vars", None)  # only for functions that take the context
                 kwargs.pop("_block_vars", None)
                 check = _METHOD_CHECKS.get(callee.__name__)
                 if check is not None:
@@ -180,13 +188,13 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class Namespace(jinja2.utils.Namespace):
-    """Jinja's, but its text does not show what is in it: that might be itself, many times."""
+    """Jinja's namespace with a fixed repr, because it may contain itself many times."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
 
 
-# Checkpoints that stand in the compiled template
+# Checkpoints in the compiled template
 
 
 def _tick(value: Any, cost: int = STEP) -> Any:
@@ -204,7 +212,7 @@ def _counted(iterable: Iterable[Any], cost: int = STEP) -> Iterator[Any]:
 
 
 def _made(value: Any) -> Any:
-    """Charges for a new value by its size, and refuses one that is too large."""
+    """Charge for a new value by its size, and reject one that is too large."""
     if isinstance(value, str):
         size = len(value)
         if size > MAX_STRING:
@@ -227,7 +235,7 @@ def _made(value: Any) -> Any:
 
 
 def _weighed(iterable: Iterable[Any]) -> Iterator[Any]:
-    """What a filter gives one by one: the containers among it have passed no checkpoint."""
+    """Yield a filter's items and check containers, which have passed no checkpoint yet."""
     for item in _counted(iterable):
         if isinstance(item, list | tuple | dict):
             _weight(item)
@@ -241,7 +249,7 @@ def _sliced(value: Any) -> Any:
 
 
 def _joined(parts: list[Any]) -> str:
-    """`a ~ b ~ c`"""
+    """Return the concatenation `a ~ b ~ c` of parts."""
     texts, size = [], 0
     for part in parts:
         text = part if isinstance(part, str) else _text(part)
@@ -254,7 +262,7 @@ def _joined(parts: list[Any]) -> str:
 
 
 def _printed(value: Any) -> str:
-    """What `{{ }}` adds to a text that is not given out piece by piece."""
+    """Return the text that `{{ }}` adds to an output that is joined into one string."""
     return _made(value if isinstance(value, str) else _text(value))
 
 
@@ -265,14 +273,17 @@ def _text(value: Any) -> str:
 
 
 def _too_large() -> NoReturn:
-    raise OverLimitError("the chat template makes a value that is larger than it may be")
+    raise OverLimitError("the chat template makes a value that is too large")
 
 
 def _weight(value: Any) -> int:
-    """Characters of all strings in a value, and ITEM for each value: as often as it occurs.
+    """Return the characters of all strings in a value, plus ITEM for each value in it.
 
-    Containers cannot be changed, but one may stand in another many times, and what compares or
-    prints them would walk them that often. Raises OverLimitError beyond MAX_WEIGHT.
+    A value counts as often as it occurs. Containers are immutable, but one may occur in another
+    many times, and is compared or printed that often.
+
+    Raises:
+      OverLimitError: the weight exceeds MAX_WEIGHT.
     """
     total = ITEM
     stack = [value]
@@ -293,19 +304,20 @@ def _weight(value: Any) -> int:
 
 
 class _Generator(jinja2.compiler.CodeGenerator):
-    """Jinja's, on a tree with checkpoints."""
+    """Jinja's code generator, applied to a tree with checkpoints."""
 
     def visit_Template(self, node: jinja2.nodes.Template, frame: Any = None) -> None:
         super().visit_Template(_Metered(self.environment).visit(node), frame)
 
     def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
-        """Nothing but fixed text is made at compile time."""
+        """Generate only fixed text at compile time."""
         if not isinstance(node, jinja2.nodes.TemplateData):
             raise jinja2.nodes.Impossible
         return super()._output_child_to_const(node, frame, finalize)
 
 
-# Filters to Jinja; with the blank in it, only a text can spell such a name: see `call_filter`.
+# Jinja treats them as filters. Templates cannot write a filter name with a space, except as a
+# string: see `call_filter`.
 _MADE, _PRINTED, _JOINED, _SLICED = "made ", "printed ", "joined ", "sliced "
 _TICK, _COUNTED = "tick ", "counted "
 _CHECKPOINTS = {
@@ -316,15 +328,15 @@ _CHECKPOINTS = {
     _COUNTED: _counted,
     _SLICED: _sliced,
 }
-_CHAIN = 8  # operands of `+` from one checkpoint to the next
+_CHAIN = 8  # operands of `+` between two checkpoints
 
 
 class _Metered(jinja2.visitor.NodeTransformer):
-    """Puts the checkpoints around the nodes that need them."""
+    """A transformer that adds checkpoints around the nodes that need them."""
 
     def __init__(self, environment: jinja2.Environment):
         self._environment = environment
-        self._gathers = False  # whether what is printed is gathered into one text
+        self._gathers = False  # True while printed pieces are joined into one text
 
     def _around(
         self, name: str, node: Any, *args: Any, lineno: int | None = None
@@ -337,13 +349,13 @@ class _Metered(jinja2.visitor.NodeTransformer):
         return wrapped
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:
-        """A round costs as much as the fixed text that it can print, beside what it calls."""
+        """Charge each iteration for the fixed text that it can print, in addition to its calls."""
         fixed = sum(len(data.data) for data in node.find_all(jinja2.nodes.TemplateData))
         for constant in node.find_all(jinja2.nodes.Const):
             fixed += len(constant.value) if isinstance(constant.value, str) else 0
         self._visit_gathering(node) if node.recursive else self.generic_visit(node)
         node.iter = self._around(_COUNTED, node.iter, STEP + fixed)
-        if node.recursive:  # other rounds come from `loop(...)`
+        if node.recursive:  # `loop(...)` adds iterations
             start = jinja2.nodes.Const(0, lineno=node.lineno, environment=self._environment)
             charge = self._around(_TICK, start, STEP + fixed)
             node.body.insert(0, jinja2.nodes.ExprStmt(charge, lineno=node.lineno))
@@ -358,7 +370,7 @@ class _Metered(jinja2.visitor.NodeTransformer):
     visit_Macro = visit_CallBlock = visit_Block = _visit_gathering
 
     def visit_FilterBlock(self, node: Any) -> Any:
-        """The text within a block is checked before its filters, if any, see it."""
+        """Check the text of a block before its filters receive it."""
         self._visit_gathering(node)
         text = self._around(_MADE, None, lineno=node.lineno)
         innermost = node.filter
@@ -373,7 +385,7 @@ class _Metered(jinja2.visitor.NodeTransformer):
     visit_AssignBlock = visit_FilterBlock
 
     def visit_Add(self, node: jinja2.nodes.Add, *, checked: bool = True) -> Any:
-        """Of a chain of additions only the last one, and every eighth within it, is checked."""
+        """Check the last addition of a chain, and every `_CHAIN`-th one in it."""
         operands: list[Any] = []
         first: Any = node
         while isinstance(first, jinja2.nodes.Add):
@@ -402,13 +414,13 @@ class _Metered(jinja2.visitor.NodeTransformer):
     visit_Dict = visit_List
 
     def visit_Getitem(self, node: jinja2.nodes.Getitem) -> Any:
-        """A part of a value is lighter than the value: only copying it is charged."""
+        """Charge a slice only for its copy, because a part weighs less than the whole value."""
         sliced = isinstance(node.arg, jinja2.nodes.Slice)
         self.generic_visit(node)
         return self._around(_SLICED, node) if sliced else node
 
     def visit_Compare(self, node: jinja2.nodes.Compare) -> Any:
-        """Equality with a constant looks at no more than the constant."""
+        """Charge comparisons, except with a constant, which read no more than the constant."""
         self.generic_visit(node)
         cheap = all(
             isinstance(operand.expr, jinja2.nodes.Const) and operand.op not in ("in", "notin")
@@ -417,9 +429,9 @@ class _Metered(jinja2.visitor.NodeTransformer):
         return node if cheap else self._around(_TICK, node)
 
     def visit_Output(self, node: jinja2.nodes.Output) -> jinja2.nodes.Output:
-        """Constants are printed as the text that they are.
+        """Convert constants to fixed text, and check printed values that are joined.
 
-        What is given out piece by piece is counted by whoever gathers the pieces.
+        The caller of `generate` counts pieces that are not joined.
         """
         node.nodes = [self._output(part) for part in node.nodes]
         return node
@@ -456,20 +468,20 @@ def _check_power(base: Any, exponent: Any) -> None:
 
 
 def _check_percent(text: str, arguments: Any) -> None:
-    """An upper bound on the length of `text % arguments`, read off the format."""
+    """Reject `text % arguments` if the upper bound of its length is too large."""
     charge, at, total, uses = _budget.get().charge, 0, len(text), 1
     values = arguments if isinstance(arguments, tuple) else (arguments,)
-    # A character takes up to ten when a value is shown with its escapes.
+    # An escaped character takes up to ten characters.
     factor = 1 if all(isinstance(value, str | int | float) for value in values) else 10
     while (at := text.find("%", at)) >= 0:
         charge(STEP)
         at += 1
-        if text[at : at + 1] == "(":  # by name, each directive might use all there is
+        if text[at : at + 1] == "(":  # each named directive may print all arguments
             uses, at = uses + 1, _end_of_key(text, at)
         match = _DIRECTIVE.match(text, at)
         assert match is not None
         if "*" in match[0]:
-            raise OverLimitError("a width from an argument is not supported in a format")
+            raise OverLimitError("a format cannot take a width from an argument")
         for number in re.findall(r"\d+", match[0]):
             total += _width(number)
         factor = 10 if text[match.end() : match.end() + 1] in ("r", "a") else factor
@@ -482,7 +494,7 @@ _DIRECTIVE = re.compile(r"[-#0 +]*[0-9*]*(?:\.[0-9*]*)?[hlL]?")
 
 
 def _end_of_key(text: str, at: int) -> int:
-    """Behind the parenthesis that closes the one at `at`."""
+    """Return the position after the parenthesis that closes the one at `at`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, at):
         depth += 1 if match[0] == "(" else -1
@@ -493,7 +505,7 @@ def _end_of_key(text: str, at: int) -> int:
 
 def _width(digits: str) -> int:
     if len(digits) > 5 or int(digits) > MAX_WIDTH:
-        raise OverLimitError(f"a width above {MAX_WIDTH} is not supported in a format")
+        raise OverLimitError(f"the width of a format must be at most {MAX_WIDTH}")
     return int(digits)
 
 
@@ -520,7 +532,7 @@ def _check_replace(text: str, old: Any, new: Any, count: Any = -1) -> None:
 
 
 def _check_join(separator: str, iterable: Any) -> list[Any]:
-    """The arguments with the iterable made a list: it might be a generator."""
+    """Return the arguments with the iterable as a list, because it may be a generator."""
     items = list(_counted(iterable))
     if _weight(items) + len(separator) * len(items) > MAX_WEIGHT:
         _too_large()
@@ -558,7 +570,7 @@ _JINJAS_OWN = (
 
 
 class _Formatter(jinja2.sandbox.SandboxedFormatter):
-    """Jinja's, which measures the fields one by one."""
+    """Jinja's formatter, with a check of each field's size."""
 
     size = 0
 
@@ -601,9 +613,9 @@ _LONG_TESTS = {
     "lessthan", "<=", "le", "lower", "upper", "divisibleby",
 }  # fmt: skip
 
-# They cannot make more than they are given, and take no time worth counting.
+# These cannot enlarge their input, and take negligible time.
 _LIGHT_FILTERS = {"count", "d", "default", "first", "length", "safe"}
-# Slow, or hard to bound, and of no use to a chat: they take short values only.
+# These are slow or hard to bound, and useless in a chat, so they accept only short values.
 _SMALL_FILTERS = {
     "filesizeformat", "pprint", "striptags", "title", "truncate", "urlencode", "urlize",
     "wordcount", "wordwrap", "xmlattr",
@@ -611,9 +623,9 @@ _SMALL_FILTERS = {
 
 
 def _metered_filter(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that is charged, with a check of its arguments where it has one.
+    """Return a filter that charges the budget and checks its arguments.
 
-    A check may give other positional arguments in place of those that it was given.
+    A check may return positional arguments that replace the original ones.
     """
     if name in _LIGHT_FILTERS:
         return run
@@ -638,7 +650,9 @@ def _metered_filter(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_small(value: Any, *args: Any, **kwargs: Any) -> None:
     if _weight([value, args, list(kwargs.values())]) > MAX_SMALL:
-        raise OverLimitError(f"a filter of the chat template takes {MAX_SMALL} characters at most")
+        raise OverLimitError(
+            f"a filter of the chat template accepts at most {MAX_SMALL} characters"
+        )
     if any(isinstance(arg, int) and abs(arg) > MAX_SMALL for arg in (*args, *kwargs.values())):
         _too_large()
 
@@ -660,7 +674,7 @@ def _check_count(value: Any, count: Any = 1, fill_with: Any = None) -> None:
 
 def _check_round(value: Any, precision: Any = 0, method: Any = "common") -> None:
     if isinstance(precision, int) and abs(precision) > 300:
-        raise OverLimitError("round takes at most 300 digits")
+        raise OverLimitError("round accepts at most 300 digits")
 
 
 def _check_replace_filter(value: Any, old: Any, new: Any, count: Any = None) -> None:
@@ -685,19 +699,19 @@ def _check_json(
     sort_keys: Any = False,
 ) -> None:
     if separators is not None and any(len(part) > 16 for part in separators):
-        raise OverLimitError("separators of tojson have at most 16 characters")
+        raise OverLimitError("separators of tojson must have at most 16 characters")
     size = _weight(value)
     if indent is None:
         return
     width = len(indent) if isinstance(indent, str) else indent
     if not isinstance(width, int) or width > 16:
-        raise OverLimitError("tojson indents by 16 at most")
+        raise OverLimitError("the indent of tojson must be at most 16")
     if size + _lines_of_json(value) * width > MAX_WEIGHT:
         _too_large()
 
 
 def _lines_of_json(value: Any) -> int:
-    """By how many steps its lines are indented, all together."""
+    """Return the total number of indentation steps over all lines."""
     total, depth, level = 0, 0, [value]
     while level:
         level = [
@@ -712,7 +726,7 @@ def _lines_of_json(value: Any) -> int:
 
 
 def _check_all_at_once(value: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
-    """Filters that look at all items before they give one: not at many, nor deep into each."""
+    """Limit the items and attribute names of filters that read all items first."""
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, str) and (len(arg) > MAX_ATTRIBUTE or arg.count(".") > MAX_PARTS):
             _too_large()
@@ -731,7 +745,7 @@ def _check_attribute(value: Any, *args: Any, **kwargs: Any) -> None:
 def _sum(
     environment: jinja2.Environment, iterable: Any, attribute: Any = None, start: Any = 0
 ) -> Any:
-    """Jinja's `sum`, one checked addition after the other: lists can be added too."""
+    """Return Jinja's `sum`, with each addition checked, because it can also add lists."""
     if isinstance(start, str):
         raise TypeError("sum cannot add strings: use join")
     get = jinja2.filters.make_attrgetter(environment, attribute) if attribute is not None else None
@@ -745,7 +759,7 @@ _sum = jinja2.pass_environment(_sum)
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """`dict`, one pair after the other: numbers can be chosen so that their hashes collide."""
+    """Return a `dict`, with each pair charged, because chosen numbers can make hashes collide."""
     found: dict[Any, Any] = {}
     for pairs in args:
         for key, value in _counted(pairs.items() if isinstance(pairs, Mapping) else pairs):

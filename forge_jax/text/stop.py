@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text, found across the boundaries of tokens."""
+"""Detection of stop strings in streamed text, across token boundaries."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from forge_jax.errors import RequestError
 
 
 class StopStrings:
-    """Watches a text for stop strings and holds back what may be the beginning of one.
+    """A filter that finds stop strings, and holds back text that may be the beginning of one.
 
-    The text stops at the first moment at which it ends with a stop string. If several end there
-    (one is then the end of another) the longest counts. So the outcome depends on the text alone,
-    never on how it was cut into tokens or on the order of the strings, and nothing has to be
-    generated beyond the match.
+    The text stops as soon as it ends with a stop string. If it ends with several, the longest
+    counts. The result depends only on the text, not on token boundaries or the order of the
+    strings. No text after the match is needed.
 
-    `copy.copy` of a fresh one is another fresh one that shares the automaton.
+    `copy.copy` of an unused object is another one that shares the automaton.
 
-    The automaton is Aho and Corasick's (Communications of the ACM 18(6), 1975): each character
-    costs amortised constant time, and the depth of its state is how much may yet become a match.
+    The automaton is that of Aho and Corasick (Communications of the ACM 18(6), 1975). Each
+    character takes amortized constant time. The depth of a state is the number of characters that
+    may still become a match.
 
-    Raises `RequestError` for an empty stop string.
+    Raises:
+      RequestError: a stop string is empty.
     """
 
     def __init__(self, stops: Sequence[str], include_stop_str_in_output: bool = False):
         if not all(stops):
             raise RequestError("a stop string must not be empty", param="stop")
         self._include = include_stop_str_in_output
-        self._next: list[dict[str, int]] = [{}]  # state 0: nothing of any stop string seen
+        self._next: list[dict[str, int]] = [{}]  # in state 0 no stop string has begun
         self._depth = [0]
         self._match: list[str | None] = [None]
         for stop in stops:
@@ -40,11 +41,14 @@ class StopStrings:
         self._stopped = False
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """Text that may be sent now, and the stop string if it was found.
+        """Return the text that may be sent now, and the stop string if it was found.
 
-        After a match the text ends before the stop string (after it, if it is to be included) and
-        nothing more may be pushed. Without `may_stop` a stop string that ends in `text` does not
-        count; one that only begins there does.
+        If a stop string is found, the text ends before it, or after it if it is included. No more
+        text may be pushed then.
+
+        Args:
+          may_stop: if False, a stop string that ends in `text` does not count. One that only begins
+            in `text` still counts.
         """
         assert not self._stopped, "push after a stop string was found"
         held, state = self._held, self._state
@@ -60,13 +64,13 @@ class StopStrings:
                 return (held + text)[: end if self._include else end - len(stop)], stop
         self._state = state
         text = held + text
-        # What will be sent in either case need not wait.
+        # An included stop string is sent in either case, so nothing has to wait.
         safe = len(text) if self._include else len(text) - self._depth[state]
         self._held = text[safe:]
         return text[:safe], None
 
     def flush(self) -> str:
-        """What was held back, when the text ends without a stop string."""
+        """Return the text that was held back, after a text without a stop string has ended."""
         held, self._held = self._held, ""
         self._state = 0
         return held
@@ -83,7 +87,7 @@ class StopStrings:
         self._match[state] = stop
 
     def _link(self) -> None:
-        """Gives each state its fallback: the longest proper suffix that begins a stop string."""
+        """Link each state to its fallback: the longest proper suffix that begins a stop string."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()

@@ -1,6 +1,6 @@
-"""Where chat templates come from: files of a model folder, its configuration, `--chat-template`.
+"""The sources of chat templates: a model folder's files and configuration, or `--chat-template`.
 
-The same precedence as with Hugging Face. Nothing here knows Jinja.
+The precedence is that of Hugging Face's libraries.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _KIND = "chat_template.jinja"
 
 
 def folder_templates(folder: Path) -> dict[str, str]:
-    """The Jinja sources of a model folder or GGUF file, by name; empty if it has none.
+    """Return the Jinja sources of a model folder or GGUF file, by name.
 
-    `chat_template.jinja` is the default one, `additional_chat_templates/NAME.jinja` are the others.
-    If there is any such file, the `chat_template` of `tokenizer_config.json` is not looked at; that
-    is a source, or a list of `{"name": ..., "template": ...}`.
+    `chat_template.jinja` is the default template, and `additional_chat_templates/NAME.jinja` are
+    the others. Only if none of these files exists, the `chat_template` of `tokenizer_config.json`
+    is used: a source, or a list of `{"name": ..., "template": ...}`.
 
     Raises:
-      CheckpointError: a file is broken or too large, or there are too many templates.
+      CheckpointError: a file is invalid or too large, or there are too many templates.
     """
     if is_gguf(folder):
         return gguf_templates(folder)
@@ -41,19 +41,19 @@ def folder_templates(folder: Path) -> dict[str, str]:
 
 
 def given_template(folder: Path, given: str | Path) -> dict[str, str]:
-    """The one template that `--chat-template` means.
+    """Return the template that `--chat-template` selects.
 
-    A text with a brace or a line break is Jinja; anything else is a file, or the name of one of the
-    folder's own templates.
+    A text with a brace or a line break is Jinja. Any other value is a file, or the name of one of
+    the folder's templates.
 
     Raises:
-      ConfigError: it is none of these.
-      CheckpointError: it is no file, and the folder's templates are broken.
+      ConfigError: the value is none of these.
+      CheckpointError: the value is not a file, and the folder's templates are invalid.
     """
     if isinstance(given, str) and ("{" in given or "\n" in given):
         return {DEFAULT: given}
     try:
-        return {DEFAULT: read_text(Path(given), _KIND, root=Path("/"))}  # wherever links lead
+        return {DEFAULT: read_text(Path(given), _KIND, root=Path("/"))}  # links may lead anywhere
     except (OSError, CheckpointError) as error:
         named = folder_templates(folder)
         if str(given) in named:
@@ -96,5 +96,7 @@ def _from_config(file: Path) -> dict[str, str]:
 
 def _name(name: str, file: Path) -> str:
     if len(name) > MAX_NAME:
-        raise CheckpointError(f"{file}: a chat template is named {short_repr(name)}")
+        raise CheckpointError(
+            f"{file}: the name of a chat template is too long: {short_repr(name)}"
+        )
     return name

@@ -1,9 +1,9 @@
-"""What each token id stands for in bytes, for the decoders whose tokens are pieces of bytes.
+"""The bytes of each token id, for decoders that work token by token.
 
-Two families cover the models that are served in practice: byte-level BPE (GPT-2: each character of
-a token is one byte in disguise) and SentencePiece-like vocabularies (`▁` is a space, `<0xE4>` is a
-byte). For these, the text of a sequence is the concatenation of its tokens' bytes, save for the
-space that the very first token loses. Decoders of any other shape have no such table.
+Two families cover most models. In byte-level BPE (GPT-2), each character of a token encodes one
+byte. In SentencePiece-like vocabularies, `▁` is a space and `<0xE4>` is a byte. In both, a
+sequence's text is the concatenation of its tokens' bytes, except that the first token may lose a
+space. Other decoders have no such table.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """The bytes of every token, and what the first token of a text loses.
+    """The bytes of every token, and those that the first token of a text loses.
 
-    `pieces[i]` is what token `i` adds to a text that has begun; ids outside the vocabulary add
-    nothing, as in `tokenizers`' own decode.
+    `pieces[i]` are the bytes that token `i` adds in the middle of a text. Ids outside the
+    vocabulary add none, as in the `decode` of `tokenizers`.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class TokenBytes:
         self.pieces = pieces  # None: no such token
         self.leading = leading  # a text loses up to leading_count of these at its start
         self.leading_count = leading_count
-        self.first_pieces = first_pieces or {}  # tokens that read differently as the first one
+        self.first_pieces = first_pieces or {}  # tokens that differ at the start of a text
         self._texts: dict[frozenset[int], dict[int, str]] = {}
 
     @classmethod
     def of(cls, backend: Backend) -> TokenBytes | None:
-        """The table for a tokenizer, or None if its decoder does not work token by token."""
+        """Return a tokenizer's table, or None if its decoder does not work token by token."""
         steps = _decoder_steps(backend)
         kinds = [step["type"] for step in steps]
         vocab = backend.get_vocab(with_added_tokens=True)
@@ -57,13 +57,16 @@ class TokenBytes:
         pieces = _by_id({token: token.replace(mark, " ").encode() for token in vocab}, vocab)
         if step["prepend_scheme"] == "never":
             return cls(pieces)
-        # The first token loses every mark in it, wherever it stands: what the decoder does.
+        # The decoder removes every mark from the first token, wherever the mark is.
         first = {i: token.replace(mark, "").encode() for token, i in vocab.items() if mark in token}
         return cls(pieces, first_pieces=first)
 
     @classmethod
     def _sentencepiece(cls, vocab: dict[str, int], steps: list[dict]) -> TokenBytes | None:
-        """Replace*, ByteFallback?, Fuse?, Strip? in this order; None for anything else."""
+        """Return the table for the steps Replace*, ByteFallback?, Fuse?, Strip? in this order.
+
+        The result is None for other steps.
+        """
         replacements: list[tuple[str, str]] = []
         byte_fallback = fused = False
         strip, strip_count = "", 0
@@ -84,7 +87,7 @@ class TokenBytes:
                 case _:
                     return None
         if not (byte_fallback or fused):
-            return None  # no decoder at all joins tokens with spaces
+            return None  # without a decoder, tokens are joined with spaces
 
         def read(token: str) -> bytes:
             for old, new in replacements:
@@ -97,21 +100,22 @@ class TokenBytes:
         return cls(pieces, leading=strip.encode(), leading_count=strip_count)
 
     def __getitem__(self, token_id: int) -> bytes:
-        """The bytes of a token in the middle of a text; empty for an id outside the vocabulary."""
+        """Return the bytes of a token in the middle of a text; empty for an unknown id."""
         if not 0 <= token_id < len(self.pieces):
             return b""
         return self.pieces[token_id] or b""
 
     def texts(self, hidden_ids: frozenset[int]) -> dict[int, str]:
-        """The texts of tokens that are whole characters, by id, for streams that hide these ids.
+        """Return the cache of token texts, by id, for streams that hide `hidden_ids`.
 
-        They hold in the middle of a text, between two characters. The streams fill it.
+        It has tokens of whole characters, and is valid between two characters in the middle of a
+        text. The streams fill it.
         """
         return self._texts.setdefault(hidden_ids, {})
 
 
 class ByteStream:
-    """Turns ids into bytes, a few at a time; remembers only whether the text has begun."""
+    """An incremental conversion of ids to bytes."""
 
     def __init__(self, table: TokenBytes, hidden_ids: Set[int]):
         self._table = table
@@ -121,13 +125,13 @@ class ByteStream:
 
     @property
     def in_middle(self) -> bool:
-        """Whether from here on a token always adds the same bytes."""
+        """True if each token adds the same bytes from now on."""
         return self._begun and not self._to_strip
 
     def skip(self, prompt_ids: Sequence[int]) -> bytes:
-        """Passes over a prompt and returns its last bytes: an unfinished character is in them.
+        """Skip a prompt and return its last bytes, which contain any unfinished character.
 
-        Reads the prompt's beginning up to its first text, and its end.
+        Only the prompt's beginning, up to its first text, and its end are read.
         """
         begin, data = 0, b""
         while begin < len(prompt_ids) and (self._to_strip or not self._begun):
@@ -164,7 +168,7 @@ class ByteStream:
 
 
 def _decoder_steps(backend: Backend) -> list[dict]:
-    """The decoder's description with nested sequences laid flat; empty without a decoder."""
+    """Return the steps of the decoder, with nested sequences flattened; empty without one."""
     if backend.decoder is None:
         return []
 
@@ -184,8 +188,9 @@ def _by_id(bytes_of: dict[str, bytes], vocab: dict[str, int]) -> list[bytes | No
 
 
 def _byte_disguises() -> dict[str, int]:
-    """GPT-2's printable stand-ins: visible Latin-1 characters for themselves, the rest from U+0100.
+    """Return GPT-2's printable character for each byte, as a map to bytes.
 
+    Visible Latin-1 characters stand for themselves, and the other bytes start at U+0100. Source:
     https://github.com/openai/gpt-2/blob/master/src/encoder.py, bytes_to_unicode.
     """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -200,5 +205,5 @@ def _undisguise(token: str) -> bytes:
     try:
         return bytes([_BYTE_OF_DISGUISE[char] for char in token])
     except KeyError:
-        # A token added as ordinary text: one character outside the alphabet and all of it is text.
+        # A character outside the alphabet means that the token was added as ordinary text.
         return token.encode()

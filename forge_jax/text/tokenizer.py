@@ -1,8 +1,7 @@
-"""The tokenizer of a model folder: text to ids and back, on top of the `tokenizers` library.
+"""The tokenizer of a model folder, based on the `tokenizers` library.
 
-It knows nothing of chats or of streaming. What it adds to the library: the special tokens that
-`tokenizer_config.json` names, the bytes of each token, and an encoding in which chosen parts of the
-text cannot turn into special tokens.
+It extends the library with the special tokens of `tokenizer_config.json` and the bytes of each
+token. An additional encoding keeps chosen parts of a text from becoming special tokens.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from forge_jax.text.token_bytes import ByteStream, TokenBytes
 from forge_jax.text.tokenizer_file import MAX_TOKEN_CHARS, add_configured, load_backend
 
 _NOTHING: frozenset[int] = frozenset()
-_UNKNOWN_CHAR = "\U0010fff0"  # private use: in no vocabulary
+_UNKNOWN_CHAR = "\U0010fff0"  # private use, so in no vocabulary
 
-# What models have in place of tokenizer.json: SentencePiece, tiktoken, GPT-2's and BERT's files.
+# Tokenizer files other than tokenizer.json: those of SentencePiece, tiktoken, GPT-2 and BERT.
 OTHER_FORMS = (
     "tokenizer.model",
     "spiece.model",
@@ -41,18 +40,19 @@ OTHER_FORMS = (
     "vocab.txt",
 )
 
-LONG_TEXT = 4096  # characters: about a millisecond of encoding
+LONG_TEXT = 4096  # characters, which take about 1 ms to encode
 
 
 class Tokenizer:
     """A `tokenizers.Tokenizer` with the special tokens of its model.
 
-    backend         the library's tokenizer; truncation and padding are turned off
-    special_tokens  the tokens that the model's configuration names: `{"bos_token": "<s>", ...}`
-    more_special    further special tokens, without a name
-    add_bos_token   `encode` must put the BOS token first, whether or not the backend does
-    bos_in_chats    a rendered chat template that does not begin with the BOS token gets one, as
-                    llama.cpp does where a GGUF file says that BOS comes first
+    Args:
+      backend: the library's tokenizer; truncation and padding are turned off.
+      special_tokens: the tokens that the model's configuration names: `{"bos_token": "<s>", ...}`.
+      more_special: special tokens without a name.
+      add_bos_token: makes `encode` put the BOS token first even if the backend does not.
+      bos_in_chats: prepends the BOS token to rendered chat templates that lack it, if `encode`
+        prepends it. llama.cpp does the same for GGUF files.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Tokenizer:
         add_bos_token: bool = False,
         bos_in_chats: bool = False,
     ):
-        # Limits saved with a tokenizer come from training. They would cut prompts silently.
+        # Limits saved with a tokenizer come from training. They would truncate prompts silently.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -88,12 +88,14 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path, vocab_size: int | None = None) -> Tokenizer | None:
-        """The tokenizer of a model folder, or None if the folder has none.
+        """Return the tokenizer of a model folder or GGUF file, or None if it has none.
 
-        Of a GGUF file, the one that its metadata describe.
+        Args:
+          vocab_size: the model's output width, which ids must not exceed.
 
-        Raises `CheckpointError`, naming file and field, if one of the tokenizer's files is broken,
-        or has an id beyond the model's width, `vocab_size`, or is not `tokenizer.json`.
+        Raises:
+          CheckpointError: a tokenizer file is invalid, an id is too large, or the tokenizer has a
+            format other than `tokenizer.json`. The message names the file and the field.
         """
         folder = Path(path)
         file = folder if is_gguf(folder) else folder / "tokenizer.json"
@@ -117,8 +119,8 @@ class Tokenizer:
         config_file, map_file = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
         config, mapped = read_json_object(config_file), read_json_object(map_file)
         add_configured(backend, config.get("added_tokens_decoder"), config_file)
-        # A false add_bos_token is not acted on: checkpoints carry it next to a post-processor that
-        # adds BOS, and the post-processor is what the model was trained with.
+        # A false add_bos_token is ignored. Some checkpoints have it next to a post-processor that
+        # adds BOS, and the model was trained with the post-processor.
         return cls(
             backend,
             _named_tokens(mapped, map_file) | _named_tokens(config, config_file),
@@ -130,9 +132,10 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text; special tokens written in it are recognised.
+        """Return the ids of a text, in which special tokens are recognized.
 
-        Raises `RequestError` for text that is not Unicode (a lone surrogate).
+        Raises:
+          RequestError: the text is not valid Unicode because it has a lone surrogate.
         """
         ids = _encode(self.backend, text, add_special_tokens)
         if add_special_tokens and self._prepends_bos:
@@ -147,13 +150,13 @@ class Tokenizer:
         *,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """The ids of a rendered chat template, which writes its own special tokens.
+        """Return the ids of a rendered chat template, which contains its own special tokens.
 
-        With `add_special_tokens` those that `encode` puts around a text come on top of these.
-
-        Where `plain_text` is given, its keys are placeholders in `text` that stand for its values,
-        and no special token is recognised except those that `text` spells out before the
-        placeholders are replaced.
+        Args:
+          text: the rendered template.
+          plain_text: placeholders in `text` and the strings that replace them. Special tokens are
+            recognized only in `text` before the replacement.
+          add_special_tokens: also adds the special tokens that `encode` puts around a text.
         """
         if plain_text is None:
             ids = _encode(self.backend, text, add_special_tokens=False)
@@ -162,7 +165,7 @@ class Tokenizer:
         if self._bos_in_chats and ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None
             ids = [self.bos_token_id, *ids]
-            if add_special_tokens:  # BOS is one of them
+            if add_special_tokens:  # `_around[0]` would add BOS again
                 return [*ids, *self._around[1]]
         if add_special_tokens:
             before, after = self._around
@@ -171,17 +174,16 @@ class Tokenizer:
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """What `encode` puts before and behind a text."""
+        """The ids that `encode` adds before and after a text."""
         plain, whole = self.encode("a", False), self.encode("a")
         begin = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
         return whole[:begin], whole[begin + len(plain) :]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of some ids; U+FFFD where their bytes are not UTF-8; unknown ids are skipped.
+        """Return the text of ids, with U+FFFD for invalid UTF-8 and without unknown ids.
 
-        It differs from the library in one case: after an invalid byte the byte-fallback decoder
-        there turns the valid characters around it into U+FFFD as well. A stream cannot take back
-        what it sent, so here they stay.
+        The library's byte-fallback decoder also replaces valid characters around an invalid byte.
+        This method keeps them, because a stream cannot take back text that was sent.
         """
         if self.table is None:
             with panics_as(_cannot_decode):
@@ -191,17 +193,17 @@ class Tokenizer:
 
     @cached_property
     def longest_token_bytes(self) -> int | None:
-        """Bytes of the longest token; None if tokens have no bytes of their own."""
+        """The number of bytes of the longest token; None if tokens have no bytes of their own."""
         if self.table is None:
             return None
         return max((len(piece) for piece in self.table.pieces if piece), default=None)
 
     def check_fits(self, texts: Iterable[str], context: int, param: str) -> None:
-        """Refuse texts that exceed the context even in the longest tokens, without encoding them.
+        """Reject texts that exceed the context even if all tokens are long, without encoding.
 
         Args:
-          context: in tokens.
-          param: the field of the texts.
+          context: the context length in tokens.
+          param: the request's field that has the texts.
 
         Raises:
           ContextLengthError: the texts are too long.
@@ -212,13 +214,12 @@ class Tokenizer:
         size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
         if size > context * longest:
             raise ContextLengthError(
-                f"{param}: {size} bytes of text have more tokens than the {context} that the "
-                "context has room for",
+                f"{param}: {size} bytes of text need more than the {context} tokens of the context",
                 param=param,
             )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to a text, in bytes; empty for an id outside the vocabulary."""
+        """Return the bytes that a token adds to a text; empty for an unknown id."""
         if self.table is not None:
             return self.table[token_id]
         if token_id < 0 or self.backend.id_to_token(token_id) is None:
@@ -227,17 +228,17 @@ class Tokenizer:
             return self.backend.decode([token_id], skip_special_tokens=False).encode()
 
     def token_text(self, token_id: int) -> str:
-        """The token as a printable string: U+FFFD for a part of a character."""
+        """Return the token as a string, with U+FFFD for a part of a character."""
         added = self._added_text.get(token_id)
         return self.token_bytes(token_id).decode("utf-8", "replace") if added is None else added
 
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
-        """Finds special tokens in a text, leftmost and longest first, as the library does."""
+        """A pattern for special tokens that matches leftmost and longest, as the library does."""
         return _alternatives(self._added_text[i] for i in self.special_ids)
 
     def spells_special_token(self, text: str) -> bool:
-        """Whether encoding the text could give a special id, be it after normalisation."""
+        """Return True if the text, or its normalized form, contains a special token."""
         if self.special_pattern.search(text):
             return True
         if self._normalized_pattern is None or self.backend.normalizer is None:
@@ -260,21 +261,21 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def _register_special_tokens(self, tokens: Iterable[str]) -> None:
-        """A token that the configuration calls special is special, whatever tokenizer.json says."""
+        """Make the configuration's special tokens special, even if tokenizer.json does not."""
         special = {t.content for t in self.backend.get_added_tokens_decoder().values() if t.special}
         for token in tokens:
-            # Unknown ones are left out: a new id would lie outside the model's embedding.
+            # Unknown tokens are skipped, because a new id would be outside the model's embedding.
             if token not in special and self._id_of(token) is not None:
                 self.backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
 
 
 class _GuardedEncoder:
-    """Encodes text in which only chosen occurrences of special tokens count as such.
+    """An encoder that recognizes only chosen occurrences of special tokens.
 
-    It is a copy of the tokenizer that takes every special token for plain text, with one further
-    token per special token under a name that nobody outside this process knows. The chosen
-    occurrences are spelled by that name, and its id is translated back. So the text is encoded in
-    one piece, and each boundary is treated as the ordinary tokenizer would treat it.
+    This copy of the tokenizer encodes every special token as plain text. It has one extra token per
+    special token, under a random secret name. Chosen occurrences are replaced by that name, and its
+    id is translated back. The text is encoded in one piece, so token boundaries are treated as in
+    the ordinary tokenizer.
     """
 
     def __init__(self, backend: Backend, special_ids: frozenset[int], pattern: re.Pattern[str]):
@@ -292,9 +293,9 @@ class _GuardedEncoder:
             self._name_of[token.content] = name
         self._separator = f"\U0010fffd{secret}:\U0010fffd"
         self._add_name(self._separator, None)
-        # Unknown characters may have a special id of their own: it is no control token.
+        # The id of unknown characters may be special, but it is not a control token.
         self._forbidden = special_ids - set(self._ids(_UNKNOWN_CHAR))
-        # A vocabulary may hold a special token as an ordinary piece too (Unigram models do).
+        # A vocabulary may also hold a special token as an ordinary piece, as Unigram models do.
         self._indivisible = {
             token for token in self._name_of if self._forbidden & set(self._ids(token))
         }
@@ -347,9 +348,10 @@ class _GuardedEncoder:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file.
+    """Return the object in a JSON file, or an empty one if the file does not exist.
 
-    Raises `CheckpointError` if the file cannot be read or holds anything else.
+    Raises:
+      CheckpointError: the file cannot be read, or contains something else.
     """
     try:
         return read_json(file)
@@ -358,19 +360,22 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def _refuse_other_forms(folder: Path) -> None:
-    """A model whose tokenizer is in a form that is not read is not one without a tokenizer."""
+    """Raise CheckpointError if the folder has a tokenizer of an unsupported format."""
     for name in OTHER_FORMS:
         if (folder / name).exists():
             raise CheckpointError(
-                f"{folder} has {name} but no tokenizer.json, which is the one form of a tokenizer "
-                "that is read. Convert it once, in an environment with transformers, sentencepiece "
-                'and protobuf: python -c "from transformers import AutoTokenizer as A; '
+                f"{folder} has {name} but no tokenizer.json, the only supported tokenizer format. "
+                "Convert it in an environment with transformers, sentencepiece and protobuf: "
+                'python -c "from transformers import AutoTokenizer as A; '
                 "A.from_pretrained('FOLDER').save_pretrained('FOLDER')\""
             )
 
 
 def _named_tokens(config: Mapping[str, Any], file: Path) -> dict[str, str]:
-    """`{"eos_token": "</s>", ...}`; a token may be written as a string or with its flags."""
+    """Return named tokens: `{"eos_token": "</s>", ...}`.
+
+    A token may be a string or an object with flags.
+    """
     found = {key: value for key, value in config.items() if key.endswith("_token")}
     extra = config.get("extra_special_tokens")
     if isinstance(extra, dict):
@@ -379,7 +384,7 @@ def _named_tokens(config: Mapping[str, Any], file: Path) -> dict[str, str]:
     for key, value in found.items():
         content = value.get("content") if isinstance(value, dict) else value
         if content is None or isinstance(content, bool):
-            continue  # add_bos_token and its like are flags
+            continue  # keys such as add_bos_token are flags
         named[key] = _content(content, key, file)
     return named
 
@@ -398,21 +403,21 @@ def _content(content: Any, key: str, file: Path) -> str:
     if isinstance(content, str) and len(content) <= MAX_TOKEN_CHARS:
         return content
     raise CheckpointError(
-        f"{file}: {short_repr(key)} must be a text of at most {MAX_TOKEN_CHARS} characters, "
+        f"{file}: {short_repr(key)} must be a string of at most {MAX_TOKEN_CHARS} characters, "
         f"not {short_repr(content)}"
     )
 
 
 def _encode(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
     try:
-        # A panic: Oniguruma's limit of steps, of a pattern that backtracks on this very text.
+        # The library panics if a pattern exceeds Oniguruma's step limit on this text.
         with panics_as(_cannot_encode):
-            if len(text) > LONG_TEXT:  # a batch of one lets other threads run meanwhile
+            if len(text) > LONG_TEXT:  # encoding a batch of one releases the GIL
                 return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
             return backend.encode(text, add_special_tokens=add_special_tokens).ids
     except (TypeError, UnicodeEncodeError) as error:
         if any("\ud800" <= char <= "\udfff" for char in text):
-            raise RequestError("text must be valid Unicode: it has a lone surrogate") from error
+            raise RequestError("text must be valid Unicode, but it has a lone surrogate") from error
         raise
 
 
@@ -425,7 +430,7 @@ def _cannot_decode(panic: str) -> RequestError:
 
 
 def _alternatives(strings: Iterable[str]) -> re.Pattern[str]:
-    """Matches the longest of the strings; strings that begin alike are read together.
+    """Return a pattern that matches the longest of the strings, factored by common prefixes.
 
     A flat list of alternatives would be tried one by one at each character of a text.
     """
@@ -433,7 +438,7 @@ def _alternatives(strings: Iterable[str]) -> re.Pattern[str]:
 
 
 def _tree(strings: list[str]) -> str:
-    """`abc`, `abd`, `ab` as `ab(?:[c]...|d)?`: sorted, so what begins alike stands together."""
+    """Return the pattern of sorted strings by prefix: `ab(?:c|d)?` for `ab`, `abc`, `abd`."""
     branches = []
     for _, group in itertools.groupby(strings, key=lambda string: string[:1]):
         alike = list(group)

@@ -1,8 +1,8 @@
-"""Checks `tokenizer.json` before the library sees it: ids, merges, patterns, sizes.
+"""Checks of `tokenizer.json` before the library reads it: ids, merges, patterns and sizes.
 
-The library takes what it is given. An id of four billion, a token of a million characters, a
-pattern that backtracks, a replacement that makes a text ten thousand times longer: none of it is an
-error there, and each would be ours later, in a table or on a request.
+The library accepts an id of four billion, a token of a million characters, or a pattern that
+backtracks. A replacement may even make a text ten thousand times longer. Each of these would fail
+later, in a table or on a request.
 """
 
 from __future__ import annotations
@@ -25,29 +25,32 @@ from forge_jax.text.patterns import PatternError, check_pattern
 
 MAX_TOKEN_ID = 2**22
 MAX_TOKEN_CHARS = 4096
-MAX_PIECE_CHARS = 256  # of a Unigram piece: each is tried at each character of a text
+MAX_PIECE_CHARS = 256  # of a Unigram piece, because each is tried at each character of a text
 MAX_ADDED_TOKENS = 65_536
-MAX_NESTED_TOKENS = 64  # special tokens that begin with each other
+MAX_NESTED_TOKENS = 64  # special tokens that are prefixes of each other
 MAX_COMPONENTS = 256  # normalizers, pre-tokenizers, decoders and their parts
 MAX_COMPONENT_DEPTH = 32
 MAX_COMPONENT_TEXT = 8192
-MAX_CHARSMAP = 4 * 2**20  # the one long text in a component: SentencePiece's normalisation
-MAX_GROWTH = 64  # how much longer a text may become, all replacements together
-MAX_DECODER_GROWTH = 4  # the same for tokens, all of which are decoded at the start
-MAX_WORD_CHARS = 200  # WordPiece takes quadratic time in it
+MAX_CHARSMAP = 4 * 2**20  # The only long text in a component is SentencePiece's normalization.
+MAX_GROWTH = 64  # All replacements together may make a text this many times longer.
+MAX_DECODER_GROWTH = 4  # The same limit for tokens, which are all decoded at startup.
+MAX_WORD_CHARS = 200  # WordPiece takes quadratic time in it.
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_TEMPLATES = {"single": ("A",), "pair": ("A", "B")}  # and the sequences in each
+_TEMPLATES = {"single": ("A",), "pair": ("A", "B")}  # with the sequences in each
 COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 def load_backend(file: Path, vocab_size: int | None = None) -> Backend:
-    """The library's tokenizer from a checked file.
+    """Return the library's tokenizer for a file, after checking the file.
 
-    vocab_size  the model's width: no id of the vocabulary may lie outside. (Added tokens may: some
-                published models have more of them than rows. Requests that use them are refused.)
+    Args:
+      vocab_size: the model's output width, which ids of the vocabulary must not exceed. Ids of
+        added tokens may, because some published models have more tokens than rows. Requests that
+        use such tokens are rejected.
 
-    Raises CheckpointError, naming file and field.
+    Raises:
+      CheckpointError: the file is invalid. The message names the file and the field.
     """
     text = read_text(file, "tokenizer.json")
     try:
@@ -57,12 +60,20 @@ def load_backend(file: Path, vocab_size: int | None = None) -> Backend:
             f"{file} is not a usable tokenizer: {short_repr(str(error))}"
         ) from error
     if not isinstance(data, dict):
-        raise CheckpointError(f"{file} is not a usable tokenizer: it holds no JSON object")
+        raise CheckpointError(f"{file} is not a usable tokenizer: it is not a JSON object")
     return _checked(data, text, file, vocab_size)
 
 
 def checked_backend(data: dict[str, Any], file: Path, vocab_size: int | None = None) -> Backend:
-    """As `load_backend`, of what a `tokenizer.json` would hold if `file` were one."""
+    """Return the tokenizer for the content of a `tokenizer.json`, derived from another file.
+
+    Args:
+      file: the source, for errors.
+      vocab_size: as for `load_backend`.
+
+    Raises:
+      CheckpointError: as `load_backend`.
+    """
     return _checked(data, json.dumps(data), file, vocab_size)
 
 
@@ -71,8 +82,8 @@ def _checked(data: dict[str, Any], text: str, file: Path, vocab_size: int | None
     try:
         backend = Backend.from_str(text)
         backend.no_truncation()
-        backend.no_padding()  # a fixed length could be one of gigabytes
-        with contextlib.suppress(Exception):  # a panic here would be one for each text
+        backend.no_padding()  # a fixed length could be gigabytes
+        with contextlib.suppress(Exception):  # a panic here would occur for every text
             backend.decode(backend.encode("a").ids)
     except BaseException as error:  # the library raises bare Exception, or panics
         if not isinstance(error, Exception) and not is_panic(error):
@@ -82,21 +93,20 @@ def _checked(data: dict[str, Any], text: str, file: Path, vocab_size: int | None
         found = backend.token_to_id(token["content"])
         if found != token["id"]:
             raise CheckpointError(
-                f"{file}: added_tokens says that {short_repr(token['content'])} has id "
-                f"{token['id']}, "
-                f"but from the vocabulary follows {found}: there is a gap in the ids, or a "
-                "contradiction"
+                f"{file}: added_tokens gives {short_repr(token['content'])} the id {token['id']}, "
+                f"but the vocabulary implies {found}: the ids have a gap or contradict each other"
             )
     return backend
 
 
 def add_configured(backend: Backend, tokens: Any, file: Path) -> None:
-    """Adds the `added_tokens_decoder` of `tokenizer_config.json`, `{"32000": {"content": ...}}`.
+    """Add the `added_tokens_decoder` of `tokenizer_config.json`, `{"32000": {"content": ...}}`.
 
-    As with Hugging Face its flags count, not those of `tokenizer.json`, and tokens that are missing
-    there are added; here only if that gives them the id that they are said to have.
+    Hugging Face's precedence applies: its flags override those of `tokenizer.json`, and tokens
+    missing there are added. Here a token is added only if it gets the id that the file gives it.
 
-    Raises CheckpointError, naming file and field.
+    Raises:
+      CheckpointError: the tokens are invalid. The message names the file and the field.
     """
 
     def refused(what: str, value: Any) -> CheckpointError:
@@ -112,9 +122,9 @@ def add_configured(backend: Backend, tokens: Any, file: Path) -> None:
             case {"content": str(content)} if 0 < len(content) <= MAX_TOKEN_CHARS:
                 flags = {name: token[name] for name in _FLAGS if name in token}
             case _:
-                raise refused("must hold tokens with their content, not", token)
+                raise refused("must contain tokens with their content, not", token)
         if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise refused("has an id that is none:", key)
+            raise refused("has an invalid id:", key)
         if not all(isinstance(flag, bool) for flag in flags.values()):
             raise refused("has a flag that is neither true nor false:", token)
         wanted[int(key)] = AddedToken(content, **flags)
@@ -123,8 +133,8 @@ def add_configured(backend: Backend, tokens: Any, file: Path) -> None:
     if len({token.content for token in wanted.values()}) < len(wanted):
         raise refused("has a token twice, among", len(wanted))
     if _deepest(contents) > MAX_NESTED_TOKENS:
-        raise refused("has more tokens that begin with each other than", MAX_NESTED_TOKENS)
-    changed = []  # added at once: each time the library builds all its tables anew
+        raise refused("has more tokens that are prefixes of each other than", MAX_NESTED_TOKENS)
+    changed = []  # added at once, because the library rebuilds all tables each time
     next_id = backend.get_vocab_size(with_added_tokens=True)
     for i, token in sorted(wanted.items()):
         known = backend.token_to_id(token.content)
@@ -171,7 +181,8 @@ class _File:
         if not isinstance(vocab, dict):
             self._fail("model.vocab", "must be an object of tokens to ids")
         ids = vocab.values()
-        if ids and not (  # all at once, since it is a large part of the start; then one by one
+        # A check of all tokens at once is fast. Only if it fails, each token is checked.
+        if ids and not (
             set(map(type, ids)) == {int}
             and 0 <= min(ids) <= max(ids) < self.limit
             and max(map(len, vocab)) <= MAX_TOKEN_CHARS
@@ -195,14 +206,14 @@ class _File:
                     if ids.setdefault(piece, i) != i:
                         self._fail("model.vocab", "has a piece twice:", piece)
                 case _:
-                    self._fail("model.vocab", "must hold pieces with finite scores, not", entry)
+                    self._fail("model.vocab", "must contain pieces with finite scores, not", entry)
         unknown = model.get("unk_id")
         if unknown is not None and (type(unknown) is not int or not 0 <= unknown < len(vocab)):
             self._fail("model.unk_id", "must be the id of a piece, not", unknown)
         return ids
 
     def _merges(self, model: dict[str, Any], ids: dict[str, int]) -> None:
-        """Both parts and the result must be tokens; so each merge makes a longer one."""
+        """Check that both parts and the result of each merge are tokens."""
         merges = model.get("merges")
         prefix = model.get("continuing_subword_prefix") or ""
         if not isinstance(merges, list):
@@ -223,7 +234,7 @@ class _File:
                     and left + right[len(prefix) :] in ids
                 ):
                     continue
-            self._fail("model.merges", "must make a token of two tokens, not", merge)
+            self._fail("model.merges", "must combine two tokens into a third, not", merge)
 
     def _added(self, ids: dict[str, int]) -> None:
         added = self.data.get("added_tokens") or []
@@ -241,14 +252,17 @@ class _File:
                     seen[content] = i
                     taken.add(i)
                 case _:
-                    self._fail("added_tokens", "must hold tokens with id and content, not", token)
+                    self._fail(
+                        "added_tokens", "must contain tokens with id and content, not", token
+                    )
         taken_by = {i: token for token, i in ids.items() if i in taken}
         for content, i in seen.items():
             if taken_by.get(i, content) != content:
                 self._fail("added_tokens", f"gives id {i} of {short_repr(taken_by[i])} to", content)
         if _deepest(seen) > MAX_NESTED_TOKENS:
             self._fail(
-                "added_tokens", f"has more than {MAX_NESTED_TOKENS} that begin with each other"
+                "added_tokens",
+                f"has more than {MAX_NESTED_TOKENS} that are prefixes of each other",
             )
 
     def _component(self, name: str) -> None:
@@ -277,11 +291,12 @@ class _File:
                 self._bounds(name, parent)
             if growth > most:
                 self._fail(name, f"makes texts more than {most} times longer")
-        if count > MAX_COMPONENTS and name != "post_processor":  # which lists special tokens
+        # A post-processor may have more parts, because it lists special tokens.
+        if count > MAX_COMPONENTS and name != "post_processor":
             self._fail(name, f"has more than {MAX_COMPONENTS} parts")
 
     def _bounds(self, name: str, parent: dict[str, Any]) -> None:
-        """The tokens that BertProcessing and RobertaProcessing put around a text."""
+        """Check the tokens that BertProcessing and RobertaProcessing put around a text."""
         for key in ("sep", "cls"):
             match parent.get(key, ...):
                 case builtins.Ellipsis:
@@ -292,7 +307,7 @@ class _File:
                     self._fail(f"{name}.{key}", "must be a token and its id, not", other)
 
     def _template(self, name: str, template: dict[str, Any]) -> None:
-        """The library takes for granted that a template's tokens and sequences are there."""
+        """Check a template's tokens and sequences, because the library does not."""
         tokens = template.get("special_tokens")
         if not isinstance(tokens, dict):
             self._fail(f"{name}.special_tokens", "must be an object of special tokens")
@@ -331,7 +346,7 @@ class _File:
             try:
                 check_pattern(text)
             except PatternError as error:
-                self._fail(field, f"is a pattern that is not run, since {error}:", text)
+                self._fail(field, f"is an unsafe pattern, because {error}:", text)
 
     def _growth(self, name: str, replace: dict[str, Any]) -> float:
         content = self._short(f"{name}.content", replace.get("content"))
@@ -340,11 +355,11 @@ class _File:
                 return max(1.0, len(content) / len(old))
             case {"Regex": str()}:
                 return max(1.0, len(content))
-        self._fail(f"{name}.pattern", "must be a text or a pattern, not", replace.get("pattern"))
+        self._fail(f"{name}.pattern", "must be a string or a pattern, not", replace.get("pattern"))
 
     def _short(self, field: str, text: Any) -> str:
         if not isinstance(text, str) or len(text) > MAX_GROWTH:
-            self._fail(field, f"must be a text of at most {MAX_GROWTH} characters, not", text)
+            self._fail(field, f"must be a string of at most {MAX_GROWTH} characters, not", text)
         return text
 
     def _id(self, field: str, token: str, i: Any, limit: int) -> None:
@@ -363,7 +378,7 @@ class _File:
 
 
 def _deepest(contents: Iterable[str]) -> int:
-    """How many tokens, one after the other, begin with the one before."""
+    """Return the length of the longest chain of tokens in which each is a prefix of the next."""
     nested = deepest = 0
     before = ""
     for content in sorted(contents):
@@ -373,7 +388,7 @@ def _deepest(contents: Iterable[str]) -> int:
 
 
 def _makes_tokens(merges: list[Any], ids: dict[str, int]) -> bool:
-    """Whether all merges are as they should be: a quick look, which may say no without need."""
+    """Return True if all merges are valid. A fast check, which may reject some valid merges."""
     try:
         for merge in merges:
             left, right = merge.split(" ") if type(merge) is str else merge
@@ -385,7 +400,7 @@ def _makes_tokens(merges: list[Any], ids: dict[str, int]) -> bool:
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a JSON value, whose depth has been checked."""
+    """Yield all objects in a JSON value. The caller has checked its depth."""
     if isinstance(value, dict):
         yield value
     if isinstance(value, dict | list):
@@ -396,5 +411,5 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("a name appears twice in an object")
+        raise ValueError("an object has duplicate keys")
     return result

@@ -1,8 +1,8 @@
-"""`forge-jax convert MODEL OUT`: a model folder whose weights need nothing done to them any more.
+"""`forge-jax convert MODEL OUT`: writes a model folder whose weights load without conversion.
 
-Fused, cast, quantised and packed as `forge-jax serve MODEL` with the same options would have them
-on this machine. The folder appears complete or not at all: it is written beside its place, under a
-hidden name, and renamed.
+The weights are fused, cast, quantized and packed as `forge-jax serve MODEL` would load them with
+the same options on this machine. The folder is written next to its destination under a hidden name
+and then renamed, so it is never incomplete.
 """
 
 from __future__ import annotations
@@ -45,45 +45,43 @@ TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What `convert` has written."""
-
     folder: Path
     weight_bytes: int
     dtype: str
     quantization: str
-    packed: bool  # for the CPU kernels
-    shards: int = 1  # the weights are those of one
+    packed: bool  # True if packed for the CPU kernels
+    shards: int = 1  # number of shards; `weight_bytes` is the size of one
 
 
 def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> Converted:
-    """Writes the model that `config.model` names to the folder `out`.
+    """Convert the model of `config.model`, and write it to the folder `out`.
 
-    The host holds the weights twice while they are written.
+    Host memory holds the weights twice while they are written.
 
     Args:
-      config: `model`, `revision`, `dtype`, `quantization`, `gguf_weights`, `kernels`, `backend`,
-        `device` and `tensor_parallel` count, the last the devices that are to share it, which need
-        not be here.
-      out: does not exist, or is empty.
-      progress: show a progress bar on a terminal.
+      config: the options `model`, `revision`, `dtype`, `quantization`, `gguf_weights`, `kernels`,
+        `backend`, `device` and `tensor_parallel` are used. The devices that `tensor_parallel`
+        counts need not exist on this machine.
+      out: the folder, which must be empty or not exist.
+      progress: shows a progress bar on a terminal.
 
     Raises:
       ModelError: the model cannot be served.
-      ConfigError: `out` has something in it or cannot be written, the model has been converted
-        already, or the machine cannot do what is asked for.
+      ConfigError: `out` is not empty or not writable, the model is already converted, or the
+        machine does not support the options.
     """
     target = Path(out).expanduser().resolve()
     _check_target(target)
     source = resolve(config.model.model, config.model.revision)
     if read_record(source) is not None:
-        raise ConfigError(f"{config.model.model} is converted already: give the original model")
+        raise ConfigError(f"{config.model.model} is already converted: use the original model")
     spec = read_model_spec(config, source)
     shards = config.parallel.tensor_parallel
     check_shards(spec, shards)
     kernels = choose_kernels(config, spec, choose_device(config))
     model = build_model(spec, config.model.dtype, kernels.formats, shards)
     check_weights(model, source)
-    load_text(source, None, spec.vocab_size)  # what cannot be served is not written
+    load_text(source, None, spec.vocab_size)  # raises if the tokenizer cannot be served
     arrays = _arrays(model, source, progress)
     partial = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
     record = Record(
@@ -105,7 +103,7 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
         write_record(record)
         check_weights(model, partial)
         _flush(partial)
-        partial.rename(target)  # takes the place of an empty folder, and of no other
+        partial.rename(target)  # replaces only an empty folder
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror or error}") from error
     finally:
@@ -121,7 +119,7 @@ def convert(config: EngineConfig, out: str | Path, *, progress: bool = True) -> 
 
 
 def _arrays(model: Model, source: Path, progress: bool) -> dict[str, jax.Array]:
-    """What is written: the leaves, or the shards of each below each other."""
+    """Return the arrays to write: the leaves, or each leaf's shards, stacked."""
     cpu = jax.devices("cpu")[0]
     if model.shards == 1:
         leaves = load_weights(model, source, device=cpu, progress=progress)
@@ -133,7 +131,7 @@ def _arrays(model: Model, source: Path, progress: bool) -> dict[str, jax.Array]:
 def _check_target(target: Path) -> None:
     try:
         if any(target.iterdir()):
-            raise ConfigError(f"{target} is not empty: give a folder that is not there yet")
+            raise ConfigError(f"{target} is not empty: choose a new or empty folder")
     except FileNotFoundError:
         return
     except OSError as error:
@@ -141,10 +139,10 @@ def _check_target(target: Path) -> None:
 
 
 def _copy_text(source: Path, target: Path) -> None:
-    """The configuration, the tokenizer and the chat templates, byte by byte."""
+    """Copy the configuration, the tokenizer and the chat templates unchanged."""
     for name in COPIED:
         with suppress(FileNotFoundError):
-            read_text(source / name)  # no more than is read of such a file
+            read_text(source / name)  # checks the size
             shutil.copyfile(source / name, target / name)
     for file in sorted((source / TEMPLATES).glob("*.jinja")):
         read_text(file, "chat_template.jinja", root=source)
@@ -153,7 +151,7 @@ def _copy_text(source: Path, target: Path) -> None:
 
 
 def _write_gguf_text(source: Path, target: Path, spec: ModelSpec) -> None:
-    """The same of a GGUF file, in Hugging Face's form."""
+    """Write the same files for a GGUF file, in Hugging Face's format."""
     config, generation = config_of(read_gguf(source))
     if spec.ggml_types is None:  # decoded
         del config[TYPES_KEY]
@@ -173,7 +171,7 @@ def _write_json(file: Path, value: Any) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Has everything on the disk before the name is: a machine that stops leaves no half folder."""
+    """Flush all files to disk before the rename, so that a crash leaves no incomplete folder."""
     for path in [*folder.rglob("*"), folder]:
         number = os.open(path, os.O_RDONLY)
         try:
@@ -183,7 +181,6 @@ def _flush(folder: Path) -> None:
 
 
 def summary(converted: Converted) -> str:
-    """One line for the person who asked for it."""
     kind = converted.dtype if converted.quantization == "none" else converted.quantization
     form = "packed for the CPU kernels" if converted.packed else "plain matrices"
     size = f"{bytes_text(converted.weight_bytes)} of weights"

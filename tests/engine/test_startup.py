@@ -403,7 +403,7 @@ def test_a_cache_folder_that_others_can_write_to_is_refused(
     use()  # the default folder is not what was asked for: a warning is enough
     assert "every start recompiles" in caplog.text
     assert not jax.config.jax_enable_compilation_cache
-    with pytest.raises(ConfigError, match="leave one of them out"):
+    with pytest.raises(ConfigError, match="remove one of them"):
         use(compile_cache=False, compile_cache_dir=str(tmp_path))
 
 

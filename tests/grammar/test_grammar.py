@@ -102,7 +102,7 @@ EXAMPLES = {
 REFUSED = {
     "not JSON": (lambda: GrammarSpec.json_schema("{"), "not valid JSON"),
     "a list": (lambda: GrammarSpec.json_schema("[]"), "must be an object"),
-    "a wrong type": (lambda: GrammarSpec.json_schema({"type": "strng"}), "not one of JSON's"),
+    "a wrong type": (lambda: GrammarSpec.json_schema({"type": "strng"}), "is not a JSON type"),
     "a keyword": (lambda: GrammarSpec.json_schema({"not": {}}), "not supported: not$"),
     "an overlap": (
         lambda: GrammarSpec.json_schema({"oneOf": [{"type": "string"}, {"minLength": 3}]}),
@@ -119,28 +119,28 @@ REFUSED = {
                 "$defs": {"limit": {"properties": {"a": {"$ref": "#/$defs/limit", "minItems": 1}}}},
             }
         ),
-        r"not supported: other keywords beside a \$ref that leads back to itself$",
+        r"not supported: other keywords next to a \$ref that refers to itself$",
     ),
     "another document": (
         lambda: GrammarSpec.json_schema({"items": {"$ref": "https://a.example/nested.json#/max"}}),
-        r"a \$ref \(or \$schema\) leads out of the schema, and nothing is fetched: put what it",
+        r"a \$ref \(or \$schema\) refers to another document, which is not fetched: put its target",
     ),
     "a place that is not there": (
         lambda: GrammarSpec.json_schema({"$ref": "#/$defs/limit"}),
-        r"a \$ref leads to a place that the schema does not have$",
+        r"the target of a \$ref does not exist in the schema$",
     ),
     "nothing": (lambda: GrammarSpec.json_schema(False), "must be an object"),
     "no text": (
         lambda: GrammarSpec.json_schema({"type": "number", "minimum": 5, "maximum": 1}),
         "no text satisfies it",
     ),
-    "look-ahead": (lambda: GrammarSpec.regex("(?=a)b"), "regular expression is not valid"),
-    "no regex": (lambda: GrammarSpec.regex(""), "non-empty text"),
+    "look-ahead": (lambda: GrammarSpec.regex("(?=a)b"), "regular expression is invalid"),
+    "no regex": (lambda: GrammarSpec.regex(""), "non-empty string"),
     "no choices": (lambda: GrammarSpec.choice([]), "non-empty strings"),
     "a number": (lambda: GrammarSpec.choice(5), "non-empty strings"),
     "one text": (lambda: GrammarSpec.choice("ab"), "non-empty strings"),
     "broken lark": (lambda: GrammarSpec.grammar("start: secret secret("), "line 1, column 22"),
-    "broken gbnf": (lambda: GrammarSpec.grammar('root ::= "secret'), "GBNF grammar cannot"),
+    "broken gbnf": (lambda: GrammarSpec.grammar('root ::= "secret'), "GBNF grammar is invalid"),
     "a tag without a trigger": (
         lambda: GrammarSpec.structural_tag(
             {"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}
@@ -384,7 +384,7 @@ def test_trial_refuses_masks_that_take_long_on_average(compiler):
     grammar = compiler.compile(EXAMPLES["schema"][0])
     assert try_out(grammar, compiler.vocab_size, compiler.end_ids, clock=Clock(0.001)) is None
     why = try_out(grammar, compiler.vocab_size, compiler.end_ids, clock=Clock(0.1))
-    assert why == "its masks take 100 ms of CPU time each; at most 25"
+    assert why == "its masks take 100 ms of CPU time each; at most 25 are allowed"
 
 
 def test_slow_masks_are_timed_one_by_one_from_the_next_step_on(compiler, monkeypatch):
@@ -430,7 +430,7 @@ def test_many_threads_may_ask_at_once(compiler):
 def test_a_model_without_text_or_without_an_end_has_no_grammars(tokenizer):
     with pytest.raises(RequestError, match="tokenizer"):
         GrammarCompiler(None, 100, [1]).compile(GrammarSpec.json_object())
-    with pytest.raises(RequestError, match="ends an output"):
+    with pytest.raises(RequestError, match="the model has no EOS token"):
         GrammarCompiler(tokenizer, 100, []).compile(GrammarSpec.json_object())
 
 

@@ -243,7 +243,7 @@ def test_a_folder_with_something_in_it_is_not_touched(goldens, llama2, tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         converted(goldens / "llama2", tmp_path / "file")
-    with pytest.raises(ConfigError, match="converted already"):
+    with pytest.raises(ConfigError, match="is already converted"):
         converted(llama2, tmp_path / "again")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
 

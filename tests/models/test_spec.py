@@ -109,7 +109,7 @@ def test_what_is_not_supported_is_refused_by_name(spec_of, changes, message):
         ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer from 1"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be an integer from 1"),
         ({"vocab_size": 2**31}, "vocab_size must be an integer from 1"),
-        ({"vocab_size": None}, "vocab_size must not be null: set it, or leave it out"),
+        ({"vocab_size": None}, "vocab_size must not be null: set it, or remove it"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must be a divisor of"),
         ({"head_dim": None, "hidden_size": 66}, "num_attention_heads must be a divisor of"),
         ({"head_dim": 15}, "head_dim must be even"),

@@ -173,9 +173,9 @@ def test_the_command_says_what_is_wrong(places, tmp_path, capsys):
 
     (tmp_path / "nothing").mkdir()
     assert "nothing: there is no trace" in said(tmp_path / "nothing", places[1])
-    assert "nowhere: there is no such folder or file" in said(places[0], tmp_path / "nowhere")
-    assert "--percent must be a number from 0 on, not -1.0" in said(*places, "--percent", "-1")
-    assert "--us must be a number from 0 on, not nan" in said(*places, "--us", "nan")
+    assert "nowhere does not exist" in said(places[0], tmp_path / "nowhere")
+    assert "--percent must be a number of at least 0, not -1.0" in said(*places, "--percent", "-1")
+    assert "--us must be a number of at least 0, not nan" in said(*places, "--us", "nan")
     assert "cannot write" in said(*places, "--html", tmp_path / "nowhere" / "a.html")
 
 

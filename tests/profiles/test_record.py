@@ -184,7 +184,7 @@ def test_without_a_trace_a_span_is_nothing():
 
 def test_one_profile_at_a_time_and_none_without_a_beginning(tmp_path):
     recorder = Recorder(dict, "a model")
-    with pytest.raises(RequestError, match="no profile is being taken"):
+    with pytest.raises(RequestError, match="no profile is running"):
         recorder.stop()
     recorder.start(tmp_path / "a")
     try:
@@ -207,5 +207,5 @@ def test_a_workload_that_does_not_fit_is_refused(folder, tmp_path):
         model=str(folder), kernels="xla", max_num_seqs=2, max_num_batched_tokens=32,
         num_blocks=32, block_size=16,
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="--sequences 3: the engine runs 2"):
+    with pytest.raises(ConfigError, match="--sequences 3 exceeds --max-num-seqs, which is 2"):
         record(config, Workload(sequences=3), tmp_path)

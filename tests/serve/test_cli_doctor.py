@@ -114,12 +114,12 @@ def test_planted_faults_are_found_in_a_real_process(tmp_path):
     assert status == 1
     assert report["nvidia"]["gpus"][0]["name"] == "NVIDIA H200"
     for parts in (
-        ("jax-cuda13-plugin is 0.11.1 and jaxlib", "they are a pair"),
+        ("jax-cuda13-plugin is 0.11.1 and jaxlib", "versions must match"),
         ("jax-cuda13-pjrt not installed",),
         ("jax-cuda12-pjrt 0.10.0",),
         ("plugins for CUDA 12 and 13 are both installed",),
-        ("aiohttp is 3.1.0, and forge-jax needs >=3.14.1",),
-        ("there is an NVIDIA GPU, and JAX does not see it", "CUDA_VISIBLE_DEVICES is ''"),
+        ("aiohttp is 3.1.0, but forge-jax needs >=3.14.1",),
+        ("there is an NVIDIA GPU, but JAX does not see it", "CUDA_VISIBLE_DEVICES is ''"),
         ("the cache of compiled executables", "Not a directory"),
         ("the cache of CPU kernels", "Not a directory"),
         ("the cache of Hugging Face models", "Not a directory"),
@@ -134,7 +134,7 @@ def test_planted_faults_are_found_in_a_real_process(tmp_path):
 def test_a_model_that_is_not_here_is_not_downloaded():
     probed = examination._probe(60.0, "model", "nowhere/at-all", HF_HUB_OFFLINE="1")
     [note] = examination._model_faults("nowhere/at-all", probed, {})
-    assert note.level == "note" and "has not been downloaded yet" in note.what
+    assert note.level == "note" and "is not downloaded yet" in note.what
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_what_does_not_come_back_is_given_up(tmp_path):
         "    time.sleep(1000)\n"
     )
     probed = examination._probe(5.0, "devices", PYTHONPATH=on_path(tmp_path))
-    assert probed.fault == "looking at JAX was not done in 5 s"
+    assert probed.fault == "the check of JAX did not finish in 5 s"
     assert probed.facts == {"driver_cuda": "13.0"}
     [fault] = _device_faults(machine.Nvidia(), PACKAGES, probed)
     assert fault.level == "problem" and fault.what.startswith(probed.fault)
@@ -158,7 +158,7 @@ def test_a_jax_that_cannot_be_imported_is_quoted(tmp_path):
     (tmp_path / "jaxlib" / "__init__.py").write_text("raise ImportError('GLIBC_2.99 not found')")
     status, report, _ = doctor(PYTHONPATH=on_path(tmp_path))
     assert status == 1
-    issue = found(report, "looking at JAX ended with status 1", "GLIBC_2.99 not found")
+    issue = found(report, "the check of JAX ended with status 1", "GLIBC_2.99 not found")
     assert issue["level"] == "problem"
 
 
@@ -172,7 +172,7 @@ def test_a_gpu_without_a_plugin_and_a_driver_that_is_too_old(monkeypatch):
     assert list(packages.faults({**packages.installed(), **cuda})) == []
     old = _Probed({"driver_cuda": "12.4", "devices": [{"platform": "cpu"}]})
     too_old, unseen = _device_faults(GPU, cuda, old)
-    assert "driver is for CUDA 12.4, and jax-cuda13-plugin needs CUDA 13" in too_old.what
+    assert "driver is for CUDA 12.4, but jax-cuda13-plugin needs CUDA 13" in too_old.what
     assert "JAX does not see it" in unseen.what
     seen = _Probed({"driver_cuda": "13.0", "devices": [{"platform": "gpu"}]})
     assert list(_device_faults(GPU, cuda, seen)) == []
@@ -184,7 +184,7 @@ def test_packages_that_are_missing_or_no_pair():
     without = {name: v for name, v in versions.items() if name != "msgspec"}
     assert [f.what for f in packages.faults(without)] == ["msgspec is not installed"]
     other = [f.what for f in packages.faults({**versions, "jaxlib": "0.11.99"})]
-    assert other == [f"jax is {versions['jax']} and jaxlib 0.11.99: they are a pair"]
+    assert other == [f"jax is {versions['jax']} and jaxlib 0.11.99: versions must match"]
 
 
 def test_the_driver_is_read_from_the_kernel(tmp_path, monkeypatch):

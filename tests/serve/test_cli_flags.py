@@ -139,7 +139,7 @@ def test_values_of_other_engines_are_no_values_of_ours():
         ("--max-num-queued-reqs 4", "see --max-queued-requests"),
         ("--speculative-config eagle", "must be a JSON object"),
         ('--speculative-config {"method":[1]}', "must be ngram, suffix, draft_model, not [1]"),
-        ("--lora-modules {", "--lora-modules: not JSON"),
+        ("--lora-modules {", "--lora-modules: invalid JSON"),
         ("--lora-modules [1]", "--lora-modules must be NAME=FOLDER, or JSON, not 1"),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_flag_without_a_counterpart_is_refused_with_the_reason(words, said, ca
 
 def test_a_switch_that_needs_another_flag_says_which(configs, capsys):
     assert cli.main(["serve", "--enable-lora"]) == 1
-    assert "--enable-lora has no effect by itself: give --lora" in capsys.readouterr().err
+    assert "--enable-lora has no effect by itself: set --lora" in capsys.readouterr().err
     assert configs == []
 
 

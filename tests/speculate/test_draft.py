@@ -431,8 +431,8 @@ def test_an_executable_that_cannot_run_is_left_out(made, monkeypatch, caplog):
     broken.start(leaves)
     broken.background.finish()
     assert broken.background.complete and not broken.can_draft
-    assert "extend[32] cannot run: it is left out" in caplog.text
-    assert "the draft model cannot run: no drafts" in caplog.text
+    assert "extend[32] cannot run and is skipped" in caplog.text
+    assert "the draft model cannot run: speculation is off" in caplog.text
 
 
 def test_the_deterministic_tier_has_one_shape_for_every_pass():
@@ -522,7 +522,7 @@ def test_an_exception_in_the_drafter_ends_drafting_and_no_request(llm, monkeypat
     assert outputs(broken) == expected
     assert len(calls) == 3 and broken._core.speculator.has_failed
     assert [r.message for r in caplog.records if r.levelno >= logging.ERROR] == [
-        "the drafter failed: there are no more drafts"
+        "the drafter failed: speculation is off from now on"
     ]
 
 
@@ -603,7 +603,7 @@ def test_both_caches_are_cut_together():
         ({"speculation": "draft", "draft_model": "self", "draft_layers": 0}, "at least 1"),
         ({"speculation": "ngram", "draft_model": "x"}, 'draft_model is for speculation="draft"'),
         ({"draft_layers": 2}, 'draft_layers is for speculation="draft"'),
-        ({"draft_verification": "rejection"}, "choose a speculation, or leave it out"),
+        ({"draft_verification": "rejection"}, "set speculation, or remove it"),
         (
             {"draft_verification": "rejection", "speculation": "ngram", "deterministic": True},
             'use draft_verification="coupled", or leave deterministic=True out',
@@ -625,5 +625,5 @@ def test_a_draft_model_must_fit_the_model(stories):
 
 def test_a_fake_engine_has_no_draft_model():
     config = EngineConfig.from_options(**SELF)
-    with pytest.raises(ConfigError, match="needs a model"):
+    with pytest.raises(ConfigError, match="needs a draft model, but none is given"):
         assemble_fake(config, step_time_s=0.0, max_model_len=64, check=True)

@@ -323,7 +323,7 @@ def test_a_file_without_a_tokenizer_has_none(tmp_path):
         ({"pre": "viking"}, UnsupportedModelError, "tokenizer.ggml.pre 'viking' is not supported"),
         ({"model": "t5"}, UnsupportedModelError, "tokenizer.ggml.model 't5' is not supported"),
         ({"tokens": ["a", "b"]}, CheckpointError, "token_type must be an array of 2 numbers"),
-        ({"merges": ["a"]}, CheckpointError, "merges must hold two tokens with a space"),
+        ({"merges": ["a"]}, CheckpointError, "merges must contain two tokens with a space"),
         ({"merges": ["a nosuch"]}, CheckpointError, "merges must make a token of two tokens"),
         ({"eos_token_id": 5000}, CheckpointError, "eos_token_id must be a token id below"),
         ({"eos_token_id": "x"}, CheckpointError, "eos_token_id must be an integer"),

@@ -111,13 +111,13 @@ def test_added_tokens_of_the_config_are_added_with_their_flags(write_folder):
     [
         ([], "must be an object"),
         ({"x": {"content": "a"}}, "an id that is none: 'x'"),
-        ({"9" * 40: {"content": "a"}}, "an id that is none"),
-        ({"331": "a"}, "must hold tokens"),
-        ({"331": {"content": ""}}, "must hold tokens"),
-        ({"331": {"content": "a" * 5000}}, "must hold tokens"),
+        ({"9" * 40: {"content": "a"}}, "an invalid id"),
+        ({"331": "a"}, "must contain tokens"),
+        ({"331": {"content": ""}}, "must contain tokens"),
+        ({"331": {"content": "a" * 5000}}, "must contain tokens"),
         ({"331": {"content": "a", "special": 1}}, "a flag that is neither"),
         ({"331": {"content": "a"}, "332": {"content": "a"}}, "a token twice"),
-        ({str(i): {"content": "a" * i} for i in range(1, 70)}, "begin with each other"),
+        ({str(i): {"content": "a" * i} for i in range(1, 70)}, "are prefixes of each other"),
         ({str(i): {"content": str(i)} for i in range(70_000)}, "must be an object"),
     ],
 )

@@ -1,7 +1,7 @@
-"""`forge-jax doctor`: what a bug report needs, and what is wrong with an installation.
+"""`forge-jax doctor`: facts for bug reports, and problems of an installation.
 
-Nothing here imports jax but `probe`, which runs in processes of its own, with a time limit: the
-very thing that is wrong may be that it does not come back.
+Only `probe` imports jax. It runs in separate processes with a time limit, because a broken
+installation may hang.
 """
 
 from forge_jax.tools.doctor.checks import Report, examine

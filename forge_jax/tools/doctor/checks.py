@@ -1,4 +1,4 @@
-"""The whole examination: asks the machine, the packages and jax, and says what does not fit."""
+"""The checks of the machine, the packages and JAX, and the findings."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from forge_jax.telemetry.units import bytes_text
 from forge_jax.tools.doctor import machine, packages
 from forge_jax.tools.doctor.issue import Issue
 
-LAST_LINES = 3  # of what a failed probe said
+LAST_LINES = 3  # of a failed probe's stderr
 
 
 @dataclass(frozen=True)
 class Report:
-    """`facts` are for a bug report; `issues` for whoever has to mend something."""
+    """Facts for a bug report, and issues to fix."""
 
     facts: dict[str, Any]
     issues: list[Issue]
@@ -40,18 +40,18 @@ class Report:
 
 @dataclass(frozen=True)
 class _Probed:
-    """What a probe said before it ended, and how it ended."""
+    """The output of a probe, and how it ended."""
 
     facts: dict[str, Any]
     fault: str | None = None
-    said: str = ""  # the last of it on stderr
+    said: str = ""  # the last lines on stderr
 
 
 def examine(model: str | None = None, *, timeout_s: float = 60.0) -> Report:
-    """Examines this installation, and whether it can serve a model. Downloads nothing.
+    """Examine this installation, and optionally a model, without downloading anything.
 
     Args:
-      timeout_s: how long each part may take that runs in a process of its own.
+      timeout_s: the time limit in seconds of each part that runs in a separate process.
     """
     with ThreadPoolExecutor(3) as probes:
         asked = {
@@ -92,7 +92,7 @@ def examine(model: str | None = None, *, timeout_s: float = 60.0) -> Report:
 
 
 def _probe(timeout_s: float, *arguments: str, **variables: str) -> _Probed:
-    """Runs one of `probe`'s parts. Never raises for what happens there."""
+    """Run a part of `probe` in a process, and return its failure instead of raising."""
     command = [sys.executable, "-m", "forge_jax.tools.doctor.probe", *arguments]
     what = {"devices": "JAX", "kernels": "the CPU kernels", "model": "the model"}[arguments[0]]
     with subprocess.Popen(
@@ -103,21 +103,21 @@ def _probe(timeout_s: float, *arguments: str, **variables: str) -> _Probed:
         text=True,
         errors="replace",
         env={**os.environ, **variables},
-        start_new_session=True,  # a compiler it has started ends with it
+        start_new_session=True,  # so that a compiler it has started is also killed
     ) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)
-            fault = f"looking at {what} ended with status {process.returncode}"
+            fault = f"the check of {what} ended with status {process.returncode}"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
             out, err = process.communicate()
-            fault = f"looking at {what} was not done in {timeout_s:g} s"
+            fault = f"the check of {what} did not finish in {timeout_s:g} s"
     facts: dict[str, Any] = {}
     for line in out.splitlines():
         try:
             facts |= json.loads(line)
         except (ValueError, TypeError):
-            continue  # what somebody else prints
+            continue  # printed by other code
     said = " ".join(machine.tilde(line.strip()) for line in err.splitlines()[-LAST_LINES:])
     return _Probed(facts, fault if process.returncode else None, said)
 
@@ -127,11 +127,13 @@ def _device_faults(
 ) -> Iterator[Issue]:
     plugins = packages.cuda_plugins(versions)
     if nvidia.smi_fault is not None:
-        yield Issue("problem", nvidia.smi_fault, "mend NVIDIA's driver, or reboot after an update")
+        yield Issue(
+            "problem", nvidia.smi_fault, "repair NVIDIA's driver, or reboot after an update"
+        )
     if nvidia.present and not plugins:
         yield Issue(
             "problem",
-            "there is an NVIDIA GPU, and JAX's plugin for it is not installed: CPU only",
+            "there is an NVIDIA GPU, but JAX's plugin for it is not installed: CPU only",
             packages.INSTALL_CUDA,
         )
     driver_cuda = probed.facts.get("driver_cuda")
@@ -139,7 +141,7 @@ def _device_faults(
         if driver_cuda is not None and int(driver_cuda.split(".")[0]) < major:
             yield Issue(
                 "problem",
-                f"NVIDIA's driver is for CUDA {driver_cuda}, and jax-cuda{major}-plugin needs "
+                f"NVIDIA's driver is for CUDA {driver_cuda}, but jax-cuda{major}-plugin needs "
                 f"CUDA {major}",
                 f"install a newer driver, or jax[cuda{driver_cuda.split('.')[0]}] instead",
             )
@@ -147,9 +149,9 @@ def _device_faults(
         yield Issue(
             "problem",
             f"{probed.fault}{_quoted(probed)}",
-            "reboot or mend the driver if a GPU hangs; --backend cpu needs none"
+            "if a GPU hangs, reboot or repair the driver, or use --backend cpu"
             if nvidia.present
-            else f"make the environment anew: {packages.INSTALL}",
+            else f"recreate the environment: {packages.INSTALL}",
         )
         return
     on_gpu = [device for device in probed.facts["devices"] if device["platform"] != "cpu"]
@@ -160,9 +162,9 @@ def _device_faults(
         why += "" if chosen is None else f" (JAX_PLATFORMS is {chosen!r})"
         yield Issue(
             "problem",
-            f"there is an NVIDIA GPU, and JAX does not see it{why}{_quoted(probed)}",
-            "look at the versions above, and at CUDA_VISIBLE_DEVICES, JAX_PLATFORMS and "
-            "LD_LIBRARY_PATH, which may bring in another CUDA",
+            f"there is an NVIDIA GPU, but JAX does not see it{why}{_quoted(probed)}",
+            "check the versions above, CUDA_VISIBLE_DEVICES, JAX_PLATFORMS and LD_LIBRARY_PATH, "
+            "which may select another CUDA",
         )
     if not nvidia.present and not on_gpu:
         yield Issue("note", "there is no NVIDIA GPU: models run on the CPU", "nothing to do")
@@ -172,25 +174,25 @@ def _kernel_faults(probed: _Probed, nvidia: machine.Nvidia) -> Iterator[Issue]:
     if probed.fault is not None:
         yield Issue("problem", f"{probed.fault}{_quoted(probed)}", packages.INSTALL)
     elif not probed.facts["built"]:
-        loss = "on a CPU, plain XLA is about half as fast"
+        loss = "plain XLA is about half as fast on a CPU"
         yield Issue(
             "note",
             f"no C++ kernels for the CPU ({loss}): {probed.facts['fault']}",
-            "install g++" if "compiler" not in probed.facts else "see what the compiler says",
+            "install g++" if "compiler" not in probed.facts else "see the compiler's output",
         )
 
 
 def _model_faults(name: str, probed: _Probed, facts: dict[str, Any]) -> Iterator[Issue]:
     if probed.fault is not None:
-        yield Issue("problem", f"{probed.fault}{_quoted(probed)}", "try --debug with serve")
+        yield Issue("problem", f"{probed.fault}{_quoted(probed)}", "run serve with --debug")
         return
     fault = probed.facts.get("fault")
     if fault is not None:
         if "is not in the cache and" in fault:
-            what = f"{name} has not been downloaded yet: there is nothing to look at"
+            what = f"{name} is not downloaded yet, so it cannot be checked"
             yield Issue("note", what, f"forge-jax serve {name} downloads it")
         else:
-            yield Issue("problem", f"{name}: {fault}", "see above, or take another model")
+            yield Issue("problem", f"{name}: {fault}", "see above, or use another model")
         return
     weights = probed.facts["weights_bytes"]
     device = facts.get("devices", [{}])[0]
@@ -202,8 +204,8 @@ def _model_faults(name: str, probed: _Probed, facts: dict[str, Any]) -> Iterator
     if weights > room:
         yield Issue(
             "problem",
-            f"the weights of {name} take {bytes_text(weights)}, and {where} {bytes_text(room)}",
-            "round them (--quantization int8 or int4), free memory, or take a smaller model",
+            f"the weights of {name} take {bytes_text(weights)}, but {where} {bytes_text(room)}",
+            "quantize them (--quantization int8 or int4), free memory, or use a smaller model",
         )
 
 

@@ -1,4 +1,4 @@
-"""One thing that is not as it should be."""
+"""A finding of the doctor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """A "problem" keeps something from working that is meant to; a "note" is good to know."""
+    """A finding: a "problem" prevents something from working, and a "note" is information."""
 
     level: Literal["problem", "note"]
     what: str

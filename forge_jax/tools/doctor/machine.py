@@ -1,4 +1,4 @@
-"""The machine, as far as files and small commands tell: no jax."""
+"""Facts about the machine from files and small commands, without jax."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CPU_INFO = Path("/proc/cpuinfo")
 PROC_DRIVER = Path("/proc/driver/nvidia")
 MAX_FILES_COUNTED = 100_000
 LITTLE_DISK_BYTES = 1 << 30
-FEW_FILES = 4096  # each connection is one
+FEW_FILES = 4096  # each connection is an open file
 SMI_S = 10.0
 SMI_FIELDS = ("name", "driver_version", "memory.total", "memory.used", "compute_cap")
-# Variables that change what JAX, XLA, CUDA and Hugging Face do; those of secrets are not shown.
+# Variables that affect JAX, XLA, CUDA and Hugging Face. The values of secrets are not shown.
 VARIABLES = re.compile(
     r"(JAX|XLA|TF_XLA|CUDA|NVIDIA|NCCL|HF|OMP)_.*|LD_LIBRARY_PATH|LD_PRELOAD|TF_CPP_MIN_LOG_LEVEL"
     r"|XDG_CACHE_HOME|CXX|(HTTPS?|NO|https?|no)_(PROXY|proxy)"
@@ -51,7 +51,7 @@ def host() -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """The variables that matter; of a secret, that it is set."""
+    """Return the relevant environment variables, with "(set)" for secrets."""
     return {
         name: "(set)" if SECRETS.search(name) else tilde(value)
         for name, value in sorted(os.environ.items())
@@ -69,17 +69,17 @@ def limit_faults(found: dict[str, int]) -> Iterator[Issue]:
     if most != resource.RLIM_INFINITY and most < FEW_FILES:
         yield Issue(
             "note",
-            f"a process may have {most} files open, and each connection is one",
-            f"ulimit -Hn {FEW_FILES * 16}, or LimitNOFILE= of the service",
+            f"a process may have only {most} open files, and each connection is one",
+            f"set ulimit -Hn {FEW_FILES * 16}, or LimitNOFILE= of the service",
         )
 
 
 @dataclass(frozen=True)
 class Nvidia:
-    """What says that there are NVIDIA GPUs, JAX aside."""
+    """NVIDIA GPUs according to the driver and nvidia-smi, without JAX."""
 
-    driver: str | None = None  # its version, as the kernel has it
-    gpus: list[dict[str, str]] = field(default_factory=list)  # as nvidia-smi lists them
+    driver: str | None = None  # version of the kernel module
+    gpus: list[dict[str, str]] = field(default_factory=list)  # from nvidia-smi
     smi_fault: str | None = None
 
     @property
@@ -101,7 +101,7 @@ def nvidia(proc_driver: Path = PROC_DRIVER) -> Nvidia:
 
 
 def _smi() -> tuple[list[dict[str, str]], str | None]:
-    """The GPUs, and what is wrong with nvidia-smi where there is one."""
+    """Return the GPUs, and the error of nvidia-smi if it fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return [], None
@@ -111,7 +111,7 @@ def _smi() -> tuple[list[dict[str, str]], str | None]:
             asked, capture_output=True, text=True, errors="replace", timeout=SMI_S
         )
     except subprocess.TimeoutExpired:
-        return [], f"nvidia-smi has not answered for {SMI_S:.0f} s"
+        return [], f"nvidia-smi did not answer in {SMI_S:.0f} s"
     except OSError as error:
         return [], f"nvidia-smi cannot be run: {error.strerror}"
     if done.returncode:
@@ -123,13 +123,13 @@ def _smi() -> tuple[list[dict[str, str]], str | None]:
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder that is written to. `fault`: why it cannot be."""
+    """A cache folder, which must be writable."""
 
     name: str
     path: str
-    num_bytes: int | None = None  # None: too many files to count
+    num_bytes: int | None = None  # None if there are too many files to count
     free_bytes: int | None = None
-    fault: str | None = None
+    fault: str | None = None  # why it cannot be used
 
 
 def caches() -> list[Cache]:
@@ -150,14 +150,14 @@ def cache_faults(found: list[Cache]) -> Iterator[Issue]:
         if cache.fault is not None:
             what = f"the cache of {cache.name}, {cache.path}, cannot be used: {cache.fault}"
             named = {
-                "compiled executables": "mend it, or name another with --compile-cache",
-                "Hugging Face models": "mend it, or set HF_HOME to another folder",
+                "compiled executables": "repair it, or set --compile-cache to another folder",
+                "Hugging Face models": "repair it, or set HF_HOME to another folder",
             }
-            remedy = named.get(cache.name, "mend it, or set XDG_CACHE_HOME to another folder")
+            remedy = named.get(cache.name, "repair it, or set XDG_CACHE_HOME to another folder")
             yield Issue("problem", what, remedy)
         elif cache.free_bytes is not None and cache.free_bytes < LITTLE_DISK_BYTES:
             mib = cache.free_bytes >> 20
-            yield Issue("note", f"{cache.path} has {mib} MiB left", "make room there")
+            yield Issue("note", f"{cache.path} has only {mib} MiB free", "free disk space there")
 
 
 def _cache(name: str, folder: Path, *, private: bool) -> Cache:
@@ -184,13 +184,13 @@ def _size(folder: Path) -> int | None:
             try:
                 status = os.lstat(os.path.join(base, file))
             except OSError:
-                continue  # somebody has just removed it
+                continue  # removed in the meantime
             total += status.st_size
     return total
 
 
 def tilde(text: str) -> str:
-    """Without the user's name, where that is in the path of the home folder."""
+    """Return the text with "~" for the home folder, which contains the user's name."""
     home = str(Path.home())
     return text.replace(home, "~") if len(home) > 1 else text
 
@@ -200,20 +200,20 @@ def cpu_model() -> str:
 
 
 def instruction_sets() -> list[str]:
-    """Those that decide how fast the CPU multiplies matrices, as Linux names them; none elsewhere.
+    """Return the CPU's instruction sets for fast matrix products, by Linux's names.
 
-    x86 lists them as "flags", Arm as "Features".
+    x86 lists them as "flags", Arm as "Features". The result is empty on other systems.
     """
     found = f"{_cpu_info('flags')} {_cpu_info('Features')}".split()
     return [name for name in INSTRUCTION_SETS if name in found]
 
 
 def _cpu_info(name: str) -> str:
-    """The first value of that name; empty where there is none."""
+    """Return the first value of this name in /proc/cpuinfo, or "" if there is none."""
     try:
         for line in CPU_INFO.read_text().splitlines():
             if line.partition(":")[0].strip() == name:
                 return line.partition(":")[2].strip()
     except OSError:
-        pass  # no Linux
+        pass  # not Linux
     return ""

@@ -1,4 +1,4 @@
-"""Which packages are installed, and whether they belong together."""
+"""The installed packages, and checks of their versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OURS = "forge-jax"
 INSTALL = "pip install -c constraints.txt -e ."
 INSTALL_CUDA = "pip install -c constraints.txt -e '.[cuda13]'"
 CUDA_PLUGIN = re.compile(r"jax-cuda(\d+)-plugin")
-# Beside what forge-jax asks for itself.
+# Packages in addition to forge-jax's requirements.
 OTHERS = (
     *(f"jax-cuda{n}-{part}" for n in (12, 13) for part in ("plugin", "pjrt")),
     *("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
@@ -22,16 +22,16 @@ OTHERS = (
 
 
 def installed() -> dict[str, str]:
-    """Version by name: of forge-jax, what it asks for, and what is for GPUs."""
+    """Return the installed versions of forge-jax, its requirements and GPU packages, by name."""
     names = [OURS, *(requirement.name for requirement in _requirements()), *OTHERS]
     found = {name: _version(name) for name in names}
     return {name: version for name, version in found.items() if version is not None}
 
 
 def faults(versions: Mapping[str, str]) -> Iterator[Issue]:
-    """What is missing, and what does not fit the rest."""
+    """Yield missing packages and version conflicts."""
     if OURS not in versions:
-        yield Issue("note", "forge-jax itself is not installed, only on the path", INSTALL)
+        yield Issue("note", "forge-jax is not installed, only on the path", INSTALL)
     for requirement in _requirements():
         have = versions.get(requirement.name)
         if have is None:
@@ -39,12 +39,12 @@ def faults(versions: Mapping[str, str]) -> Iterator[Issue]:
         elif not requirement.specifier.contains(have, prereleases=True):
             yield Issue(
                 "problem",
-                f"{requirement.name} is {have}, and forge-jax needs {requirement.specifier}",
+                f"{requirement.name} is {have}, but forge-jax needs {requirement.specifier}",
                 INSTALL,
             )
     jax, jaxlib = versions.get("jax"), versions.get("jaxlib")
     if jax and jaxlib and jax != jaxlib:
-        yield Issue("problem", f"jax is {jax} and jaxlib {jaxlib}: they are a pair", INSTALL)
+        yield Issue("problem", f"jax is {jax} and jaxlib {jaxlib}: versions must match", INSTALL)
     plugins = cuda_plugins(versions)
     if len(plugins) > 1:
         yield Issue(
@@ -56,7 +56,7 @@ def faults(versions: Mapping[str, str]) -> Iterator[Issue]:
         if jaxlib and version != jaxlib:
             yield Issue(
                 "problem",
-                f"jax-cuda{major}-plugin is {version} and jaxlib {jaxlib}: they are a pair",
+                f"jax-cuda{major}-plugin is {version} and jaxlib {jaxlib}: versions must match",
                 INSTALL_CUDA,
             )
         pjrt = versions.get(f"jax-cuda{major}-pjrt")
@@ -64,13 +64,13 @@ def faults(versions: Mapping[str, str]) -> Iterator[Issue]:
             yield Issue(
                 "problem",
                 f"jax-cuda{major}-plugin is {version} and jax-cuda{major}-pjrt "
-                f"{pjrt or 'not installed'}: they are a pair",
+                f"{pjrt or 'not installed'}: versions must match",
                 INSTALL_CUDA,
             )
 
 
 def cuda_plugins(versions: Mapping[str, str]) -> dict[int, str]:
-    """Version of JAX's plugin by CUDA's major version."""
+    """Return the version of each JAX plugin by CUDA's major version."""
     return {
         int(match[1]): version
         for name, version in versions.items()
@@ -79,7 +79,7 @@ def cuda_plugins(versions: Mapping[str, str]) -> dict[int, str]:
 
 
 def _requirements() -> list[Requirement]:
-    """What forge-jax asks for, without its extras; nothing if it is only on the path."""
+    """Return forge-jax's requirements without extras; empty if it is only on the path."""
     try:
         lines = importlib.metadata.requires(OURS) or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,11 +1,10 @@
-"""What only jax can tell, in a process of its own: `python -m forge_jax.tools.doctor.probe WHAT`.
+"""Checks that need jax, in a separate process: `python -m forge_jax.tools.doctor.probe WHAT`.
 
-Each fact is a line of JSON on stdout as soon as it is known, so that what comes before a crash or
-a hang is not lost.
+Each fact is printed as a line of JSON at once, so that facts before a crash or a hang are kept.
 
-    devices       what JAX finds, and what CUDA's driver can do
-    kernels       whether the C++ kernels for CPUs can be had
-    model NAME    whether the model can be served, and how large its weights are
+    devices       JAX's devices, and the CUDA version of the driver
+    kernels       if the C++ kernels for CPUs can be built and loaded
+    model NAME    if the model can be served, and the size of its weights
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def _kernels() -> None:
     from forge_kernels.cpu import BuildError, chosen, load
     from forge_kernels.cpu.build import find_compiler
 
-    with suppress(BuildError):  # `load` says so, unless it finds what was built before
+    with suppress(BuildError):  # `load` also raises it, unless it finds an earlier build
         _say(compiler=find_compiler()[0])
     try:
         _say(built=True, instruction_set=load(), chosen=str(chosen()))

@@ -1,5 +1,5 @@
-"""Profiles: traces that TensorBoard opens, and what changed from one to another.
+"""Profiles: traces that TensorBoard opens, and comparisons of two traces.
 
-`recorder` takes a trace of an engine, `workload` gives it something to do; `trace` reads one back,
-`compare` sets two side by side, and `report` writes what it found.
+`workload` runs an engine while a trace is taken. `trace` reads a trace, `hlo` reads its
+executables, `compare` compares two traces, and `report` writes the result.
 """

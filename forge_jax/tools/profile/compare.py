@@ -1,4 +1,4 @@
-"""Two profiles side by side: what got slower or faster, appeared or vanished. No jax, no files."""
+"""Comparison of two profiles, without jax or files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ Change = Literal["slower", "faster", "more", "less", "appeared", "vanished", "sa
 
 @dataclass(frozen=True)
 class Threshold:
-    """From which difference on something has changed: both must be reached. What appeared or
-    vanished has no per cent.
+    """The smallest difference that counts as a change; both limits must be reached.
+
+    The percentage does not apply to rows that appeared or vanished.
     """
 
     percent: float = 5.0
@@ -28,12 +29,12 @@ class Threshold:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"--{name} must be a number from 0 on, not {value}")
+                raise ConfigError(f"--{name} must be a number of at least 0, not {value}")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing before and after; None: it was not there."""
+    """A value before and after; None if it is missing."""
 
     name: str
     before: float | None
@@ -46,7 +47,7 @@ class Row:
 
     @property
     def percent(self) -> float | None:
-        """The difference in per cent of what was before; None if nothing was."""
+        """The difference in percent of the value before; None if either is missing."""
         return 100 * self.delta / self.before if self.before and self.after is not None else None
 
 
@@ -55,7 +56,7 @@ class Table:
     title: str
     unit: str
     rows: tuple[Row, ...]  # the largest difference first
-    least: float = 0.0  # difference that is told
+    least: float = 0.0  # smallest difference that is shown
 
     @property
     def changed(self) -> tuple[Row, ...]:
@@ -69,16 +70,16 @@ class Table:
         return row.change != "same" and abs(row.delta) >= self.least
 
 
-# Microseconds of each step, by table and name; nothing of what no step is known of.
+# Microseconds of each step, by table and name, for operations whose steps are known.
 Points = Mapping[str, Mapping[str, list[float]]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The tables of one trace against another: `name` is their folder's."""
+    """The tables that compare two traces."""
 
-    name: str
-    runs: tuple[str, str]  # what ran in each, in words
+    name: str  # of their folder
+    runs: tuple[str, str]  # descriptions of the runs
     tables: tuple[Table, ...]
     points: tuple[Points, Points]
 
@@ -98,13 +99,13 @@ PARTS, OPERATIONS, KERNELS, PHASES, COMPILED = (
 def compare(
     before: Iterable[Trace], after: Iterable[Trace], threshold: Threshold | None = None
 ) -> list[Comparison]:
-    """Compares traces of the same name; if there is only one of each, whatever their names.
+    """Compare traces of the same name, or the only trace of each side whatever its name.
 
     Returns:
-      A comparison for each name that both have; none if there is no such name.
+      A comparison for each common name.
 
     Raises:
-      ConfigError: nothing ran while one of them was taken.
+      ConfigError: nothing ran while a trace was taken.
     """
     befores, afters = {t.name: t for t in before}, {t.name: t for t in after}
     if len(befores) == len(afters) == 1:
@@ -176,16 +177,16 @@ def _change(
 
 
 # ---- microseconds per step -----------------------------------------------------------------------
-# Of the device: per run of the executables of that kind. Of the host: per step of the host.
+# Device times are per run of the executables of that kind. Host times are per step of the host.
 
 
 def op_times(trace: Trace) -> dict[str, float]:
-    """By "decode/layers/attention: forge_attention"."""
+    """Return the times by operation: "decode/layers/attention: forge_attention"."""
     return {_op_name(op): time.us / trace.runs[op.kind] for op, time in trace.ops.items()}
 
 
 def part_times(trace: Trace) -> dict[str, float]:
-    """By "decode/layers/attention", without the scopes within; and "decode" for all of them."""
+    """Return the times by part, "decode/layers/attention", and the total of each kind, "decode"."""
     times: dict[str, float] = defaultdict(float)
     for op, time in trace.ops.items():
         for part in _part_names(op):
@@ -194,7 +195,7 @@ def part_times(trace: Trace) -> dict[str, float]:
 
 
 def kernel_times(trace: Trace) -> dict[str, float]:
-    """By "decode: forge_linear", wherever it was called."""
+    """Return the times by kernel, "decode: forge_linear", over all its calls."""
     times: dict[str, float] = defaultdict(float)
     for op, time in trace.ops.items():
         times[f"{op.kind}: {op.kernel}"] += time.us / trace.runs[op.kind]
@@ -206,7 +207,7 @@ def phase_times(trace: Trace) -> dict[str, float]:
 
 
 def points(trace: Trace) -> Points:
-    """The same step by step, of operations, parts and phases. Their means are those above."""
+    """Return the times of operations, parts and phases in each step; their means are as above."""
     found: dict[str, dict[str, list[float]]] = {OPERATIONS: {}, PARTS: {}, PHASES: {}}
 
     def add(title: str, name: str, runs: int, us: Mapping[int, float]) -> None:
@@ -233,7 +234,7 @@ def _part_names(op: Op) -> tuple[str, str]:
 
 
 def part_of(scope: str) -> str:
-    """ "layers/down" of "layers/down/product", "sample" of "sample/top_p"."""
+    """Return a scope's part: "layers/down" of "layers/down/product", "sample" of "sample/top_p"."""
     names = scope.split("/")
     return "/".join(names[: 1 + (names[0] == "layers")])
 

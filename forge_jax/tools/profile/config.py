@@ -1,4 +1,4 @@
-"""What to trace: the flags of `forge-jax profile` beside the engine's."""
+"""The flags of `forge-jax profile` in addition to the engine's."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from forge_jax.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    steps: int = option(20, "steps that are traced, of decodes and of prompts each")
-    warmup_steps: int = option(8, "steps before them that are not")
-    sequences: int = option(4, "sequences that decode together; at most --max-num-seqs")
-    prompt_tokens: int = option(128, "tokens of a prompt")
+    steps: int = option(
+        20, "number of steps in each trace, one trace of decodes and one of prompts; at least 1"
+    )
+    warmup_steps: int = option(8, "number of steps before each trace; at least 0")
+    sequences: int = option(4, "number of sequences that decode together, 1 to --max-num-seqs")
+    prompt_tokens: int = option(128, "number of tokens per prompt; at least 1")
 
     def __post_init__(self) -> None:
         for name in ("steps", "sequences", "prompt_tokens"):
@@ -21,4 +23,4 @@ class Workload:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} must be at least 1, not {getattr(self, name)}")
         if self.warmup_steps < 0:
-            raise ConfigError(f"--warmup-steps must not be negative, not {self.warmup_steps}")
+            raise ConfigError(f"--warmup-steps must be at least 0, not {self.warmup_steps}")

@@ -1,4 +1,4 @@
-"""From two folders of traces to what `forge-jax profile diff` prints and writes."""
+"""Comparison of two folders of traces for `forge-jax profile diff`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ def compare_files(
     logdir: Path | None = None,
     everything: bool = False,
 ) -> str:
-    """Compares the traces of two places: the text for a terminal.
+    """Compare the traces of two folders or files, and return the text for a terminal.
 
     Args:
-      percent, us: what has changed, has by at least so much.
-      html_file, logdir: where to write the same as a page, and for TensorBoard.
-      everything: show what has not changed, too.
+      percent: the smallest change in percent.
+      us: the smallest change in microseconds per step.
+      html_file: also writes an HTML page to this file.
+      logdir: also writes TensorBoard's files to this folder.
+      everything: also shows unchanged rows.
 
     Raises:
       ConfigError: there is nothing to compare, or a file cannot be read or written.
@@ -35,8 +37,8 @@ def compare_files(
     if not comparisons:
         names = [", ".join(trace.name for trace in traces) for traces in (befores, afters)]
         raise ConfigError(
-            f"no trace of {before} ({names[0]}) has the name of one of {after} ({names[1]}): "
-            "name one folder of each to compare these two"
+            f"the traces of {before} ({names[0]}) and {after} ({names[1]}) have no common name: "
+            "to compare two of them, give their folders"
         )
     try:
         if html_file is not None:

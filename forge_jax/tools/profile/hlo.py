@@ -1,4 +1,4 @@
-"""What a compiled step consists of, from XLA's text: which part of the model each op is of."""
+"""The instructions of a compiled step, from XLA's text, with their parts of the model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|called_computations|body|condition|branch_computations|true_computation"
     r"|false_computation)=\{?(%[\w.-]+(?:, %[\w.-]+)*)"
 )
-_INSIDE = ("calls", "to_apply", "called_computations")  # of one instruction, but for a call's
+_INSIDE = ("calls", "to_apply", "called_computations")  # part of an instruction, except a call
 _NUMBER = re.compile(r"(?:[._](?:\d+|clone|remat\d*))+$")
-# What transformations and control flow add to the names of scopes.
+# Names that transformations and control flow add to scopes.
 _MACHINERY = re.compile(
     r"\w*\(.*\)|while|body|cond|branch_\d+_fun|closed_call|checkpoint|pjit|eval_jaxpr|scan|custom_[jv][jv]p_call"
 )
@@ -29,7 +29,7 @@ _FREE = {"parameter", "get-tuple-element", "bitcast", "tuple", "constant", "opt-
 
 class Instruction(NamedTuple):
     scope: str  # "layers/attention"
-    kernel: str  # what runs, without its number: "multiply_add_fusion", "forge_attention"
+    kernel: str  # without its number: "multiply_add_fusion", "forge_attention"
 
 
 @dataclass
@@ -37,9 +37,9 @@ class Hlo:
     """A compiled module.
 
     Attributes:
-      instructions: by the name that traces have for it, all computations' together.
-      kernels: how many there are of each scope, which a fusion counts as one of.
-      fusions: how many of them are fusions.
+      instructions: the instructions of all computations, by their name in traces.
+      kernels: the number of kernels in each scope. A fusion counts as one.
+      fusions: the number of kernels that are fusions.
     """
 
     module: str
@@ -53,15 +53,15 @@ class _Line(NamedTuple):
     opcode: str
     scope: str
     target: str
-    computation: str  # that it stands in
-    called: list[str]  # computations, in any way
+    computation: str  # that contains the instruction
+    called: list[str]  # computations that it calls in any way
 
 
 def read_hlo(text: str) -> Hlo:
-    """Reads what `jax.stages.Compiled.as_text` gives. What it does not know it leaves out.
+    """Return the module of a `jax.stages.Compiled.as_text`, without unknown lines.
 
-    An instruction without a scope of its own has that of most of what was fused into it, or of the
-    instruction whose computation (a loop's body, say) it stands in.
+    An instruction without a scope gets the most common scope of its fused instructions. If there is
+    none, it gets that of the instruction that calls its computation, such as a loop.
     """
     header = re.match(r"HloModule ([\w.-]+)", text)
     hlo = Hlo(header[1] if header else "")
@@ -71,7 +71,7 @@ def read_hlo(text: str) -> Hlo:
         if line.scope != NO_SCOPE:
             within.setdefault(line.computation, Counter())[line.scope] += 1
     of_caller: dict[str, str] = {}
-    for line in reversed(lines):  # whoever calls a computation stands below it
+    for line in reversed(lines):  # callers come after the computations that they call
         scope = line.scope
         if scope == NO_SCOPE:
             fused = Counter[str]()
@@ -87,7 +87,7 @@ def read_hlo(text: str) -> Hlo:
 
 
 def _lines(text: str) -> tuple[list[_Line], set[str]]:
-    """The instructions, and the computations that are part of one and not run by themselves."""
+    """Return the instructions, and the computations that are only parts of an instruction."""
     lines: list[_Line] = []
     inside: set[str] = set()
     computation = ""
@@ -113,8 +113,9 @@ def _lines(text: str) -> tuple[list[_Line], set[str]]:
 
 
 def scope_of(op_name: str) -> str:
-    """The named scopes of "jit(decode_4)/layer_3/attention/while/body/dot_general", layers
-    together: "layers/attention".
+    """Return the named scopes of an op, with all layers as "layers".
+
+    "jit(decode_4)/layer_3/attention/while/body/dot_general" becomes "layers/attention".
     """
     *scopes, _ = op_name.partition(";")[0].split("/")
     kept = [
@@ -124,5 +125,5 @@ def scope_of(op_name: str) -> str:
 
 
 def kernel_name(name: str) -> str:
-    """Without the numbers that tell instances apart, which change with every compilation."""
+    """Return a name without the numbers of its instance, which change with every compilation."""
     return _NUMBER.sub("", name) or name

@@ -1,4 +1,4 @@
-"""A comparison as text, as one HTML file without requests to anywhere, and for TensorBoard."""
+"""A comparison as text, as a self-contained HTML file, and for TensorBoard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WHAT = {
     COMPILED: "figure",
 }
 _OURS = ".forge-jax"  # the end of the names of event files
-_MOST_POINTS = 1000  # of a scalar: TensorBoard shows no more, unless asked
+_MOST_POINTS = 1000  # of a scalar, because TensorBoard shows no more by default
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -60,10 +60,10 @@ summary { cursor: pointer; }
 
 
 def text(comparisons: Iterable[Comparison], *, everything: bool = False) -> str:
-    """For a terminal.
+    """Return comparisons as text for a terminal.
 
     Args:
-      everything: what has not changed, too.
+      everything: also shows unchanged rows.
     """
     parts = []
     for comparison in comparisons:
@@ -120,7 +120,7 @@ def _cells(table: Table, row: Row) -> tuple[str, ...]:
 
 
 def markdown(comparison: Comparison) -> str:
-    """The tables of what has changed, as TensorBoard's Text tab shows them."""
+    """Return the tables of changed rows as Markdown for TensorBoard's Text tab."""
     parts = [f"before: `{comparison.runs[0]}`\n\nafter: `{comparison.runs[1]}`\n"]
     for table in comparison.tables:
         parts.append(f"\n## {_caption(table, len(table.changed))}\n\n")
@@ -132,7 +132,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def html(comparisons: Iterable[Comparison], title: str = "Difference of two profiles") -> str:
-    """One page that needs nothing but itself: all rows, what has not changed folded away."""
+    """Return a self-contained HTML page of all rows, with the unchanged ones collapsed."""
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -164,11 +164,13 @@ def _html_table(table: Table, rows: tuple[Row, ...]) -> str:
 
 
 def write_tensorboard(comparisons: Iterable[Comparison], folder: Path) -> None:
-    """Writes the runs "before" and "after", whose scalars TensorBoard draws over each other, and
-    "difference", whose table is in its Text tab. What an earlier call has written is replaced.
+    """Write comparisons as TensorBoard runs, and replace the files of an earlier call.
+
+    TensorBoard overlays the scalars of the runs "before" and "after". The table of the run
+    "difference" is in its Text tab.
 
     Raises:
-      ConfigError: the extra `profile` has not been installed.
+      ConfigError: the extra `profile` is not installed.
     """
     try:
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
@@ -205,8 +207,9 @@ def write_tensorboard(comparisons: Iterable[Comparison], folder: Path) -> None:
 
 
 def _tag(comparison: str, name: str) -> str:
-    """ "decode/layers.attention.forge_attention", of a comparison "decode": cards show what follows
-    the last slash, and as much before it as fits.
+    """Return a tag such as "decode/layers.attention.forge_attention" in a comparison "decode".
+
+    TensorBoard's cards show the text after the last slash, and as much before it as fits.
     """
     kind, *rest = re.split(": |/", name)
     parts = [part for part in dict.fromkeys((comparison, kind)) if part]
@@ -214,6 +217,6 @@ def _tag(comparison: str, name: str) -> str:
 
 
 def _add_line(writer: Any, name: str, values: list[float]) -> None:
-    """A point per step; of very many steps an even choice."""
+    """Add one point per step, or evenly spaced ones if there are too many steps."""
     for step in range(0, len(values), -(-len(values) // _MOST_POINTS)):
         writer.add_scalar(name, values[step], global_step=step)

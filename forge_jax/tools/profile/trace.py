@@ -1,9 +1,9 @@
-"""Reads a trace back: microseconds by operation, kernel and phase of the host, step by step.
+"""The times of a trace in microseconds: per step, by operation, kernel and host phase.
 
-On a CPU the operations are events of the plane "/host:CPU", on the threads that ran them, with the
-module, the instruction and the run in their stats. On other devices they are events of a plane
-"/device:...", on the line "XLA Ops" or, where there is none, on those of its streams. The time of
-what contains others (a loop) is what is left of it without them.
+On a CPU the operations are events of the plane "/host:CPU", on the lines of the threads that ran
+them. Their stats have the module, the instruction and the run. On other devices they are events of
+a plane "/device:...", on the line "XLA Ops" or else on the lines of its streams. The time of an
+event such as a loop excludes the events within it.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _SUFFIX = ".xplane.pb"
 
 
 class Op(NamedTuple):
-    """What is told apart: instances of one kernel in one part of one kind of step are not."""
+    """The key of operations. Instances of a kernel in one scope and kind of step share it."""
 
-    kind: str  # of step: "decode", "mixed"
+    kind: str  # of the step: "decode", "mixed"
     scope: str
     kernel: str
 
 
 @dataclass
 class Time:
-    """In all: as often, for so long."""
+    """The number of runs, and their total time."""
 
     count: int = 0
     us: float = 0.0
-    by_run: dict[int, float] = field(  # us; runs are numbered in order of time
+    by_run: dict[int, float] = field(  # us, by the number of the run in order of time
         default_factory=lambda: defaultdict(float), compare=False
     )
 
@@ -55,19 +55,19 @@ class Time:
 
 @dataclass
 class Trace:
-    """What one trace has.
+    """The content of one trace.
 
     Attributes:
-      name: its folder's, below the one that was asked for.
+      name: the folder of the trace, relative to the given one.
       place: that folder, or the file.
-      ran: the model, with the flags that are not their defaults; "" where nothing says so.
-      ops: of the device.
-      phases: of the host.
-      steps: of the host. A phase's runs are the steps it was in.
-      runs: of executables, by kind.
-      modules: that ran: the names of each kind's.
-      figures: of the executables that ran, by name and figure: XLA's analysis, and how many kernels
-        and fusions there are.
+      ran: the model and the flags that differ from their defaults; "" if unknown.
+      ops: times of device operations.
+      phases: times of host phases. The runs of a phase are the steps that contain it.
+      steps: the number of host steps.
+      runs: the number of runs of executables, by kind.
+      modules: the names of the modules that ran, by kind.
+      figures: values by executable and name: XLA's cost analysis, and the numbers of kernels and
+        fusions.
     """
 
     name: str
@@ -82,23 +82,25 @@ class Trace:
 
 
 def read_traces(place: Path) -> list[Trace]:
-    """All traces in a folder, or the one of a file; of a run that was traced again, the newest.
+    """Return all traces in a folder, or the trace of a file.
+
+    If a run was traced several times, the newest trace counts.
 
     Raises:
-      ConfigError: there is none, or it cannot be read.
+      ConfigError: there is no trace, or it cannot be read.
     """
     if not place.exists():
-        raise ConfigError(f"{place}: there is no such folder or file")
+        raise ConfigError(f"{place} does not exist")
     if place.is_file():
         name = place.name.removesuffix(_SUFFIX)
         return [_read(name, [place], _run_of(place.resolve().parent), place)]
-    newest: dict[Path, Path] = {}  # of each run's folder, the session's
+    newest: dict[Path, Path] = {}  # session folder by run folder
     for session in sorted({file.parent for file in place.resolve().rglob(f"*{_SUFFIX}")}):
         newest[_run_of(session)] = session
     if not newest:
         raise ConfigError(
-            f"{place}: there is no trace (*{_SUFFIX}) in it: "
-            "forge-jax profile MODEL --logdir DIR takes one"
+            f"{place} contains no trace (*{_SUFFIX}): forge-jax profile MODEL --logdir DIR takes "
+            "one"
         )
     traces = []
     for run, session in sorted(newest.items()):
@@ -108,7 +110,7 @@ def read_traces(place: Path) -> list[Trace]:
 
 
 def _run_of(session: Path) -> Path:
-    """The folder that a profiler was given: it writes into plugins/profile/SESSION below."""
+    """Return the folder of a run; the profiler writes to plugins/profile/SESSION below it."""
     above = session.parents
     nested = len(above) > 2 and (above[0].name, above[1].name) == ("profile", "plugins")
     return above[2] if nested else session
@@ -127,7 +129,7 @@ def _read(name: str, files: Iterable[Path], run: Path, place: Path) -> Trace:
             data = ProfileData.from_file(str(file))
         except Exception as error:
             raise ConfigError(f"{file}: not a trace of JAX's profiler: {error}") from error
-        with warnings.catch_warnings():  # jaxlib's own, of types without a module
+        with warnings.catch_warnings():  # jaxlib's warnings about types without a module
             warnings.simplefilter("ignore", DeprecationWarning)
             add_planes(trace, data, hlo)
     for module in {module for modules in trace.modules.values() for module in modules}:
@@ -137,7 +139,7 @@ def _read(name: str, files: Iterable[Path], run: Path, place: Path) -> Trace:
 
 
 def _read_executables(folder: Path) -> tuple[dict[str, Hlo], dict[str, dict[str, float]]]:
-    """The compiled modules that were written beside a trace, and their figures, by module."""
+    """Return the compiled modules that are stored next to a trace, and their figures, by module."""
     modules, figures = {}, {}
     for file in sorted(folder.glob("*.hlo.txt.gz")):
         try:
@@ -174,11 +176,11 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _unreadable(file: Path) -> ConfigError:
     return ConfigError(
-        f"{file}: cannot be read: take the profile again, or delete it to do without what it says"
+        f"{file} cannot be read: take the profile again, or delete the file to compare without it"
     )
 
 
-_Run = tuple[str, Any]  # of which module, its id
+_Run = tuple[str, Any]  # (module, run id)
 
 
 class _Event(NamedTuple):
@@ -189,11 +191,11 @@ class _Event(NamedTuple):
 
 
 def add_planes(trace: Trace, data: ProfileData, hlo: dict[str, Hlo]) -> None:
-    """Adds what the profiler has seen; `hlo`: by module, for what the events do not say."""
+    """Add the profiler's events. `hlo` has the compiled modules, for scopes and kernel names."""
     spans: list[_Event] = []
-    runs: dict[str, dict[_Run, float]] = defaultdict(dict)  # by kind: when they began
+    runs: dict[str, dict[_Run, float]] = defaultdict(dict)  # start times, by kind
     times: dict[tuple[Op, _Run], float] = defaultdict(float)
-    nameless: dict[str, Counter[str]] = defaultdict(Counter)  # events of no run, by module
+    nameless: dict[str, Counter[str]] = defaultdict(Counter)  # events without a run, by module
     for plane in data.planes:
         on_device = plane.name.startswith("/device:")
         if not on_device and not plane.name.startswith("/host:"):
@@ -219,7 +221,7 @@ def add_planes(trace: Trace, data: ProfileData, hlo: dict[str, Hlo]) -> None:
                 instruction = str(event.stats.get("hlo_op", event.name))
                 known = hlo.get(module, Hlo("")).instructions.get(instruction)
                 known = known or Instruction(NO_SCOPE, kernel_name(instruction))
-                # A device names the kernel that ran; on a CPU that is the instruction's own name.
+                # A GPU's event has the kernel's name, and a CPU's event the instruction's name.
                 kernel = known.kernel if event.name == instruction else kernel_name(event.name)
                 op = Op(kind_of(module), known.scope, kernel)
                 trace.ops[op].add(us)
@@ -240,7 +242,7 @@ def add_planes(trace: Trace, data: ProfileData, hlo: dict[str, Hlo]) -> None:
         trace.ops[op].by_run[numbers[run]] += us
     for module, instructions in nameless.items():
         if not any(module == of for of, _ in numbers):
-            # Without ids of the runs: as often as most instructions ran.
+            # Without run ids, the most common number of events per instruction counts.
             trace.runs[kind_of(module)] += Counter(instructions.values()).most_common(1)[0][0]
     _add_spans(trace, spans)
 
@@ -256,8 +258,8 @@ def _add_spans(trace: Trace, spans: list[_Event]) -> None:
 
 
 def _self_times(events: list[_Event]) -> Iterator[tuple[_Event, float]]:
-    """Each event's microseconds without those of the events within it, of one line."""
-    open_: list[tuple[_Event, list[float]]] = []  # with what lies within, directly
+    """Yield the events of a line, with their microseconds without the events within them."""
+    open_: list[tuple[_Event, list[float]]] = []  # with the durations of direct children
     for event in sorted(events, key=lambda e: (e.start_ns, -e.end_ns)):
         while open_ and open_[-1][0].end_ns <= event.start_ns:
             yield _closed(open_.pop())
@@ -274,10 +276,13 @@ def _closed(opened: tuple[_Event, list[float]]) -> tuple[_Event, float]:
 
 
 def step_name(module: str) -> str:
-    """What the engine calls it: "decode_4" of "jit_decode_4"."""
+    """Return the engine's name of a module: "decode_4" of "jit_decode_4"."""
     return module.removeprefix("jit_") or "(no module)"
 
 
 def kind_of(module: str) -> str:
-    """ "decode" of "jit_decode_4", so that steps of another size can be compared with it."""
+    """Return the kind of a module: "decode" of "jit_decode_4".
+
+    Steps of different sizes have the same kind, so that they can be compared.
+    """
     return re.sub(r"(_\d+)+$", "", step_name(module))

@@ -1,4 +1,4 @@
-"""What `forge-jax profile` has an engine do: decodes only, then prompts only, a trace of each."""
+"""The workloads of `forge-jax profile`: a trace of decodes only, and one of prompts only."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from forge_jax.tools.profile.config import Workload
 
 
 def record(config: EngineConfig, workload: Workload, folder: Path) -> list[Path]:
-    """Loads the model and traces both workloads, in folders "decode" and "prefill".
+    """Load the model, trace both workloads, and return the folders "decode" and "prefill".
 
     Raises:
       ModelError: the model cannot be served.
       ConfigError: the configuration does not fit the model, the machine or the workload.
     """
-    # An executable from the cache may have the names of an older version's scopes.
+    # Without metadata in the key, a cached executable may have an older version's scope names.
     metadata_in_key = jax.config.jax_compilation_cache_include_metadata_in_key
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     try:
@@ -40,7 +40,7 @@ def record(config: EngineConfig, workload: Workload, folder: Path) -> list[Path]
 
 
 def record_engine(parts: EngineParts, workload: Workload, folder: Path, ran: str) -> list[Path]:
-    """Traces an engine that is complete, and has nothing to do; `ran` is what traces tell of it."""
+    """Trace an idle engine, and return the folders; `ran` is its description in the traces."""
     steps = parts.steps
     assert steps is not None, "a fake device has nothing to trace"
     runs = {"decode": _add_decodes, "prefill": _add_prompts}
@@ -61,7 +61,7 @@ def record_engine(parts: EngineParts, workload: Workload, folder: Path, ran: str
 
 
 def _tick(parts: EngineParts, steps: Steps, number: int) -> None:
-    """So many steps, and until the device has done them."""
+    """Run this many steps, and wait until the device has finished them."""
     core = parts.core
     with parts.guard():
         for _ in range(number):
@@ -71,12 +71,12 @@ def _tick(parts: EngineParts, steps: Steps, number: int) -> None:
 
 
 def _add_decodes(parts: EngineParts, workload: Workload) -> int:
-    """As many sequences as are to decode, each for longer than the trace; the steps until then."""
+    """Add sequences that decode for longer than the trace; return the steps of their prompts."""
     limits = parts.core.scheduler.config
     if workload.sequences > limits.max_num_seqs:
         raise ConfigError(
-            f"--sequences {workload.sequences}: the engine runs {limits.max_num_seqs} at most "
-            "(--max-num-seqs)"
+            f"--sequences {workload.sequences} exceeds --max-num-seqs, which is "
+            f"{limits.max_num_seqs}"
         )
     prompts_take = -(-workload.sequences * workload.prompt_tokens // limits.max_num_batched_tokens)
     first = prompts_take + 1
@@ -88,11 +88,11 @@ def _add_decodes(parts: EngineParts, workload: Workload) -> int:
 
 
 def _add_prompts(parts: EngineParts, workload: Workload) -> int:
-    """Prompts that fill every step, with one token of output each; from the first step on."""
+    """Add prompts that fill every step, with one output token each; return 0."""
     limits = parts.core.scheduler.config
     _check_room(parts, workload.prompt_tokens)
     steps = workload.warmup_steps + workload.steps + 2
-    # Steps of short prompts end with the number of sequences, before the tokens are used up.
+    # Short prompts reach the limit of sequences before the limit of tokens.
     per_step = min(limits.max_num_batched_tokens, limits.max_num_seqs * workload.prompt_tokens)
     for i in range(-(-steps * per_step // workload.prompt_tokens)):
         _add(parts, f"prefill-{i}", workload.prompt_tokens, 1)
@@ -103,13 +103,13 @@ def _check_room(parts: EngineParts, tokens: int) -> None:
     room = parts.core.limits.kv_tokens
     if tokens > room:
         raise ConfigError(
-            f"the workload needs a KV cache of {tokens} tokens, and it has {room}: lower --steps, "
+            f"the workload needs a KV cache of {tokens} tokens, but it has {room}: lower --steps, "
             "--sequences or --prompt-tokens"
         )
 
 
 def _add(parts: EngineParts, name: str, num_tokens: int, max_tokens: int) -> None:
-    """A prompt of random tokens, which the prefix cache does not know."""
+    """Add a prompt of random tokens, which is not in the prefix cache."""
     draw = random.Random(name)
     tokens = [draw.randrange(parts.core.vocab_size) for _ in range(num_tokens)]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
