@@ -51,8 +51,8 @@ ALIGN = entry("general.alignment", U32, struct.pack("<I", 3))
 FILES = {
     "empty": (b"", "it has 0 bytes"),
     "another file": (b"GGML" + bytes(64), "does not begin with GGUF"),
-    "version 0": (header(version=0), "its version is 0"),
-    "version 4": (header(version=4), "its version is 4; known are 1 to 3"),
+    "version 0": (header(version=0), "its version must be from 1 to 3, got 0"),
+    "version 4": (header(version=4), "its version must be from 1 to 3, got 4"),
     "big-endian": (header(version=3 << 24), "it is big-endian"),
     "tensors without end": (header(num_tensors=2**62), "it claims 4611686018427387904 tensors"),
     "entries without end": (header(num_entries=2**62), "4611686018427387904 entries"),
@@ -62,17 +62,17 @@ FILES = {
     "a key twice": (header([entry("k", U32, bytes(4))] * 2), "the key 'k' stands twice"),
     "a key of no text": (header([string(b"\xff")], num_entries=1), "a key is not UTF-8"),
     "a long text": (header([entry("k", STRING, HUGE)]), "the value of 'k' claims"),
-    "a text that is cut": (header([entry("k", STRING, string("x", 500))]), "it is cut short"),
+    "a text that is cut": (header([entry("k", STRING, string("x", 500))]), "it is truncated"),
     "an unknown type": (header([entry("k", 99, b"")]), "value of 'k' is of the unknown type 99"),
     "a negative type": (header([entry("k", 2**32 - 1, b"")]), "unknown type 4294967295"),
-    "no truth value": (header([entry("k", 7, b"\x02")]), "'k' is 2, which is no truth value"),
+    "no truth value": (header([entry("k", 7, b"\x02")]), "'k' must be 0 or 1, got 2"),
     "a long array": (
         header([entry("k", ARRAY, struct.pack("<I", U32) + HUGE)]),
         "the array 'k' claims 9223372036854775808 elements",
     ),
     "an array that is cut": (
         header([entry("k", ARRAY, struct.pack("<IQ", U32, 10**6))]),
-        "it is cut short",
+        "it is truncated",
     ),
     "many strings": (
         header([entry("k", ARRAY, struct.pack("<IQ", STRING, 2**23))]),
@@ -82,19 +82,22 @@ FILES = {
         header([entry("k", ARRAY, struct.pack("<IQ", ARRAY, 1))]),
         "the array 'k' is of the unknown or nested type 9",
     ),
-    "an odd alignment": (header([ALIGN]), "general.alignment must be a power of 2, not 3"),
+    "an odd alignment": (header([ALIGN]), "general.alignment must be a power of 2, got 3"),
     "no dimensions": (header((), [tensor(shape=())]), "the tensor 'x' has 0 dimensions"),
     "five dimensions": (header((), [tensor(shape=(1,) * 5)]), "the tensor 'x' has 5 dimensions"),
     "no elements": (header((), [tensor(shape=(0, 4))]), r"'x' has the shape '?\[4, 0\]"),
     "elements beyond 64 bits": (header((), [tensor(shape=(2**40, 2**40))]), "'x' has the shape"),
-    "a size that overflows": (header((), [tensor(shape=(2**61,))]), "beyond the end of the file"),
+    "a size that overflows": (
+        header((), [tensor(shape=(2**61,))]),
+        "ends after the end of the file",
+    ),
     "an unknown kind": (header((), [tensor(kind=77)]), "the tensor 'x' is of type 77"),
     "half a block": (header((), [tensor(kind=8, shape=(33,))]), "rows of 33 elements; Q8_0 needs"),
     "an odd offset": (header((), [tensor(offset=4)]), "the tensor 'x' is not aligned to 32 bytes"),
-    "beyond the end": (header((), [tensor(offset=96)]), "'x' goes beyond the end of the file"),
+    "beyond the end": (header((), [tensor(offset=96)]), "'x' ends after the end of the file"),
     "an offset that overflows": (
         header((), [tensor(offset=2**64 - 32)]),
-        "'x' goes beyond the end of the file",
+        "'x' ends after the end of the file",
     ),
     "an overlap": (
         header((), [tensor(shape=(16,)), tensor("y", (8,), offset=32)]),
@@ -209,7 +212,7 @@ def test_what_is_missing_is_named(whole, file, old, new, match):
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("block_count", 0, "llama.block_count must be an integer from 1 to 1024, not 0"),
+        ("block_count", 0, "llama.block_count must be an integer from 1 to 1024, got 0"),
         ("block_count", 2**31, "llama.block_count must be an integer from 1 to 1024"),
         ("attention.head_count", 0, "llama.attention.head_count must be an integer from 1"),
         ("attention.head_count", 7, "head_dim|rope.dimension_count"),

@@ -409,7 +409,7 @@ def test_tensors_of_quantised_matrices_that_the_config_does_not_describe_are_nam
     change_config(tmp_path, lambda config: config.pop("quantization_config"))
     with pytest.raises(
         CheckpointError,
-        match=r"q_proj is quantised \(there is a tensor .*q_proj.qweight\), but quantization_c",
+        match=r"q_proj is quantized \(it has the tensor .*q_proj.qweight\), but quantization_c",
     ):
         load(tmp_path)
 

@@ -318,7 +318,9 @@ def test_a_router_that_only_its_tensors_call_quantised_is_named(method, tmp_path
     tensors, _ = case.quantise(router, RNG(0))
     more = {f"{MOE}.gate.{name}": array for name, array in tensors.items()}
     writer.write_model(tmp_path, weights, quantiser(case), case.config, more, **writer.MIXTRAL)
-    with pytest.raises(CheckpointError, match=r"block_sparse_moe.gate is quantised .*does not say"):
+    with pytest.raises(
+        CheckpointError, match=r"block_sparse_moe.gate is quantized .*does not describe it"
+    ):
         load(tmp_path)
 
 
@@ -423,7 +425,7 @@ def test_quantised_matrices_of_all_experts_in_one_tensor_are_refused(tmp_path):
         tensors[f"model.layers.0.mlp.experts.{name}"] = np.zeros(shape, np.uint8).view(writer.Fp8)
     tensors["model.layers.0.mlp.gate.weight"] = tensors.pop(ROUTER)
     writer.save(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"mlp.experts.gate_up_proj has the quantised matric"):
+    with pytest.raises(CheckpointError, match=r"mlp.experts.gate_up_proj has the quantized matric"):
         load(tmp_path)
 
 
