@@ -331,7 +331,7 @@ RECORDS = {
     "quantization": (lambda r: r.update(quantization=4), "quantization must be"),
     "layout": (
         lambda r: r.update(packing={"layout": "panels-of-48", "layers": "bf16"}),
-        "packing.layout must be panels-of-32 .*got 'panels-of-48': convert the original model again",
+        "packing.layout must be panels-of-32 .*got 'panels-of-48': convert the original",
     ),
     "packing": (lambda r: r.update(packing=[]), "packing must be"),
     "form": (

@@ -66,7 +66,7 @@ def test_what_is_neither_is_refused_without_the_network(download, name):
 
 def test_a_file_is_refused(tmp_path):
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ModelError, match="or the folder that holds config.json"):
+    with pytest.raises(ModelError, match=r"or the folder that holds config\.json"):
         hub.resolve(str(tmp_path / "model.safetensors"))
 
 
