@@ -197,7 +197,9 @@ def test_a_file_cut_off_while_cpp_reads_it_is_an_error(folder, tensors, monkeypa
     checked = load.check_weights(model, folder)
     (folder / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr(load, "check_weights", lambda *_: checked)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is shorter than it was"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors is shorter than when it was checked"
+    ):
         load_weights(model, folder, progress=False)
 
 
@@ -221,7 +223,7 @@ def test_any_rows_of_a_tensor_are_read(dtype, tmp_path):
                 out = np.empty((end - first, rows.shape[1]), dtype)
                 tensor.read_rows(out, first)
                 np.testing.assert_array_equal(out, rows[first:end])
-    with pytest.raises(CheckpointError, match="shorter than it was"):
+    with pytest.raises(CheckpointError, match="shorter than when it was checked"):
         flat.read_rows(np.empty((2, 5), dtype), 11)
 
 
@@ -232,7 +234,7 @@ def test_what_a_thread_raises_ends_the_reading(folder, tensors, monkeypatch):
     (folder / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr(matrix, "CHUNK_BYTES", 1024)
     monkeypatch.setattr(load, "check_weights", lambda *_: checked)
-    with pytest.raises(CheckpointError, match="shorter than it was"):
+    with pytest.raises(CheckpointError, match="shorter than when it was checked"):
         load_weights(model, folder, progress=False)
 
 

@@ -478,7 +478,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(folder):
     file = folder / WEIGHTS / "head.weight" / "0.0"
     os.truncate(file, file.stat().st_size - 1)
     source = checked.stored["head.weight"]
-    with pytest.raises(CheckpointError, match="shorter than it was"):
+    with pytest.raises(CheckpointError, match="shorter than when it was checked"):
         source.read_rows(np.empty(source.shape, source.dtype), 0)
 
 
@@ -524,7 +524,7 @@ def test_a_mapped_file_that_became_shorter_is_an_error(folder, huge_pages):
     checked = check_weights(build_model(read_spec(folder)), folder)
     assert isinstance(checked, ConvertedReader)
     os.truncate(folder / WEIGHTS / "head.weight" / "0.0", 100)
-    with pytest.raises(CheckpointError, match="shorter than it was"):
+    with pytest.raises(CheckpointError, match="shorter than when it was checked"):
         mapped.map_arrays(checked.stored)
 
 
