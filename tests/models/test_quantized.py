@@ -343,7 +343,7 @@ def rows_without_ties(width: int) -> jax.Array:
         ("gptq", {"scales": lambda s: s[:1]}, r"scales has shape \(1, 64\), not \(2, 64\)"),
         ("gptq", {"qweight": None}, "q_proj.qweight is missing"),
         ("w4a16", {"weight_shape": lambda s: s + 1}, "weight_shape: it is .65, 65., not .64, 64."),
-        ("fp8_matrix_static", {"input_scale": lambda s: s * np.nan}, "input_scale: must be a positive"),
+        ("fp8_matrix_static", {"input_scale": lambda s: s * np.nan}, "input_scale: must be a pos"),
         ("fp8_matrix_static", {"input_scale": None}, "input_scale is missing"),
         ("int8_rows", {"weight": lambda w: w.astype(np.int32)}, "q_proj.weight is int32, not int8"),
         ("int8_rows", {"weight_scale": lambda s: s[:3]}, "weight_scale has shape"),
