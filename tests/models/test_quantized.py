@@ -503,7 +503,8 @@ def test_scales_that_float16_does_not_hold_say_what_to_do(tmp_path):
 
     writer.write_model(tmp_path, writer.plain_weights(), quantise, w4(), torch_dtype="bfloat16")
     with pytest.raises(
-        CheckpointError, match=r"qkv.weight: a scale is not a float16.*--kernels xla"
+        CheckpointError,
+        match=r"qkv.weight: a scale cannot be represented in float16.*--kernels xla",
     ):
         load(tmp_path, formats=WeightFormats(layers="bf16"))
     load(tmp_path)

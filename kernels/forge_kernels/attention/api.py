@@ -344,9 +344,7 @@ def _auto_is_mosaic(q: jax.Array, kv: jax.Array | QuantizedKV) -> bool:
         return False
     reason = _mosaic_unsupported(q, kv)
     if reason is not None:
-        _say_once(
-            f"attention runs in plain XLA, because the GPU kernels do not support it: {reason}"
-        )
+        _say_once(f"attention runs in plain XLA, without the GPU kernels: {reason}")
     return reason is None
 
 
