@@ -964,7 +964,7 @@ def test_inputs_that_do_not_fit_are_refused():
     q, kv, tables, lens, cu, num = inputs(make(BATCHES["no padding"]))
     call = partial(ragged_paged_attention, sm_scale=1.0)
     bits = jnp.zeros(kv.shape, jnp.uint16)
-    with pytest.raises(ValueError, match="implementation must be one of .*, got 'magic'"):
+    with pytest.raises(ValueError, match=r"implementation must be one of .*, got 'magic'"):
         call(q, kv, tables, lens, cu, num, implementation="magic")
     with pytest.raises(TypeError, match="kv_dtype must be"):
         call(q, bits, tables, lens, cu, num)
