@@ -421,14 +421,14 @@ class _Interpreter:
 
     def _bytes(self, size: int) -> bytes:
         if self.at + size > len(self.program):
-            raise IndexError(f"a value of {size} bytes does not end")
+            raise IndexError(f"a value of {size} bytes is truncated")
         self.at += size
         return self.program[self.at - size : self.at]
 
     def _line(self) -> str:
         end = self.program.find(b"\n", self.at, self.at + MAX_NAME)
         if end < 0:
-            raise IndexError("a name does not end")
+            raise IndexError("a name is truncated")
         line = self.program[self.at : end].decode("utf-8")
         self.at = end + 1
         return line

@@ -936,7 +936,7 @@ def test_caches_of_8_bits_that_do_not_fit_are_refused():
         call(q, int8, *rest, kv_dtype="float8_e4m3fn")
     with pytest.raises(TypeError, match="data of a QuantizedKV must be int8 or "):
         call(q, int8._replace(data=kv), *rest)
-    with pytest.raises(ValueError, match=r"scale .* for the data .* of a QuantizedKV"):
+    with pytest.raises(ValueError, match=r"scale .* does not fit the data .* of a QuantizedKV"):
         call(q, int8._replace(scale=int8.scale[..., None]), *rest)
     with pytest.raises(TypeError, match="got float16"):
         write_kv(int8._replace(scale=int8.scale.astype(jnp.float16)), q, q, jnp.zeros(13))
@@ -991,9 +991,9 @@ def test_a_write_that_does_not_fit_the_cache_is_refused(implementation):
         write(qkv[:, :4], kv, angles, angles, slots)
     with pytest.raises(ValueError, match="heads of qkv"):
         write(qkv[..., :16], kv, angles, angles, slots)
-    with pytest.raises(ValueError, match="for 3 tokens and heads of 32"):
+    with pytest.raises(ValueError, match="do not fit 3 tokens and heads of 32"):
         write(qkv, kv, angles[:, :8], angles, slots)
-    with pytest.raises(ValueError, match="for 3 tokens and heads of 32"):
+    with pytest.raises(ValueError, match="do not fit 3 tokens and heads of 32"):
         write(qkv, kv, angles, angles, slots[:2])
 
 

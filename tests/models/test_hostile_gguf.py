@@ -54,21 +54,24 @@ FILES = {
     "version 0": (header(version=0), "its version must be from 1 to 3, got 0"),
     "version 4": (header(version=4), "its version must be from 1 to 3, got 4"),
     "big-endian": (header(version=3 << 24), "it is big-endian"),
-    "tensors without end": (header(num_tensors=2**62), "it claims 4611686018427387904 tensors"),
+    "tensors without end": (header(num_tensors=2**62), "it declares 4611686018427387904 tensors"),
     "entries without end": (header(num_entries=2**62), "4611686018427387904 entries"),
     "fewer entries": (header(num_entries=9), "a key|cut short|stands twice"),
     "fewer tensors": (header(num_tensors=900), "cut short|stands twice|dimensions"),
-    "a long key": (header([string("k", 2**40)], num_entries=1), "a key claims 1099511627776 bytes"),
+    "a long key": (
+        header([string("k", 2**40)], num_entries=1),
+        "a key declares 1099511627776 bytes",
+    ),
     "a key twice": (header([entry("k", U32, bytes(4))] * 2), "the key 'k' stands twice"),
     "a key of no text": (header([string(b"\xff")], num_entries=1), "a key is not UTF-8"),
-    "a long text": (header([entry("k", STRING, HUGE)]), "the value of 'k' claims"),
+    "a long text": (header([entry("k", STRING, HUGE)]), "the value of 'k' declares"),
     "a text that is cut": (header([entry("k", STRING, string("x", 500))]), "it is truncated"),
     "an unknown type": (header([entry("k", 99, b"")]), "value of 'k' is of the unknown type 99"),
     "a negative type": (header([entry("k", 2**32 - 1, b"")]), "unknown type 4294967295"),
     "no truth value": (header([entry("k", 7, b"\x02")]), "'k' must be 0 or 1, got 2"),
     "a long array": (
         header([entry("k", ARRAY, struct.pack("<I", U32) + HUGE)]),
-        "the array 'k' claims 9223372036854775808 elements",
+        "the array 'k' declares 9223372036854775808 elements",
     ),
     "an array that is cut": (
         header([entry("k", ARRAY, struct.pack("<IQ", U32, 10**6))]),
@@ -76,7 +79,7 @@ FILES = {
     ),
     "many strings": (
         header([entry("k", ARRAY, struct.pack("<IQ", STRING, 2**23))]),
-        "the array 'k' claims 8388608 elements",
+        "the array 'k' declares 8388608 elements",
     ),
     "arrays in arrays": (
         header([entry("k", ARRAY, struct.pack("<IQ", ARRAY, 1))]),

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, read with checks: each getter names the key that is wrong."""
+"""The metadata of a GGUF file with checked getters, whose errors name the key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forge_jax.host.files import short_repr
 
 
 class Metadata:
-    """Values by key; what is wrong ends in a ModelError that names the file and the key."""
+    """Values by key; getters raise a ModelError that names the file and the key."""
 
     def __init__(self, values: Mapping[str, Any], file: Path):
         self.values, self.file = values, file

@@ -42,8 +42,8 @@ class GGUFTensor:
     name: str
     file: Path
     format: BlockFormat
-    shape: tuple[int, ...]  # row-major: the last dimension is the one in blocks
-    offset: int  # bytes, from the start of the file
+    shape: tuple[int, ...]  # row-major; blocks are along the last dimension
+    offset: int  # bytes from the start of the file
 
     @property
     def dtype(self) -> np.dtype:
@@ -93,7 +93,7 @@ class GGUFFile:
 
     @property
     def view(self) -> Metadata:
-        """The metadata, read with checks."""
+        """The metadata with checked getters."""
         return Metadata(self.metadata, self.file)
 
 
@@ -144,7 +144,7 @@ class _Reader:
             self.count_code = "<I"
         num_tensors, num_entries = self.count(), self.count()
         if num_tensors > MAX_TENSORS or num_entries > MAX_ENTRIES:
-            raise self.fail(f"it claims {num_tensors} tensors and {num_entries} entries")
+            raise self.fail(f"it declares {num_tensors} tensors and {num_entries} entries")
         metadata: dict[str, Any] = {}
         for _ in range(num_entries):
             key = self.string("a key", MAX_NAME)
@@ -225,7 +225,7 @@ class _Reader:
     def string(self, what: str, most: int = MAX_METADATA) -> str:
         length = self.count()
         if length > most:
-            raise self.fail(f"{what} claims {length} bytes")
+            raise self.fail(f"{what} declares {length} bytes")
         try:
             return self.take(length).decode()
         except UnicodeDecodeError:
@@ -274,7 +274,7 @@ class _Reader:
     def array(self, key: str) -> Any:
         kind, count = self.number("<I"), self.count()
         if count > (MAX_STRINGS if kind == _STRING else MAX_ELEMENTS):
-            raise self.fail(f"the array {short_repr(key)} claims {count} elements")
+            raise self.fail(f"the array {short_repr(key)} declares {count} elements")
         if kind == _STRING:
             return self.strings(f"an element of {short_repr(key)}", count)
         dtype = _DTYPES.get(kind)

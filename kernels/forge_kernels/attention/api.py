@@ -165,8 +165,8 @@ def rotate_and_write[KV: jax.Array | QuantizedKV](
         raise ValueError(f"heads of qkv {qkv.shape} do not fit a cache {kv.shape}")
     if not cos.shape == sin.shape == (T, D // 2) or slot_mapping.shape != (T,):
         raise ValueError(
-            f"cos {cos.shape}, sin {sin.shape} and slot_mapping {slot_mapping.shape} for {T} "
-            f"tokens and heads of {D}"
+            f"cos {cos.shape}, sin {sin.shape} and slot_mapping {slot_mapping.shape} do not fit "
+            f"{T} tokens and heads of {D}"
         )
     if implementation == "cpu":
         _check_cpu(qkv, kv, _kv_float(kv, kv_dtype))
@@ -211,7 +211,7 @@ def write_kv[KV: jax.Array | QuantizedKV](
     if (rows.shape[1:3], rows.shape[3]) != (kv.shape[1:3], kv.shape[4]):
         raise ValueError(f"keys {k.shape} and values {v.shape} do not fit a cache {kv.shape}")
     if slot_mapping.shape != k.shape[:1]:
-        raise ValueError(f"slot_mapping {slot_mapping.shape} for {k.shape[0]} tokens")
+        raise ValueError(f"slot_mapping {slot_mapping.shape} does not fit {k.shape[0]} tokens")
     if kv_dtype != jnp.float32:
         rows = _without_gradient(rows)
     written: Any
@@ -298,7 +298,9 @@ def _kv_float(kv: jax.Array | QuantizedKV, kv_dtype: DTypeLike | None) -> jnp.dt
         if kv.scale.dtype != jnp.float32:
             raise TypeError(f"the scale of a QuantizedKV must be float32, got {kv.scale.dtype}")
         if kv.scale.shape != kv.shape[:-1]:
-            raise ValueError(f"scale {kv.scale.shape} for the data {kv.shape} of a QuantizedKV")
+            raise ValueError(
+                f"scale {kv.scale.shape} does not fit the data {kv.shape} of a QuantizedKV"
+            )
     else:
         known, form = (*_FLOATS, jnp.dtype(jnp.uint16)), "kv that is not a QuantizedKV"
     if kv.dtype not in known:

@@ -8,7 +8,7 @@
 // on its own query and keys. Its place in an item, other rows and the number of threads do not matter.
 //
 // Keys outside a row's range get the weight 0. If no row of an item attends to a key, the key and its
-// value are replaced by zeros before they are used, because the cache may contain NaN there.
+// value are replaced by zeros, because the cache may contain NaN there.
 #pragma once
 
 #include <algorithm>
@@ -61,8 +61,8 @@ inline long visible_keys(const Attention& op, long seq, long row) {
   return op.kv_lens[seq] - (op.cu_q_lens[seq + 1] - op.cu_q_lens[seq]) + row + 1;
 }
 
-// The cache rows of the keys at 64 positions of one sequence and head, or -1 if no row of the item
-// attends to the key. Values are `kv_heads * block_size` rows after their keys.
+// The cache rows of the keys at 64 positions of one sequence and head. A row is -1 if no row of the
+// item attends to the key. Values are `kv_heads * block_size` rows after their keys.
 struct KVTile {
   long at[kKeys];
 };

@@ -11,8 +11,8 @@
 // in the same order, so the results have the same bits. Alternatively, they are multiplied as integers
 // with rows of x that are rounded to int8.
 //
-// Rows of x are packed in tiles of at most kMaxRows, so that a tile is a stream too. A tile has words of
-// 2 bfloat16 or 4 int8, [K/2 or K/4, rows]. If FMAs multiply bfloat16, it is float32, [K, rows].
+// Rows of x are packed in tiles of at most kMaxRows, so that a tile is a stream too. A tile has words
+// of 2 bfloat16 or 4 int8, [K/2 or K/4, rows]. If FMAs multiply bfloat16, it is float32, [K, rows].
 //
 // Every element of y is one chain of sums over k, in order. The number of rows, their place and the
 // number of threads do not matter: the bits of a row depend on that row only.
