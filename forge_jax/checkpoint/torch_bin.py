@@ -488,7 +488,7 @@ class _Interpreter:
         known = _GLOBALS.get(name)
         if known is None:
             self._fail(
-                f"it names {short_repr(name)}, which is not part of a tensor; it was not run"
+                f"it refers to {short_repr(name)}, which does not describe a tensor; it was not run"
             )
         self.stack.append(known)
 
